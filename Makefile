@@ -1,0 +1,50 @@
+# `make demo` and `make test` each work alone on a fresh machine that has Python 3.11 or newer; a C++ compiler is used
+# where there is one. Both make .venv and install exactly what requirements/ pins.
+PYTHON ?= python3
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+
+# 47 % of the 687 MiB that plain PyTorch needs for this step; the demo's first half shows that it does not fit.
+DEMO_BUDGET ?= 325MiB
+DEMO := $(BIN)/shoal train --model resnet18_cifar --data digits --batch 128 --epochs 4 --lr 0.05 \
+	--budget $(DEMO_BUDGET) --enforce
+
+.PHONY: demo test lint build-demo build-test clean
+
+demo: build-demo
+	@echo "== Plain PyTorch inside a wall of $(DEMO_BUDGET): it must run out of memory =="
+	@$(DEMO) --planner none --out runs/demo-plain; status=$$?; \
+	  if [ $$status -ne 3 ]; then echo "expected exit code 3 (out of memory), got $$status" >&2; exit 1; fi; \
+	  echo "exit code 3, as expected"
+	@echo "== Shoal inside the same wall =="
+	@$(DEMO) --out runs/demo --json runs/demo/result.json
+	@$(BIN)/python -c "import json; accuracy = json.load(open('runs/demo/result.json'))['test_accuracy']; \
+	  assert accuracy >= 0.95, f'expected a test accuracy of 95 %, got {accuracy:.1%}'"
+
+test: build-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: build-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+# The package itself is installed anew each time: seconds, and never stale.
+build-demo: $(VENV)/.demo
+	@$(PIP) install --no-deps --no-build-isolation --force-reinstall .
+
+build-test: $(VENV)/.test
+	@$(PIP) install --no-deps --no-build-isolation --force-reinstall .
+
+$(VENV)/.%: requirements/%.txt requirements/build.txt requirements/demo.txt | $(BIN)/python
+	@echo "Installing requirements/$*.txt into $(VENV) ..."
+	@$(PIP) install -r $<
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf build dist $(VENV)

@@ -1,0 +1,21 @@
+#include "shoal_native.h"
+
+SHOAL_API std::int32_t shoal_abi_version() { return SHOAL_ABI_VERSION; }
+
+SHOAL_API std::uint64_t shoal_cpu_features() {
+    std::uint64_t features = 0;
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2")) features |= SHOAL_AVX2;
+    if (__builtin_cpu_supports("fma")) features |= SHOAL_FMA;
+    if (__builtin_cpu_supports("f16c")) features |= SHOAL_F16C;
+    if (__builtin_cpu_supports("avx512f")) features |= SHOAL_AVX512F;
+    if (__builtin_cpu_supports("avx512bw")) features |= SHOAL_AVX512BW;
+    if (__builtin_cpu_supports("avx512vl")) features |= SHOAL_AVX512VL;
+    if (__builtin_cpu_supports("avx512vbmi")) features |= SHOAL_AVX512VBMI;
+    if (__builtin_cpu_supports("avx512bf16")) features |= SHOAL_AVX512BF16;
+#elif defined(__aarch64__)
+    features |= SHOAL_NEON;  // part of every AArch64
+#endif
+    return features;
+}

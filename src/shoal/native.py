@@ -1,0 +1,88 @@
+"""The native kernels of `csrc/`, loaded with ctypes; without them callers use their torch references.
+
+No magic: all it does is look for `libshoal_native` beside the installed package, compare its version of the C ABI and
+hand out a `ctypes.CDLL`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+ABI_VERSION = 1
+_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+# In the order of the bits of ShoalFeature in csrc/shoal_native.h.
+_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512bf16", "neon")
+# Linux spells some of them differently.
+_CPUINFO_NAMES = {"avx512_bf16": "avx512bf16", "avx512_vbmi": "avx512vbmi", "asimd": "neon"}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The loaded library, or None where it was not built, does not load or has another ABI version.
+
+    Every function of `csrc/shoal_native.h` is an attribute; `restype` is set for those this module names, callers set
+    the rest.
+
+    >>> lib = library()
+    >>> lib is None or lib.shoal_abi_version()
+    1
+    """
+    # Beside this file in an installed package; in site-packages when this file is run from a source tree.
+    folders = (Path(__file__).parent, Path(sysconfig.get_paths()["platlib"]) / "shoal")
+    for folder in folders:
+        for path in (folder / f"libshoal_native{_SUFFIX}", folder / "libshoal_native.so"):
+            found = _load(path) if path.is_file() else None
+            if found is not None:
+                return found
+    return None
+
+
+def _load(path: Path) -> ctypes.CDLL | None:
+    try:
+        found = ctypes.CDLL(str(path))
+        found.shoal_abi_version.restype = ctypes.c_int32
+        if found.shoal_abi_version() != ABI_VERSION:
+            return None
+        found.shoal_cpu_features.restype = ctypes.c_uint64
+    except (OSError, AttributeError):
+        return None
+    return found
+
+
+@cache
+def cpu_features() -> tuple[str, ...]:
+    """The instruction sets a kernel may be dispatched to, a subset of avx2 ... avx512bf16 and neon, in that order.
+
+    Asked of the native library, else read from /proc/cpuinfo, else empty.
+    """
+    native = library()
+    if native is not None:
+        bits = native.shoal_cpu_features()
+        return tuple(name for position, name in enumerate(_FEATURES) if bits >> position & 1)
+    return features_of_cpuinfo(_cpuinfo())
+
+
+def features_of_cpuinfo(text: str) -> tuple[str, ...]:
+    """The same names from the text of Linux's /proc/cpuinfo.
+
+    >>> features_of_cpuinfo("flags : fpu sse2 fma avx2 avx512_bf16")
+    ('avx2', 'fma', 'avx512bf16')
+    """
+    lines = (line.partition(":") for line in text.splitlines())
+    words = next((words for key, _, words in lines if key.strip() in ("flags", "Features")), "").split()
+    present = {_CPUINFO_NAMES.get(word, word) for word in words}
+    return tuple(name for name in _FEATURES if name in present)
+
+
+def _cpuinfo() -> str:
+    if platform.system() == "Linux":
+        try:
+            return Path("/proc/cpuinfo").read_text()
+        except OSError:
+            pass
+    return ""
