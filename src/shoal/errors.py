@@ -1,0 +1,55 @@
+"""One exception tree, split by who must act."""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """Everything Shoal raises on purpose."""
+
+
+class InputError(ShoalError, ValueError):
+    """An argument, a file or a data set is not what was asked for: the caller mends it."""
+
+
+class BudgetError(ShoalError):
+    """No plan fits the budget: the caller gives more bytes, a smaller batch or another model.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        least_feasible_bytes: the smallest budget for which a plan was found, or the proven floor when none was.
+        op, layer: the op at the peak of that least plan and the layer it belongs to.
+        largest: the largest storages alive at that op, as (name, layer, bytes).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int = 0,
+        least_feasible_bytes: int = 0,
+        op: str = "",
+        layer: str = "",
+        largest: tuple[tuple[str, str, int], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.least_feasible_bytes = least_feasible_bytes
+        self.op = op
+        self.layer = layer
+        self.largest = largest
+
+
+class CaptureError(ShoalError):
+    """The model's step could not be captured as one graph: the model's author acts (the line is named)."""
+
+
+class PlanError(ShoalError):
+    """A plan does not belong to this step, or breaks one of the rules of `shoal.check`."""
+
+
+class CodecError(ShoalError):
+    """A tensor or a byte string cannot be encoded or decoded."""
+
+
+class TransferError(ShoalError):
+    """A transfer between device and host, or between ranks, failed."""

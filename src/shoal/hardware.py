@@ -1,0 +1,54 @@
+"""What a step runs on, as plain data: a device, its link to the host, and the rates a plan needs.
+
+`measure()` (in `shoal.measure`) fills these in for the machine at hand; the presets describe machines that are not
+here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """A processor with memory of its own.
+
+    Attributes:
+        name: for tables.
+        memory_bytes: what it has in all.
+        flops_per_second: what a large float32 convolution or matrix product reaches.
+        bytes_per_second: what a large elementwise op reaches, counting bytes read and written.
+        launch_seconds: the least time an op takes.
+    """
+
+    name: str
+    memory_bytes: int
+    flops_per_second: float
+    bytes_per_second: float
+    launch_seconds: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way between device and host.
+
+    Attributes:
+        name: for tables.
+        to_host_bytes_per_second, to_device_bytes_per_second: each way, both ways may run at once.
+        latency_seconds: before the first byte arrives.
+    """
+
+    name: str
+    to_host_bytes_per_second: float
+    to_device_bytes_per_second: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device and the link to its host. `source` says where the rates come from."""
+
+    name: str
+    device: Device
+    link: Link
+    source: str

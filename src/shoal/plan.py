@@ -1,0 +1,182 @@
+"""A plan: where every saved storage of a step waits, and what that is predicted to cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from shoal.errors import PlanError
+from shoal.files import write_json
+from shoal.residence import Recompute, Residence, residence_from_json, residence_to_json
+from shoal.simulate import simulate
+from shoal.sizes import format_bytes
+from shoal.step import StepGraph, Storage
+from shoal.timeline import Timeline
+
+FORMAT = "shoal-plan"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A residence for every saved storage of one step, and its predicted cost.
+
+    Attributes:
+        graph: the step it plans.
+        residences: by storage name; a storage that is absent is kept.
+        planner: the strategy that made it.
+        hardware: what its times are for.
+        budget_bytes: the promise; 0 for none.
+        lower_bound_seconds: no plan of this step inside this budget adds less time than this, by the same cost model.
+        planning_seconds: how long planning took.
+    """
+
+    graph: StepGraph
+    residences: Mapping[str, Residence]
+    planner: str
+    hardware: str = ""
+    budget_bytes: int = 0
+    lower_bound_seconds: float = 0.0
+    planning_seconds: float = field(default=0.0, compare=False)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated step under this plan."""
+        return simulate(self.graph, self.residences, self.budget_bytes)
+
+    @cached_property
+    def plain_timeline(self) -> Timeline:
+        """The simulated step when everything is kept."""
+        return simulate(self.graph, {}, self.budget_bytes)
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Most device bytes in use at once during the step."""
+        return self.timeline.peak_bytes
+
+    @property
+    def predicted_seconds(self) -> float:
+        """How long the step takes by the cost model."""
+        return self.timeline.seconds
+
+    @property
+    def plain_peak_bytes(self) -> int:
+        """The predicted peak when everything is kept."""
+        return self.plain_timeline.peak_bytes
+
+    @property
+    def plain_seconds(self) -> float:
+        """How long the step takes when everything is kept."""
+        return self.plain_timeline.seconds
+
+    @property
+    def added_seconds(self) -> float:
+        """What the plan adds to the step."""
+        return self.predicted_seconds - self.plain_seconds
+
+    @property
+    def recomputed(self) -> tuple[Storage, ...]:
+        """The storages that are given up and computed again, in the order of their first computation."""
+        return tuple(
+            s for s in self.graph.storages if isinstance(r := self.residences.get(s.name), Recompute) and r.before
+        )
+
+    @property
+    def kept(self) -> tuple[Storage, ...]:
+        """The saved storages that stay."""
+        storages = (self.graph.storages[i] for i in self.graph.saved)
+        return tuple(s for s in storages if not isinstance(self.residences.get(s.name), Recompute))
+
+    def explain(self) -> str:
+        """The plan for a reader: what it costs, what fills the peak, what became of the largest storages."""
+        peak = self.timeline.peak
+        share = 100 * self.predicted_peak_bytes / self.plain_peak_bytes
+        budget = format_bytes(self.budget_bytes) if self.budget_bytes else "none"
+        lines = [
+            f"{self.graph.model or 'model'}, planner {self.planner}, times for {self.hardware or 'unknown hardware'}",
+            f"budget          {budget}",
+            f"predicted peak  {format_bytes(self.predicted_peak_bytes)} ({share:.1f} % of keeping everything, "
+            f"{format_bytes(self.plain_peak_bytes)})",
+            f"predicted step  {1e3 * self.predicted_seconds:.1f} ms, of which {1e3 * self.added_seconds:.1f} ms added "
+            f"(+{_percent(self.added_seconds, self.plain_seconds)}); no plan can add less than "
+            f"{1e3 * self.lower_bound_seconds:.1f} ms",
+            f"kept            {len(self.kept)} saved storages, {format_bytes(sum(s.nbytes for s in self.kept))}",
+            f"recomputed      {len(self.recomputed)} storages, {format_bytes(sum(s.nbytes for s in self.recomputed))}",
+            f"at the peak     {peak.op} ({peak.phase}, layer {peak.layer or '-'}): "
+            f"resident {format_bytes(peak.resident_bytes)}, kept {format_bytes(peak.kept_bytes)}, "
+            f"recomputed {format_bytes(peak.recomputed_bytes)}, errors {format_bytes(peak.error_bytes)}, "
+            f"gradients {format_bytes(peak.gradient_bytes)}, workspace {format_bytes(peak.workspace_bytes)}",
+            "largest saved storages",
+        ]
+        saved = sorted((self.graph.storages[i] for i in self.graph.saved), key=lambda s: -s.nbytes)
+        for storage in saved[:10]:
+            what = storage.layer or storage.name
+            lines.append(f"  {format_bytes(storage.nbytes):>10}  {what:<28} {self.fate(storage)}")
+        return "\n".join(lines)
+
+    def fate(self, storage: Storage) -> str:
+        """What becomes of a storage, in words."""
+        residence = self.residences.get(storage.name)
+        if not isinstance(residence, Recompute):
+            return "kept"
+        if not residence.before:
+            return "freed, not needed again"
+        layers = [op.layer or op.name for op in self.graph.ops if op.name in residence.before]
+        return "recomputed before the backward pass of " + ", then of ".join(dict.fromkeys(layers))
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan and its step as JSON, whole or not at all."""
+        return write_json(
+            path,
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "fingerprint": self.graph.fingerprint,
+                "planner": self.planner,
+                "hardware": self.hardware,
+                "budget_bytes": self.budget_bytes,
+                "lower_bound_seconds": self.lower_bound_seconds,
+                "planning_seconds": self.planning_seconds,
+                "residences": {name: residence_to_json(r) for name, r in self.residences.items()},
+                "step": self.graph.to_json(),
+            },
+        )
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            PlanError: the file is missing, is no plan, is damaged, or comes from another version.
+        """
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
+        try:
+            value = json.loads(text)
+            if value["format"] != FORMAT or value["version"] != VERSION:
+                raise PlanError(f"{path} is no plan of version {VERSION}; save it anew with this version of Shoal")
+            graph = StepGraph.from_json(value["step"])
+            plan = Plan(
+                graph,
+                {name: residence_from_json(r) for name, r in value["residences"].items()},
+                value["planner"],
+                value["hardware"],
+                value["budget_bytes"],
+                value["lower_bound_seconds"],
+                value["planning_seconds"],
+            )
+            if graph.fingerprint != value["fingerprint"]:
+                raise PlanError(f"{path} was changed after it was saved (its step does not match its fingerprint)")
+            plan.timeline  # noqa: B018  a plan that cannot be played is damaged
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise PlanError(f"{path} is not a readable plan ({type(error).__name__}: {error}); save it anew") from error
+        return plan
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "n/a"

@@ -1,0 +1,63 @@
+"""Bytes as people write them: "2GiB", "800MB", 1_000_000."""
+
+from __future__ import annotations
+
+import re
+
+from shoal.errors import InputError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(size: int | str, what: str = "budget") -> int:
+    """Turn `2_000_000`, `"2GiB"` or `"800 MB"` into bytes.
+
+    Raises:
+        InputError: the text is no size, or the size is not positive.
+
+    >>> parse_bytes("1.5MiB")
+    1572864
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        kind = type(size).__name__
+        raise InputError(f"{what}={size!r}: expected an int of bytes or a text such as '2GiB', got {kind}")
+    if isinstance(size, int):
+        count = size
+    else:
+        match = _PATTERN.fullmatch(size)
+        unit = _UNITS.get(match.group(2).lower()) if match else None
+        if match is None or unit is None:
+            raise InputError(f"{what}={size!r} is not a size; write a positive number with a unit: '150MiB' or '2GB'")
+        count = round(float(match.group(1)) * unit)
+    if count <= 0:
+        raise InputError(f"{what}={size!r} is {count} bytes; it must be positive, such as '150MiB'")
+    return count
+
+
+def format_bytes(count: int | float) -> str:
+    """Bytes for people, in binary units with four significant digits.
+
+    >>> format_bytes(1572864)
+    '1.500 MiB'
+    """
+    magnitude = abs(count)
+    if magnitude < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        count /= 1024
+        if abs(count) < 1024 or unit == "TiB":
+            break
+    digits = 3 if abs(count) < 10 else 2 if abs(count) < 100 else 1
+    return f"{count:.{digits}f} {unit}"

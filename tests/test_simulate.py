@@ -1,0 +1,83 @@
+"""The simulated step adds up: bytes by category at every position, and seconds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from shoal.planners.just_in_time import just_in_time
+from shoal.residence import Recompute
+from shoal.schedule import schedule
+from shoal.simulate import peak_and_seconds, simulate
+from shoal.step import StepGraph
+from tests.random_steps import Builder, plain_chain, steps, unhurried
+
+
+def test_the_bytes_of_a_small_step_by_hand() -> None:
+    # batch 10 + weights 1 + 1; conv writes 20 with a workspace of 7, conv writes 5 (handed out); standing 100.
+    b = Builder()
+    x = b.conv(b.input(10), 20, workspace_bytes=7, weight_bytes=1)
+    graph = b.step(b.conv(x, 5, weight_bytes=1), standing_bytes=100)
+    timeline = simulate(graph, {})
+    assert [(m.op, m.total_bytes) for m in timeline.moments] == [
+        ("conv_0", 112 + 20 + 7),
+        ("conv_1", 112 + 20 + 5),
+        ("loss_2", 112 + 20 + 5 + 5),
+        ("conv_backward_3", 112 + 20 + 5 + 5 + 20 + 1),
+        ("conv_backward_4", 112 + 5 + 5 + 20 + 1 + 1),
+    ]
+    assert timeline.peak.op == "conv_backward_3"
+    last = timeline.moments[-1]
+    assert (last.resident_bytes, last.kept_bytes, last.error_bytes, last.gradient_bytes) == (112, 5, 25, 2)
+
+
+def test_recomputation_costs_its_op_once_more_and_is_counted_apart() -> None:
+    graph = plain_chain(3, nbytes=1000, seconds=2.0)
+    plain = simulate(graph, {})
+    again = simulate(graph, {"conv_1.out": Recompute(("conv_backward_4",))})
+    assert again.seconds == pytest.approx(plain.seconds + 2.0)
+    assert again.recompute_seconds == 2.0
+    (rerun,) = [m for m in again.moments if m.phase == "recompute"]
+    assert (rerun.op, rerun.recomputed_bytes, rerun.kept_bytes) == ("conv_1", 1000, 2000)
+
+
+def test_what_a_recomputation_writes_unasked_counts_while_it_runs() -> None:
+    b = Builder()
+    x = b.conv(b.input(4), 8)
+    x = b.pool(x, 6)
+    graph = b.step(b.conv(x, 4))
+    (pooled_reader,) = [op.name for op in graph.ops if op.target == "conv_backward" and x in op.reads]
+    timeline = simulate(graph, {"pool_1.out": Recompute((pooled_reader,)), "conv_0.out": Recompute((pooled_reader,))})
+    (rerun,) = [m for m in timeline.moments if m.phase == "recompute" and m.op.startswith("pool")]
+    assert rerun.recomputed_bytes == 8 + 6
+    assert rerun.workspace_bytes == 6  # its indices, which were kept from the first run
+
+
+@unhurried
+@given(steps())
+def test_taking_over_a_block_never_costs_bytes(graph: StepGraph) -> None:
+    runs = schedule(graph, {})
+    with_takeover, _ = peak_and_seconds(graph, runs)
+    assert (
+        with_takeover
+        <= peak_and_seconds(graph, [run.__class__(run.op, run.again, run.writes, run.frees) for run in runs])[0]
+    )
+
+
+@unhurried
+@given(steps())
+def test_the_short_form_agrees_with_the_record(graph: StepGraph) -> None:
+    for residences in ({}, just_in_time(graph, ())):
+        timeline = simulate(graph, residences)
+        peak, seconds = peak_and_seconds(graph, schedule(graph, residences))
+        assert peak == max(timeline.peak_bytes, graph.resident_bytes)
+        assert seconds == pytest.approx(timeline.seconds)
+
+
+@unhurried
+@given(steps())
+def test_the_step_ends_with_what_must_stay(graph: StepGraph) -> None:
+    last = simulate(graph, just_in_time(graph, ())).moments[-1]
+    gradients = sum(s.nbytes for s in graph.storages if s.kind == "gradient")
+    assert last.gradient_bytes == gradients
+    assert last.resident_bytes == graph.resident_bytes
