@@ -1,0 +1,246 @@
+"""What an op costs, told from its shapes alone: floating-point operations, bytes moved, and a time for a device that
+is not here.
+
+`signature`, `flops` and `moved_bytes` read a captured node (aten ops with FakeTensors in `node.meta["val"]`);
+`roofline` turns the counts of a whole step into times. Times of the machine at hand come from `shoal.profile`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from shoal.hardware import Hardware
+from shoal.step import Op, StepGraph
+
+_aten = torch.ops.aten
+_CONVOLUTIONS = (_aten.convolution, _aten._convolution, _aten.cudnn_convolution, _aten.convolution_overrideable)
+_ALLOCATIONS = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
+
+_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def signature(node: fx.Node) -> str:
+    """A text that is equal for nodes that cost the same: target, shapes, layouts, dtypes and options.
+
+    Names of nodes, values of tensors and addresses leave no trace in it, so it may serve as a key on disk. Layouts
+    other than contiguous are written as strides in braces; an operand that comes a second time as `=` and its place.
+
+    Args:
+        node: a `call_function` node whose operands carry `meta["val"]`.
+
+    Returns:
+        For example `aten.hardtanh.default(f32[8,32,14,14]{6272,1,448,32}, 0.0, 6.0)`.
+    """
+    places: dict[fx.Node, int] = {}
+
+    def describe(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            if value in places:
+                return f"={places[value]}"
+            places[value] = len(places)
+            return describe(value.meta["val"]) if "val" in value.meta else "?"
+        if isinstance(value, torch.Tensor):
+            return _describe_tensor(value)
+        if isinstance(value, (list, tuple)):
+            return "[" + ",".join(describe(item) for item in value) + "]"
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{describe(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return str(concrete(value))
+        if callable(value) and hasattr(value, "__qualname__"):
+            return f"{value.__module__}.{value.__qualname__}"
+        return _ADDRESS.sub("", str(value))
+
+    arguments = [describe(argument) for argument in node.args]
+    arguments += [f"{name}={describe(node.kwargs[name])}" for name in sorted(node.kwargs)]
+    return f"{target_name(node.target)}({', '.join(arguments)})"
+
+
+def target_name(target: Any) -> str:
+    """What a node computes, for people: "aten.relu.default", or module and name of a Python function."""
+    if isinstance(target, str) or not hasattr(target, "__qualname__") or isinstance(target, torch._ops.OpOverload):
+        return _ADDRESS.sub("", str(target))
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of one node; a multiply-add counts as two.
+
+    Convolutions count every tap, those on padding too: 2 x output elements x kernel elements per output channel, once
+    per direction of the backward pass that `output_mask` asks for, plus one addition per output gradient for the bias.
+    Matrix products and attention use PyTorch's own formulas. Any other op counts one operation per element of its
+    largest tensor: the output of a pointwise op, the input of a reduction. Views and bare allocations count nothing.
+    """
+    if "flops" in node.meta:  # counted where the node was made from another
+        return int(node.meta["flops"])
+    if _is_free(node):
+        return 0
+    packet = _packet(node)
+    arguments: Any = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
+    args, kwargs = arguments
+    if packet in _CONVOLUTIONS:
+        inputs, weight = args[:2]
+        transposed = packet is not _aten.cudnn_convolution and args[6]
+        return _convolution_flops(inputs, weight, _value(node), transposed)
+    if packet is _aten.convolution_backward:
+        grad, inputs, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
+        one_way = _convolution_flops(inputs, weight, grad, transposed)
+        return one_way * (bool(mask[0]) + bool(mask[1])) + (grad.numel() if mask[2] else 0)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=_value(node)))
+    return max((int(tensor.numel()) for tensor in (*_operands(node), *_tensors(_value(node)))), default=0)
+
+
+def moved_bytes(node: fx.Node) -> int:
+    """The least bytes one node reads and writes: each distinct operand once, each output once, views nothing.
+
+    An operand that is expanded counts the bytes it has, not the bytes it pretends to have.
+    """
+    if _is_free(node):
+        return 0
+    return sum(_bytes(tensor) for tensor in (*_operands(node), *_tensors(_value(node))))
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether every tensor the node returns looks at the memory of an operand that it leaves as it is.
+
+    Such a node costs neither time nor memory: getitem, view, transpose, expand, detach, ...
+    """
+    if getattr(node.target, "__name__", "") == "getitem":
+        return True
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        return False
+    outputs = list(_tensors(_value(node)))
+    memory = {_storage(tensor) for tensor in _operands(node)}
+    return bool(outputs) and all(_storage(tensor) in memory for tensor in outputs)
+
+
+def concrete(value: Any) -> Any:
+    """The number a symbolic size stood for when the step was captured; anything else as it is."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value.node.hint
+    return value
+
+
+def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
+    """The same step with the times a device that is not here would take.
+
+    Each op takes `max(flops / rate, bytes / bandwidth) + launch_seconds`, where
+
+    - `rate` is `device.flops_per_second`, times `k / 64` for a convolution that does only k < 64 multiply-adds per
+      element of its largest tensor. Short inner products cannot fill wide multipliers: first layers (k = 27 for 3x3 on
+      three channels) and depthwise convolutions (k = 9) run far below the rate of large ones;
+    - `bytes` are the op's `moved_bytes`, times the passes its kernels make over them: batch norm in training reads its
+      input twice, for the statistics and to normalise (3/2 of the least); its backward pass reads both its operands
+      twice (5/3); max pooling's backward scatters (2).
+
+    Workspaces are 0: implicit-GEMM kernels need none worth a plan, and what a machine really takes is measured when
+    the plan first runs there.
+
+    Args:
+        graph: a captured step, its ops with `flops` and `moved_bytes`.
+        hardware: a preset or a measured machine.
+
+    Returns:
+        A new step; `graph` is unchanged. Half-precision ops are timed at the float32 rate: an upper bound.
+    """
+    device = hardware.device
+
+    def timed(op: Op) -> Op:
+        compute_seconds = op.flops / (device.flops_per_second * _multiplier_use(op, graph))
+        traffic_seconds = op.moved_bytes * _passes(op.target) / device.bytes_per_second
+        seconds = max(compute_seconds, traffic_seconds) + device.launch_seconds
+        return replace(op, seconds=seconds, workspace_bytes=0)
+
+    def timed_twice(op: Op) -> Op:
+        again = op.again and replace(op.again, seconds=timed(op.second).seconds, workspace_bytes=0)
+        return replace(timed(op), again=again)
+
+    return replace(graph, ops=tuple(timed_twice(op) for op in graph.ops))
+
+
+_FULL_INNER_PRODUCT = 64
+
+
+def _multiplier_use(op: Op, graph: StepGraph) -> float:
+    if "convolution" not in op.target or op.flops == 0:
+        return 1.0
+    largest_elems = max((prod(graph.storages[storage].shape) for storage in (*op.reads, *op.writes)), default=1)
+    return min(1.0, op.flops / (2 * max(largest_elems, 1)) / _FULL_INNER_PRODUCT)
+
+
+def _passes(target: str) -> float:
+    if "batch_norm" in target:
+        return 5 / 3 if "backward" in target else 3 / 2
+    if "max_pool" in target and "backward" in target:
+        return 2.0
+    return 1.0
+
+
+def _convolution_flops(inputs: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, transposed: bool) -> int:
+    # Each element of one side meets one weight slice; with groups the weight's own shape is already the slice.
+    meets = inputs if transposed else output
+    return 2 * int(meets.numel()) * (int(weight.numel()) // max(int(weight.shape[0]), 1))
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def _is_free(node: fx.Node) -> bool:
+    return node.op != "call_function" or _packet(node) in _ALLOCATIONS or _is_view(node)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _operands(node: fx.Node) -> Iterator[torch.Tensor]:
+    for operand in node.all_input_nodes:  # each node once, however often it is named
+        yield from _tensors(_value(operand))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    own_elems = prod(int(size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
+    return own_elems * tensor.element_size() if tensor.numel() else 0
+
+
+def _describe_tensor(tensor: torch.Tensor) -> str:
+    dtype = _DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    shape = ",".join(str(int(size)) for size in tensor.shape)
+    if tensor.layout is not torch.strided:
+        return f"{dtype}[{shape}]{tensor.layout}"
+    strides = "" if tensor.is_contiguous() else "{" + ",".join(str(int(stride)) for stride in tensor.stride()) + "}"
+    return f"{dtype}[{shape}]{strides}"

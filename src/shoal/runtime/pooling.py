@@ -1,0 +1,71 @@
+"""Max pooling that saves one byte per output, a few images at a time: no int64 index of the whole batch exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shoal.codecs import pool_index
+
+_aten = torch.ops.aten
+_PIECE_ELEMS = 1 << 16  # outputs in a piece: each int64 scratch is 512 KiB
+
+
+def forward(
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Max pooling of (N, C, ...): its result, and for each output the place of the winner within its window, uint8."""
+    pool = _aten.max_pool2d_with_indices if len(kernel) == 2 else _aten.max_pool3d_with_indices
+    pooled: torch.Tensor | None = None
+    codes: torch.Tensor | None = None
+    first, _ = pool(x[:1], kernel, stride, padding, dilation, ceil_mode)
+    pooled = torch.empty((x.shape[0], *first.shape[1:]), dtype=x.dtype, device=x.device, memory_format=_layout(x))
+    codes = torch.empty_like(pooled, dtype=torch.uint8)
+    for some in _pieces(pooled):
+        pooled[some], indices = pool(x[some], kernel, stride, padding, dilation, ceil_mode)
+        codes[some] = pool_index.encode(indices, x.shape, kernel, stride, padding, dilation)
+    return pooled, codes
+
+
+def backward(
+    grad: torch.Tensor,
+    codes: torch.Tensor,
+    input_shape: Sequence[int],
+    channels_last: bool,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> torch.Tensor:
+    """Max pooling's backward from one-byte codes and the shape of the pool's input."""
+    layout = torch.contiguous_format
+    if channels_last:
+        layout = torch.channels_last if len(kernel) == 2 else torch.channels_last_3d
+    result = torch.empty(tuple(input_shape), dtype=grad.dtype, device=grad.device, memory_format=layout)
+    packet = _aten.max_pool2d_with_indices_backward if len(kernel) == 2 else _aten.max_pool3d_with_indices_backward
+    for some in _pieces(codes):
+        indices = pool_index.decode(codes[some], input_shape, kernel, stride, padding, dilation)
+        # The kernel reads only the sizes of the pool's input, so the result stands in for it.
+        part = result[some]
+        packet.grad_input(grad[some], part, kernel, stride, padding, dilation, ceil_mode, indices, grad_input=part)
+    return result
+
+
+def _layout(x: torch.Tensor) -> torch.memory_format:
+    for layout in (torch.channels_last,) if x.dim() == 4 else (torch.channels_last_3d,):
+        if x.is_contiguous(memory_format=layout) and not x.is_contiguous():
+            return layout
+    return torch.contiguous_format
+
+
+def _pieces(outputs: torch.Tensor) -> Iterator[slice]:
+    images = max(1, _PIECE_ELEMS * outputs.shape[0] // max(1, outputs.numel()))
+    for start in range(0, outputs.shape[0], images):
+        yield slice(start, start + images)

@@ -1,0 +1,153 @@
+// A CPU allocator that counts the bytes in use and refuses to go past a limit, like the memory of a small device.
+//
+// It takes the place of torch's CPU allocator and hands every request on to it, so memory looks to the profiler as it
+// always does. Sizes are those requested, as the profiler reports them.
+
+#include <atomic>
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <unordered_map>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
+
+namespace {
+
+constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
+
+struct Block {
+  std::int64_t nbytes;
+  c10::Allocator* owner;
+};
+
+// Blocks by address, in shards so that threads seldom wait for one another.
+struct Shard {
+  std::mutex mutex;
+  std::unordered_map<void*, Block> blocks;
+};
+
+struct Counters {
+  std::atomic<std::int64_t> live{0};
+  std::atomic<std::int64_t> peak{0};
+  std::atomic<std::int64_t> limit{kNoLimit};
+  std::atomic<std::int64_t> allocations{0};
+  std::array<Shard, 16> shards;
+
+  Shard& shard(void* data) { return shards[(reinterpret_cast<std::uintptr_t>(data) >> 6) % shards.size()]; }
+};
+
+// Never destroyed: tensors may be freed while the process exits.
+Counters& counters() {
+  static auto* held = new Counters;
+  return *held;
+}
+
+void reserve(std::int64_t nbytes) {
+  Counters& c = counters();
+  std::int64_t before = c.live.load();
+  std::int64_t after;
+  do {
+    after = before + nbytes;
+    const std::int64_t limit = c.limit.load();
+    TORCH_CHECK_WITH(
+        OutOfMemoryError,
+        after <= limit,
+        "out of memory: ", nbytes, " bytes requested while ", before, " are in use and the limit is ", limit);
+  } while (!c.live.compare_exchange_weak(before, after));
+  std::int64_t peak = c.peak.load();
+  while (peak < after && !c.peak.compare_exchange_weak(peak, after)) {
+  }
+  c.allocations.fetch_add(1);
+}
+
+std::atomic<c10::Allocator*>& inner_allocator() {
+  static std::atomic<c10::Allocator*> held{nullptr};
+  return held;
+}
+
+void free_counted(void* data) {
+  if (data == nullptr) return;
+  Counters& c = counters();
+  Block block{0, inner_allocator().load()};  // what raw_allocate gave before the wall stood is not ours to count
+  {
+    // Forgotten before it is freed: another thread may get the same address at once.
+    Shard& shard = c.shard(data);
+    std::lock_guard<std::mutex> lock(shard.mutex);
+    const auto found = shard.blocks.find(data);
+    if (found != shard.blocks.end()) {
+      block = found->second;
+      shard.blocks.erase(found);
+    }
+  }
+  block.owner->raw_deallocate(data);
+  c.live.fetch_sub(block.nbytes);
+}
+
+struct CountingAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t n) override {
+    c10::Allocator* owner = inner_allocator().load();
+    if (n == 0) return owner->allocate(0);
+    const auto nbytes = static_cast<std::int64_t>(n);
+    reserve(nbytes);
+    void* data = nullptr;
+    try {
+      data = owner->raw_allocate(n);
+    } catch (...) {
+      counters().live.fetch_sub(nbytes);
+      throw;
+    }
+    Shard& shard = counters().shard(data);
+    {
+      std::lock_guard<std::mutex> lock(shard.mutex);
+      const auto [entry, fresh] = shard.blocks.try_emplace(data, Block{nbytes, owner});
+      if (!fresh) {  // raw_deallocate freed the earlier block past us, while the wall was down
+        counters().live.fetch_sub(entry->second.nbytes);
+        entry->second = Block{nbytes, owner};
+      }
+    }
+    // The context is the data pointer, as raw_deallocate asks.
+    return {data, data, &free_counted, c10::Device(c10::DeviceType::CPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &free_counted; }
+
+  void copy_data(void* to, const void* from, std::size_t count) const override { default_copy_data(to, from, count); }
+};
+
+CountingAllocator& counting() {
+  static auto* held = new CountingAllocator;
+  return *held;
+}
+
+void replace_with(c10::Allocator* allocator) {
+  // The lowest priority first, so that whoever comes after us can still replace us.
+  for (const std::uint8_t priority : {0, 255}) {
+    c10::SetCPUAllocator(allocator, priority);
+    if (c10::GetCPUAllocator() == allocator) return;
+  }
+}
+
+}  // namespace
+
+#define WALL_API extern "C" __attribute__((visibility("default")))
+
+WALL_API void wall_install() {
+  c10::Allocator* current = c10::GetCPUAllocator();
+  if (current == &counting()) return;
+  inner_allocator().store(current);
+  replace_with(&counting());
+}
+
+WALL_API void wall_uninstall() {
+  if (c10::GetCPUAllocator() == &counting()) replace_with(inner_allocator().load());
+}
+
+// A negative limit is none.
+WALL_API void wall_set_limit(std::int64_t limit) { counters().limit.store(limit < 0 ? kNoLimit : limit); }
+WALL_API void wall_set_peak(std::int64_t peak) { counters().peak.store(peak); }
+WALL_API std::int64_t wall_live() { return counters().live.load(); }
+WALL_API std::int64_t wall_peak() { return counters().peak.load(); }
+WALL_API std::int64_t wall_allocations() { return counters().allocations.load(); }
