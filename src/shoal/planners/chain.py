@@ -1,0 +1,88 @@
+"""The dynamic program for chains of blocks: which storages to keep, which to compute again, once or several times.
+
+Other names: Rotor, optimal checkpointing of heterogeneous chains, recursive or multi-level checkpointing; for blocks of
+one size and one cost it is Revolve.
+Griewank, Walther, "Algorithm 799: Revolve", 2000. Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal
+checkpointing for heterogeneous chains: how to train deep neural networks with limited memory", 2019 (Rotor). Zhao, Le
+Hellard, Eyraud-Dubois, Gusak, Beaumont, "Rockmate: an Efficient, Fast, Automatic and Generic Tool for
+Re-materialization in PyTorch", 2023 (several options a block).
+
+The step is cut into at most `MOST_BLOCKS` blocks where few bytes cross. A cut is the set of storages that cross it, so
+skips and concatenations need nothing special; options cover several neighbouring blocks, so that long residual sums
+can come back as one. One table holds the answer for every amount of memory. Its model is approximate (bytes in slots,
+shared storages not always seen as shared), so every distinct plan on it is played by the exact simulator, next to the
+evenly cut ones of `sqrt`, and a budget gets the fastest of those that truly fit. What is considered does not depend
+on the budget: more bytes never give a slower plan.
+
+It meets Revolve's counts on equal layers, and on chains of convolutions, up to the width of a slot, no choice of what
+to keep and what to compute once more is better; the tests compare with every one.
+
+Not yet good: a storage held from the forward pass on is held until its last reader, even where giving it up and
+computing it once more would pay; blocks have few options, ordered by seconds per byte alone; small storages are always
+kept; long skips (U-Net) make wide cuts whose storages the model holds longer than need be. It has no lower bound.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+
+from shoal.hardware import Hardware
+from shoal.plan import Plan
+from shoal.planners.chain_blocks import Blocks
+from shoal.planners.chain_table import Table
+from shoal.planners.chain_walk import residences_of
+from shoal.planners.cuts import choose_cuts
+from shoal.planners.infeasible import infeasible
+from shoal.planners.segments import Candidate, candidate, keep_everything, segmentations
+from shoal.step import StepGraph
+
+MOST_BLOCKS = 60
+SLOTS = 400
+
+
+def chain(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+    """The fastest plan of the dynamic program that fits.
+
+    Args:
+        graph: the step, with seconds and workspaces.
+        hardware: named in the plan; the step's times already are for it.
+        budget_bytes: the most device bytes in use at any moment.
+
+    Raises:
+        BudgetError: none fits.
+    """
+    started = time.perf_counter()
+    fitting = [found for found in frontier(graph) if found.peak_bytes <= budget_bytes]
+    if not fitting:
+        raise infeasible(graph, least_peak(graph, hardware), budget_bytes)
+    best = min(fitting, key=lambda found: found.seconds)
+    planning_seconds = time.perf_counter() - started
+    return Plan(graph, best.residences, "chain", hardware.name, budget_bytes, planning_seconds=planning_seconds)
+
+
+def least_peak(graph: StepGraph, hardware: Hardware) -> Plan:
+    """The plan with the smallest peak that this planner finds, however slow."""
+    best = min(frontier(graph), key=lambda found: found.peak_bytes)
+    return Plan(graph, best.residences, "chain", hardware.name, best.peak_bytes)
+
+
+@lru_cache(maxsize=4)  # planning again for another budget, as a repair does, costs nothing
+def frontier(graph: StepGraph) -> tuple[Candidate, ...]:
+    """The plans found that no other beats in both bytes and seconds, the least peak first."""
+    everything = keep_everything(graph)
+    found = [everything, *segmentations(graph)]
+    if graph.n_forward:
+        blocks = Blocks(graph, choose_cuts(graph, MOST_BLOCKS))
+        table = Table(blocks, everything.peak_bytes, SLOTS)
+        plans = {plan.key: plan for slots in range(SLOTS + 1) if (plan := table.held(slots)) is not None}
+        found += [candidate(graph, residences_of(blocks, plan)) for plan in plans.values()]
+    return _undominated(found)
+
+
+def _undominated(found: list[Candidate]) -> tuple[Candidate, ...]:
+    best: list[Candidate] = []
+    for plan in sorted(found, key=lambda plan: plan[:2]):
+        if not best or plan.seconds < best[-1].seconds:
+            best.append(plan)
+    return tuple(best)

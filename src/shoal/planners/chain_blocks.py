@@ -1,0 +1,304 @@
+"""A step seen as a chain of blocks: what each run of blocks needs, keeps, costs and occupies.
+
+Sets of storages are ints used as bit sets (bit i is storage i). Only the storages a plan can give up take part; the
+others (parameters, outputs, what must not be recomputed, and small ones that are not worth a decision) are always
+there and are part of the base bytes of a position.
+
+The backward pass is divided into phases, one a block: phase j ends with the last backward op that reads a storage
+of block j or a later one. So phase j needs storages of blocks up to j only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from shoal.planners.cuts import crossing_sets
+from shoal.schedule import schedule
+from shoal.step import StepGraph
+
+SMALL_SHARE = 0.002  # the smallest saved storages that together are under this share of all are always kept
+MOST_OPTIONS = 8  # on the way from keeping least to keeping all
+SPANS = (1, 2, 3, 4, 6, 8, 11)  # how many neighbouring blocks an option covers
+
+
+@dataclass(frozen=True)
+class Option:
+    """What some neighbouring blocks keep of their own storages until their backward phases, and what that costs.
+
+    Attributes:
+        end: the block after them.
+        keeps: the storages of the blocks that stay.
+        needs: the storages of earlier blocks that the phases still need.
+        pass_peak_bytes: most bytes of give-up-able storages and workspace while the blocks' forward ops run.
+        pass_seconds: how long these take when they run again.
+        phase_seconds: recomputation during the phases.
+        phase_peak_bytes: most bytes in use during the phases, everything counted.
+    """
+
+    end: int
+    keeps: int
+    needs: int
+    pass_peak_bytes: int
+    pass_seconds: float
+    phase_seconds: float
+    phase_peak_bytes: int
+
+
+class Blocks:
+    """The forward pass cut at `cuts`, with everything the dynamic program asks of it."""
+
+    def __init__(self, graph: StepGraph, cuts: list[int]) -> None:
+        self.graph = graph
+        self.n = len(cuts) + 1
+        self.borders = [0, *cuts, graph.n_forward]
+        self.nbytes = [s.nbytes for s in graph.storages]
+        self._bytes_of: dict[int, int] = {0: 0}
+        self.free = bits(_can_be_given_up(graph))
+        self.reads = [bits(op.reads) & self.free for op in graph.ops]
+        self.writes = [bits(op.writes) & self.free for op in graph.ops]
+        self.made = [self._made_by(range(*self.borders[j : j + 2])) for j in range(self.n)]
+        crossing = crossing_sets(graph)
+        self.crossing = [bits(crossing[p]) & self.free for p in self.borders]
+        self.saved = bits(graph.saved) & self.free
+        # Whoever carries out the phases after j holds this much of block j, and phase j finds it there.
+        self.handed_on = [self.crossing[j + 1] & self.made[j] & self.saved for j in range(self.n)]
+        self._divide_backward()
+        self._base_bytes()
+
+    def bytes_of(self, mask: int) -> int:
+        """The bytes of a set of storages."""
+        known = self._bytes_of.get(mask)
+        if known is None:
+            known = self._bytes_of[mask] = sum(self.nbytes[s] for s in members(mask))
+        return known
+
+    def _made_by(self, ops: Iterable[int]) -> int:
+        made = 0
+        for i in ops:
+            made |= self.writes[i]
+        return made
+
+    def _divide_backward(self) -> None:
+        """`phases[j]`: the ids of the backward ops (the loss op among them) of phase j."""
+        block_of = {s: j for j in range(self.n) for s in members(self.made[j])}
+        self.phases: list[list[int]] = [[] for _ in range(self.n)]
+        top = 0
+        for i in reversed(range(self.graph.n_forward, len(self.graph.ops))):
+            top = max([top, *(block_of[s] for s in members(self.reads[i]))])
+            self.phases[top].append(i)
+        for phase in self.phases:
+            phase.reverse()
+
+    def _base_bytes(self) -> None:
+        """`base[i]`: bytes in use while op i runs (its workspace counted) beside those a plan can give up."""
+        graph = self.graph
+        in_use = graph.resident_bytes
+        self.base: list[int] = []
+        self.base_before: list[int] = []
+        for run in schedule(graph, {}):
+            self.base_before.append(in_use)
+            fixed = [s for s in run.writes if not self.free >> s & 1]
+            in_use += sum(self.nbytes[s] for s in fixed)
+            taken = run.takes_over >= 0 and not self.free >> run.takes_over & 1 and bool(fixed)
+            if taken:
+                in_use -= self.nbytes[run.takes_over]
+            workspace = graph.ops[run.op].workspace_bytes
+            self.base.append(in_use + workspace)
+            gone = [s for s in run.frees if not self.free >> s & 1 and not (taken and s == run.takes_over)]
+            in_use -= sum(self.nbytes[s] for s in gone)
+
+    def needed(self, without: int, s: int, t: int) -> int:
+        """The storages written before block s that recomputing for the phases s..t starts from.
+
+        Args:
+            without: 0 where phase t finds what block t handed on, else 1.
+        """
+        return self._needed[without][s][t]
+
+    @cached_property
+    def _needed(self) -> list[list[list[int]]]:
+        tables = []
+        for handed_on in (self.handed_on, [0] * self.n):
+            table = [[0] * self.n for _ in range(self.n)]
+            for j in range(self.n):
+                wanted = self._read_in(j, j + 1) & ~handed_on[j]
+                for s in range(j, -1, -1):
+                    wanted = self._before_block(s, wanted)
+                    table[s][j] = wanted
+            tables.append(table)
+        with_it, without = tables
+        for s in range(self.n):
+            earlier = 0  # the phases before the last may find nothing
+            for t in range(s, self.n):
+                with_it[s][t] |= earlier
+                earlier = without[s][t] = without[s][t] | earlier
+        return tables
+
+    def _before_block(self, block: int, wanted: int) -> int:
+        for i in reversed(range(*self.borders[block : block + 2])):
+            if self.writes[i] & wanted:
+                wanted = wanted & ~self.writes[i] | self.reads[i]
+        return wanted
+
+    @cached_property
+    def onset_bytes(self) -> list[int]:
+        """Base bytes in use when the recomputations for each phase begin."""
+        found = []
+        for ops in self.phases:
+            reading = [i for i in ops if self.reads[i]] or ops
+            found.append(self.base_before[reading[0]] if reading else 0)
+        return found
+
+    @cached_property
+    def forward_bytes(self) -> list[int]:
+        """Base bytes while each block runs for the first time, workspace apart."""
+        ops = self.graph.ops
+        spans = [range(*self.borders[j : j + 2]) for j in range(self.n)]
+        return [max(self.base[i] - ops[i].workspace_bytes for i in span) for span in spans]
+
+    def closure(self, wanted: int, there: int) -> list[int]:
+        """The forward ops, in order, that make `wanted` from what is `there`."""
+        ops = set()
+        todo = list(members(wanted & ~there))
+        while todo:
+            op = self.graph.producer[todo.pop()]
+            if op not in ops:
+                ops.add(op)
+                todo.extend(members(self.reads[op] & ~there))
+        return sorted(ops)
+
+    def made_in(self, block: int, end: int) -> int:
+        """The storages that the blocks from `block` to before `end` write."""
+        made = 0
+        for j in range(block, end):
+            made |= self.made[j]
+        return made
+
+    def pass_over(self, block: int, end: int, keeps: int = 0) -> tuple[int, float]:
+        """Peak bytes (give-up-able storages and workspace) and seconds of making what blocks hand on and keep."""
+        stays = self.crossing[end] | keeps
+        ops = self.closure(stays, self.crossing[block])
+        return self._play([(i, True, 0) for i in ops], self.crossing[block], stays)
+
+    def phase_costs(
+        self, block: int, end: int, there: int, afresh: bool = False, stays: int | None = None
+    ) -> tuple[int, float]:
+        """Peak bytes (all) and recompute seconds of the phases of some blocks that begin with `there`.
+
+        Args:
+            afresh: drop after each backward op what was recomputed for it.
+            stays: what is held throughout; by default all that is there and belongs to other blocks.
+        """
+        if stays is None:
+            stays = there & ~self.made_in(block, end)
+        runs = []
+        have = there
+        for phase in reversed(self.phases[block:end]):
+            for i in phase:
+                ops = self.closure(self.reads[i], have)
+                runs += [(k, True, self.base_before[i]) for k in ops]
+                runs.append((i, False, self.base[i]))
+                have = there if afresh else have | self._made_by(ops)
+        return self._play(runs, there, stays)
+
+    def _play(self, runs: list[tuple[int, bool, int]], start: int, stays: int) -> tuple[int, float]:
+        """Peak and recompute seconds of (op, again, base bytes) runs; storages die after their last reader."""
+        ops = self.graph.ops
+        steps = []
+        read_later = stays
+        for i, again, base in reversed(runs):
+            born = self.writes[i] if again else 0
+            touched = born | self.reads[i]
+            dies = touched & ~read_later
+            read_later = read_later & ~born | self.reads[i]
+            steps.append((i, again, base, born, dies))
+        live, peak, seconds = start, 0, 0.0
+        for i, again, base, born, dies in reversed(steps):
+            live |= born
+            in_use = base + self.bytes_of(live)
+            if again:
+                seconds += ops[i].second.seconds
+                in_use += ops[i].second.workspace_bytes
+                victim = ops[i].second.overwrites
+                if victim >= 0 and dies >> victim & 1:
+                    in_use -= self.nbytes[victim]
+            peak = max(peak, in_use)
+            live &= ~dies
+        return peak, seconds
+
+    def options(self, block: int) -> list[Option]:
+        """For every span of blocks from `block` on, some sets to keep, from as good as nothing to all that is saved."""
+        ends = [block + span for span in SPANS if block + span <= self.n]
+        return [option for end in ends for option in self._options(block, end)]
+
+    def _options(self, block: int, end: int) -> list[Option]:
+        own = self.made_in(block, end) & self.saved
+        handed_on = own & self.crossing[end]
+        sets: dict[int, None] = dict.fromkeys(self._ladder(block, handed_on, own))
+        if handed_on:
+            sets |= dict.fromkeys(self._ladder(block, 0, own & ~handed_on))
+        return [self._option(block, end, keeps) for keeps in sets]
+
+    def _ladder(self, block: int, least: int, most: int) -> list[int]:
+        """At most `MOST_OPTIONS` sets from `least` to `most`, each adding the storages that are dearest per byte."""
+        start = self.crossing[block]
+        worth = []
+        for s in members(most & ~least):
+            again = self.closure(1 << s, start | most & ~(1 << s))
+            worth.append((sum(self.graph.ops[i].second.seconds for i in again) / max(1, self.nbytes[s]), s))
+        worth.sort(reverse=True)
+        counts = sorted({round(k * len(worth) / (MOST_OPTIONS - 1)) for k in range(MOST_OPTIONS)})
+        return [least | bits(s for _, s in worth[:count]) for count in counts]
+
+    def _option(self, block: int, end: int, keeps: int) -> Option:
+        needs = self._read_in(block, end) & ~keeps
+        for j in reversed(range(block, end)):
+            needs = self._before_block(j, needs)
+        pass_peak, pass_seconds = self.pass_over(block, end, keeps)
+        phase_peak, phase_seconds = self.phase_costs(block, end, keeps | needs)
+        return Option(end, keeps, needs, pass_peak, pass_seconds, phase_seconds, phase_peak)
+
+    def _read_in(self, block: int, end: int) -> int:
+        read = 0
+        for phase in self.phases[block:end]:
+            for i in phase:
+                read |= self.reads[i]
+        return read
+
+
+def _can_be_given_up(graph: StepGraph) -> list[int]:
+    free = [
+        s.id
+        for s in graph.storages
+        if s.kind == "activation"
+        and graph.ops[graph.producer[s.id]].phase == "forward"
+        and graph.ops[graph.producer[s.id]].recomputable
+        and s.id not in graph.held_for_second_runs
+    ]
+    saved = set(graph.saved)
+    allowance = SMALL_SHARE * sum(graph.storages[s].nbytes for s in saved)
+    small: set[int] = set()
+    for s in sorted((s for s in free if s in saved), key=lambda s: graph.storages[s].nbytes):
+        allowance -= graph.storages[s].nbytes
+        if allowance < 0:
+            break
+        small.add(s)
+    return [s for s in free if s not in small]
+
+
+def bits(storages: Iterable[int]) -> int:
+    """The set of these storages."""
+    mask = 0
+    for s in storages:
+        mask |= 1 << s
+    return mask
+
+
+def members(mask: int) -> Iterator[int]:
+    """The storages of a set, in order."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

@@ -1,0 +1,141 @@
+"""Lower the peak of a plan by giving up what sits idle there and recomputing it, once more if need be, when it is read.
+
+A storage that comes back for one reader may have its next reader far away: a U-Net's skip is read first by the
+concatenation's recomputation and last at the other end of the backward pass. Greedy, in the spirit of dynamic tensor
+rematerialisation (Kirisame et al., DTR, ICLR'21: evict by bytes and staleness over cost), but on the simulated step,
+where every future reader is known. No optimum is claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.residence import Recompute, Residence
+from shoal.schedule import Run, schedule
+from shoal.simulate import peak_and_seconds, simulate
+from shoal.step import StepGraph
+
+_MOST_DROPS = 60
+_MOST_TRIED = 12  # candidates played at each peak
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A storage that is in use at the peak and read only later, by the backward op `op` or a recomputation for it."""
+
+    storage: int
+    op: int
+
+
+def drop_again(graph: StepGraph, residences: Mapping[str, Residence], budget_bytes: int) -> dict[str, Residence] | None:
+    """Residences derived from `residences` whose peak fits, or None where dropping more does not get there.
+
+    Args:
+        graph: the step.
+        residences: a plan whose peak is over the budget.
+        budget_bytes: most bytes in use at any position.
+    """
+    current = dict(residences)
+    for _ in range(_MOST_DROPS):
+        over_bytes, peak = _excess(graph, current, budget_bytes)
+        if over_bytes == 0:
+            return current
+        best: tuple[float, dict[str, Residence]] | None = None
+        _, seconds = peak_and_seconds(graph, schedule(graph, current))
+        for wait in _waiting_at(graph, current, peak)[:_MOST_TRIED]:
+            changed = _recompute_before(graph, current, wait)
+            less_bytes, _ = _excess(graph, changed, budget_bytes)
+            if less_bytes < over_bytes:
+                added = peak_and_seconds(graph, schedule(graph, changed))[1] - seconds
+                gain = (over_bytes - less_bytes) / max(added, 1e-9)
+                if best is None or gain > best[0]:
+                    best = (gain, changed)
+        if best is None:
+            return None
+        current = best[1]
+    return None
+
+
+def _excess(graph: StepGraph, residences: Mapping[str, Residence], budget_bytes: int) -> tuple[int, int]:
+    """Bytes over the budget, added up over all positions, and the position where they are most."""
+    totals = [moment.total_bytes for moment in simulate(graph, residences).moments]
+    over_bytes = sum(max(0, total - budget_bytes) for total in totals)
+    return over_bytes, max(range(len(totals)), key=totals.__getitem__)
+
+
+def _waiting_at(graph: StepGraph, residences: Mapping[str, Residence], peak: int) -> list[_Wait]:
+    """What sits idle at position `peak` and can be given up until its next reader, most bytes first."""
+    runs = schedule(graph, residences)
+    alive = _untouched(graph, runs, peak)
+    for run in runs[:peak]:
+        if run.again:
+            alive.update(run.writes)
+        alive.difference_update(run.frees)
+    here = runs[peak].of(graph)
+    idle = {s for s in alive if s not in here.reads and s not in here.writes and s not in runs[peak].writes}
+    waits = []
+    for position in range(peak + 1, len(runs)):
+        for storage in idle.intersection(runs[position].of(graph).reads):
+            waits.append(_Wait(storage, _served(runs, position)))
+            idle.discard(storage)
+    return sorted(waits, key=lambda wait: -graph.storages[wait.storage].nbytes)
+
+
+def _untouched(graph: StepGraph, runs: tuple[Run, ...], peak: int) -> set[int]:
+    """Kept storages that no one has read since the forward pass and that could be recomputed instead."""
+    if peak < graph.n_forward:
+        return set()
+    read = {storage for run in runs[graph.n_forward : peak + 1] for storage in run.of(graph).reads}
+    return {
+        s.id
+        for s in graph.storages
+        if s.kind == "activation"
+        and s.id not in read
+        and s.id not in graph.held_for_second_runs
+        and graph.ops[graph.producer[s.id]].phase == "forward"
+        and graph.ops[graph.producer[s.id]].recomputable
+    }
+
+
+def _served(runs: tuple[Run, ...], position: int) -> int:
+    """The backward op that the run at `position` is, or recomputes for."""
+    return next(run.op for run in runs[position:] if not run.again)
+
+
+def _recompute_before(graph: StepGraph, residences: Mapping[str, Residence], wait: _Wait) -> dict[str, Residence]:
+    """Recompute the storage before the op, and with it whatever given-up storage that takes and is not back there."""
+    changed = dict(residences)
+    there = _alive_before(graph, residences, wait.op)
+    pending = [wait.storage]
+    done: set[int] = set()
+    while pending:
+        storage = pending.pop()
+        residence = changed.get(graph.storages[storage].name)
+        if storage == wait.storage and not isinstance(residence, Recompute):
+            residence = Recompute()
+        name = graph.ops[wait.op].name
+        if storage in done or not isinstance(residence, Recompute) or (storage in there and storage != wait.storage):
+            continue
+        done.add(storage)
+        if name not in residence.before:
+            order = {op.name: op.id for op in graph.ops[graph.n_forward :]}
+            before = tuple(sorted((*residence.before, name), key=order.__getitem__))
+            changed[graph.storages[storage].name] = Recompute(before)
+        pending.extend(graph.ops[graph.producer[storage]].second.reads)
+    return changed
+
+
+def _alive_before(graph: StepGraph, residences: Mapping[str, Residence], op: int) -> set[int]:
+    """Recomputed storages that are in use when the recomputations for `op` begin and are read there or later."""
+    alive: set[int] = set()
+    runs = schedule(graph, residences)
+    last = next(position for position, run in enumerate(runs) if run.op == op and not run.again)
+    first = last
+    while first > 0 and runs[first - 1].again:
+        first -= 1
+    for run in runs[:first]:
+        if run.again:
+            alive.update(run.writes)
+        alive.difference_update(run.frees)
+    return alive

@@ -1,0 +1,88 @@
+"""The answer "no plan fits": what is the least that would, where its peak is, and what fills it."""
+
+from __future__ import annotations
+
+from shoal.errors import BudgetError
+from shoal.plan import Plan
+from shoal.schedule import schedule
+from shoal.simulate import dropped_bytes
+from shoal.sizes import format_bytes
+from shoal.step import RESIDENT, StepGraph
+
+LARGEST = 3
+
+
+def infeasible(graph: StepGraph, least: Plan, budget_bytes: int) -> BudgetError:
+    """The error to raise when no plan was found inside `budget_bytes`.
+
+    Args:
+        graph: the step.
+        least: the plan with the smallest peak that is known.
+        budget_bytes: what was asked for.
+
+    Returns:
+        A BudgetError whose message is one line, facts first and hints after them, and whose attributes hold the same.
+    """
+    peak_bytes, at, alive = _peak(least)
+    op = graph.ops[at]
+    name = graph.model or "this model"
+    largest = tuple(
+        (graph.storages[s].name, graph.storages[s].layer, graph.storages[s].nbytes)
+        for s in sorted(alive, key=lambda s: (-graph.storages[s].nbytes, s))[:LARGEST]
+    )
+    lines = [
+        f"no plan of {name} fits in {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
+        f"the least found needs {format_bytes(peak_bytes)} ({peak_bytes} bytes)"
+    ]
+    floor_bytes = _floor_bytes(graph)
+    if floor_bytes > budget_bytes:
+        lines.append(
+            f"parameters, gradients, optimizer state and the input batch alone need {format_bytes(floor_bytes)}, "
+            "so that no choice of activations can help"
+        )
+    fills = [f"{storage} (layer {layer or '-'}) {format_bytes(nbytes)}" for storage, layer, nbytes in largest]
+    if op.workspace_bytes:
+        fills.append(f"workspace of {op.target} {format_bytes(op.workspace_bytes)}")
+    lines.append(f"its peak is at {op.name} ({op.phase}, layer {op.layer or '-'}), filled by {', '.join(fills)}")
+    lines.append(f"what would help: a budget of {peak_bytes} bytes or more, {_advice(graph, peak_bytes, floor_bytes)}")
+    return BudgetError(
+        "; ".join(lines),
+        budget_bytes=budget_bytes,
+        least_feasible_bytes=peak_bytes,
+        op=op.name,
+        layer=op.layer,
+        largest=largest,
+    )
+
+
+def _advice(graph: StepGraph, peak_bytes: int, floor_bytes: int) -> str:
+    if 2 * floor_bytes > peak_bytes:
+        return "a smaller model, or an optimizer with less state"
+    return "a smaller batch or smaller inputs, or splitting the largest layers"
+
+
+def _floor_bytes(graph: StepGraph) -> int:
+    """What is in use when the step ends, whatever the plan: all that stays, and every gradient."""
+    return graph.resident_bytes + sum(s.nbytes for s in graph.storages if s.kind == "gradient")
+
+
+def _peak(plan: Plan) -> tuple[int, int, set[int]]:
+    """The peak, the op at it, and the storages alive there, resident ones included."""
+    graph = plan.graph
+    alive = {s.id for s in graph.storages if s.kind in RESIDENT}
+    in_use = graph.resident_bytes
+    best: tuple[int, int, set[int]] = (in_use, 0, set(alive))
+    for run in schedule(graph, plan.residences):
+        op = run.of(graph)
+        alive.update(run.writes)
+        in_use += sum(graph.storages[s].nbytes for s in run.writes)
+        if run.takes_over >= 0:
+            alive.discard(run.takes_over)
+            in_use -= graph.storages[run.takes_over].nbytes
+        during = in_use + op.workspace_bytes + dropped_bytes(graph, run, op)
+        if during > best[0]:
+            best = (during, run.op, set(alive))
+        gone = set(run.frees) - {run.takes_over}
+        alive -= gone
+        in_use -= sum(graph.storages[s].nbytes for s in gone)
+    return best

@@ -1,0 +1,173 @@
+"""Keep or recompute, decided for all storages at once: a mixed-integer program over the storages, then exact play.
+
+Also known as: optimal rematerialisation at the granularity of tensors (Jain et al., Checkmate, MLSys'20; Shah et al.,
+MONeT, ICLR'21). Those programs have a variable for every pair of op and time; this one has one for every storage, since
+"as late as possible" already says when a recomputation happens (see `integer_program`).
+
+The program's memory is what `simulate` adds up, but for the scratch of the reruns themselves. So each solution is
+played exactly; where its peak is over the budget the program is solved again with the difference set aside. What room
+the exact peak leaves is then used up by keeping more.
+
+It equals the optimum among plans that recompute each storage at most once, up to the solver's gap and the window of
+`integer_program`. Where such a plan is far from the lower bound, or there is none, the plans of `chain`, which
+recompute more than once, compete, and at last those of `drop_again`; there the result is good, not proven. The lower
+bound holds for every plan that keeps or recomputes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shoal.errors import BudgetError
+from shoal.hardware import Hardware
+from shoal.plan import Plan
+from shoal.planners.chain import chain, least_peak
+from shoal.planners.drop_again import drop_again
+from shoal.planners.infeasible import infeasible
+from shoal.planners.integer_program import solve
+from shoal.planners.just_in_time import just_in_time
+from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
+from shoal.residence import Residence
+from shoal.schedule import schedule
+from shoal.simulate import peak_and_seconds
+from shoal.step import StepGraph
+
+_ROUNDS = 5
+_BOUND_SECONDS = 5.0  # limit of each solve; most take one
+_SOLVE_SECONDS = 10.0
+_KEEP_MORE_SECONDS = 2.0
+_CLOSE_ENOUGH = 0.002  # of the plain step's time: nearer to the lower bound no other planner is asked
+
+
+@dataclass(frozen=True)
+class _Played:
+    """Residences and what they cost when played exactly."""
+
+    residences: Mapping[str, Residence]
+    peak_bytes: int
+    seconds: float
+    kept: frozenset[int] = frozenset()
+
+
+def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+    """The fastest plan of Keep and Recompute inside the budget.
+
+    Args:
+        graph: the step, with seconds and workspaces.
+        hardware: what the seconds are for.
+        budget_bytes: most device bytes in use at any position of the step.
+
+    Raises:
+        BudgetError: no plan was found that fits; it names the least budget for which one was.
+    """
+    started = time.perf_counter()
+    choice = recompute_choice(graph)
+    plain = _play(choice, frozenset(choice.candidates))
+    best: _Played | None = plain
+    bound_seconds = 0.0
+    if plain.peak_bytes > budget_bytes:
+        bound = solve(choice, budget_bytes, early=False, time_limit_seconds=_BOUND_SECONDS)
+        bound_seconds = bound.bound_seconds
+        best = _once(choice, budget_bytes)
+        if best is not None:
+            best = _keep_more(choice, budget_bytes, best)
+        if best is None or best.seconds - plain.seconds - bound_seconds > _CLOSE_ENOUGH * plain.seconds:
+            best = _faster(best, _several_times(graph, hardware, budget_bytes))
+        if best is None:
+            best = _dropped_again(choice, hardware, budget_bytes)
+    if best is None:
+        raise infeasible(graph, _least(graph, hardware), budget_bytes)
+    return Plan(
+        graph,
+        best.residences,
+        "joint",
+        hardware.name,
+        budget_bytes,
+        bound_seconds,
+        time.perf_counter() - started,
+    )
+
+
+def _once(choice: RecomputeChoice, budget_bytes: int) -> _Played | None:
+    """The fastest plan that recomputes each storage at most once, exact in its peak."""
+    room_bytes = budget_bytes
+    start: frozenset[int] | None = None
+    for _ in range(_ROUNDS):
+        solution = solve(choice, room_bytes, start=start, time_limit_seconds=_SOLVE_SECONDS)
+        if solution.kept is None:
+            return None
+        played = _play(choice, solution.kept)
+        if played.peak_bytes <= budget_bytes:
+            return played
+        start = solution.kept
+        room_bytes -= played.peak_bytes - budget_bytes
+    return None
+
+
+def _keep_more(choice: RecomputeChoice, budget_bytes: int, played: _Played) -> _Played:
+    """Keep what still fits, the most time per byte first."""
+    ops, storages = choice.graph.ops, choice.graph.storages
+    deadline = time.perf_counter() + _KEEP_MORE_SECONDS
+    worth = {
+        s: sum(ops[op].second.seconds for op in choice.reruns[s]) / max(storages[s].nbytes, 1)
+        for s in choice.candidates
+        if s not in played.kept
+    }
+    for storage in sorted(worth, key=worth.__getitem__, reverse=True):
+        if time.perf_counter() > deadline:
+            break
+        more = _play(choice, played.kept | {storage})
+        if more.peak_bytes <= budget_bytes and more.seconds < played.seconds:
+            played = more
+    return played
+
+
+def _several_times(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> _Played | None:
+    """The fastest plan of `chain`, which may recompute a storage more than once."""
+    try:
+        plan = chain(graph, hardware, budget_bytes)
+    except BudgetError:
+        return None
+    return _Played(plan.residences, *peak_and_seconds(graph, schedule(graph, plan.residences)))
+
+
+def _dropped_again(choice: RecomputeChoice, hardware: Hardware, budget_bytes: int) -> _Played | None:
+    """The faster of what dropping makes of the least plans that recompute once and several times."""
+    graph = choice.graph
+    starts = [least_peak(graph, hardware).residences, _least_once(choice)]
+    found = [drop_again(graph, start, budget_bytes) for start in starts if start is not None]
+    played = [_Played(r, *peak_and_seconds(graph, schedule(graph, r))) for r in found if r is not None]
+    return min(played, key=lambda one: one.seconds, default=None)
+
+
+def _least_once(choice: RecomputeChoice) -> Mapping[str, Residence] | None:
+    solution = solve(choice, None, time_limit_seconds=_SOLVE_SECONDS, gap=0.005)
+    return None if solution.kept is None else _play(choice, solution.kept).residences
+
+
+@lru_cache(maxsize=4)  # one answer for every budget that does not fit
+def _least(graph: StepGraph, hardware: Hardware) -> Plan:
+    """The plan with the least peak that is known: what dropping makes of the least plans, a step of 2 % at a time."""
+    choice = recompute_choice(graph)
+    once = _least_once(choice)
+    plans = [least_peak(graph, hardware)]
+    if once is not None:
+        plans.append(Plan(graph, once, "joint", hardware.name))
+    least = min(plans, key=lambda plan: plan.predicted_peak_bytes)
+    for start in plans:
+        while (lower := drop_again(graph, start.residences, int(0.98 * least.predicted_peak_bytes))) is not None:
+            least = start = Plan(graph, lower, "joint", hardware.name)
+    return least
+
+
+def _faster(one: _Played | None, other: _Played | None) -> _Played | None:
+    both = [played for played in (one, other) if played is not None]
+    return min(both, key=lambda played: played.seconds, default=None)
+
+
+def _play(choice: RecomputeChoice, kept: frozenset[int]) -> _Played:
+    residences = just_in_time(choice.graph, choice.kept_for(kept))
+    return _Played(residences, *peak_and_seconds(choice.graph, schedule(choice.graph, residences)), kept)

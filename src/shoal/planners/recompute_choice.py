@@ -1,0 +1,185 @@
+"""The choice "keep or recompute" of one step as numbers: who can be given up, what that costs, when it must be back.
+
+Both the mixed-integer program (`joint`) and its lower bound read these numbers. Positions are op ids; a *demand* is a
+backward op at which some storage is read for the first time since the forward pass, so that the set of storages that
+are back changes only at demands.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from shoal.planners.just_in_time import just_in_time
+from shoal.schedule import schedule
+from shoal.simulate import simulate
+from shoal.step import StepGraph
+
+_SMALL_SHARE = 1 / 4000  # of all saved bytes: storages below it are kept without asking
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is in use at one position: `fixed_bytes`, plus every kept storage of `waiting`, plus what is back early.
+
+    Attributes:
+        interval: how many demands lie at or before the position; 0 in the forward pass.
+        waiting: storages that are alive here if kept, and else only if they are back early.
+    """
+
+    interval: int
+    fixed_bytes: int
+    small_bytes: int
+    waiting: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RecomputeChoice:
+    """A step's choice between keeping and recomputing.
+
+    Attributes:
+        graph: the step.
+        candidates: storages that a plan may keep or give up; every other one follows from them.
+        always_kept: small or unrecomputable storages.
+        demands: op ids of the demands, ascending.
+        due: candidate → number of the demand at which it is read first, or, if no backward op reads it, the last one
+            at which a recomputation can need it.
+        needs: candidate → candidates that its recomputation reads, directly or through ops that are always rerun.
+        reruns: candidate → ids of the ops that run again if it is recomputed (its own and those it drags along).
+        rows: memory in use at the positions that matter.
+    """
+
+    graph: StepGraph
+    candidates: tuple[int, ...]
+    always_kept: frozenset[int]
+    demands: tuple[int, ...]
+    due: Mapping[int, int]
+    needs: Mapping[int, tuple[int, ...]]
+    reruns: Mapping[int, tuple[int, ...]]
+    rows: tuple[Row, ...]
+
+    def kept_for(self, chosen: Collection[int]) -> frozenset[int]:
+        """Every storage that stays when `chosen` of the candidates do: input for `just_in_time`."""
+        return self.always_kept.union(chosen)
+
+
+def recompute_choice(graph: StepGraph) -> RecomputeChoice:
+    """Read the choice off a step."""
+    saved = set(graph.saved)
+    saved_bytes = sum(graph.storages[s].nbytes for s in saved)
+    producer = graph.producer
+    free = {
+        s.id
+        for s in graph.storages
+        if s.kind == "activation"
+        and graph.ops[producer[s.id]].phase == "forward"
+        and graph.ops[producer[s.id]].recomputable
+        and s.id not in graph.held_for_second_runs
+    }
+    small = {s for s in free if s in saved and graph.storages[s].nbytes < _SMALL_SHARE * saved_bytes}
+    fixed = {s.id for s in graph.storages if s.id not in free}
+    backward_reads = {s: [r for r in graph.readers[s] if r >= graph.n_forward] for s in free}
+    candidates = {s for s in free - small if s in saved or not _follows(graph, s, saved)}
+    transients = free - small - candidates
+
+    needs: dict[int, tuple[int, ...]] = {}
+    reruns: dict[int, tuple[int, ...]] = {}
+    for storage in sorted(candidates):
+        needs[storage], reruns[storage] = _closure(graph, storage, candidates, transients)
+    first_read = {s: backward_reads[s][0] for s in candidates if backward_reads[s]}
+    demands = tuple(sorted(set(first_read.values())))
+    number = {op: place for place, op in enumerate(demands, 1)}
+    due = {s: number[first] for s, first in first_read.items()}
+    for storage in sorted(candidates, reverse=True):  # consumers come before what they need
+        for needed in needs[storage]:
+            if needed not in first_read and storage in due:
+                due[needed] = max(due.get(needed, 0), due[storage])
+    candidates = {s for s in candidates if s in due}
+    rows = _rows(graph, candidates, small, demands, due, first_read)
+    return RecomputeChoice(
+        graph,
+        tuple(sorted(candidates)),
+        frozenset(small | fixed),
+        demands,
+        due,
+        {s: tuple(n for n in needs[s] if n in candidates) for s in candidates},
+        {s: reruns[s] for s in candidates},
+        rows,
+    )
+
+
+def _follows(graph: StepGraph, storage: int, saved: set[int]) -> bool:
+    """Whether keeping an unsaved storage is never better than keeping what its one reader makes of it."""
+    readers = graph.readers[storage]
+    if len(readers) != 1:
+        return not readers
+    made = [s for s in graph.ops[readers[0]].writes if s in saved]
+    return any(graph.storages[s].nbytes <= graph.storages[storage].nbytes for s in made)
+
+
+def _closure(
+    graph: StepGraph, storage: int, candidates: set[int], transients: set[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    needs: set[int] = set()
+    ops = set()
+    pending = [storage]
+    while pending:
+        op = graph.ops[graph.producer[pending.pop()]].second
+        if op.id in ops:
+            continue
+        ops.add(op.id)
+        for read in op.reads:
+            if read in candidates:
+                needs.add(read)
+            elif read in transients:
+                pending.append(read)
+    return tuple(sorted(needs)), tuple(sorted(ops))
+
+
+def _rows(
+    graph: StepGraph,
+    candidates: set[int],
+    small: set[int],
+    demands: tuple[int, ...],
+    due: Mapping[int, int],
+    first_read: Mapping[int, int],
+) -> tuple[Row, ...]:
+    plain = simulate(graph, just_in_time(graph, range(len(graph.storages))))
+    total_bytes = [moment.total_bytes for moment in plain.moments]
+    alive_plain, alive_forward = _alive(graph)
+    born = {s: graph.producer[s] for s in candidates}
+    last_needed = {s: max(demands[due[s] - 1], first_read.get(s, 0)) for s in candidates}
+    highest: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+    for op in graph.ops:
+        interval = bisect_right(demands, op.id)
+        if op.id < graph.n_forward:
+            waiting = [s for s in candidates if born[s] < op.id and s not in alive_forward[op.id]]
+        else:
+            waiting = [s for s in candidates if op.id <= last_needed[s] and op.id < first_read.get(s, len(graph.ops))]
+        counted = alive_plain[op.id]
+        fixed_bytes = total_bytes[op.id] - sum(graph.storages[s].nbytes for s in waiting if s in counted)
+        small_bytes = sum(graph.storages[s].nbytes for s in small if s in counted)
+        key = (interval, tuple(sorted(waiting)))
+        highest[key] = max(highest.get(key, (0, 0)), (fixed_bytes, small_bytes))
+    return tuple(
+        Row(interval, fixed, small_bytes, waiting) for (interval, waiting), (fixed, small_bytes) in highest.items()
+    )
+
+
+def _alive(graph: StepGraph) -> tuple[list[set[int]], list[set[int]]]:
+    """For each op: what is alive when everything is kept, and what forward readers alone keep alive."""
+    last_forward = {
+        s.id: max((r for r in graph.readers[s.id] if r < graph.n_forward), default=-1) for s in graph.storages
+    }
+    alive: set[int] = set()
+    alive_plain: list[set[int]] = []
+    for run in schedule(graph, {}):
+        alive = alive.union(run.writes)
+        alive_plain.append(alive - ({run.takes_over} if run.takes_over >= 0 else set()))
+        alive = alive.difference(run.frees)
+    alive_forward = [
+        {s for s in alive_plain[op] if graph.producer.get(s, op) == op or last_forward[s] >= op}
+        for op in range(graph.n_forward)
+    ]
+    return alive_plain, alive_forward

@@ -1,0 +1,29 @@
+"""Keeping everything is what plain PyTorch does: nothing runs twice, and no plan is faster."""
+
+from __future__ import annotations
+
+from hypothesis import given
+
+from shoal.planners.just_in_time import just_in_time
+from shoal.planners.keep_all import keep_all
+from shoal.residence import Keep
+from shoal.schedule import schedule
+from shoal.simulate import simulate
+from shoal.step import StepGraph
+from tests.random_steps import HARDWARE, steps, unhurried
+
+
+@unhurried
+@given(steps())
+def test_every_saved_storage_is_kept_and_nothing_runs_twice(graph: StepGraph) -> None:
+    plan = keep_all(graph, HARDWARE, 0)
+    assert plan.residences == {graph.storages[s].name: Keep() for s in graph.saved}
+    assert not any(run.again for run in schedule(graph, plan.residences))
+    assert plan.added_seconds == 0
+    assert plan.timeline == simulate(graph, {})
+
+
+@unhurried
+@given(steps())
+def test_recomputing_everything_is_never_faster(graph: StepGraph) -> None:
+    assert simulate(graph, just_in_time(graph, ())).seconds >= keep_all(graph, HARDWARE, 0).predicted_seconds
