@@ -1,0 +1,8 @@
+"""Shoal: train deep networks in shallow memory. Convolutional networks in PyTorch, inside a byte budget."""
+
+from shoal.compile import compile
+from shoal.errors import BudgetError, CaptureError, CodecError, ShoalError, TransferError
+from shoal.planning import plan
+
+__version__ = "0.1.0"
+__all__ = ["BudgetError", "CaptureError", "CodecError", "ShoalError", "TransferError", "compile", "plan"]

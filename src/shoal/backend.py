@@ -1,0 +1,178 @@
+"""The torch.compile backend "shoal": capture a step, plan it, lower the plan, meter the first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from shoal import planners
+from shoal.capture import capture
+from shoal.eager_kernels import eager_kernels
+from shoal.errors import CaptureError, InputError
+from shoal.inner import Compiler, compiler
+from shoal.lower import lower
+from shoal.plan import Plan
+from shoal.runtime.step_meter import StepMeter
+from shoal.session import Session, Status
+from shoal.sizes import parse_bytes
+from shoal.standing import Standing
+
+_METERED_STEPS = 2  # of each plan: the first, and one with everything warm
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="shoal", options={"budget": "2GiB"})`.
+
+    Options: `budget` (int of bytes or a text), `planner` ("joint", "chain", "sqrt", "keep_all"), `inner` ("eager" or
+    "inductor"), `optimizer` (whose state counts). Without a budget everything is kept. The model has to come as one
+    graph. `shoal.compile` does the same and also reports in `model.shoal`.
+    """
+    if mode not in (None, "default"):
+        raise InputError(f"mode={mode!r}: the backend 'shoal' has no modes; choose options={{'inner': 'inductor'}}")
+    settings = dict(options or {})
+    budget = settings.pop("budget", None)
+    planner = settings.pop("planner", "joint")
+    inner = settings.pop("inner", "eager")
+    optimizer = settings.pop("optimizer", None)
+    if settings:
+        raise InputError(f"options {sorted(settings)} are unknown; there are budget, planner, inner, optimizer")
+    planners.get(planner)
+    status = Status(None if budget is None else parse_bytes(budget))
+    return compile_step(Session(status, planner, Standing(optimizer=optimizer)), inner, gm, example_inputs)
+
+
+def compile_step(session: Session, inner: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Plan and lower the step of one Dynamo graph."""
+    _reject_graph_break(gm)
+    _make_static(gm)
+    run_inner = compiler(inner)
+    step = PlannedStep(session, run_inner, parameter_places(gm), aten_only=inner == "inductor")
+    with eager_kernels():
+        return aot_autograd(
+            fw_compiler=step.compile_forward,
+            bw_compiler=step.compile_backward,
+            inference_compiler=run_inner,
+            partition_fn=step.partition,
+        )(gm, example_inputs)
+
+
+def parameter_places(gm: fx.GraphModule) -> set[int]:
+    """Which of the inputs that AOTAutograd will see are parameters: those of the graph module, then its arguments."""
+    n_own = len(list(gm.parameters()))
+    first_argument = n_own + len(list(gm.buffers()))
+    arguments = enumerate(gm.graph.find_nodes(op="placeholder"), first_argument)
+    named = {place for place, node in arguments if isinstance(node.meta.get("example_value"), nn.Parameter)}
+    return named.union(range(n_own))
+
+
+class PlannedStep:
+    """One step in the hands of AOTAutograd: partitioned by plan, compiled, metered while it is new."""
+
+    def __init__(self, session: Session, run_inner: Compiler, parameters: Collection[int], *, aten_only: bool) -> None:
+        self.session = session
+        self.run_inner = run_inner
+        self.parameters = parameters
+        self.aten_only = aten_only
+        self.plan: Plan | None = None
+        self.meter: StepMeter | None = None
+        self.steps_to_meter = _METERED_STEPS
+
+    def partition(
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Collection[int] | None = None,
+        **unused: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan the joint graph and split it as planned."""
+        captured = capture(
+            joint,
+            num_fwd_outputs,
+            static_lifetime_input_indices or (),
+            model=self.session.name,
+            parameters=self.parameters,
+            aten_only=self.aten_only,
+        )
+        with unset_fake_temporarily():
+            self.plan = self.session.make_plan(captured, captured.device)
+        self.meter = StepMeter(captured.device)
+        return lower(captured, self.plan.residences, in_place=not self.aten_only)
+
+    def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        run = self.run_inner(module, example_inputs)
+
+        def forward(arguments: list[Any]) -> Any:
+            meter = self.meter
+            if not self.steps_to_meter or meter is None:
+                return run(arguments)
+            meter.begin(self._in_use(arguments))
+            try:
+                outputs = run(arguments)
+            except BaseException:
+                meter.abandon()
+                raise
+            meter.pause()
+            return outputs
+
+        forward._boxed_call = True  # type: ignore[attr-defined]
+        return forward
+
+    def compile_backward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        run = self.run_inner(module, example_inputs)
+
+        def backward(arguments: list[Any]) -> Any:
+            meter, plan = self.meter, self.plan
+            if not self.steps_to_meter or meter is None or plan is None:
+                return run(arguments)
+            meter.resume(self._in_use(arguments))
+            try:
+                gradients = run(arguments)
+            except BaseException:
+                meter.abandon()
+                raise
+            measured = meter.end()
+            if measured is not None:
+                self.steps_to_meter -= 1
+                self.session.learn(plan, measured)
+            return gradients
+
+        backward._boxed_call = True  # type: ignore[attr-defined]
+        return backward
+
+    def _in_use(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+        return [*self.session.standing.tensors(), *(a for a in arguments if isinstance(a, torch.Tensor))]
+
+
+def _reject_graph_break(gm: fx.GraphModule) -> None:
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        frame = reason.user_stack[-1] if reason.user_stack else None
+        place = f"{frame.filename}:{frame.lineno} ({frame.line})" if frame else "an unknown line"
+        raise CaptureError(
+            f"the model is not one graph: it breaks at {place}: {reason.reason.splitlines()[0]}; "
+            "take that line out of the model, or compile the part of the model around it"
+        )
+
+
+def _make_static(gm: fx.GraphModule) -> None:
+    """Ask for the number behind each symbolic size: Dynamo then guards on it, and every shape gets its own plan."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt):
+            int(value)
+        elif isinstance(value, torch.Tensor):
+            for size in (*value.shape, *value.stride()):
+                int(size)

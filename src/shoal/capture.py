@@ -1,0 +1,338 @@
+"""The joint graph of one training step → StepGraph.
+
+AOTAutograd hands over forward and backward as one functional graph of aten ops. Capture gives every tensor its
+storage, every op what it reads and writes, and keeps the way back from the data to the graph's nodes for `lower`.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+from shoal import inplace
+from shoal.cost import flops, moved_bytes, signature, target_name
+from shoal.errors import CaptureError
+from shoal.lossless import save_fewer_bytes
+from shoal.rerun import can_run_again, is_random, moves_statistics, second_call, second_node
+from shoal.step import RESIDENT, Again, Op, StepGraph, Storage, StorageKind
+
+_aten = torch.ops.aten
+_ALIASES_UNDECLARED = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A step as data, and the nodes it came from.
+
+    Attributes:
+        graph: the step.
+        joint: the joint graph after the lossless rewrites.
+        node_of: op name → node.
+        storage_of: tensor node → storage id, views included.
+        forward_outputs, backward_outputs: what each of the two graphs hands back, in order; None for no gradient.
+        device: where the step's tensors live.
+    """
+
+    graph: StepGraph
+    joint: fx.GraphModule
+    node_of: Mapping[str, fx.Node]
+    storage_of: Mapping[fx.Node, int]
+    forward_outputs: tuple[Any, ...]
+    backward_outputs: tuple[Any, ...]
+    device: torch.device
+
+    def distinct_nodes(self) -> dict[str, fx.Node]:
+        """One node for each signature of the step, second runs included, for the profiler."""
+        nodes = {op.signature: self.node_of[op.name] for op in self.graph.ops if op.name in self.node_of}
+        for op in self.graph.ops:
+            second = second_node(self.node_of[op.name]) if op.again else None
+            if second is not None and op.again is not None:
+                nodes[op.again.signature] = second
+        return nodes
+
+
+def capture(
+    joint: fx.GraphModule,
+    n_forward_outputs: int,
+    static_inputs: Collection[int] = (),
+    *,
+    model: str = "",
+    parameters: Collection[int] = (),
+    standing_bytes: int = 0,
+    aten_only: bool = False,
+) -> Captured:
+    """Read a joint graph.
+
+    Args:
+        joint: the joint graph that AOTAutograd hands to a partitioner; edited in place by the lossless rewrites.
+        n_forward_outputs: how many of its outputs belong to the forward pass.
+        static_inputs: places of the inputs that outlive the step (parameters and buffers).
+        model: a name for tables and errors.
+        parameters: places of the inputs that are parameters; the other static inputs are buffers.
+        standing_bytes: see `StepGraph`.
+        aten_only: leave out rewrites that bring in ops Inductor does not know.
+
+    Raises:
+        CaptureError: the graph has symbolic shapes.
+    """
+    outputs = tuple(next(node for node in reversed(joint.graph.nodes) if node.op == "output").args[0])
+    backward = _backward_nodes(joint.graph, outputs[:n_forward_outputs])
+    save_fewer_bytes(joint, backward, aten_only)
+    outputs = tuple(next(node for node in reversed(joint.graph.nodes) if node.op == "output").args[0])
+    reader = _Reader(backward, outputs[:n_forward_outputs], outputs[n_forward_outputs:], static_inputs, parameters)
+    reader.overwritten = _overwritten_inputs(joint.graph)
+    for node in joint.graph.nodes:
+        reader.visit(node)
+    graph = StepGraph(model, *reader.finish(), standing_bytes)
+    return Captured(
+        graph,
+        joint,
+        reader.node_of,
+        reader.storage_of,
+        outputs[:n_forward_outputs],
+        outputs[n_forward_outputs:],
+        next((n.meta["val"].device for n in reader.storage_of if n.op != "placeholder"), torch.device("cpu")),
+    )
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only looks at its first operand's storage."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target in _ALIASES_UNDECLARED:
+        return True
+    returns = node.target._schema.returns
+    return len(returns) >= 1 and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def layer_path(node: fx.Node) -> str:
+    """Module path of the layer a node belongs to, such as "layer1.0.conv1"; for backward nodes the forward layer's."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack:
+        return ""
+    source = str(next(reversed(stack.values()))[0])
+    source = re.sub(r"^L\['\w+'\]\.?", "", source)
+    source = re.sub(r"_modules\['([^']*)'\]", r"\1", source)
+    source = re.sub(r"\[(\d+)\]|\['([^']*)'\]", lambda m: f".{m.group(1) or m.group(2)}", source)
+    return source.replace("._modules", "").strip(".")
+
+
+def _backward_nodes(graph: fx.Graph, forward_outputs: Iterable[Any]) -> set[fx.Node]:
+    """Every computed node that no forward output needs."""
+    forward: set[fx.Node] = set()
+    wanted = [node for node in forward_outputs if isinstance(node, fx.Node)]
+    while wanted:
+        node = wanted.pop()
+        if node not in forward:
+            forward.add(node)
+            wanted.extend(node.all_input_nodes)
+    return {node for node in graph.nodes if node.op == "call_function" and node not in forward}
+
+
+def _overwritten_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs that get new values when the forward pass ends, by the notes AOTAutograd puts beside the outputs."""
+    notes = graph.output_node().meta.get("desc") or ()
+    changed = [note.mutated_input for note in notes if isinstance(note, InputMutationAOTOutput)]
+    return {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed}
+
+
+class _Reader:
+    """Collects storages and ops while the joint graph is walked once."""
+
+    def __init__(
+        self,
+        backward: set[fx.Node],
+        forward_outputs: Sequence[Any],
+        backward_outputs: Sequence[Any],
+        static_inputs: Collection[int],
+        parameters: Collection[int],
+    ) -> None:
+        self.backward = backward
+        self.forward_outputs = {node for node in forward_outputs if isinstance(node, fx.Node)}
+        self.backward_outputs = {node for node in backward_outputs if isinstance(node, fx.Node)}
+        self.static_inputs = set(static_inputs)
+        self.parameters = set(parameters)
+        self.storage_of: dict[fx.Node, int] = {}
+        self.node_of: dict[str, fx.Node] = {}
+        self._storages: list[dict[str, Any]] = []
+        self._forward: list[dict[str, Any]] = []
+        self._backward: list[dict[str, Any]] = []
+        self._n_inputs = 0
+        self.overwritten: set[fx.Node] = set()
+
+    def visit(self, node: fx.Node) -> None:
+        value: Any = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            raise CaptureError(
+                f"the step has a symbolic size ({node.name}); compile with dynamic=False so that each shape gets "
+                "its plan"
+            )
+        if node.op == "placeholder":
+            self._visit_input(node, value)
+        elif node.op == "get_attr":
+            self._add_storage(node, value, "constant")
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            if is_view(node):
+                self._visit_view(node, value)
+            else:
+                self._visit_op(node, value)
+
+    def _visit_input(self, node: fx.Node, value: Any) -> None:
+        if node.name.startswith("tangents"):
+            if isinstance(value, torch.Tensor):
+                self._add_storage(node, value, "tangent")
+            return
+        kind: StorageKind = "input"
+        if self._n_inputs in self.parameters:
+            kind = "parameter"
+        elif self._n_inputs in self.static_inputs:
+            kind = "buffer"
+        if isinstance(value, torch.Tensor):
+            self._add_storage(node, value, kind)
+        self._n_inputs += 1
+
+    def _visit_view(self, node: fx.Node, value: Any) -> None:
+        base = node.args[0]
+        if not isinstance(base, fx.Node) or base not in self.storage_of:
+            raise CaptureError(f"{node.format_node()}: a view of something that is no tensor cannot be planned")
+        self._join(node, self.storage_of[base])
+        for item in self._items(node).values():  # split, unbind: views as a list
+            self._join(item, self.storage_of[base])
+
+    def _visit_op(self, node: fx.Node, value: Any) -> None:
+        in_backward = node in self.backward
+        kind: StorageKind = "error" if in_backward else "activation"
+        reads = tuple(dict.fromkeys(self.storage_of[n] for n in node.all_input_nodes if n in self.storage_of))
+        writes = []
+        if isinstance(value, torch.Tensor):
+            writes.append(self._add_storage(node, value, kind))
+        elif isinstance(value, (tuple, list)):
+            items = self._items(node)
+            for place, part in enumerate(value):
+                if isinstance(part, torch.Tensor):
+                    # Running statistics are the caller's, also where a second call of the layer moves them on.
+                    part_kind: StorageKind = "output" if moves_statistics(node) and place > 2 else kind
+                    name = f"{node.name}.{place}"
+                    writes.append(self._add_storage(items.get(place, node), part, part_kind, name, node))
+        # An operand that is also read through a view of another layout must stay whole until the op ends.
+        own = [self.storage_of[n] for n in node.all_input_nodes if n in self.storage_of]
+        overwrites = [self.storage_of[operand] for operand in inplace.operands(node) if writes]
+        overwrites = [s for s in overwrites if own.count(s) == 1]
+        overwrites = [s for s in overwrites if self._storages[s]["kind"] not in RESIDENT]
+        again = self._again(node, overwrites)
+        if moves_statistics(node):
+            overwrites = []
+        (self._backward if in_backward else self._forward).append(
+            {
+                "name": node.name,
+                "target": target_name(node.target),
+                "phase": "backward" if in_backward else "forward",
+                "layer": layer_path(node),
+                "reads": reads,
+                "writes": tuple(writes),
+                "overwrites": overwrites,
+                "recomputable": can_run_again(node) and not self._reads_overwritten_input(node),
+                "random": is_random(node),
+                "signature": signature(node),
+                "flops": flops(node),
+                "moved_bytes": moved_bytes(node),
+                "again": again,
+            }
+        )
+        self.node_of[node.name] = node
+
+    def _again(self, node: fx.Node, overwrites: list[int]) -> Again | None:
+        second = second_node(node)
+        if second is None:
+            return None
+        operands: list[fx.Node] = []
+        fx.node.map_arg(second_call(node)[1], operands.append)
+        return Again(
+            target_name(second.target),
+            tuple(dict.fromkeys(self.storage_of[operand] for operand in operands)),
+            overwrites[0] if overwrites else -1,
+            signature(second),
+            flops(second),
+            moved_bytes(second),
+        )
+
+    def _reads_overwritten_input(self, node: fx.Node) -> bool:
+        """Whether a second run would find a buffer or an input that the forward pass has changed."""
+        read: list[fx.Node] = []
+        fx.node.map_arg((second_call(node)[1], dict(node.kwargs)), read.append)
+        changed = {self.storage_of[node] for node in self.overwritten}
+        return any(self.storage_of.get(operand) in changed for operand in read)
+
+    def _items(self, node: fx.Node) -> dict[int, fx.Node]:
+        place_and_item: Any = ((user.args[1], user) for user in node.users if user.target is operator.getitem)
+        return dict(place_and_item)
+
+    def _add_storage(
+        self, node: fx.Node, value: torch.Tensor, kind: StorageKind, name: str = "", producer: fx.Node | None = None
+    ) -> int:
+        place = len(self._storages)
+        own = node is not producer and (name == "" or node.target is operator.getitem)
+        self._storages.append(
+            {
+                "id": place,
+                "name": node.name if own else name,
+                "nbytes": storage_bytes(value),
+                "kind": kind,
+                "layer": layer_path(producer or node),
+                "shape": tuple(value.shape),
+                "dtype": str(value.dtype).removeprefix("torch."),
+                "tensors": [],
+            }
+        )
+        if own:
+            self._join(node, place)
+        return place
+
+    def _join(self, node: fx.Node, storage: int) -> None:
+        self.storage_of[node] = storage
+        described = self._storages[storage]
+        described["tensors"].append(node.name)
+        if node in self.forward_outputs and described["kind"] == "activation":
+            described["kind"] = "output"
+        if node in self.backward_outputs and described["kind"] == "error":
+            described["kind"] = "gradient"
+
+    def finish(self) -> tuple[tuple[Op, ...], tuple[Storage, ...]]:
+        readers: dict[int, int] = {}
+        for op in self._forward + self._backward:
+            for storage in op["reads"]:
+                readers[storage] = readers.get(storage, 0) + 1
+        tangents = tuple(s["id"] for s in self._storages if s["kind"] == "tangent")
+        outputs = tuple(self.storage_of[n] for n in self.forward_outputs if n in self.storage_of)
+        outputs = tuple(sorted({s for s in outputs if self._storages[s]["kind"] == "output"}))
+        loss = {
+            "name": "loss",
+            "target": "loss",
+            "phase": "loss",
+            "layer": "",
+            "reads": outputs,
+            "writes": tangents,
+            "overwrites": [],
+            # log-softmax and its gradient beside each output: what a cross-entropy needs until it has been measured
+            "workspace_bytes": 2 * sum(self._storages[s]["nbytes"] for s in tangents),
+        }
+        ops = []
+        for place, op in enumerate([*self._forward, loss, *self._backward]):
+            dying = [s for s in op["overwrites"] if readers.get(s) == 1]
+            overwrites = (dying or op["overwrites"] or [-1])[0]
+            ops.append(Op(**{**op, "id": place, "overwrites": overwrites}))
+        storages = tuple(Storage(**{**s, "tensors": tuple(s["tensors"])}) for s in self._storages)
+        return tuple(ops), storages
+
+
+def storage_bytes(value: torch.Tensor) -> int:
+    """What the device's allocator counts for the storage of a tensor: CUDA hands out blocks of 512 bytes."""
+    nbytes = int(value.untyped_storage().nbytes())
+    return -(-nbytes // 512) * 512 if value.device.type == "cuda" else nbytes

@@ -1,0 +1,184 @@
+"""`shoal.compile`: a model that trains inside a byte budget."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported
+
+from shoal import inner as inner_compilers
+from shoal import planners
+from shoal.backend import compile_step
+from shoal.errors import BudgetError, CaptureError, InputError, ShoalError
+from shoal.plan import Plan
+from shoal.session import Session, Status
+from shoal.sizes import format_bytes, parse_bytes
+from shoal.standing import Standing, distinct_bytes, optimizer_state_bytes
+
+Module = TypeVar("Module", bound=nn.Module)
+_MOST_SHAPES = 64
+
+
+def compile(
+    model: Module,
+    budget: int | str | None = None,
+    *,
+    planner: str | planners.Planner = "joint",
+    optimizer: torch.optim.Optimizer | None = None,
+    inner: str = "eager",
+    plan: Plan | None = None,
+    name: str | None = None,
+) -> Module:
+    """Make `model` train inside `budget` device bytes; then train as always.
+
+    It replaces `torch.compile(model)`, `torch.utils.checkpoint` by hand and guessing at batch sizes. The model is
+    changed in place, as `model.compile()` does: parameters, buffers, hooks and the names in `state_dict` stay, and so
+    do the gradients. The first training step of each input shape is captured, its ops are profiled and a plan is
+    made; the first steps are measured, and where one is over the budget the next is planned again with what was
+    learnt. In eval mode and under `torch.no_grad()` the model runs as it would without Shoal.
+
+    Args:
+        model: the network. Its forward pass has to be one graph (no data-dependent control flow). In distributed
+            data parallel, compile the model first and wrap it then.
+        budget: device bytes at the peak of a step, forward and backward: an int of bytes or a text such as "2GiB".
+            Parameters, gradients, optimizer state, buffers, the batch and workspaces count. None keeps everything and
+            only reports.
+        planner: "joint" (default), "chain", "sqrt", "keep_all", or a function
+            (StepGraph, Hardware, budget_bytes) → Plan.
+        optimizer: the optimizer that will train the model, so that its state counts, also before its first step.
+        inner: what runs the planned graphs: "eager" (PyTorch's kernels, no compiler needed) or "inductor".
+        plan: a saved plan to use as it is instead of planning; see `shoal.plan`.
+        name: the model's name in tables and errors; by default its class.
+
+    Returns:
+        `model` itself. After the first step `model.shoal` holds `plan`, `budget_bytes`, `predicted_peak_bytes`,
+        `measured_peak_bytes`, `planning_seconds` and `lower_bound_seconds`.
+
+    Raises:
+        InputError: an argument is none of what is listed above.
+        BudgetError: here, where parameters and gradients alone are over the budget; at the first training step,
+            before anything is run, where no plan fits.
+        CaptureError: at the first training step, where the model is not one graph.
+
+    Example:
+        >>> model = shoal.compile(torchvision.models.resnet50(), budget="2GiB")  # doctest: +SKIP
+        >>> model(images).sum().backward()  # doctest: +SKIP
+        >>> model.shoal.measured_peak_bytes <= model.shoal.budget_bytes  # doctest: +SKIP
+        True
+
+    Known limits: a copy made with `copy.deepcopy` trains without a plan until it is compiled itself; the loss and the
+    optimizer's own temporaries are metered, not planned.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    planners.get(planner)
+    inner_compilers.compiler(inner)
+    status = Status(None if budget is None else parse_bytes(budget))
+    session = Session(status, planner, Standing(model, optimizer), name or type(model).__name__, plan)
+    if status.budget_bytes is not None:
+        _reject_hopeless(model, optimizer, session)
+    caller = _Caller(model, session, inner)
+    forget = weakref.WeakMethod(caller.forget)
+    session.on_repair = lambda: (method := forget()) and method()
+    object.__setattr__(model, "shoal", status)
+    object.__setattr__(model, "_compiled_call_impl", caller)
+    return model
+
+
+class _Caller:
+    """Stands in for the model's call: training steps run planned, everything else as it was.
+
+    Gradients that are there when a step starts (accumulation) take room, so such steps have plans of their own.
+    """
+
+    def __init__(self, model: nn.Module, session: Session, inner: str) -> None:
+        self.model = model
+        self.session = session
+        self.inner = inner
+        self._planned: dict[bool, Callable[..., Any]] = {}
+
+    def forget(self) -> None:
+        """Plan anew from the next step on."""
+        self._planned.clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.model
+        if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return model._call_impl(*args, **kwargs)
+        accumulating = any(p.grad is not None for p in model.parameters())
+        planned = self._planned.get(accumulating)
+        if planned is None:
+            planned = self._planned[accumulating] = torch.compile(
+                call_of(model), backend=self._backend(), fullgraph=True, dynamic=False
+            )
+        with dynamo_config.patch(
+            optimize_ddp=False,  # DDP's own splitting of the graph would give every bucket the whole budget
+            recompile_limit=_MOST_SHAPES,
+            accumulated_recompile_limit=4 * _MOST_SHAPES,
+            fail_on_recompile_limit_hit=True,
+        ):
+            try:
+                return planned(*args, **kwargs)
+            except BackendCompilerFailed as failure:
+                if isinstance(failure.inner_exception, ShoalError):
+                    raise failure.inner_exception from None
+                raise
+            except Unsupported as failure:
+                raise capture_error(failure) from None
+            except FailOnRecompileLimitHit:
+                raise CaptureError(
+                    f"the model was called with more than {_MOST_SHAPES} different shapes or settings; each needs a "
+                    "plan of its own: pad or crop the batches to fewer shapes"
+                ) from None
+
+    def _backend(self) -> Callable[..., Any]:
+        session, inner = self.session, self.inner  # Dynamo keeps backends for good: this one must not hold the model
+
+        def shoal(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+            return compile_step(session, inner, gm, example_inputs)
+
+        return shoal
+
+
+def call_of(model: nn.Module) -> Callable[..., Any]:
+    """The model's call, hooks included, as a function that Dynamo enters whatever class the model is of."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    # Dynamo keeps and counts its graphs by code object: one of its own, so that no model uses up another's.
+    return FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+
+
+def capture_error(failure: Unsupported) -> CaptureError:
+    """What Dynamo could not capture, in one line: the reason, the place and the way out."""
+    frames = [frame for frame in failure.real_stack or () if "/torch/" not in frame.filename]
+    place = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "an unknown line"
+    what = str(failure.msg).strip().splitlines()[0]
+    return CaptureError(
+        f"the model cannot be captured as one graph: {what} at {place}; take data-dependent control flow, printing "
+        "and calls into other libraries out of forward(), or compile the submodule that is free of them"
+    )
+
+
+def _reject_hopeless(model: nn.Module, optimizer: torch.optim.Optimizer | None, session: Session) -> None:
+    budget_bytes = session.status.budget_bytes or 0
+    parameter_bytes = distinct_bytes(model.parameters())
+    gradient_bytes = distinct_bytes(p for p in model.parameters() if p.requires_grad)
+    state_bytes = optimizer_state_bytes(optimizer) if optimizer is not None else 0
+    least_bytes = parameter_bytes + gradient_bytes + state_bytes + distinct_bytes(model.buffers())
+    if budget_bytes < least_bytes:
+        raise BudgetError(
+            f"budget {format_bytes(budget_bytes)} is less than {session.name} needs before any activation: "
+            f"{format_bytes(least_bytes)} (parameters {format_bytes(parameter_bytes)}, gradients "
+            f"{format_bytes(gradient_bytes)}, optimizer state {format_bytes(state_bytes)}); give more bytes or a "
+            "smaller model",
+            budget_bytes=budget_bytes,
+            least_feasible_bytes=least_bytes,
+        )

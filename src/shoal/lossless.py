@@ -1,0 +1,278 @@
+"""Rewrites of the captured step that save fewer bytes and change no bit of the result.
+
+Each takes the joint graph of forward and backward (aten ops, functional) and edits it in place:
+
+- running statistics named by batch norm's backward, which does not read them in training mode, are not saved;
+- the input of max pooling, of which the backward pass reads only the shape, is not saved for it;
+- max-pool indices wait in 1 byte (the place within the window) instead of 8;
+- dropout on the CPU gives the bits of eager PyTorch, with a mask of 1 byte per element where that saves noise of 4;
+- copies that functional graphs no longer need (an in-place activation's) are dropped;
+- a clipped activation (ReLU6, hardtanh) saves its output, which the next layer saves anyway, instead of its input;
+- a convolution's gradients of weight and input are two ops, the second without the input, so that the input can go
+  before its gradient comes;
+- a ReLU whose output is saved for nothing but its own backward waits as one truth value per element;
+- batch norm's backward runs in place, without the second gradient that PyTorch's kernel allocates;
+- the part of a concatenation's gradient that waits long for its reader (a U-Net's skip) waits as a copy of its own, so
+  that it does not hold the whole gradient.
+
+They run before planning, so that the planner sees the small storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shoal.codecs import pool_index
+from shoal.cost import flops
+from shoal.runtime.batch_norm import WORTH_PIECES_BYTES, backward_repeats_bits
+from shoal.runtime.batch_norm import backward as batch_norm_backward
+from shoal.runtime.convolution import input_gradient
+from shoal.runtime.dropout import dropout, dropout_backward
+from shoal.runtime.pooling import backward as pool_backward
+from shoal.runtime.pooling import forward as pool_forward
+from shoal.runtime.rectifier import backward as rectifier_backward
+
+_aten = torch.ops.aten
+_STATISTICS_OF_BATCH_NORM = (3, 4)
+_TRAINING_OF_BATCH_NORM = 7
+_LONG_WAIT_NODES = 24
+_PART_OF_WHOLE = 0.75
+_POOL_BACKWARDS = {
+    _aten.max_pool2d_with_indices_backward.default: 2,
+    _aten.max_pool3d_with_indices_backward.default: 3,
+}
+
+
+def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], aten_only: bool) -> None:
+    """Apply every rewrite to `joint`.
+
+    Args:
+        joint: the joint graph.
+        backward: its backward nodes; kept up to date.
+        aten_only: leave out the rewrites that bring in ops Inductor does not know.
+    """
+    graph = joint.graph
+    for node in list(graph.nodes):
+        if node.target is _aten.detach.default or _is_needless_copy(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            backward.discard(node)
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is _aten.native_batch_norm_backward.default and node.args[_TRAINING_OF_BATCH_NORM] is True:
+            node.args = tuple(None if i in _STATISTICS_OF_BATCH_NORM else arg for i, arg in enumerate(node.args))
+            if not aten_only and _can_run_in_pieces(node):
+                grad, x, weight, _, _, mean, deviation = node.args[:7]
+                node.target, node.args = batch_norm_backward, (grad, x, weight, mean, deviation)
+        elif node.target is _aten.hardtanh_backward.default:
+            _save_clipped_output(node)
+        elif node.target is _aten.convolution_backward.default:
+            _split_convolution_backward(graph, node, backward, aten_only)
+        elif node.target is _aten.native_dropout.default and not aten_only:
+            _keep_dropout_bits(node)
+        elif node.target in _POOL_BACKWARDS and not aten_only:
+            _encode_pool(graph, node, _POOL_BACKWARDS[node.target], backward)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is _aten.threshold_backward.default:
+            _save_rectifier_mask(graph, node, backward)
+    _sink(graph, backward)
+    _copy_what_waits(graph, backward)
+    graph.lint()
+
+
+def _is_needless_copy(node: fx.Node) -> bool:
+    if node.target is not _aten.clone.default or _reaches_output(node):
+        return False
+    source = _args(node)[0]
+    copied, value = source.meta.get("val"), node.meta["val"]
+    return (
+        source.op == "call_function"
+        and isinstance(copied, torch.Tensor)
+        and copied.stride() == value.stride()
+        and copied.untyped_storage().nbytes() == value.untyped_storage().nbytes()
+    )
+
+
+def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx.Node], aten_only: bool) -> None:
+    *arguments, wanted = _args(node)
+    if not wanted[0]:
+        return
+    if any(wanted[1:]):
+        _take_out_weight_gradient(graph, node, backward)
+    x = arguments[1].meta["val"]
+    layout = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
+    dense = x.is_contiguous() or (x.dim() > 3 and x.is_contiguous(memory_format=layout))
+    if aten_only or x.device.type != "cpu" or not dense:
+        return
+    (of_input,) = node.users
+    counted_flops = flops(node)
+    with graph.inserting_before(node):
+        alone = graph.call_function(
+            input_gradient, (arguments[0], arguments[2], list(x.shape), list(x.stride()), *arguments[4:])
+        )
+    _describe(alone, of_input.meta["val"], node)
+    alone.meta["flops"] = counted_flops
+    of_input.replace_all_uses_with(alone)
+    for replaced in (of_input, node):
+        graph.erase_node(replaced)
+        backward.discard(replaced)
+    backward.add(alone)
+
+
+def _take_out_weight_gradient(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+    *arguments, wanted = _args(node)
+    with graph.inserting_before(node):
+        of_weight = graph.call_function(_aten.convolution_backward.default, (*arguments, [False, *wanted[1:]]))
+    of_input_value, *of_weight_values = node.meta["val"]
+    _describe(of_weight, (None, *of_weight_values), node)
+    backward.add(of_weight)
+    node.args = (*arguments, [True, False, False])
+    node.meta["val"] = (of_input_value, None, None)
+    for item in list(node.users):
+        if item.args[1] != 0:
+            item.args = (of_weight, item.args[1])
+
+
+def _sink(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    """Move what the backward pass makes of forward tensors alone to just before its first reader."""
+    fed: set[fx.Node] = {n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")}
+    last = len(graph.nodes)
+    place: dict[fx.Node, tuple[int, ...]] = {}  # compares as the order in the graph does
+    for number, node in enumerate(graph.nodes):
+        place[node] = (number, last)
+        if node in backward and any(operand in fed for operand in node.all_input_nodes):
+            fed.add(node)
+    for turn, node in enumerate(reversed(list(graph.nodes))):
+        if node in backward and node not in fed and node.users:
+            first = min(node.users, key=place.__getitem__)
+            first.prepend(node)
+            place[node] = (*place[first][:-1], turn, last)  # after what was moved there earlier
+
+
+def _keep_dropout_bits(node: fx.Node) -> None:
+    x, p, train = _args(node)
+    if not train or x.meta["val"].device.type != "cpu":
+        return
+    node.target, node.args = dropout, (x, p)
+    for item in node.users:
+        for reader in list(item.users) if item.args[1] == 1 else ():
+            if reader.target is _aten.native_dropout_backward.default:
+                reader.target, reader.args = dropout_backward, (reader.args[0], item, p)
+
+
+def _can_run_in_pieces(node: fx.Node) -> bool:
+    operands = [_args(node)[place] for place in (0, 1, 2, 5, 6)]
+    if node.args[9] != [True, True, True] or not all(isinstance(operand, fx.Node) for operand in operands):
+        return False
+    grad, x, *per_channel = (operand.meta["val"] for operand in operands)
+    if x.dim() not in (3, 4, 5) or grad.stride() != x.stride() or x.device.type != "cpu":
+        return False
+    if any(value.dtype != x.dtype for value in (grad, *per_channel)):
+        return False
+    channels_last = not x.is_contiguous()
+    if channels_last:
+        layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        if x.dim() == 3 or not x.is_contiguous(memory_format=layout):
+            return False
+    elif x.untyped_storage().nbytes() < WORTH_PIECES_BYTES:
+        return False
+    return backward_repeats_bits(x.dtype, x.device, x.dim(), int(x.shape[1]), channels_last)
+
+
+def _copy_what_waits(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    order = {node: number for number, node in enumerate(graph.nodes)}
+
+    def last_reader(node: fx.Node) -> fx.Node:
+        readers = [last_reader(user) if _is_slice(user) else user for user in node.users]
+        return max(readers, key=order.__getitem__)
+
+    for node in list(backward):
+        parts = [user for user in node.users if _is_slice(user) and user.users]
+        if len(parts) < 2 or len(parts) < len(node.users):
+            continue
+        *sooner, longest = sorted(parts, key=lambda part: order[last_reader(part)])
+        done = last_reader(sooner[-1])
+        first_read = min(order[user] for user in longest.users)
+        part_bytes = longest.meta["val"].numel() * longest.meta["val"].element_size()
+        whole_bytes = node.meta["val"].untyped_storage().nbytes()
+        if first_read - order[done] < _LONG_WAIT_NODES or part_bytes > _PART_OF_WHOLE * whole_bytes:
+            continue
+        with graph.inserting_after(done):
+            view = graph.node_copy(longest)
+        with graph.inserting_after(view):
+            copy = graph.call_function(_aten.clone.default, (view,))
+        _describe(copy, longest.meta["val"].clone(), longest)
+        longest.replace_all_uses_with(copy)
+        graph.erase_node(longest)
+        backward.difference_update({longest})
+        backward.update({view, copy})
+
+
+def _is_slice(node: fx.Node) -> bool:
+    return node.target is _aten.slice.Tensor
+
+
+def _save_clipped_output(node: fx.Node) -> None:
+    clipped_input, low, high = _args(node)[1:4]
+    for user in clipped_input.users:
+        if user.target is _aten.hardtanh.default and (*user.args[1:3], -1.0, 1.0)[:2] == (low, high) and low < high:
+            node.update_arg(1, user)  # strictly inside the bounds before clipping is strictly inside after it
+            return
+
+
+def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Node]) -> None:
+    grad, pool_input, *window, indices = _args(node)
+    pool = indices.args[0]
+    kernel, stride, padding, dilation = (_per_axis(size, dims) for size in window[:4])
+    stride = stride or kernel
+    value = pool_input.meta["val"]
+    if not pool_index.fits(kernel) or value.dim() != dims + 2 or pool in backward or len(indices.users) > 1:
+        return
+    pooled, places = pool.meta["val"]
+    pool.target, pool.args = pool_forward, (pool_input, kernel, stride, padding, dilation, bool(window[4]))
+    codes_value = places.new_empty_strided(places.shape, places.stride(), dtype=torch.uint8)
+    pool.meta["val"] = (pooled, codes_value)
+    indices.meta["val"] = codes_value
+    layout = torch.channels_last if dims == 2 else torch.channels_last_3d
+    channels_last = value.is_contiguous(memory_format=layout) and not value.is_contiguous()
+    node.target = pool_backward
+    node.args = (grad, indices, list(value.shape), channels_last, *pool.args[1:])
+
+
+def _save_rectifier_mask(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+    grad, output, threshold = _args(node)
+    if threshold != 0 or output in backward or output.target is not _aten.relu.default:
+        return
+    if any(user in backward and user is not node for user in output.users) or _reaches_output(output):
+        return
+    value = output.meta["val"]
+    with graph.inserting_after(output):
+        mask = graph.call_function(_aten.ne.Scalar, (output, 0))  # not equal: a NaN lets its gradient through
+    _describe(mask, value.new_empty_strided(value.shape, value.stride(), dtype=torch.bool), output)
+    node.target, node.args = rectifier_backward, (grad, mask)
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    return node.args  # fx types each as a union of all it may be; the op's schema says which
+
+
+def _reaches_output(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
+def _describe(node: fx.Node, value: Any, like: fx.Node) -> None:
+    node.meta = {key: like.meta[key] for key in _PLACE if key in like.meta}
+    node.meta["val"] = value
+
+
+_PLACE: Collection[str] = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr")
+
+
+def _per_axis(size: Sequence[int], dims: int) -> list[int]:
+    sizes = list(size)
+    return sizes * dims if len(sizes) == 1 else sizes

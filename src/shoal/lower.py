@@ -1,0 +1,187 @@
+"""Captured step + residences → the forward graph and the backward graph that run exactly that plan.
+
+Both graphs follow `schedule` op by op. The generated code drops each name after its last use, so a storage is freed
+when the schedule says; inputs are handed over in a list that is emptied, so nobody else holds them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shoal import inplace
+from shoal.capture import Captured, is_view
+from shoal.errors import PlanError
+from shoal.rerun import second_call
+from shoal.residence import Residence
+from shoal.runtime.generator import generator_state, replaying
+from shoal.schedule import Run, schedule
+
+
+def lower(
+    captured: Captured, residences: Mapping[str, Residence], *, in_place: bool = True
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Build the two graphs.
+
+    Args:
+        captured: the step.
+        residences: by storage name; an absent storage is kept.
+        in_place: let pointwise ops write over operands that die there. Off for Inductor, which does that itself.
+
+    Returns:
+        The forward module, whose outputs are the step's forward outputs and then the saved tensors, and the backward
+        module, whose inputs are those saved tensors and then the tangents.
+
+    Raises:
+        PlanError: the residences do not fit the step.
+    """
+    runs = schedule(captured.graph, residences)
+    n_forward = captured.graph.n_forward
+    forward_runs, backward_runs = runs[:n_forward], [r for r in runs[n_forward:] if _is_node(captured, r)]
+    replayed = {run.op for run in backward_runs if run.again and captured.graph.ops[run.op].random}
+
+    backward = _Writer(captured, in_place, replayed)
+    tangents = [n for n in captured.joint.graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
+    for node in tangents:
+        backward.copy_input(node)
+    backward.saves_before = next(iter(backward.out.nodes))
+    for run in backward_runs:
+        backward.write(run)
+    backward.finish(captured.backward_outputs)
+
+    forward = _Writer(captured, in_place, replayed)
+    for node in captured.joint.graph.find_nodes(op="placeholder"):
+        if node not in tangents:
+            forward.copy_input(node)
+    for run in forward_runs:
+        forward.write(run)
+    forward.finish([*captured.forward_outputs, *backward.saved])
+    return forward.module(), backward.module()
+
+
+def _is_node(captured: Captured, run: Run) -> bool:
+    return captured.graph.ops[run.op].name in captured.node_of
+
+
+class _Writer:
+    """Writes one of the two graphs, run by run."""
+
+    def __init__(self, captured: Captured, in_place: bool, replayed: set[int]) -> None:
+        self.captured = captured
+        self.in_place = in_place
+        self.replayed = replayed
+        self.out = fx.Graph(captured.joint)
+        self.saved: list[fx.Node | _State] = []
+        self.saves_before: fx.Node | None = None  # backward only: where inputs for saved tensors go
+        self._written: dict[fx.Node, fx.Node] = {}
+        self._states: dict[str, fx.Node] = {}
+        self._tensors = {
+            storage.id: [node for node, owner in captured.storage_of.items() if owner == storage.id]
+            for storage in captured.graph.storages
+        }
+
+    def copy_input(self, node: fx.Node) -> None:
+        self._written[node] = _same_name(self.out.node_copy(node))
+
+    def write(self, run: Run) -> None:
+        op = self.captured.graph.ops[run.op]
+        node = self.captured.node_of[op.name]
+        if op.random and run.op in self.replayed and not run.again:
+            self._states[op.name] = self._write_state(node)
+        target, args = second_call(node) if run.again else (node.target, node.args)
+        # A second call may leave out operands of the first, such as running statistics that have moved since.
+        args, kwargs = fx.node.map_arg((args, dict(node.kwargs)), self._value)
+        if self.in_place and run.takes_over >= 0:
+            operand = next(n for n in inplace.operands(node) if self.captured.storage_of[n] == run.takes_over)
+            target, kwargs = inplace.overwriting(target, kwargs, self._written[operand])
+        if run.again and op.random:
+            state = self._states.get(op.name) or self._read_state(op.name)
+            target, args = replaying(target), (state, _device(node), *args)
+        copy = self.out.create_node("call_function", target, args, kwargs, node.name)
+        copy.meta = dict(node.meta)
+        for storage in run.writes:
+            for stale in self._tensors[storage]:
+                self._written.pop(stale, None)
+        if node in self.captured.storage_of:
+            self._written[node] = copy
+        for item in node.users:
+            if item.target is operator.getitem and self.captured.storage_of.get(item) in run.writes:
+                alone = run.again and op.again is not None  # the second run returns the first result by itself
+                self._written[item] = copy if alone else self.out.node_copy(item, lambda _: copy)
+                copy.meta = dict(item.meta) if alone else copy.meta
+
+    def finish(self, outputs: Sequence[Any]) -> None:
+        self.out.output(tuple(self._output(value) for value in outputs))
+
+    def module(self) -> fx.GraphModule:
+        self.out.lint()
+        return fx.GraphModule(self.captured.joint, self.out)
+
+    def _output(self, value: Any) -> Any:
+        if isinstance(value, _State):
+            return self._states[value.op]
+        return self._value(value) if isinstance(value, fx.Node) else value
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """The node's most recent tensor in this graph; views are looked up again, kept tensors become inputs."""
+        if node in self._written:
+            return self._written[node]
+        if node.op == "get_attr":
+            self._written[node] = self.out.node_copy(node)
+        elif is_view(node) or (node.target is operator.getitem and is_view(node.args[0])):  # type: ignore[arg-type]
+            for operand in node.all_input_nodes:
+                self._value(operand)
+            self._written[node] = self.out.node_copy(node, self._written.__getitem__)
+        elif self.saves_before is not None:
+            self.saved.append(node)
+            with self.out.inserting_before(self.saves_before):
+                self._written[node] = _same_name(self.out.placeholder(node.name))
+            self._written[node].meta = dict(node.meta)
+        else:
+            raise PlanError(f"{node.name} is needed before it is computed; this is a mistake in the plan's schedule")
+        return self._written[node]
+
+    def _write_state(self, node: fx.Node) -> fx.Node:
+        state = self.out.call_function(generator_state, (_device(node),))
+        state.meta["val"] = _fake_state(node)
+        return state
+
+    def _read_state(self, op_name: str) -> fx.Node:
+        self.saved.append(_State(op_name))
+        node = self.captured.node_of[op_name]
+        with self.out.inserting_before(self.saves_before):
+            state = _same_name(self.out.placeholder(f"{op_name}_generator_state"))
+        state.meta["val"] = _fake_state(node)
+        self._states[op_name] = state
+        return state
+
+
+class _State:
+    """Stands among the saved tensors for the generator's state before a random op."""
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+
+def _same_name(placeholder: fx.Node) -> fx.Node:
+    """Call the argument what its node is called: where the two differ, the generated code assigns one to the other, and
+    such an assignment may overwrite an argument that is not read yet."""
+    placeholder.target = placeholder.name
+    return placeholder
+
+
+def _device(node: fx.Node) -> torch.device:
+    value = node.meta["val"]
+    device: torch.device = (value[0] if isinstance(value, (tuple, list)) else value).device
+    return device
+
+
+def _fake_state(node: fx.Node) -> torch.Tensor:
+    value = node.meta["val"]
+    value = value[0] if isinstance(value, (tuple, list)) else value
+    state = generator_state(value.device)
+    return value.new_empty(state.shape, dtype=state.dtype, device="cpu")

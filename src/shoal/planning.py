@@ -1,0 +1,148 @@
+"""`shoal.plan`: the plan of a step, for this machine or for one that is not here, without training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+
+from shoal import planners, presets
+from shoal.backend import parameter_places
+from shoal.capture import Captured, capture
+from shoal.compile import call_of, capture_error
+from shoal.cost import roofline
+from shoal.errors import CaptureError, InputError, ShoalError
+from shoal.hardware import Hardware
+from shoal.measure import measure
+from shoal.plan import Plan
+from shoal.profile import profile
+from shoal.sizes import parse_bytes
+from shoal.standing import Standing
+
+
+def plan(
+    model: nn.Module,
+    example: torch.Tensor | Sequence[Any],
+    budget: int | str | None = None,
+    *,
+    hardware: str | Hardware | None = None,
+    planner: str | planners.Planner = "joint",
+    optimizer: torch.optim.Optimizer | None = None,
+    name: str | None = None,
+) -> Plan:
+    """Plan one training step without taking it.
+
+    Nothing of the model is run: it and `example` may live on the "meta" device, where a network of any size takes no
+    memory.
+
+    Args:
+        model: the network; it is planned as if in training mode and left as it is.
+        example: the forward pass's argument, or a tuple of its arguments. Only shapes and dtypes matter.
+        budget: device bytes at the peak of the step, an int or a text such as "2GiB". None keeps everything.
+        hardware: a preset's name ("p100-nvlink", see `shoal hardware`) or a `Hardware`: times come from its rates
+            (roofline). None: the ops are profiled on this machine.
+        planner: as for `shoal.compile`.
+        optimizer: the optimizer whose state counts.
+        name: the model's name in tables and errors; by default its class.
+
+    Returns:
+        A `Plan`: `explain()` for people, `save(path)` for later, `timeline` for the simulated step. Give it to
+        `shoal.compile(model, plan=...)` to run it as it is.
+
+    Raises:
+        InputError: an argument is none of what is listed above.
+        BudgetError: no plan fits the budget.
+        CaptureError: the model is not one graph.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten())
+        >>> made = shoal.plan(model, torch.empty(2, 3, 8, 8), hardware="p100-nvlink")  # doctest: +SKIP
+        >>> made.predicted_peak_bytes, len(made.kept)  # doctest: +SKIP
+        (11264, 1)
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    planner_function = planners.get(planner)
+    budget_bytes = 0 if budget is None else parse_bytes(budget)
+    target = presets.get(hardware) if isinstance(hardware, str) else hardware
+    started = time.perf_counter()
+    captured, device = capture_step(model, example, name=name or type(model).__name__)
+    graph = captured.graph
+    graph = replace(graph, standing_bytes=Standing(model, optimizer).bytes_beside(graph))
+    if target is not None:
+        graph = roofline(graph, target)
+    else:
+        device = torch.device("cpu") if device.type == "meta" else device
+        costs = profile(captured.distinct_nodes(), device=device)
+        graph, target = graph.with_costs(costs.seconds, costs.workspace_bytes), measure(device)
+    made = (planner_function if budget_bytes else planners.get("keep_all"))(graph, target, budget_bytes)
+    return replace(made, planning_seconds=time.perf_counter() - started)
+
+
+def capture_step(
+    model: nn.Module, example: torch.Tensor | Sequence[Any], *, name: str
+) -> tuple[Captured, torch.device]:
+    """The step of `model` at the shape of `example`, captured in training mode and not run.
+
+    Raises:
+        CaptureError: the model is not one graph, or no output of it needs a gradient.
+    """
+    arguments = (example,) if isinstance(example, torch.Tensor) else tuple(example)
+    modes = [(module, module.training) for module in model.modules()]
+    if not model.training:
+        model.train()
+    try:
+        with torch.enable_grad():
+            stop = _stop_after_capture(name)
+            torch.compile(call_of(model), backend=stop, fullgraph=True, dynamic=False)(*arguments)
+    except BackendCompilerFailed as failure:
+        if isinstance(failure.inner_exception, _Done):
+            return failure.inner_exception.captured, failure.inner_exception.device
+        if isinstance(failure.inner_exception, ShoalError):
+            raise failure.inner_exception from None
+        raise
+    except Unsupported as failure:
+        raise capture_error(failure) from None
+    finally:
+        for module, training in modes:
+            module.training = training
+    raise CaptureError("no output of the model needs a gradient, so there is no training step to plan")
+
+
+class _Done(Exception):
+    """Carries the captured step out of the compiler, which then compiles nothing."""
+
+    def __init__(self, captured: Captured, device: torch.device) -> None:
+        self.captured = captured
+        self.device = device
+
+
+def _stop_after_capture(name: str) -> Callable[..., Any]:
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        parameters = parameter_places(gm)
+
+        def partition(
+            joint: fx.GraphModule,
+            joint_inputs: Any,
+            *,
+            num_fwd_outputs: int,
+            static_lifetime_input_indices: Collection[int] | None = None,
+            **unused: Any,
+        ) -> Any:
+            static = static_lifetime_input_indices or ()
+            captured = capture(joint, num_fwd_outputs, static, model=name, parameters=parameters)
+            raise _Done(captured, captured.device)
+
+        return aot_autograd(fw_compiler=_never, partition_fn=partition)(gm, example_inputs)
+
+    return backend
+
+
+def _never(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    return module.forward

@@ -1,0 +1,147 @@
+"""One model's training under one budget: plans each new shape and repairs a promise that a measurement breaks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from shoal import planners
+from shoal.capture import Captured
+from shoal.errors import PlanError
+from shoal.hardware import Hardware
+from shoal.measure import measure
+from shoal.plan import Plan
+from shoal.profile import profile
+from shoal.runtime.step_meter import Measured
+from shoal.runtime.wall import lifted
+from shoal.sizes import format_bytes
+from shoal.standing import Standing
+from shoal.step import StepGraph
+
+log = logging.getLogger("shoal")
+
+
+@dataclass
+class Status:
+    """What became of the promise; `model.shoal`.
+
+    Attributes:
+        budget_bytes: the promise. None: everything is kept and the peak is only reported.
+        plans: every plan in force, one for each shape.
+        measured_peak_bytes: highest measured use of any metered step of the plans in force; None before the first.
+        planning_seconds: capture, profiling and planning of all plans, repairs included.
+        repairs: how often plans were made anew because a measured peak was over the budget.
+    """
+
+    budget_bytes: int | None
+    plans: tuple[Plan, ...] = ()
+    measured_peak_bytes: int | None = None
+    planning_seconds: float = 0.0
+    repairs: int = 0
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the largest step so far; None before the first training step."""
+        return max(self.plans, key=lambda plan: plan.plain_peak_bytes, default=None)
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """What the plans promise: the highest of their peaks."""
+        return max((plan.predicted_peak_bytes for plan in self.plans), default=None)
+
+    @property
+    def lower_bound_seconds(self) -> float | None:
+        """No plan of the largest step inside the budget adds less time than this."""
+        return self.plan.lower_bound_seconds if self.plan else None
+
+
+@dataclass
+class Session:
+    """Plans the steps of one model.
+
+    Attributes:
+        status: what users see.
+        planner: its name, or a function with the planners' signature.
+        standing: what is in use beside the steps: the model and the optimizer, as far as they are known.
+        name: the model's name for tables and errors.
+        ready_plan: a plan to use as it is instead of planning.
+        on_repair: called when a plan in force broke its promise; must make the next step be planned anew.
+    """
+
+    status: Status
+    planner: str | planners.Planner = "joint"
+    standing: Standing = field(default_factory=Standing)
+    name: str = ""
+    ready_plan: Plan | None = None
+    on_repair: Callable[[], None] = lambda: None
+    _learnt_bytes: dict[str, int] = field(default_factory=dict)
+
+    def make_plan(self, captured: Captured, device: torch.device) -> Plan:
+        """Profile the step's ops here, then plan it inside the budget.
+
+        Raises:
+            BudgetError: no plan fits.
+            PlanError: the ready plan belongs to another step.
+        """
+        started = time.perf_counter()
+        with lifted():
+            costs = profile(captured.distinct_nodes(), device=device)
+            hardware = measure(device)
+        graph = captured.graph.with_costs(costs.seconds, costs.workspace_bytes)
+        set_aside_bytes = self.standing.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
+        graph = replace(graph, standing_bytes=graph.standing_bytes + set_aside_bytes)
+        plan = self._plan(graph, hardware)
+        plan = replace(plan, planning_seconds=time.perf_counter() - started)
+        self.status.plans = (*(p for p in self.status.plans if p.graph.fingerprint != graph.fingerprint), plan)
+        self.status.planning_seconds += plan.planning_seconds
+        return plan
+
+    def _plan(self, graph: StepGraph, hardware: Hardware) -> Plan:
+        if self.ready_plan is not None:
+            return _adopt(self.ready_plan, graph)
+        if self.status.budget_bytes is None:
+            return planners.get("keep_all")(graph, hardware, 0)
+        return planners.get(self.planner)(graph, hardware, self.status.budget_bytes)
+
+    def learn(self, plan: Plan, measured: Measured) -> None:
+        """Hold a measured step against the promise; over the budget, plan again with what was learnt, and say so."""
+        status = self.status
+        status.measured_peak_bytes = max(status.measured_peak_bytes or 0, measured.peak_bytes)
+        budget_bytes = status.budget_bytes
+        if budget_bytes is None or measured.peak_bytes <= budget_bytes or self.ready_plan is not None:
+            return
+        over_bytes = measured.peak_bytes - plan.predicted_peak_bytes
+        log.warning(
+            "%s: the measured peak of %s is over the budget of %s (predicted: %s); planning again with %s set aside",
+            self.name or "model",
+            format_bytes(measured.peak_bytes),
+            format_bytes(budget_bytes),
+            format_bytes(plan.predicted_peak_bytes),
+            format_bytes(over_bytes),
+        )
+        fingerprint = plan.graph.fingerprint
+        self._learnt_bytes[fingerprint] = self._learnt_bytes.get(fingerprint, 0) + over_bytes
+        status.repairs += 1
+        status.measured_peak_bytes = None
+        status.plans = ()
+        self.on_repair()
+
+
+def _adopt(plan: Plan, graph: StepGraph) -> Plan:
+    """The residences of a plan made elsewhere, with the costs of this machine.
+
+    Raises:
+        PlanError: it was made for another model or shape.
+    """
+    if plan.graph.fingerprint != graph.fingerprint:
+        theirs = [s.shape for s in plan.graph.storages if s.kind == "input"]
+        ours = [s.shape for s in graph.storages if s.kind == "input"]
+        raise PlanError(
+            f"the plan is for {plan.graph.model or 'another model'} with inputs {theirs} and {len(plan.graph.ops)} ops"
+            f"; this step is {graph.model or 'a model'} with inputs {ours} and {len(graph.ops)} ops; plan it anew"
+        )
+    return replace(plan, graph=graph)

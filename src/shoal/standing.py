@@ -1,0 +1,110 @@
+"""What is in use all step long beside the step itself: the rest of the model, gradients so far, optimizer state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.step import StepGraph
+
+
+class Standing:
+    """A model and its optimizer, as far as they are known, held weakly: compiled code outlives them in Dynamo's caches.
+
+    Args:
+        model: its parameters and buffers count even where a step does not read them.
+        optimizer: its state counts, also before its first step.
+    """
+
+    def __init__(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters, buffers, and the gradients and optimizer state that are there already."""
+        model, optimizer = self._alive()
+        tensors: list[torch.Tensor] = []
+        if model is not None:
+            tensors += [*model.parameters(), *model.buffers()]
+            tensors += [p.grad for p in model.parameters() if p.grad is not None]
+        if optimizer is not None:
+            tensors += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
+        return tensors
+
+    def bytes_beside(self, graph: StepGraph) -> int:
+        """Bytes in use all step that are no storage of the step."""
+        model, optimizer = self._alive()
+        state_bytes = optimizer_state_bytes(optimizer) if optimizer is not None else 0
+        if model is None:
+            return state_bytes
+        in_graph_bytes = sum(s.nbytes for s in graph.storages if s.kind in ("parameter", "buffer"))
+        model_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
+        gradient_bytes = distinct_bytes(p.grad for p in model.parameters() if p.grad is not None)
+        return max(0, model_bytes - in_graph_bytes) + gradient_bytes + state_bytes
+
+    def _alive(self) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+        model = self._model() if self._model is not None else None
+        return model, self._optimizer() if self._optimizer is not None else None
+
+
+def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`, on whatever device (also "meta")."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Device bytes of the optimizer's state once it has stepped.
+
+    Parameters that have state already count what they have; for the others the optimizer's class takes one step on
+    tensors without memory, which shows what it would allocate for any class that follows PyTorch's conventions.
+
+    >>> model = torch.nn.Linear(10, 10, bias=False)
+    >>> optimizer_state_bytes(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    400
+    """
+    present_bytes = 0
+    new_groups = []
+    for group in optimizer.param_groups:
+        new = []
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if state:
+                present_bytes += sum(_device_bytes(value, parameter) for value in state.values())
+            elif parameter.requires_grad:
+                new.append(parameter)
+        if new:
+            new_groups.append({**group, "params": new})
+    return present_bytes + _bytes_after_one_step(optimizer, new_groups)
+
+
+def _bytes_after_one_step(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> int:
+    if not groups:
+        return 0
+    shadows = []
+    for group in groups:
+        parameters = [torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        shadows.append({**group, "params": parameters, "foreach": False, "fused": False})
+    try:
+        shadow = type(optimizer)(shadows)  # type: ignore[call-arg]
+        shadow.step()
+    except Exception:  # a class of its own making: count one copy of its parameters
+        return sum(p.numel() * p.element_size() for group in shadows for p in group["params"])
+    return sum(
+        _device_bytes(value, parameter)
+        for group in shadow.param_groups
+        for parameter in group["params"]
+        for value in shadow.state.get(parameter, {}).values()
+    )
+
+
+def _device_bytes(value: object, parameter: torch.Tensor) -> int:
+    if isinstance(value, torch.Tensor) and (value.device == parameter.device or value.dim() > 0):
+        return value.numel() * value.element_size()
+    return 0
