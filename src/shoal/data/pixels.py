@@ -1,0 +1,56 @@
+"""What happens to one image: functions of arrays, and of a generator where chance plays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+
+def resize(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
+    """(height, width[, 3]) → (side, side[, 3]), bilinear; an image of that size already is returned as it is."""
+    if pixels.shape[:2] == (side, side):
+        return pixels
+    return np.asarray(Image.fromarray(pixels).resize((side, side), Image.Resampling.BILINEAR))
+
+
+def resize_and_crop(image: Image.Image, side: int) -> NDArray[np.uint8]:
+    """Scale the shorter side to `side`, bilinear, and cut the middle square out: uint8 (side, side, 3)."""
+    scale = side / min(image.size)
+    width, height = (max(side, round(length * scale)) for length in image.size)
+    image = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
+    left, top = (width - side) // 2, (height - side) // 2
+    return np.asarray(image.crop((left, top, left + side, top + side)))
+
+
+def channels_first(pixels: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
+    """(H, W) → (channels, H, W) by repetition, (H, W, channels) → (channels, H, W); a view, not a copy."""
+    if pixels.ndim == 2:
+        return np.broadcast_to(pixels, (channels, *pixels.shape))
+    return pixels.transpose(2, 0, 1)
+
+
+def augment(image: NDArray[Any], padding: int, flip: bool, rng: np.random.Generator) -> NDArray[Any]:
+    """Mirror half the images, then crop at random to their own size out of a border of `padding` zeros.
+
+    Args:
+        image: (channels, *spatial).
+        padding: zeros on each side of each spatial dimension; 0 for no crop.
+        flip: whether to mirror along the last dimension.
+        rng: chance; equal generators give equal images.
+    """
+    if flip and rng.random() < 0.5:
+        image = image[..., ::-1]
+    if padding:
+        offsets = rng.integers(0, 2 * padding, size=image.ndim - 1, endpoint=True)
+        padded = np.pad(image, [(0, 0)] + [(padding, padding)] * (image.ndim - 1))
+        window = [slice(at, at + side) for at, side in zip(offsets, image.shape[1:], strict=True)]
+        image = padded[(slice(None), *window)]
+    return image
+
+
+def normalise(image: NDArray[Any], mean: NDArray[np.float32], deviation: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(image - mean) / deviation as contiguous float32; mean and deviation broadcast against (channels, *spatial)."""
+    return np.ascontiguousarray((image.astype(np.float32) - mean) / deviation)

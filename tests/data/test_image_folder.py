@@ -1,0 +1,121 @@
+"""Folders of images: splits, classes, and every way they can be wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import shoal.data
+from shoal.errors import InputError
+
+
+def fill(folder: Path, counts: dict[str, int], size: tuple[int, int] = (20, 12)) -> Path:
+    rng = np.random.default_rng(0)
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    return folder
+
+
+@pytest.mark.parametrize("held", ["test", "val"])
+def test_two_splits(tmp_path: Path, held: str) -> None:
+    fill(tmp_path / "train", {"cat": 3, "dog": 2})
+    fill(tmp_path / held, {"cat": 1, "dog": 1})
+    data = shoal.data.open("image_folder", root=tmp_path, batch=4, image=16)
+    assert data.classes == ("cat", "dog") and data.num_classes == 2
+    images, _ = next(iter(data.train))
+    assert images.shape == (4, 3, 16, 16) and images.dtype == torch.float32
+    assert len(data.train.examples) == 5
+    assert torch.cat([labels for _, labels in data.test]).tolist() == [0, 1]
+
+
+def test_one_split_holds_out_a_seeded_share_of_every_class(tmp_path: Path) -> None:
+    fill(tmp_path, {"cat": 10, "dog": 5, "owl": 2})
+
+    def held(seed: int) -> tuple[Path, ...]:
+        data = shoal.data.open("image_folder", root=tmp_path, batch=4, image=8, seed=seed)
+        train, test = data.train.examples.samples, data.test.examples.samples
+        assert not set(train.paths) & set(test.paths)
+        assert len(train.paths) + len(test.paths) == 17
+        assert np.bincount(test.labels).tolist() == [2, 1, 1]
+        return test.paths
+
+    assert held(0) == held(0)
+    assert held(0) != held(1)
+
+
+def test_images_are_decoded_in_workers_too(tmp_path: Path) -> None:
+    fill(tmp_path, {"cat": 4, "dog": 4})
+    alone, helped = (
+        list(shoal.data.open("image_folder", root=tmp_path, batch=3, image=8, workers=workers).train)
+        for workers in (0, 2)
+    )
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(alone, helped, strict=True))
+
+
+def test_other_files_are_no_images(tmp_path: Path) -> None:
+    fill(tmp_path, {"cat": 2, "dog": 2})
+    (tmp_path / "cat" / "notes.txt").write_text("mouse")
+    (tmp_path / ".thumbnails").mkdir()
+    data = shoal.data.open("image_folder", root=tmp_path, batch=3, image=8)
+    assert data.classes == ("cat", "dog") and len(data.train.examples) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("damage", ["truncated", "text"])
+def test_an_image_that_cannot_be_decoded_is_named_in_one_line(tmp_path: Path, workers: int, damage: str) -> None:
+    fill(tmp_path, {"cat": 4, "dog": 4})
+    bad = tmp_path / "dog" / "1.png"
+    bad.write_bytes(bad.read_bytes()[:100] if damage == "truncated" else b"not an image")
+    data = shoal.data.open("image_folder", root=tmp_path, batch=2, image=8, workers=workers)
+    with pytest.raises(InputError, match=r"cannot decode the image .*dog/1\.png: .*; replace or remove it") as caught:
+        list(data.train)
+        list(data.test)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith("cannot decode")
+
+
+def broken(tmp_path: Path, fault: str) -> dict[str, object]:
+    root = tmp_path / "set"
+    if fault in ("no root", "no such folder"):
+        return {} if fault == "no root" else {"root": root}
+    if fault in ("unknown class", "missing class", "empty class in test"):
+        fill(root / "train", {"cat": 2, "dog": 2})
+        fill(root / "test", {"cat": 1} if fault == "missing class" else {"cat": 1, "dog": fault == "unknown class"})
+        if fault == "unknown class":
+            fill(root / "test", {"wolf": 1})
+    elif fault == "no test split":
+        fill(root / "train", {"cat": 2})
+    elif fault == "no classes":
+        root.mkdir()
+    elif fault == "one image":
+        fill(root, {"cat": 2, "dog": 1})
+    else:
+        fill(root, {"cat": 2, "dog": 0 if fault == "empty class" else 2})
+    return {"root": root} | ({"holdout": 1.5} if fault == "holdout" else {})
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("no root", "got no root; expected a folder with one folder a class"),
+        ("no such folder", "set: no such folder"),
+        ("no classes", "set has no class folders"),
+        ("no test split", "has 'train' but neither 'test' nor 'val'"),
+        ("unknown class", "class folder 'wolf' is unknown to the training split"),
+        ("missing class", "class folder 'dog' is missing although it is in the training split"),
+        ("empty class", "class folder .*dog has no images"),
+        ("empty class in test", "class folder .*test/dog has no images"),
+        ("one image", "class folder .*dog has one image, expected at least two"),
+        ("holdout", "holdout=1.5: expected a share between 0 and 1"),
+    ],
+)
+def test_a_folder_that_is_not_as_expected(tmp_path: Path, fault: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        shoal.data.open("image_folder", batch=2, image=8, **broken(tmp_path, fault))
+    assert "\n" not in str(caught.value)
