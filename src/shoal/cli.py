@@ -1,0 +1,237 @@
+"""The command line: parse, call, print.
+
+Exit codes: 0 done, 2 an argument, a file, the data or the budget is wrong (one line says what and how to mend it),
+3 out of memory, 130 interrupted with a checkpoint to resume from (143 after SIGTERM).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+import shoal
+import shoal.models
+from shoal import presets
+from shoal.errors import ShoalError
+from shoal.measure import measure
+from shoal.plan import Plan
+from shoal.sizes import format_bytes, parse_bytes
+from shoal.training import loop
+from shoal.training.display import Display, outcome_table
+from shoal.training.optimizers import optimizer_of
+from shoal.training.options import TrainOptions
+from shoal.training.results import check_writable, save_plan, save_results
+
+_WRONG = 2
+_OUT_OF_MEMORY = 3
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Train convolutional networks inside a byte budget.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_errors = Console(stderr=True)
+
+
+def main() -> None:
+    """What the console script `shoal` runs."""
+    app()
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Option(help="A network, such as resnet18.")] = "resnet18",
+    data: Annotated[str | None, typer.Option(help="A data set; by default digits, for U-Nets synthetic.")] = None,
+    batch: Annotated[int, typer.Option(help="Images per step.")] = 128,
+    budget: Annotated[str | None, typer.Option(help="Device bytes a step may use, such as 150MiB.")] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 3,
+    enforce: Annotated[bool, typer.Option("--enforce", help="Let what passes the budget die.")] = False,
+    planner: Annotated[str, typer.Option(help="joint, chain, sqrt, keep_all, or none for plain PyTorch.")] = "joint",
+    json: Annotated[Path | None, typer.Option(help="Write arguments and outcome to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for checkpoint, report, plan, trace.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
+    lr: Annotated[float, typer.Option(help="Highest learning rate; it rises to it, then falls along a cosine.")] = 0.02,
+    momentum: Annotated[float, typer.Option(help="SGD's momentum.")] = 0.9,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay.")] = 5e-4,
+    optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "sgd",
+    seed: Annotated[int, typer.Option(help="Of weights, order, augmentation and dropout.")] = 0,
+    workers: Annotated[int, typer.Option(help="Processes that load images.")] = 0,
+    image: Annotated[int | None, typer.Option(help="Pixels along each side.")] = None,
+    inner: Annotated[str, typer.Option(help="What runs the planned graphs: eager or inductor.")] = "eager",
+    amp: Annotated[str, typer.Option(help="Autocast: bf16, fp16 or none.")] = "none",
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last/--contiguous", help="How images lie in memory.")
+    ] = True,
+    root: Annotated[str | None, typer.Option(help="Where the data set lies.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+) -> None:
+    """Train a network inside a budget.
+
+    With --enforce and --planner none, plain PyTorch meets the same wall: it is expected to run out of memory, with exit
+    code 3. Wrong arguments end with exit code 2. Ctrl-C finishes the step, writes a checkpoint and ends with exit code
+    130; --resume then continues bit for bit.
+    """
+    with _told_plainly():
+        data = data or ("synthetic" if model.startswith("unet") else "digits")
+        options = TrainOptions(
+            model=model,
+            data=data,
+            batch=batch,
+            budget_bytes=None if budget is None else parse_bytes(budget),
+            planner=planner,
+            epochs=epochs,
+            enforce=enforce,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            optimizer=optimizer,
+            seed=seed,
+            workers=workers,
+            image=image,
+            inner=inner,
+            amp=amp,
+            channels_last=channels_last,
+            root=root,
+            device=device,
+            out=out if out is not None else Path("runs") / f"{model}-{data}",
+            resume=resume,
+        )
+        code = _train(options, json)
+    raise typer.Exit(code)
+
+
+def _train(options: TrainOptions, json: Path | None) -> int:
+    shoal.models.example_shape(options.model, options.batch, 64)  # an unknown network is told before folders are made
+    if json is not None:
+        check_writable(json.absolute().parent)
+    console = Console()
+    try:
+        with Display(console, options) as display:
+            outcome = loop.train(options, display)
+    except torch.OutOfMemoryError as error:
+        _tell(_out_of_memory(options, str(error)))
+        return _OUT_OF_MEMORY
+    console.print(outcome_table(options, outcome))
+    page = save_results(options, outcome, json)
+    if page is not None:
+        console.print(f"report      {page}", highlight=False, soft_wrap=True)
+    console.print(f"checkpoint  {outcome.checkpoint}", highlight=False, soft_wrap=True)
+    if outcome.signal:
+        _tell(f"interrupted; {outcome.checkpoint} holds the run: the same command with --resume continues it")
+        return 128 + outcome.signal
+    return 0
+
+
+def _out_of_memory(options: TrainOptions, reason: str) -> str:
+    reason = reason.strip().splitlines()[0].removeprefix("out of memory: ")
+    who = "plain PyTorch" if options.planner == "none" else f"the plan of {options.planner}"
+    where = (
+        f"the wall of {format_bytes(options.budget_bytes)}"
+        if options.enforce and options.budget_bytes
+        else "the device's memory"
+    )
+    hint = "let Shoal plan the step" if options.planner == "none" else "give a larger budget"
+    return f"out of memory: {who} does not fit {where} ({reason}); {hint}"
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A network, such as resnet50.")],
+    budget: Annotated[str, typer.Option(help="Device bytes a step may use, such as 1GiB.")],
+    batch: Annotated[int, typer.Option(help="Images per step.")] = 32,
+    image: Annotated[int, typer.Option(help="Pixels along each side.")] = 224,
+    hardware: Annotated[str | None, typer.Option(help="A preset of `shoal hardware`; none means this machine.")] = None,
+    planner: Annotated[str, typer.Option(help="joint, chain, sqrt or keep_all.")] = "joint",
+    optimizer: Annotated[str, typer.Option(help="Whose state counts: sgd, adamw or none.")] = "sgd",
+    json: Annotated[bool, typer.Option("--json", help="Print figures as JSON instead of a text.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for plan.json, plan.html and trace.json.")] = None,
+) -> None:
+    """Plan a step without running it, for this machine or for one that is not here."""
+    with _told_plainly():
+        budget_bytes = parse_bytes(budget)
+        shape = shoal.models.example_shape(model, batch, image)
+        if out is not None:
+            check_writable(out)
+        network = shoal.models.build(model, seed=0)
+        owner = None if optimizer == "none" else optimizer_of(optimizer, network)
+        made = shoal.plan(
+            network,
+            torch.empty(shape),
+            budget=budget_bytes,
+            hardware=hardware,
+            planner=planner,
+            optimizer=owner,
+            name=model,
+        )
+        if json:
+            typer.echo(dumps(_figures(made), indent=1))
+        else:
+            typer.echo(made.explain())
+        for path in save_plan(made, out) if out is not None else ():
+            typer.echo(str(path), err=json)
+
+
+def _figures(made: Plan) -> dict[str, Any]:
+    return {
+        "model": made.graph.model,
+        "planner": made.planner,
+        "hardware": made.hardware,
+        "budget_bytes": made.budget_bytes,
+        "predicted_peak_bytes": made.predicted_peak_bytes,
+        "plain_peak_bytes": made.plain_peak_bytes,
+        "predicted_seconds": made.predicted_seconds,
+        "plain_seconds": made.plain_seconds,
+        "lower_bound_seconds": made.lower_bound_seconds,
+        "planning_seconds": made.planning_seconds,
+        "kept_storages": len(made.kept),
+        "kept_bytes": sum(storage.nbytes for storage in made.kept),
+        "recomputed_storages": len(made.recomputed),
+        "recomputed_bytes": sum(storage.nbytes for storage in made.recomputed),
+    }
+
+
+@app.command()
+def hardware(
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show this machine, measured in seconds the first time, and those that can be planned for from afar."""
+    with _told_plainly():
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        machines = [measure(device), *map(presets.get, presets.names())]
+        if json:
+            typer.echo(dumps([asdict(machine) for machine in machines], indent=1))
+        else:
+            console = Console()
+            if not console.is_terminal:
+                console.width = 240  # a file has room for a whole row
+            console.print(presets.table(machines))
+
+
+@contextmanager
+def _told_plainly() -> Iterator[None]:
+    """A user's mistake is one line on stderr and exit code 2."""
+    try:
+        yield
+    except ShoalError as error:
+        _tell(str(error))
+        raise typer.Exit(_WRONG) from None
+    except KeyboardInterrupt:
+        _tell("interrupted at once; what was done since the last checkpoint is lost")
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+def _tell(message: str) -> None:
+    _errors.print(f"[bold red]shoal:[/] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)

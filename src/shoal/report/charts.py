@@ -1,0 +1,82 @@
+"""What the page's charts draw, as plain JSON columns; `templates/report.js` draws them with plotly.js."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from shoal.report.words import CATEGORIES, category_bytes
+from shoal.timeline import Timeline
+
+if TYPE_CHECKING:
+    from shoal.report.page import Report
+
+MOST_POINTS = 2000  # of the loss curve: more than a screen is wide
+
+
+def chart_data(report: Report) -> dict[str, Any]:
+    """Every chart's data. Bytes are ints, times are seconds, a loss that is not finite is None."""
+    return {
+        "memory": _memory(report.timeline),
+        "plain": _plain(report),
+        "losses": _losses(report.losses),
+        "accuracies": [_finite(accuracy) for accuracy in report.accuracies],
+    }
+
+
+def _memory(timeline: Timeline) -> dict[str, Any]:
+    """The step by columns, one entry a moment; texts are places in `texts`, so that each is written once."""
+    places: dict[str, int] = {}
+
+    def place(text: str) -> int:
+        return places.setdefault(text, len(places))
+
+    moments = timeline.moments
+    parts = [category_bytes(moment) for moment in moments]
+    columns = {
+        "op": [place(moment.op) for moment in moments],
+        "target": [place(moment.target) for moment in moments],
+        "layer": [place(moment.layer) for moment in moments],
+        "phase": [place(moment.phase) for moment in moments],
+    }
+    return {
+        "texts": list(places),
+        **columns,
+        "start": [round(moment.start_seconds, 9) for moment in moments],
+        "seconds": [round(moment.seconds, 9) for moment in moments],
+        "bytes": {category: [part[category] for part in parts] for category in CATEGORIES},
+        "end": round(timeline.seconds, 9),
+        "peak": moments.index(timeline.peak),
+        "budget": timeline.budget_bytes,
+    }
+
+
+def _plain(report: Report) -> dict[str, Any] | None:
+    """Plain PyTorch's curve; `at` is where its ops stand among the moments of the timeline."""
+    if report.plan is None:
+        return None
+    moments = report.plan.plain_timeline.moments
+    at = [i for i, moment in enumerate(report.timeline.moments) if moment.phase != "recompute"]
+    if [report.timeline.moments[i].op for i in at] != [moment.op for moment in moments]:
+        return None  # the timeline is of another step than the plan
+    return {
+        "start": [round(moment.start_seconds, 9) for moment in moments],
+        "end": round(report.plan.plain_timeline.seconds, 9),
+        "bytes": [moment.total_bytes for moment in moments],
+        "at": at,
+    }
+
+
+def _losses(losses: tuple[float, ...]) -> dict[str, Any]:
+    """The loss by training step, counted from 1; long curves as means of equally many steps."""
+    size = math.ceil(len(losses) / MOST_POINTS) or 1
+    groups = [losses[i : i + size] for i in range(0, len(losses), size)]
+    return {
+        "step": [i * size + len(group) for i, group in enumerate(groups)],
+        "loss": [_finite(sum(group) / len(group)) for group in groups],
+        "steps_per_point": size,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None

@@ -1,0 +1,115 @@
+"""The page: what a run is, and how it becomes one self-contained HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import jinja2
+
+from shoal.errors import InputError
+from shoal.files import write_text
+from shoal.plan import Plan
+from shoal.report.charts import chart_data
+from shoal.report.tables import largest_storages, parts_of_model
+from shoal.report.words import GLOSSARY, fillings, headline, lede, name_of, outcomes, scales, settings, tiles
+from shoal.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of a run. Only the timeline must be there; the page leaves out what is not.
+
+    Attributes:
+        timeline: the simulated step.
+        plan: where the timeline comes from; brings plain PyTorch's curve, the storages and the lower bound.
+        measured_peak_bytes: what the first steps really used.
+        losses: one per training step, in order.
+        accuracies: share of right answers in 0..1, one per evaluation, in order.
+        title: what the page is called; the model's name if empty.
+        settings: what was run, as shown: model, data, batch, versions, seed, threads. "batch" also enters the headline.
+        outcome: what came of it, as shown: test accuracy, images per second.
+    """
+
+    timeline: Timeline
+    plan: Plan | None = None
+    measured_peak_bytes: int | None = None
+    losses: tuple[float, ...] = ()
+    accuracies: tuple[float, ...] = ()
+    title: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    outcome: Mapping[str, str] = field(default_factory=dict)
+
+
+def render(report: Report) -> str:
+    """The page as text.
+
+    Everything it needs is inside it, plotly.js included (4.8 MB): it loads nothing, and a content security policy in
+    its head keeps it so.
+
+    Raises:
+        InputError: the timeline has no moments.
+    """
+    if not report.timeline.moments:
+        raise InputError("the timeline has no moments, so there is nothing to draw; expected at least one op")
+    return _template().render(
+        name=name_of(report),
+        headline=headline(report),
+        lede=lede(report),
+        tiles=tiles(report),
+        fillings=fillings(report.timeline.peak),
+        scales=scales(report),
+        storages=largest_storages(report.plan),
+        parts=parts_of_model(report.timeline, report.plan),
+        outcomes=outcomes(report),
+        settings=settings(report),
+        glossary=GLOSSARY,
+        charts=chart_data(report),
+        plotly=_plotly(),
+    )
+
+
+def save_html(report: Report, path: str | Path) -> Path:
+    """Write the page, whole or not at all.
+
+    Args:
+        report: what to show.
+        path: of the file; an earlier file of that name is replaced.
+
+    Returns:
+        The path.
+
+    Raises:
+        InputError: the timeline has no moments, or the folder does not exist, is not writable, or the disk is full.
+
+    >>> save_html(Report(plan.timeline, plan=plan), "run.html")  # doctest: +SKIP
+    PosixPath('run.html')
+
+    Known limits: charts are drawn op by op; past some 20,000 ops the page takes seconds to open.
+    """
+    return write_text(path, render(report))
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("shoal.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {
+        "sort_keys": False,
+        "separators": (",", ":"),
+    }  # the order is the stack's
+    return environment.get_template("report.html")
+
+
+@cache
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())

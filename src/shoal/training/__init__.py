@@ -1,0 +1,1 @@
+"""What `shoal train` runs: a plain training loop with checkpoints that resume bit for bit."""

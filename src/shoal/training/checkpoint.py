@@ -1,0 +1,157 @@
+"""A run on disk: everything the next step depends on, written whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.errors import InputError
+from shoal.files import write_atomically
+
+_FORMAT = "shoal-checkpoint"
+_VERSION = 1
+# What reading a file that is no whole checkpoint may raise.
+_DAMAGED = (
+    OSError,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+)
+
+
+@dataclass
+class Position:
+    """Where a run stands, between two steps.
+
+    Attributes:
+        epoch: counted from 0, the one being trained.
+        step: how many of its steps are done.
+        loss_sum, right, answers: over the images of this epoch so far.
+        losses: one per step since the run began.
+        accuracies: on the test images, one per finished epoch.
+    """
+
+    epoch: int
+    step: int
+    loss_sum: float
+    right: int
+    answers: int
+    losses: list[float]
+    accuracies: list[float]
+
+    @staticmethod
+    def start() -> Position:
+        """Before the first step."""
+        return Position(0, 0, 0.0, 0, 0, [], [])
+
+    def next_epoch(self) -> None:
+        """Go to the start of the next epoch."""
+        self.epoch += 1
+        self.step = 0
+        self.loss_sum = 0.0
+        self.right = self.answers = 0
+
+
+def save(
+    path: Path,
+    arguments: Mapping[str, Any],
+    position: Position,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> Path:
+    """Write the run's state, generators included.
+
+    Raises:
+        InputError: the folder is not writable or the disk is full; an earlier checkpoint is untouched.
+    """
+    state = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "arguments": dict(arguments),
+        "position": dict(vars(position)),
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "generator": torch.get_rng_state(),
+        "cuda_generators": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    # To memory first: on a full disk torch's writer hides the reason.
+    whole = io.BytesIO()
+    torch.save(state, whole)
+    return write_atomically(path, lambda file: file.write(whole.getbuffer()))
+
+
+def load(
+    path: Path,
+    arguments: Mapping[str, Any],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> Position:
+    """Put a run back where `save` found it. Runs no code from the file.
+
+    Args:
+        path: of the checkpoint.
+        arguments: those of this run; they must equal the checkpoint's.
+        model, optimizer, scaler: freshly made with those arguments; filled in.
+
+    Raises:
+        InputError: the file is missing, damaged or no checkpoint, or another run's.
+    """
+    if not path.is_file():
+        raise InputError(f"there is no checkpoint {path} to resume from; run without --resume, or give the run's --out")
+    state = _read(path)
+    differing = [
+        f"{name}={state['arguments'].get(name)!r} there and {value!r} here"
+        for name, value in arguments.items()
+        if state["arguments"].get(name) != value
+    ]
+    if differing:
+        raise InputError(f"{path} belongs to another run ({'; '.join(differing)}); resume with the same arguments")
+    try:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["generator"])
+        if torch.cuda.is_available() and state["cuda_generators"]:
+            torch.cuda.set_rng_state_all(state["cuda_generators"])
+        return Position(**state["position"])
+    except (RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise InputError(
+            f"{path} does not fit this model ({_first_line(error)}); run without --resume to start again"
+        ) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(path) as parts:
+            damaged = parts.testzip()  # torch itself does not compare checksums
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"wrong checksum in {damaged}")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["format"] != _FORMAT or state["version"] != _VERSION or not isinstance(state["arguments"], dict):
+            raise ValueError(f"format {state['format']!r} of version {state['version']!r}")
+    except PermissionError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}; make it readable") from error
+    except _DAMAGED as error:
+        raise InputError(
+            f"{path} is damaged or no Shoal checkpoint ({_first_line(error)}); "
+            "run without --resume to start again, or give another --out"
+        ) from error
+    return state
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:120] if lines else type(error).__name__

@@ -1,0 +1,40 @@
+"""The optimizers a run may use, and how fast they learn."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from shoal.errors import InputError
+
+NAMES = ("sgd", "adamw")
+
+
+def optimizer_of(
+    name: str, model: nn.Module, *, lr: float = 0.02, momentum: float = 0.9, weight_decay: float = 5e-4
+) -> torch.optim.Optimizer:
+    """The optimizer called `name` over `model`'s parameters; `momentum` is SGD's.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    match name:
+        case "sgd":
+            return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay)
+        case "adamw":
+            return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+    raise InputError(f"unknown optimizer {name!r}: give one of {', '.join(NAMES)}")
+
+
+def learning_rate(highest: float, step: int, steps: int) -> float:
+    """Up linearly over the first tenth of all steps, then down to zero along a cosine. `step` counts from 0.
+
+    >>> [round(learning_rate(1.0, step, 20), 2) for step in (0, 1, 10, 19)]
+    [0.5, 1.0, 0.59, 0.01]
+    """
+    rising = max(1, steps // 10)
+    if step < rising:
+        return highest * (step + 1) / rising
+    return highest * (1 + math.cos(math.pi * (step - rising + 1) / (steps - rising + 1))) / 2

@@ -1,0 +1,152 @@
+"""What a training run is asked to do, and what came of it, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import InputError
+
+if TYPE_CHECKING:
+    from shoal.plan import Plan
+
+PLANNERS = ("joint", "chain", "sqrt", "keep_all", "none")
+OPTIMIZERS = ("sgd", "adamw")
+PRECISIONS = ("none", "bf16", "fp16")
+INNERS = ("eager", "inductor")
+
+# What may differ between a run and its continuation without a number changing.
+_FREE = {"budget_bytes", "planner", "enforce", "workers", "inner", "root", "out", "resume"}
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The arguments of one run.
+
+    Attributes:
+        model, data: names for `shoal.models.build` and `shoal.data.open`.
+        batch: images per step.
+        budget_bytes: for planning and for the wall; None only for the planner "none" without a wall.
+        planner: one of `PLANNERS`; "none" trains with plain PyTorch.
+        epochs: passes over the training images.
+        enforce: raise a wall at `budget_bytes`.
+        lr: the highest learning rate; see `shoal.training.optimizers.learning_rate`.
+        momentum, weight_decay, optimizer: of the optimizer, one of `OPTIMIZERS`; momentum is SGD's.
+        seed: of the weights, the order, the augmentation and dropout.
+        workers: processes that load images; 0 loads them in this one.
+        image: pixels along each side; None for what the data set has.
+        inner: what runs the planned graphs, one of `INNERS`.
+        amp: autocast's type, one of `PRECISIONS`.
+        channels_last: lay images out with channels innermost: faster, and convolutions need no scratch on the CPU.
+        root: folder of the data set, None for its usual place.
+        device: "cpu", "cuda", or "auto" for CUDA where there is one.
+        out: folder of everything the run writes.
+        resume: continue from the checkpoint in `out`.
+    """
+
+    model: str = "resnet18"
+    data: str = "digits"
+    batch: int = 128
+    budget_bytes: int | None = None
+    planner: str = "joint"
+    epochs: int = 3
+    enforce: bool = False
+    lr: float = 0.02
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    optimizer: str = "sgd"
+    seed: int = 0
+    workers: int = 0
+    image: int | None = None
+    inner: str = "eager"
+    amp: str = "none"
+    channels_last: bool = True
+    root: str | None = None
+    device: str = "auto"
+    out: Path = Path("runs")
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("planner", PLANNERS),
+            ("optimizer", OPTIMIZERS),
+            ("amp", PRECISIONS),
+            ("inner", INNERS),
+        ):
+            if getattr(self, name) not in known:
+                raise InputError(f"unknown {name} {getattr(self, name)!r}: give one of {', '.join(known)}")
+        for name, least in (("batch", 1), ("epochs", 1), ("workers", 0), ("image", 1), ("seed", 0)):
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise InputError(f"{name}={number}: it must be at least {least}")
+        for name in ("lr", "momentum", "weight_decay"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise InputError(f"{name}={getattr(self, name)}: it must be a finite number of at least 0")
+        if self.budget_bytes is None and (self.enforce or self.planner != "none"):
+            raise InputError("no budget was given; give --budget, such as 150MiB, or --planner none for plain PyTorch")
+
+    def deciding(self) -> dict[str, Any]:
+        """The arguments that decide every number of the run: a continuation must have the same."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FREE}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dump`."""
+        return {**asdict(self), "out": str(self.out)}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How a run stands after a step; sums over the epoch so far.
+
+    Attributes:
+        epoch, epochs: counted from 1, and how many there will be.
+        step, steps: of the epoch, counted from 1, and how many it has.
+        loss: mean over the epoch's images so far.
+        accuracy: share of right answers so far, in 0..1.
+        images_per_second: median over the full batches of this process after its first; 0 before there is a step.
+        peak_bytes: most device bytes in use during any step so far, None where nothing counts them.
+    """
+
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    loss: float
+    accuracy: float
+    images_per_second: float
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        losses: one per training step, earlier parts of a resumed run included.
+        accuracies: on the test images, in 0..1, one per finished epoch.
+        images_per_second: median over the full batches of this process after its first; 0 if there was no step.
+        measured_peak_bytes: most device bytes in use during a step, None where nothing counts them.
+        plan: the plan the steps ran; None for plain PyTorch.
+        planning_seconds, lower_bound_seconds, predicted_peak_bytes: of that plan.
+        checkpoint: the file to resume from.
+        signal: what stopped the run before its end, 0 for nothing.
+        versions: torch, python, shoal, and the threads and seed the run had.
+    """
+
+    losses: tuple[float, ...]
+    accuracies: tuple[float, ...]
+    images_per_second: float
+    measured_peak_bytes: int | None
+    plan: Plan | None
+    planning_seconds: float | None
+    lower_bound_seconds: float | None
+    predicted_peak_bytes: int | None
+    checkpoint: Path
+    signal: int
+    versions: dict[str, Any]
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """After the last finished epoch, None before the first."""
+        return self.accuracies[-1] if self.accuracies else None

@@ -1,0 +1,146 @@
+"""The page in a real browser: it draws, hovers, fits a phone, and reports no error."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.plan import Plan
+from shoal.report import Report, render
+from shoal.timeline import Moment, Timeline
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on PATH: install it to test the page in a browser"
+)
+
+# Hovers over the peak, then looks at the page from outside, as a reader would.
+HOVER = """<script>
+Plotly.Fx.hover("memory-chart", [{ curveNumber: 7, pointNumber: PEAK }]);
+</script>"""
+
+
+def browse(folder: Path, page: str, width: int = 1280) -> tuple[str, str]:
+    """The page's document after its scripts ran, and what the browser's console said."""
+    assert CHROMIUM is not None
+    path = folder / "page.html"
+    path.write_text(page)
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+        "--disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=5000 --dump-dom"
+    )
+    done = subprocess.run(
+        [
+            CHROMIUM,
+            *flags.split(),
+            f"--user-data-dir={folder / 'profile'}",
+            f"--window-size={width},900",
+            path.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def with_script(page: str, script: str) -> str:
+    head, tail = page.rsplit("</body>", 1)
+    return f"{head}{script}</body>{tail}"
+
+
+def hover_text(document: str) -> str:
+    """What the hover label shows, tags taken away."""
+    layer = document.split('class="hoverlayer"', 1)[1].split("</svg>", 1)[0]
+    return html.unescape(re.sub(r"<[^>]+>", " ", layer))
+
+
+def test_the_page_draws_and_hovers_without_an_error(report: Report, plan: Plan, tmp_path: Path) -> None:
+    peak = plan.timeline.moments.index(plan.timeline.peak)
+    document, console = browse(tmp_path, with_script(render(report), HOVER.replace("PEAK", str(peak))))
+    assert console == ""
+    assert "data-error" not in document
+    for chart in ("memory-chart", "loss-chart", "accuracy-chart"):
+        assert re.search(rf'id="{chart}"[^>]*>.*?<svg class="main-svg"', document, re.DOTALL), chart
+    shown = hover_text(document)
+    for words in (
+        "add_backward_92",
+        "layer2.1, backward",
+        "aten.add_backward.default",
+        "370 MiB in use",
+        "kept 192 MiB",
+    ):
+        assert words in shown
+
+
+def test_hostile_names_do_nothing(
+    make_plan: Callable[..., Plan], make_report: Callable[..., Report], tmp_path: Path
+) -> None:
+    harm = "document.documentElement.dataset.harm=1"
+    hostile = f"<img src=x onerror={harm}><script>{harm}</script><b>bold</b>"
+    plan = make_plan(model=hostile)
+    graph = replace(plan.graph, ops=tuple(replace(op, layer=hostile, target=hostile) for op in plan.graph.ops))
+    page = render(make_report(replace(plan, graph=graph)))
+    document, console = browse(tmp_path, with_script(page, HOVER.replace("PEAK", "3")))
+    assert console == "" and "data-error" not in document
+    assert not re.search(r"<html[^>]*data-harm", document)
+    assert f"{hostile}, forward" in hover_text(document)
+
+
+def test_the_least_a_page_can_know_is_drawn_too(tmp_path: Path) -> None:
+    moment = Moment("relu", "aten.relu.default", "", "forward", 0.0, 0.0, 5, 0, 0, 0, 0, 0)
+    document, console = browse(tmp_path, render(Report(Timeline("", (moment,)))))
+    assert console == "" and "data-error" not in document
+    assert 'class="main-svg"' in document
+
+
+def test_a_phone_needs_no_sideways_scroll(report: Report, tmp_path: Path) -> None:
+    # Chromium's window is never narrower than 500 px, so the phone is a frame that reports its own width, first as
+    # it opens and again after it was turned upright.
+    measure = (
+        "<script>onmessage = () => parent.postMessage([document.documentElement.scrollWidth, innerWidth], '*')</script>"
+    )
+    (tmp_path / "phone.html").write_text(with_script(render(report), measure))
+    frame = """<!doctype html><iframe src="phone.html" width="400" height="800" style="border: 0"></iframe><script>
+    const frame = document.querySelector("iframe"), root = document.documentElement;
+    const ask = () => frame.contentWindow.postMessage("", "*");
+    onmessage = (event) => { root.dataset[`at${frame.width}`] = event.data.join(); };
+    const turn = (width, wait) => { setTimeout(() => { frame.width = width; }, wait); setTimeout(ask, wait + 800); };
+    frame.onload = () => { turn(400, 0); turn(800, 1000); turn(360, 2000); };
+    </script>"""
+    document, console = browse(tmp_path, frame)
+    assert console == ""
+    for width in (400, 800, 360):
+        found = re.search(rf'data-at{width}="(\d+),(\d+)"', document)
+        assert found is not None
+        assert int(found[2]) == width and int(found[1]) <= width
+
+
+def test_the_page_prints_and_comes_back(report: Report, tmp_path: Path) -> None:
+    script = """<script>
+    const width = () => document.querySelector(".main-svg").getAttribute("width");
+    const seen = (when) => { document.documentElement.dataset[when] = width(); };
+    dispatchEvent(new Event("beforeprint"));
+    setTimeout(() => { seen("printed"); dispatchEvent(new Event("afterprint")); }, 800);
+    setTimeout(() => { seen("after"); document.querySelector("input[value=op]").click(); }, 1600);
+    </script>"""
+    document, console = browse(tmp_path, with_script(render(report), script))
+    assert console == "" and "data-error" not in document
+    widths = {when: int(width) for when, width in re.findall(r'data-(printed|after)="(\d+)"', document)}
+    assert widths["printed"] < 718 < widths["after"]  # A4 paper between half-inch margins, and the window
+    assert "op, in the order they run" in document
+
+
+def test_a_script_that_fails_says_so_on_the_page(report: Report, tmp_path: Path) -> None:
+    broken = render(report).replace("Plotly.react(", "Plotly.absent(")
+    document, console = browse(tmp_path, broken)
+    assert "data-error" in document and "A chart could not be drawn" in document
+    assert "CONSOLE" in console

@@ -1,0 +1,208 @@
+"""The command line: what it prints, what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import shoal
+from shoal import cli, presets
+from shoal.cli import app
+from shoal.training import loop
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's wall needs a C++ compiler"
+)
+SMALL = ["--model", "mobilenet_v2", "--data", "synthetic", "--batch", "128", "--image", "16", "--epochs", "1"]
+PLAIN = [*SMALL, "--planner", "none"]
+
+
+def invoke(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def told(result: Result) -> str:
+    """The one line of a user's mistake, as told on stderr with exit code 2."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    return result.stderr.strip()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budget", "much"], "budget='much' is not a size"),
+        (["--budget", "-5MiB"], "budget='-5MiB' is not a size"),
+        (["--budget", "0"], "must be positive"),
+        (["--budget", "1MiB"], "budget 1.000 MiB is less than"),
+        ([], "no budget was given"),
+        (["--planner", "none", "--enforce"], "no budget was given"),
+        (["--budget", "1GiB", "--model", "resnet19"], "unknown model 'resnet19': did you mean 'resnet18'?"),
+        (["--budget", "1GiB", "--data", "digit"], "unknown data 'digit': did you mean 'digits'?"),
+        (["--budget", "1GiB", "--planner", "optimal"], "unknown planner 'optimal'"),
+        (["--budget", "1GiB", "--device", "tpu"], "device='tpu'"),
+        (["--budget", "1GiB", "--batch", "0"], "batch=0: it must be at least 1"),
+        (["--budget", "1GiB", "--root", "/nowhere"], "root"),
+        (["--budget", "1GiB", "--resume"], "no checkpoint"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(here: Path, arguments: list[str], said: str) -> None:
+    line = told(invoke("train", *arguments))
+    assert line.startswith("shoal: ")
+    assert said in line
+
+
+def test_an_out_folder_that_cannot_be_is_told_before_training(here: Path) -> None:
+    (here / "file").write_text("")
+    assert "file" in told(invoke("train", *PLAIN, "--out", "file/run"))
+    assert "file" in told(invoke("train", *PLAIN, "--json", "file/run.json"))
+
+
+def test_a_damaged_checkpoint_is_told(here: Path) -> None:
+    (here / "run").mkdir()
+    (here / "run" / "checkpoint.pt").write_bytes(b"PK")
+    assert "damaged or no Shoal checkpoint" in told(invoke("train", *PLAIN, "--out", "run", "--resume"))
+
+
+def test_a_run_of_plain_pytorch_leaves_a_checkpoint_and_its_result(here: Path) -> None:
+    done = invoke("train", *PLAIN, "--json", "result.json")
+    assert done.exit_code == 0, done.output
+    assert "epoch 1/1  loss" in done.stdout
+    assert (here / "runs" / "mobilenet_v2-synthetic" / "checkpoint.pt").is_file()
+    result = json.loads((here / "result.json").read_text())
+    assert (result["model"], result["data"], result["batch"]) == ("mobilenet_v2", "synthetic", 128)
+    assert result["budget_bytes"] is None and result["predicted_peak_bytes"] is None
+    assert len(result["losses"]) == 4
+    assert 0 <= result["test_accuracy"] <= 1
+    assert result["finished"] is True
+    assert result["versions"].keys() == {"shoal", "torch", "python", "threads", "seed"}
+
+
+def test_a_run_of_shoal_tells_its_plan_and_writes_everything(here: Path) -> None:
+    done = invoke("train", *SMALL, "--planner", "sqrt", "--budget", "1GiB", "--out", "run", "--json", "result.json")
+    assert done.exit_code == 0, done.output
+    for name in ("kept", "recomputed", "predicted peak", "lower bound", "measured peak", "test accuracy"):
+        assert name in done.stdout
+    written = {path.name for path in (here / "run").iterdir()}
+    assert written == {"checkpoint.pt", "plan.json", "report.html", "trace.json"}
+    assert "run/report.html" in done.stdout
+    result = json.loads((here / "result.json").read_text())
+    assert result["budget_bytes"] == 2**30
+    assert 0 < result["measured_peak_bytes"] <= 2**30
+    assert result["measured_peak_bytes"] == pytest.approx(result["predicted_peak_bytes"], rel=0.02)
+    assert result["planning_seconds"] > 0 and result["lower_bound_seconds"] >= 0
+    assert result["images_per_second"] > 0
+
+
+@needs_compiler
+def test_plain_pytorch_that_meets_its_wall_ends_with_exit_code_3(here: Path) -> None:
+    done = invoke("train", *PLAIN, "--budget", "30MiB", "--enforce")
+    assert done.exit_code == 3
+    assert done.stderr.startswith("shoal: out of memory: plain PyTorch does not fit the wall of 30.00 MiB")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_leaves_a_run_that_resume_finishes(here: Path) -> None:
+    command = [sys.executable, "-c", "from shoal.cli import main; main()", "train", *PLAIN, "--out", "run"]
+    command += ["--epochs", "3", "--workers", "1", "--json", "result.json"]
+    where = {**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parents[1])}  # installed or not
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=where) as running:
+        assert running.stdout is not None and running.stderr is not None
+        assert running.stdout.readline().startswith("epoch 1/3")
+        running.send_signal(signal.SIGINT)
+        said = running.stderr.read()
+    assert running.returncode == 130, said
+    assert "same command with --resume continues it" in said
+    assert "Traceback" not in said
+    interrupted = json.loads((here / "result.json").read_text())
+    assert interrupted["finished"] is False
+
+    resumed = invoke(*command[3:], "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    finished = json.loads((here / "result.json").read_text())
+    assert finished["finished"] is True
+    assert finished["losses"][: len(interrupted["losses"])] == interrupted["losses"]
+    assert len(finished["losses"]) == 12
+
+
+def test_unets_segment_synthetic_images_unless_told_otherwise(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def stop(options: Any, watcher: Any) -> None:
+        seen.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train", stop)
+    assert invoke("train", "--model", "unet", "--budget", "1GiB").exit_code == 130
+    assert invoke("train", "--budget", "1GiB").exit_code == 130
+    assert [options.data for options in seen] == ["synthetic", "digits"]
+
+
+def test_hardware_lists_this_machine_and_those_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(device: str) -> Any:
+        measured.append(device)
+        return presets.get("h200")
+
+    monkeypatch.setattr(cli, "measure", measure)
+    done = invoke("hardware", "--device", "cpu", "--json")
+    assert done.exit_code == 0, done.output
+    machines = json.loads(done.stdout)
+    assert [machine["name"] for machine in machines] == ["h200", *presets.names()]
+    assert measured == ["cpu"]
+    assert "p100-nvlink" in invoke("hardware", "--device", "cpu").stdout
+
+
+@pytest.fixture
+def planned(here: Path) -> Callable[..., Result]:
+    def plan(*more: str) -> Result:
+        arguments = ["plan", "--model", "mobilenet_v2", "--batch", "8", "--image", "32", "--planner", "sqrt"]
+        return invoke(*arguments, "--budget", "1GiB", "--hardware", "p100-nvlink", *more)
+
+    return plan
+
+
+def test_a_plan_for_a_machine_that_is_not_here(planned: Callable[..., Result], here: Path) -> None:
+    done = planned("--out", "plans")
+    assert done.exit_code == 0, done.output
+    assert "predicted peak" in done.stdout and "p100-nvlink" in done.stdout
+    assert {path.name for path in (here / "plans").iterdir()} == {"plan.json", "plan.html", "trace.json"}
+
+
+def test_a_plan_as_json(planned: Callable[..., Result]) -> None:
+    figures = json.loads(planned("--json").stdout)
+    assert figures["model"] == "mobilenet_v2"
+    assert figures["budget_bytes"] == 2**30
+    assert 0 < figures["predicted_peak_bytes"] <= figures["plain_peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "resnet18", "--budget", "1GiB", "--hardware", "p1000"], "hardware='p1000' is no preset"),
+        (["--model", "resnet18", "--budget", "1GiB", "--optimizer", "lion"], "unknown optimizer 'lion'"),
+        (["--model", "resnet18", "--budget", "few"], "budget='few' is not a size"),
+        (["--model", "unet", "--image", "50", "--budget", "1GiB"], "multiple of 16"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_told(arguments: list[str], said: str) -> None:
+    assert said in told(invoke("plan", *arguments))

@@ -1,0 +1,128 @@
+"""A checkpoint puts everything back, or says in one line why it cannot."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal import files
+from shoal.errors import InputError
+from shoal.training import checkpoint
+from shoal.training.checkpoint import Position
+
+ARGUMENTS = {"model": "tiny", "batch": 4, "image": None, "lr": 0.1}
+
+
+class Parts:
+    """A model, an optimizer and a scaler, with a step or two behind them."""
+
+    def __init__(self, seed: int, features: int = 3) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, features), nn.BatchNorm1d(features), nn.Dropout(0.5))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=True)
+
+    def step(self) -> torch.Tensor:
+        outputs = self.model(torch.randn(8, 4))
+        outputs.square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return outputs.detach()
+
+    def save(self, path: Path, position: Position | None = None, **changed: Any) -> Path:
+        arguments = {**ARGUMENTS, **changed}
+        return checkpoint.save(path, arguments, position or Position.start(), self.model, self.optimizer, self.scaler)
+
+    def load(self, path: Path, **changed: Any) -> Position:
+        return checkpoint.load(path, {**ARGUMENTS, **changed}, self.model, self.optimizer, self.scaler)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoint.pt"
+
+
+def test_what_follows_a_checkpoint_is_the_same_bit_for_bit(path: Path) -> None:
+    trained = Parts(seed=1)
+    trained.step()
+    position = Position(2, 5, 1.5, 7, 9, [0.1, 1 / 3], [0.25])
+    trained.save(path, position)
+    expected = [trained.step() for _ in range(3)]
+
+    other = Parts(seed=2)
+    assert other.load(path) == position
+    assert all(map(torch.equal, expected, [other.step() for _ in range(3)]))
+
+
+def test_there_is_nothing_to_resume_from(path: Path) -> None:
+    with pytest.raises(InputError, match="no checkpoint .* run without --resume"):
+        Parts(seed=0).load(path)
+
+
+def test_a_run_with_other_arguments_is_told_which(path: Path) -> None:
+    Parts(seed=0).save(path)
+    with pytest.raises(InputError, match=r"another run \(batch=4 there and 8 here; image=None there and 32 here\)"):
+        Parts(seed=0).load(path, batch=8, image=32)
+
+
+def test_a_checkpoint_of_another_network_does_not_fit(path: Path) -> None:
+    Parts(seed=0).save(path)
+    with pytest.raises(InputError, match="does not fit this model") as caught:
+        Parts(seed=0, features=5).load(path)
+    assert "\n" not in str(caught.value)
+
+
+def damaged(whole: bytes) -> dict[str, bytes]:
+    middle = len(whole) // 2
+    return {
+        "empty": b"",
+        "text": b"this is no checkpoint\n" * 10,
+        "cut short": whole[:middle],
+        "one bit flipped": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+    }
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "cut short", "one bit flipped"])
+def test_a_damaged_file_is_told_in_one_line(path: Path, damage: str) -> None:
+    parts = Parts(seed=0, features=500)  # its weights fill the middle of the file
+    parts.save(path)
+    path.write_bytes(damaged(path.read_bytes())[damage])
+    with pytest.raises(InputError, match="damaged or no Shoal checkpoint.*run without --resume") as caught:
+        parts.load(path)
+    assert "\n" not in str(caught.value)
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, ("exploded",))
+
+
+@pytest.mark.parametrize("content", [{"epoch": 3}, [1, 2], Bomb(), {"format": "shoal-checkpoint", "version": 99}])
+def test_a_foreign_file_is_refused_and_none_of_its_code_runs(
+    path: Path, content: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(content, path)
+    with pytest.raises(InputError, match="damaged or no Shoal checkpoint"):
+        Parts(seed=0).load(path)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(seed=0)
+    parts.save(path, Position(1, 0, 0.0, 0, 0, [], []))
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        parts.save(path, Position(2, 0, 0.0, 0, 0, [], []))
+    assert parts.load(path).epoch == 1
+    assert list(path.parent.iterdir()) == [path]
