@@ -1,0 +1,1 @@
+"""One module per figure or table: each prints a table, writes JSON and asserts that what it timed is right."""

@@ -1,0 +1,285 @@
+"""One network against its budgets: plain PyTorch, Shoal and the peers on the same tensors, as one JSON value."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from bench.ours import Ours, Unsettled, least_budget, run_within
+from bench.paper import monet_overhead_percent
+from bench.peers import PEERS, Confirmed, Scouted, candidates, fastest_within, least, scout
+from bench.reference import Reference, take_reference
+from bench.workload import Forward, Workload, in_turns, make_workload
+from shoal.errors import BudgetError
+from shoal.sizes import format_bytes
+
+_SLOW_SECONDS = 12.0  # a step that takes longer is repeated twice, without a warm-up of its own
+_QUICK_SECONDS = 1.5  # one that takes less is repeated five times
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one network is measured on.
+
+    Attributes:
+        batch, image: images in the batch, pixels along each side.
+        scout_batches: two smaller batches on which the peers' settings are tried first; empty: the whole batch.
+    """
+
+    batch: int
+    image: int
+    scout_batches: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure, the same for every network.
+
+    Attributes:
+        shares: budgets in percent of plain PyTorch's measured peak.
+        values: of `activation_memory_budget`.
+        peers: whether to run them.
+        planner: of Shoal.
+        repeats: timed steps of each contender; None: by how long a step takes.
+        least: whether to look for the least feasible peak of each contender too.
+        device, seed: of everything.
+    """
+
+    shares: tuple[float, ...]
+    values: tuple[float, ...]
+    peers: bool = True
+    planner: str = "joint"
+    repeats: int | None = None
+    least: bool = False
+    device: str = "cpu"
+    seed: int = 0
+
+
+Advance = Callable[[str], None]
+
+
+def measure_network(
+    name: str, setting: Setting, options: Options, advance: Advance = lambda what: None
+) -> dict[str, Any]:
+    """Everything about one network.
+
+    Args:
+        name: one of `shoal.models.names()`.
+        setting, options: on what and how.
+        advance: told what is about to run.
+
+    Returns:
+        Plain values for JSON: `plain`, `rows` (one per budget), `peers` (everything scouted), `least`.
+
+    Raises:
+        WrongTraining: Shoal's training differs from plain PyTorch's.
+    """
+    started = time.perf_counter()
+    workload = make_workload(name, setting.batch, setting.image, seed=options.seed, device=options.device)
+    bench = _Network(workload, setting, options, advance)
+    result = bench.run()
+    result["minutes"] = (time.perf_counter() - started) / 60
+    del bench, workload
+    torch._dynamo.reset()
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+class _Network:
+    def __init__(self, workload: Workload, setting: Setting, options: Options, advance: Advance) -> None:
+        self.workload = workload
+        self.setting = setting
+        self.options = options
+        self.advance = advance
+
+    def run(self) -> dict[str, Any]:
+        workload, options = self.workload, self.options
+        plain = workload.twin()
+        self.advance("plain PyTorch")
+        reference = take_reference(workload, plain)
+        peak_bytes = workload.peak_bytes(plain)
+        rough_seconds = workload.seconds(plain)
+        self.slow = rough_seconds > _SLOW_SECONDS and options.device == "cpu"
+        budgets = {share: int(peak_bytes * share / 100) for share in options.shares}
+        ours = {share: self._ours(reference, share, budgets[share]) for share in options.shares}
+        scouted, failed = self._scout(max(budgets.values())) if options.peers else ([], {})
+        confirmed = Confirmed(workload, self.advance)
+        chosen = {
+            (peer, share): fastest_within(_of(scouted, peer), budgets[share], confirmed.peak_bytes)
+            for peer in PEERS
+            for share in options.shares
+        }
+        forwards: dict[Any, Forward] = {"plain": plain}
+        forwards |= {share: run.forward for share, run in ours.items() if isinstance(run, Ours)}
+        forwards |= {one.candidate: one.candidate.forward for one in chosen.values() if one is not None}
+        self.advance(f"timing {len(forwards)} contenders in turns")
+        repeats = options.repeats or (2 if self.slow else 5 if rough_seconds < _QUICK_SECONDS else 3)
+        seconds = in_turns(workload, forwards, repeats, warm_ups=0 if self.slow else 1)
+        plain_seconds = statistics.median(seconds["plain"])
+
+        def added_percent(key: Any) -> float:
+            return 100 * (statistics.median(seconds[key]) / plain_seconds - 1)
+
+        rows = []
+        for share in options.shares:
+            row: dict[str, Any] = {"share": share, "budget_bytes": budgets[share]}
+            run = ours[share]
+            if isinstance(run, Ours):
+                row["shoal"] = shoal_columns(run, budgets[share], added_percent(share), seconds[share])
+            else:
+                row["shoal"] = refusal_columns(run)
+            row["monet_percent"] = monet_overhead_percent(workload.name, share)
+            for peer in PEERS if options.peers else ():
+                one = chosen[peer, share]
+                row[peer] = {"met": False}
+                if one is not None:
+                    row[peer] = {
+                        "met": True,
+                        "setting": one.candidate.setting,
+                        "measured_peak_bytes": confirmed.peak_bytes(one),
+                        "added_percent": added_percent(one.candidate),
+                        "seconds": seconds[one.candidate],
+                    }
+            rows.append(row)
+        result = {
+            "network": workload.name,
+            "setting": asdict(self.setting),
+            "options": asdict(options),
+            "plain": {
+                "peak_bytes": peak_bytes,
+                "seconds": seconds["plain"],
+                "parameter_bytes": workload.parameter_bytes,
+                "parameters_and_gradients_percent": 200 * workload.parameter_bytes / peak_bytes,
+                "repeatable": reference.repeatable,
+            },
+            "rows": rows,
+            "peers": [
+                {
+                    "peer": one.candidate.peer,
+                    "setting": one.candidate.setting,
+                    "peak_bytes": confirmed.known.get(one.candidate, round(one.peak_bytes)),
+                    "measured": one.exact or one.candidate in confirmed.known,
+                    "scouted_seconds": one.seconds if math.isfinite(one.seconds) else None,
+                }
+                for one in scouted
+            ],
+            "peers_failed": failed,
+        }
+        if options.least:
+            fit = [run.predicted_peak_bytes for run in ours.values() if isinstance(run, Ours)]
+            known_bytes = min([peak_bytes, *fit])
+            result["least"] = self._least(reference, peak_bytes, plain, known_bytes, scouted, confirmed)
+        return result
+
+    def _ours(self, reference: Reference, share: float, budget_bytes: int) -> Ours | BudgetError | Unsettled:
+        self.advance(f"Shoal inside {share:g} % ({format_bytes(budget_bytes)})")
+        try:
+            return run_within(self.workload, reference, budget_bytes, self.options.planner, brief=self.slow)
+        except (BudgetError, Unsettled) as error:
+            return error
+
+    def _scout(self, most_bytes: int) -> tuple[list[Scouted], dict[str, str]]:
+        workload, setting = self.workload, self.setting
+        smaller = [
+            make_workload(
+                workload.name,
+                batch,
+                setting.image,
+                seed=workload.seed,
+                device=self.options.device,
+                model=workload.model,
+            )
+            for batch in setting.scout_batches
+        ]
+        return scout(candidates(workload, self.options.values), workload, smaller, most_bytes, self.advance)
+
+    def _least(
+        self,
+        reference: Reference,
+        plain_peak_bytes: int,
+        plain: Forward,
+        known_bytes: int,
+        scouted: Sequence[Scouted],
+        confirmed: Confirmed,
+    ) -> dict[str, Any]:
+        """The least feasible peak of each contender, really run."""
+        workload = self.workload
+        self.advance("the least feasible budget of Shoal")
+
+        def figures(peak_bytes: int, forward: Forward) -> dict[str, Any]:
+            forwards = {"plain": plain, "least": forward}
+            seconds = in_turns(workload, forwards, self.options.repeats or 2, warm_ups=0)
+            return {
+                "measured_peak_bytes": peak_bytes,
+                "share_percent": 100 * peak_bytes / plain_peak_bytes,
+                "added_percent": 100 * (statistics.median(seconds["least"]) / statistics.median(seconds["plain"]) - 1),
+            }
+
+        budget_bytes = least_budget(workload, self.options.planner, known_bytes)
+        run: Ours | BudgetError | Unsettled
+        try:
+            run = run_within(workload, reference, budget_bytes, self.options.planner, brief=self.slow)
+        except Unsettled as error:
+            run = error
+        except BudgetError as error:  # the measured peak was over it, and with that set aside nothing fits
+            budget_bytes = error.least_feasible_bytes
+            run = self._ours(reference, 100 * budget_bytes / plain_peak_bytes, budget_bytes)
+        found: dict[str, Any] = {}
+        if isinstance(run, Ours):
+            found["shoal"] = {"budget_bytes": budget_bytes, **figures(run.measured_peak_bytes, run.forward)}
+        for peer in PEERS:
+            one = least(_of(scouted, peer), confirmed.peak_bytes)
+            if one is not None:
+                found[peer] = {
+                    "setting": one.candidate.setting,
+                    **figures(confirmed.peak_bytes(one), one.candidate.forward),
+                }
+        return found
+
+
+def shoal_columns(run: Ours, budget_bytes: int, added_percent: float, seconds: Sequence[float]) -> dict[str, Any]:
+    """Shoal's columns of one row.
+
+    `met`: the measured peak is inside the budget. `exceeded`: it is over it, which would break the contract; a budget
+    that no plan fits is neither.
+    """
+    plan = run.plan
+    return {
+        "met": run.measured_peak_bytes <= budget_bytes,
+        "exceeded": run.measured_peak_bytes > budget_bytes,
+        "predicted_peak_bytes": run.predicted_peak_bytes,
+        "measured_peak_bytes": run.measured_peak_bytes,
+        "difference_percent": 100 * (run.measured_peak_bytes / run.predicted_peak_bytes - 1),
+        "added_percent": added_percent,
+        "predicted_added_percent": 100 * plan.added_seconds / plan.plain_seconds if plan.plain_seconds else 0.0,
+        "lower_bound_percent": 100 * plan.lower_bound_seconds / plan.plain_seconds if plan.plain_seconds else 0.0,
+        "planning_seconds": run.planning_seconds,
+        "repairs": run.repairs,
+        "exactness": run.exactness,
+        "seconds": list(seconds),
+    }
+
+
+def refusal_columns(error: BudgetError | Unsettled) -> dict[str, Any]:
+    """Shoal's columns of a row where it did not train: no plan fits, or every one was over the budget."""
+    columns: dict[str, Any] = {
+        "met": False,
+        "exceeded": isinstance(error, Unsettled),
+        "error": str(error).splitlines()[0],
+    }
+    if isinstance(error, BudgetError):
+        columns["least_feasible_bytes"] = error.least_feasible_bytes
+    return columns
+
+
+def _of(scouted: Sequence[Scouted], peer: str) -> list[Scouted]:
+    return [one for one in scouted if one.candidate.peer == peer]

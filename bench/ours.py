@@ -1,0 +1,100 @@
+"""Shoal as a contender: compiled inside a byte budget, checked against plain PyTorch, then metered from outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.reference import Reference
+from bench.workload import Forward, Workload
+from shoal.compile import compile as compile_model
+from shoal.errors import BudgetError
+from shoal.plan import Plan
+from shoal.planning import plan as plan_model
+from shoal.session import Status
+
+_MOST_REPAIRS = 6
+_HALVINGS = 6
+
+
+class Unsettled(Exception):
+    """Every plan was over the budget when measured, and so were those made with what was learnt."""
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One budget, run.
+
+    Attributes:
+        forward: the compiled model.
+        plan: what it runs.
+        measured_peak_bytes: measured here, over the whole step with its loss.
+        planning_seconds: capture, profiling of ops not yet in the cache, planning, repairs.
+        repairs: plans that a measured peak over the budget replaced.
+        exactness: how its gradients compare to plain PyTorch's.
+    """
+
+    forward: Forward
+    plan: Plan
+    measured_peak_bytes: int
+    planning_seconds: float
+    repairs: int
+    exactness: str
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        return self.plan.predicted_peak_bytes
+
+
+def run_within(
+    workload: Workload, reference: Reference, budget_bytes: int, planner: str, *, brief: bool = False
+) -> Ours:
+    """Compile, step until no plan is repaired any more, and measure.
+
+    Args:
+        workload, reference: the step, and what plain PyTorch computes in it.
+        budget_bytes: the promise.
+        planner: as for `shoal.compile`.
+        brief: one checked step instead of two, for slow steps on the CPU.
+
+    Raises:
+        BudgetError: no plan fits.
+        WrongTraining: gradients, buffers or random numbers differ from plain PyTorch's.
+        Unsettled: repairs did not end.
+    """
+    model = compile_model(workload.twin(), budget_bytes, planner=planner, name=workload.name)
+    status: Status = model.shoal  # type: ignore[assignment]  # nn.Module's attributes are tensors to mypy
+    who = f"shoal inside {budget_bytes} bytes"
+    exactness = reference.check(model, who)
+    for _ in range(_MOST_REPAIRS):
+        repairs = status.repairs
+        if not brief or status.plan is None:
+            exactness = reference.check(model, who)
+        if status.repairs == repairs and status.plan is not None:
+            break
+    else:
+        raise Unsettled(f"{status.repairs} plans were over the budget when measured")
+    reference.start()
+    measured_peak_bytes = workload.peak_bytes(model)
+    plan = status.plan
+    assert plan is not None
+    return Ours(model, plan, measured_peak_bytes, status.planning_seconds, status.repairs, exactness)
+
+
+def least_budget(workload: Workload, planner: str, known_bytes: int) -> int:
+    """The least budget for which a plan is found, by halving the interval between what no plan can save and what fits.
+
+    Args:
+        workload, planner: the step and Shoal's planner.
+        known_bytes: a budget that is known to be feasible.
+    """
+    hopeless_bytes = workload.resident_bytes + workload.parameter_bytes
+    for _ in range(_HALVINGS):
+        asked_bytes = (hopeless_bytes + known_bytes) // 2
+        try:
+            made = plan_model(workload.model, workload.images, asked_bytes, planner=planner, name=workload.name)
+            known_bytes = min(asked_bytes, made.predicted_peak_bytes)
+        except BudgetError as error:
+            hopeless_bytes = asked_bytes
+            if asked_bytes < error.least_feasible_bytes < known_bytes:
+                known_bytes = error.least_feasible_bytes
+    return known_bytes

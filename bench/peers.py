@@ -1,0 +1,200 @@
+"""What else fits a step in memory: PyTorch's `activation_memory_budget` and checkpointing by hand, each at its best.
+
+Neither takes bytes, so each is swept over its settings; for a byte budget the fastest setting whose measured peak fits
+stands for it. Every candidate is scouted once, on smaller batches where a step is slow; only what a budget would choose
+is confirmed on the whole batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from bench.blocks import checkpointed
+from bench.workload import Forward, Workload
+
+ACTIVATION_MEMORY_BUDGET = "activation_memory_budget"
+CHECKPOINT = "checkpoint"
+PEERS = (ACTIVATION_MEMORY_BUDGET, CHECKPOINT)
+
+_SLACK = 0.03  # a candidate that is predicted to be that much over a budget is still tried
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting of a peer, on the workload's model."""
+
+    peer: str
+    setting: str
+    forward: Forward = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Scouted:
+    """What a candidate is expected to take on the whole batch.
+
+    Attributes:
+        peak_bytes: measured, or drawn through two smaller batches.
+        seconds: of one step on the largest batch it was scouted on.
+        exact: whether that was the whole batch.
+    """
+
+    candidate: Candidate
+    peak_bytes: float
+    seconds: float
+    exact: bool
+
+
+def candidates(workload: Workload, values: Sequence[float]) -> Iterator[Candidate]:
+    """Every setting of every peer; `values` are those of `activation_memory_budget`."""
+    sweep = _Sweep()
+    for value in values:
+        yield Candidate(ACTIVATION_MEMORY_BUDGET, f"{value:g}", sweep.forward(workload, value))
+    for setting, forward in checkpointed(workload.twin()):
+        yield Candidate(CHECKPOINT, setting, forward)
+
+
+class SamePartition(Exception):
+    """This value of `activation_memory_budget` saves what an earlier one saves."""
+
+
+class _Sweep:
+    """`torch.compile` with the min-cut partitioner at several values of `activation_memory_budget`, without Inductor.
+
+    It is the backend "aot_eager_decomp_partition". With "aot_eager" a recomputed batch norm fails in the backward pass:
+    its running statistics moved in between.
+    """
+
+    def __init__(self) -> None:
+        self._shapes: tuple[tuple[int, ...], ...] | None = None
+        self._saved: dict[tuple[str, ...], float] = {}
+
+    def forward(self, workload: Workload, value: float) -> Forward:
+        model = workload.twin()
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            return model(x)
+
+        # Dynamo keeps its graphs by code object: one of its own for every value.
+        own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+        return torch.compile(own, backend=functools.partial(self._backend, value), fullgraph=True, dynamic=False)
+
+    def _backend(self, value: float, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        inductor = importlib.import_module("torch._inductor.compile_fx")  # slow, and only this peer needs it
+
+        def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **how: Any) -> Any:
+            with functorch_config.patch(activation_memory_budget=value):
+                graphs = min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **how)
+            outputs = graphs[0].graph.find_nodes(op="output")[0].args[0]
+            shapes = tuple(tuple(i.shape) for i in inputs if isinstance(i, torch.Tensor))
+            self._shapes = self._shapes or shapes
+            # On the first batch size only: what is distinct there is run on the others too.
+            if shapes == self._shapes and self._saved.setdefault(tuple(map(str, outputs)), value) != value:
+                raise SamePartition
+            return graphs
+
+        with functorch_config.patch(unlift_effect_tokens=True):
+            return aot_autograd(
+                fw_compiler=boxed_nop,
+                bw_compiler=boxed_nop,
+                decompositions=inductor.select_decomp_table,
+                partition_fn=partition,
+            )(gm, inputs)
+
+
+def scout(
+    found: Iterable[Candidate],
+    whole: Workload,
+    smaller: Sequence[Workload] = (),
+    most_bytes: float = float("inf"),
+    advance: Callable[[str], None] = print,
+) -> tuple[list[Scouted], dict[str, str]]:
+    """Expected peak and time of every candidate.
+
+    Args:
+        found: the candidates.
+        whole: the step all this is about.
+        smaller: two steps of the same model with fewer images, in ascending order, to scout on instead.
+        most_bytes: a candidate that is expected to take more is not timed: no budget will choose it.
+        advance: told the name of each candidate before it runs.
+
+    Returns:
+        What was scouted; and why the other candidates were not, by name.
+    """
+    scouted, failed = [], {}
+    for candidate in found:
+        name = f"{candidate.peer} {candidate.setting}"
+        advance(name)
+        try:
+            # The first step compiles; it is metered, and the one after is timed.
+            peaks = [workload.peak_bytes(candidate.forward) for workload in smaller or (whole,)]
+            peak_bytes = extrapolate(peaks, [w.images.shape[0] for w in smaller], whole) if smaller else peaks[0]
+            worth_timing = peak_bytes <= most_bytes * (1 + _SLACK)
+            seconds = (smaller or (whole,))[-1].seconds(candidate.forward) if worth_timing else float("inf")
+        except (SamePartition, BackendCompilerFailed) as error:
+            if not isinstance(getattr(error, "inner_exception", error), SamePartition):
+                failed[name] = _first_line(error)
+            continue
+        except (RuntimeError, TypeError) as error:
+            failed[name] = _first_line(error)
+            continue
+        scouted.append(Scouted(candidate, peak_bytes, seconds, not smaller))
+    return scouted, failed
+
+
+def extrapolate(peaks: Sequence[float], batches: Sequence[int], whole: Workload) -> float:
+    """The line through the peaks of two batch sizes, at the whole batch. A peak is the largest of many lines in the
+    batch size, so the truth is never below this line."""
+    slope = (peaks[1] - peaks[0]) / (batches[1] - batches[0])
+    return peaks[1] + slope * (whole.images.shape[0] - batches[1])
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+@dataclass
+class Confirmed:
+    """Peaks of candidates on the whole batch, each measured at most once."""
+
+    workload: Workload
+    advance: Callable[[str], None]
+    known: dict[Candidate, int] = field(default_factory=dict)
+
+    def peak_bytes(self, scouted: Scouted) -> int:
+        candidate = scouted.candidate
+        if candidate not in self.known:
+            if scouted.exact:
+                self.known[candidate] = int(scouted.peak_bytes)
+            else:
+                self.advance(f"{candidate.peer} {candidate.setting}")
+                self.known[candidate] = self.workload.peak_bytes(candidate.forward)
+        return self.known[candidate]
+
+
+def fastest_within(
+    scouted: Iterable[Scouted], budget_bytes: float, confirm: Callable[[Scouted], float]
+) -> Scouted | None:
+    """The fastest candidate whose confirmed peak is inside the budget; None where there is none."""
+    hopeful = (one for one in scouted if one.peak_bytes <= budget_bytes * (1 + (0 if one.exact else _SLACK)))
+    for one in sorted(hopeful, key=lambda one: one.seconds):
+        if confirm(one) <= budget_bytes:
+            return one
+    return None
+
+
+def least(scouted: Iterable[Scouted], confirm: Callable[[Scouted], float]) -> Scouted | None:
+    """The candidate with the smallest peak, the two most promising ones confirmed."""
+    promising = sorted(scouted, key=lambda one: one.peak_bytes)[:2]
+    return min(promising, key=confirm, default=None)

@@ -1,0 +1,141 @@
+"""One training step that every contender takes on the same tensors, and how its peak and its time are measured.
+
+Memory and time are measured in separate steps: no profiler runs while the clock does.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal import allocations, models
+from shoal.standing import distinct_bytes
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Workload:
+    """A model, one batch and its targets. All contenders share these tensors, so they start from the same weights.
+
+    Attributes:
+        name: of the network.
+        model: in training mode, float32, channels_last.
+        images: the batch.
+        target: classes, one per image or, for a dense output, one per pixel.
+        seed: of the dropout masks; set before every step.
+    """
+
+    name: str
+    model: nn.Module
+    images: torch.Tensor
+    target: torch.Tensor
+    seed: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.images.device
+
+    def twin(self) -> nn.Module:
+        """The same model again: modules of its own, the same parameters and buffers."""
+        shared = {id(tensor): tensor for tensor in chain(self.model.parameters(), self.model.buffers())}
+        return copy.deepcopy(self.model, shared)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return distinct_bytes(self.model.parameters())
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is there before the step: parameters, buffers, the batch and its targets."""
+        return distinct_bytes([*self.model.parameters(), *self.model.buffers(), self.images, self.target])
+
+    def reset(self) -> None:
+        """Where every step starts: no gradients, the same random numbers."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        torch.manual_seed(self.seed)
+
+    def step(self, forward: Forward) -> torch.Tensor:
+        """Forward pass, cross entropy, backward pass; the loss."""
+        loss = F.cross_entropy(forward(self.images), self.target)
+        loss.backward()
+        return loss.detach()
+
+    def peak_bytes(self, forward: Forward) -> int:
+        """The highest device use of one step: the allocator's events on the CPU, the allocator's own peak on CUDA."""
+        self.reset()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.step(forward)
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated()
+        _, changes = allocations.record(lambda: self.step(forward))
+        return self.resident_bytes + allocations.peak_bytes(changes)
+
+    def seconds(self, forward: Forward) -> float:
+        """One step by the clock."""
+        self.reset()
+        self._wait()
+        collecting = gc.isenabled()
+        gc.disable()  # a collection would hit whoever is being timed
+        try:
+            started = time.perf_counter()
+            self.step(forward)
+            self._wait()
+            return time.perf_counter() - started
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def make_workload(
+    name: str, batch: int, image: int, *, seed: int = 0, device: str = "cpu", model: nn.Module | None = None
+) -> Workload:
+    """The step of a network of `shoal.models` on random images.
+
+    Args:
+        name: one of `shoal.models.names()`.
+        batch, image: images in the batch, pixels along each side.
+        seed: of weights, images, targets and dropout.
+        device: "cpu" or "cuda".
+        model: a model of that name made earlier, to share its parameters between batch sizes.
+    """
+    shape = models.example_shape(name, batch, image)
+    layout = torch.channels_last_3d if len(shape) == 5 else torch.channels_last
+    model = model or models.build(name, seed=seed).to(device=device, memory_format=layout)  # type: ignore[call-overload]
+    draw = torch.Generator().manual_seed(seed)
+    images = torch.randn(shape, generator=draw).to(device=device, memory_format=layout)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        outputs = copy.deepcopy(model).to("meta")(images.to("meta")).shape
+    target = torch.randint(outputs[1], (batch, *outputs[2:]), generator=draw).to(device)
+    return Workload(name, model.train(), images, target, seed)
+
+
+def in_turns(workload: Workload, forwards: dict[Any, Forward], repeats: int, warm_ups: int) -> dict[Any, list[float]]:
+    """Seconds of `repeats` steps of each contender, one after the other in every round, so that a slow minute of the
+    machine meets them all; each round starts one further, so that none always follows the same neighbour."""
+    order = list(forwards)
+    seconds: dict[Any, list[float]] = {key: [] for key in order}
+    for turn in range(-warm_ups, repeats):
+        first = turn % len(order)
+        for key in [*order[first:], *order[:first]]:
+            taken = workload.seconds(forwards[key])
+            if turn >= 0:
+                seconds[key].append(taken)
+    return seconds

@@ -1,0 +1,61 @@
+"""What counts as the same training: equal bits, or, where plain PyTorch does not repeat itself, the float64 rule."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bench.reference import WrongTraining, take_reference
+from bench.workload import Workload
+
+
+def workload() -> Workload:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.3), nn.Flatten(), nn.Linear(4 * 36, 5)
+    ).train()
+    return Workload("tiny", model, torch.randn(2, 3, 8, 8), torch.randint(5, (2,)), seed=3)
+
+
+def test_a_plain_step_repeats_itself_bit_for_bit() -> None:
+    step = workload()
+    reference = take_reference(step, step.twin())
+    assert reference.repeatable
+    assert reference.check(step.twin(), "a twin") == "equal bits"
+
+
+def test_a_changed_gradient_a_statistic_moved_twice_and_another_random_number_are_wrong() -> None:
+    step = workload()
+    reference = take_reference(step, step.twin())
+    with pytest.raises(WrongTraining, match=r"tiny, halves: differs from plain PyTorch in loss, gradient of 0.weight"):
+        reference.check(lambda x: step.model(x) * 0.5, "halves")
+
+    def moved_twice(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            step.model[1](step.model[0](x))
+        return step.model(x)
+
+    with pytest.raises(WrongTraining, match=r"in buffer 1.running_mean, buffer 1.running_var"):
+        reference.check(moved_twice, "moved twice")
+    with pytest.raises(WrongTraining, match="in generator$"):
+        reference.check(lambda x: step.model(x) + 0 * torch.rand(1), "another draw")
+
+
+def test_an_unrepeatable_device_is_held_to_the_float64_rule() -> None:
+    step = workload()
+    reference = take_reference(step, step.twin())
+    reference.repeatable = False
+    assert reference.check(lambda x: step.model(x) * (1 + 1e-7), "near") == "float64 rule"
+    with pytest.raises(WrongTraining, match="error"):
+        reference.check(lambda x: step.model(x) * (1 + 1e-3), "far")
+
+
+def test_the_float64_step_drops_what_the_float32_step_drops() -> None:
+    step = workload()
+    reference = take_reference(step, step.twin())
+    exact = reference._float64_gradients()
+    for name, gradient in reference.gradients.items():
+        assert torch.allclose(gradient.double(), exact[name], rtol=1e-3, atol=1e-5), name
+    assert copy.deepcopy(step.model)[2].p == 0.3
