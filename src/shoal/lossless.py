@@ -10,7 +10,8 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - a clipped activation (ReLU6, hardtanh) saves its output, which the next layer saves anyway, instead of its input;
 - a convolution's gradients of weight and input are two ops, the second without the input, so that the input can go
   before its gradient comes;
-- a ReLU whose output is saved for nothing but its own backward waits as one truth value per element;
+- a ReLU whose output is saved for nothing but its own backward waits as one truth value per element, and one whose
+  output has other readers too becomes that when the last of them is done;
 - batch norm's backward runs in place, without the second gradient that PyTorch's kernel allocates;
 - the part of a concatenation's gradient that waits long for its reader (a U-Net's skip) waits as a copy of its own, so
   that it does not hold the whole gradient.
@@ -41,6 +42,7 @@ _STATISTICS_OF_BATCH_NORM = (3, 4)
 _TRAINING_OF_BATCH_NORM = 7
 _LONG_WAIT_NODES = 24
 _PART_OF_WHOLE = 0.75
+_WORTH_A_MASK_BYTES = 1 << 20
 _POOL_BACKWARDS = {
     _aten.max_pool2d_with_indices_backward.default: 2,
     _aten.max_pool3d_with_indices_backward.default: 3,
@@ -77,10 +79,8 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], aten_only: b
             _keep_dropout_bits(node)
         elif node.target in _POOL_BACKWARDS and not aten_only:
             _encode_pool(graph, node, _POOL_BACKWARDS[node.target], backward)
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is _aten.threshold_backward.default:
-            _save_rectifier_mask(graph, node, backward)
     _sink(graph, backward)
+    _save_rectifier_masks(graph, backward, aten_only)
     _copy_what_waits(graph, backward)
     graph.lint()
 
@@ -244,17 +244,27 @@ def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Nod
     node.args = (grad, indices, list(value.shape), channels_last, *pool.args[1:])
 
 
-def _save_rectifier_mask(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
-    grad, output, threshold = _args(node)
-    if threshold != 0 or output in backward or output.target is not _aten.relu.default:
-        return
-    if any(user in backward and user is not node for user in output.users) or _reaches_output(output):
-        return
-    value = output.meta["val"]
-    with graph.inserting_after(output):
-        mask = graph.call_function(_aten.ne.Scalar, (output, 0))  # not equal: a NaN lets its gradient through
-    _describe(mask, value.new_empty_strided(value.shape, value.stride(), dtype=torch.bool), output)
-    node.target, node.args = rectifier_backward, (grad, mask)
+def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bool) -> None:
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.find_nodes(op="call_function", target=_aten.threshold_backward.default):
+        grad, output, threshold = _args(node)
+        if threshold != 0 or output in backward or output.target is not _aten.relu.default:
+            continue
+        others = [user for user in output.users if user in backward and user is not node]
+        if _reaches_output(output) or any(order.get(other, -1) > order[node] for other in others):
+            continue
+        value = output.meta["val"]
+        last = max(others, key=order.__getitem__, default=output)
+        if others and (value.untyped_storage().nbytes() < _WORTH_A_MASK_BYTES or last.next is node):
+            continue
+        with graph.inserting_after(last):
+            mask = graph.call_function(_aten.ne.Scalar, (output, 0))  # not equal: a NaN lets its gradient through
+        _describe(mask, value.new_empty_strided(value.shape, value.stride(), dtype=torch.bool), output)
+        if others:
+            backward.add(mask)
+        node.target, node.args = (
+            (_aten.where.ScalarOther, (mask, grad, 0)) if aten_only else (rectifier_backward, (grad, mask))
+        )
 
 
 def _args(node: fx.Node) -> tuple[Any, ...]:

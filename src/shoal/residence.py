@@ -13,12 +13,12 @@ class Keep:
 
 @dataclass(frozen=True)
 class Recompute:
-    """It is freed after its last reader of the forward pass and computed again just before backward ops that need it.
+    """It is freed after its last reader of the forward pass and computed again just before backward ops.
 
     Attributes:
-        before: names of the backward ops right before which it is computed again, in the order they run. Between two
-            of them it is freed after its last reader, so naming an op more than the first trades time for memory.
-            Empty: no one needs it again.
+        before: names of the backward ops right before which it is computed again, in the order they run: the first
+            that needs it, or an earlier one. Between two of them it is freed after its last reader, so naming an op
+            more than the first trades time for memory. Empty: no one needs it again.
     """
 
     before: tuple[str, ...] = ()

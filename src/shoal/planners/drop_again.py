@@ -1,4 +1,8 @@
-"""Lower the peak of a plan by giving up what sits idle there and recomputing it, once more if need be, when it is read.
+"""Lower the peak of a plan by changing when what fills it is there.
+
+What waits at the peak is given up and recomputed, once more if need be, when it is read. And what is recomputed at the
+peak is recomputed a few ops earlier, where less is in use: before a pooling's gradient unfolds to four times its size,
+say.
 
 A storage that comes back for one reader may have its next reader far away: a U-Net's skip is read first by the
 concatenation's recomputation and last at the other end of the backward pass. Greedy, in the spirit of dynamic tensor
@@ -8,16 +12,18 @@ where every future reader is known. No optimum is claimed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from shoal.errors import PlanError
 from shoal.residence import Recompute, Residence
 from shoal.schedule import Run, schedule
 from shoal.simulate import peak_and_seconds, simulate
 from shoal.step import StepGraph
 
 _MOST_DROPS = 60
-_MOST_TRIED = 12  # candidates played at each peak
+_MOST_TRIED = 12  # storages to give up that are played at each peak
+_MOST_EARLIER = 8
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,11 @@ def drop_again(graph: StepGraph, residences: Mapping[str, Residence], budget_byt
             return current
         best: tuple[float, dict[str, Residence]] | None = None
         _, seconds = peak_and_seconds(graph, schedule(graph, current))
-        for wait in _waiting_at(graph, current, peak)[:_MOST_TRIED]:
-            changed = _recompute_before(graph, current, wait)
-            less_bytes, _ = _excess(graph, changed, budget_bytes)
+        for changed in _changes(graph, current, peak):
+            try:
+                less_bytes, _ = _excess(graph, changed, budget_bytes)
+            except PlanError:  # what it reads is not back there yet
+                continue
             if less_bytes < over_bytes:
                 added = peak_and_seconds(graph, schedule(graph, changed))[1] - seconds
                 gain = (over_bytes - less_bytes) / max(added, 1e-9)
@@ -64,16 +72,44 @@ def _excess(graph: StepGraph, residences: Mapping[str, Residence], budget_bytes:
     return over_bytes, max(range(len(totals)), key=totals.__getitem__)
 
 
+def _changes(graph: StepGraph, residences: Mapping[str, Residence], peak: int) -> Iterator[dict[str, Residence]]:
+    """Residences to try instead."""
+    for wait in _waiting_at(graph, residences, peak)[:_MOST_TRIED]:
+        yield _recompute_before(graph, residences, wait)
+    served = _served(schedule(graph, residences), peak)
+    for op in reversed(range(max(graph.n_forward, served - _MOST_EARLIER), served)):
+        yield _recompute_earlier(graph, residences, served, op)
+
+
+def _recompute_earlier(
+    graph: StepGraph, residences: Mapping[str, Residence], served: int, earlier: int
+) -> dict[str, Residence]:
+    """What is recomputed before the op `served` is recomputed before the op `earlier` instead."""
+    changed = dict(residences)
+    old, new = graph.ops[served].name, graph.ops[earlier].name
+    for name, residence in residences.items():
+        if isinstance(residence, Recompute) and old in residence.before:
+            changed[name] = Recompute(_in_order(graph, {*residence.before, new} - {old}))
+    return changed
+
+
+def _in_order(graph: StepGraph, names: Collection[str]) -> tuple[str, ...]:
+    return tuple(op.name for op in graph.ops[graph.n_forward :] if op.name in names)
+
+
 def _waiting_at(graph: StepGraph, residences: Mapping[str, Residence], peak: int) -> list[_Wait]:
-    """What sits idle at position `peak` and can be given up until its next reader, most bytes first."""
+    """What can be given up at position `peak` until its next reader after it, most bytes first.
+
+    What the run there reads itself counts too: it may write over an operand that nobody waits for.
+    """
     runs = schedule(graph, residences)
     alive = _untouched(graph, runs, peak)
     for run in runs[:peak]:
         if run.again:
             alive.update(run.writes)
         alive.difference_update(run.frees)
-    here = runs[peak].of(graph)
-    idle = {s for s in alive if s not in here.reads and s not in here.writes and s not in runs[peak].writes}
+    written = {*runs[peak].of(graph).writes, *runs[peak].writes}
+    idle = alive - written
     waits = []
     for position in range(peak + 1, len(runs)):
         for storage in idle.intersection(runs[position].of(graph).reads):
@@ -118,10 +154,7 @@ def _recompute_before(graph: StepGraph, residences: Mapping[str, Residence], wai
         if storage in done or not isinstance(residence, Recompute) or (storage in there and storage != wait.storage):
             continue
         done.add(storage)
-        if name not in residence.before:
-            order = {op.name: op.id for op in graph.ops[graph.n_forward :]}
-            before = tuple(sorted((*residence.before, name), key=order.__getitem__))
-            changed[graph.storages[storage].name] = Recompute(before)
+        changed[graph.storages[storage].name] = Recompute(_in_order(graph, {*residence.before, name}))
         pending.extend(graph.ops[graph.producer[storage]].second.reads)
     return changed
 

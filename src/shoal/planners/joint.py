@@ -29,6 +29,7 @@ from shoal.planners.drop_again import drop_again
 from shoal.planners.infeasible import infeasible
 from shoal.planners.integer_program import solve
 from shoal.planners.just_in_time import just_in_time
+from shoal.planners.keep_more import keep_more
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 from shoal.residence import Residence
 from shoal.schedule import schedule
@@ -40,6 +41,7 @@ _BOUND_SECONDS = 5.0  # limit of each solve; most take one
 _SOLVE_SECONDS = 10.0
 _KEEP_MORE_SECONDS = 2.0
 _CLOSE_ENOUGH = 0.002  # of the plain step's time: nearer to the lower bound no other planner is asked
+_FAR_OFF = 0.03
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,6 @@ class _Played:
     residences: Mapping[str, Residence]
     peak_bytes: int
     seconds: float
-    kept: frozenset[int] = frozenset()
 
 
 def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
@@ -71,13 +72,11 @@ def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     if plain.peak_bytes > budget_bytes:
         bound = solve(choice, budget_bytes, early=False, time_limit_seconds=_BOUND_SECONDS)
         bound_seconds = bound.bound_seconds
-        best = _once(choice, budget_bytes)
-        if best is not None:
-            best = _keep_more(choice, budget_bytes, best)
+        best = _with_more_kept(graph, budget_bytes, _once(choice, budget_bytes))
         if best is None or best.seconds - plain.seconds - bound_seconds > _CLOSE_ENOUGH * plain.seconds:
-            best = _faster(best, _several_times(graph, hardware, budget_bytes))
-        if best is None:
-            best = _dropped_again(choice, hardware, budget_bytes)
+            best = _faster(best, _with_more_kept(graph, budget_bytes, _several_times(graph, hardware, budget_bytes)))
+        if best is None or best.seconds - plain.seconds - bound_seconds > _FAR_OFF * plain.seconds:
+            best = _faster(best, _dropped_again(choice, hardware, budget_bytes))
     if best is None:
         raise infeasible(graph, _least(graph, hardware), budget_bytes)
     return Plan(
@@ -107,31 +106,13 @@ def _once(choice: RecomputeChoice, budget_bytes: int) -> _Played | None:
     return None
 
 
-def _keep_more(choice: RecomputeChoice, budget_bytes: int, played: _Played) -> _Played:
-    """Keep what still fits, the most time per byte first."""
-    ops, storages = choice.graph.ops, choice.graph.storages
-    deadline = time.perf_counter() + _KEEP_MORE_SECONDS
-    worth = {
-        s: sum(ops[op].second.seconds for op in choice.reruns[s]) / max(storages[s].nbytes, 1)
-        for s in choice.candidates
-        if s not in played.kept
-    }
-    for storage in sorted(worth, key=worth.__getitem__, reverse=True):
-        if time.perf_counter() > deadline:
-            break
-        more = _play(choice, played.kept | {storage})
-        if more.peak_bytes <= budget_bytes and more.seconds < played.seconds:
-            played = more
-    return played
-
-
 def _several_times(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> _Played | None:
     """The fastest plan of `chain`, which may recompute a storage more than once."""
     try:
         plan = chain(graph, hardware, budget_bytes)
     except BudgetError:
         return None
-    return _Played(plan.residences, *peak_and_seconds(graph, schedule(graph, plan.residences)))
+    return _exactly(graph, plan.residences)
 
 
 def _dropped_again(choice: RecomputeChoice, hardware: Hardware, budget_bytes: int) -> _Played | None:
@@ -139,8 +120,8 @@ def _dropped_again(choice: RecomputeChoice, hardware: Hardware, budget_bytes: in
     graph = choice.graph
     starts = [least_peak(graph, hardware).residences, _least_once(choice)]
     found = [drop_again(graph, start, budget_bytes) for start in starts if start is not None]
-    played = [_Played(r, *peak_and_seconds(graph, schedule(graph, r))) for r in found if r is not None]
-    return min(played, key=lambda one: one.seconds, default=None)
+    played = [_with_more_kept(graph, budget_bytes, _exactly(graph, r)) for r in found if r is not None]
+    return min((one for one in played if one is not None), key=lambda one: one.seconds, default=None)
 
 
 def _least_once(choice: RecomputeChoice) -> Mapping[str, Residence] | None:
@@ -168,6 +149,15 @@ def _faster(one: _Played | None, other: _Played | None) -> _Played | None:
     return min(both, key=lambda played: played.seconds, default=None)
 
 
+def _with_more_kept(graph: StepGraph, budget_bytes: int, played: _Played | None) -> _Played | None:
+    if played is None:
+        return None
+    return _exactly(graph, keep_more(graph, played.residences, budget_bytes, _KEEP_MORE_SECONDS))
+
+
 def _play(choice: RecomputeChoice, kept: frozenset[int]) -> _Played:
-    residences = just_in_time(choice.graph, choice.kept_for(kept))
-    return _Played(residences, *peak_and_seconds(choice.graph, schedule(choice.graph, residences)), kept)
+    return _exactly(choice.graph, just_in_time(choice.graph, choice.kept_for(kept)))
+
+
+def _exactly(graph: StepGraph, residences: Mapping[str, Residence]) -> _Played:
+    return _Played(residences, *peak_and_seconds(graph, schedule(graph, residences)))

@@ -1,6 +1,6 @@
-"""ReLU's backward from one truth value per element, piece by piece.
+"""ReLU's backward from one truth value per element.
 
-PyTorch's kernel would first turn the whole mask into floats.
+On the CPU piece by piece: PyTorch's kernel would first turn the whole mask into floats.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def backward(grad: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
 def backward_(grad: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
     """`backward` that writes over `grad`."""
     mask = positive.view(torch.uint8)
-    if grad.stride() != mask.stride() or not _fills_its_block(grad):
+    if grad.device.type != "cpu" or grad.stride() != mask.stride() or not _fills_its_block(grad):
         return torch.ops.aten.threshold_backward.grad_input(grad, mask, 0, grad_input=grad)
     flat_grad, flat_mask = (t.as_strided((t.numel(),), (1,)) for t in (grad, mask))
     for start in range(0, grad.numel(), _PIECE_ELEMS):

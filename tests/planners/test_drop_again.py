@@ -1,0 +1,64 @@
+"""Lowering a plan's peak by changing when what fills it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.check import check
+from shoal.planners.drop_again import drop_again
+from shoal.planners.just_in_time import just_in_time
+from shoal.residence import Recompute, Residence
+from shoal.schedule import schedule
+from shoal.simulate import peak_and_seconds
+from shoal.step import StepGraph
+from tests.random_steps import Builder, plain_chain, steps, unhurried
+
+
+@unhurried
+@given(steps(), st.floats(0.4, 0.99))
+def test_what_it_returns_fits_and_passes_the_independent_check(graph: StepGraph, share: float) -> None:
+    start = just_in_time(graph, ())
+    budget_bytes = int(share * peak_and_seconds(graph, schedule(graph, start))[0])
+    lower = drop_again(graph, start, budget_bytes)
+    if lower is not None:
+        assert check(graph, lower, schedule(graph, lower), budget_bytes) <= budget_bytes
+
+
+def test_a_plan_that_fits_stays_as_it_is() -> None:
+    graph = plain_chain(5)
+    start = just_in_time(graph, ())
+    assert drop_again(graph, start, 1 << 40) == start
+
+
+def test_a_chain_goes_down_to_what_its_largest_op_needs() -> None:
+    graph = plain_chain(8)
+    start = just_in_time(graph, ())
+    peak_bytes, _ = peak_and_seconds(graph, schedule(graph, start))
+    one = graph.storages[graph.ops[0].writes[0]].nbytes
+    assert drop_again(graph, start, peak_bytes - 2 * one) is not None
+    assert drop_again(graph, start, graph.resident_bytes) is None
+
+
+def test_what_would_come_back_beside_an_unfolded_gradient_comes_back_before_it() -> None:
+    b = Builder()
+    wide = b.conv(b.input(10), 2000)
+    narrow = b.forward("mean", (wide,), [("out", 1000)], 1.0)[0]
+    pooled = b.pool(b.batchnorm(narrow), 250)
+    graph = b.step(b.conv(pooled, 1))
+    start = just_in_time(graph, {s.id for s in graph.storages} - {wide, narrow})
+    peak_bytes, seconds = peak_and_seconds(graph, schedule(graph, start))
+    lower = drop_again(graph, start, peak_bytes - 1)
+    assert lower is not None
+    places = [(_before(graph, residences, wide), _before(graph, residences, narrow)) for residences in (start, lower)]
+    assert places == [("bn_backward", "bn_backward"), ("pool_backward", "pool_backward")]
+    assert peak_and_seconds(graph, schedule(graph, lower)) == (peak_bytes - 500, seconds)
+
+
+def _before(graph: StepGraph, residences: Mapping[str, Residence], storage: int) -> str:
+    residence = residences[graph.storages[storage].name]
+    assert isinstance(residence, Recompute)
+    (name,) = residence.before
+    return next(op.target for op in graph.ops if op.name == name)
