@@ -40,13 +40,13 @@ from shoal.machine import device_of
 
 # Batches such that parameters and gradients are under 15 % of plain PyTorch's peak.
 SETTINGS = {
-    "resnet50": Setting(batch=24, image=224),
-    "densenet121": Setting(batch=16, image=224),
-    "vgg16_bn": Setting(batch=52, image=224, scout_batches=(4, 8)),
-    "mobilenet_v2": Setting(batch=32, image=224),
-    "googlenet": Setting(batch=32, image=224),
+    "mobilenet_v2": Setting(batch=16, image=224),
+    "googlenet": Setting(batch=16, image=224),
+    "unet3d": Setting(batch=1, image=64),
+    "densenet121": Setting(batch=8, image=224, scout_batches=(2, 4)),
+    "resnet50": Setting(batch=20, image=224, scout_batches=(2, 4)),
     "unet": Setting(batch=5, image=256, scout_batches=(1, 2)),
-    "unet3d": Setting(batch=2, image=64),
+    "vgg16_bn": Setting(batch=52, image=224, scout_batches=(4, 8)),
 }
 CUDA_SETTINGS = {
     "resnet50": Setting(batch=128, image=224),

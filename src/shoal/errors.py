@@ -38,6 +38,17 @@ class BudgetError(ShoalError):
         self.layer = layer
         self.largest = largest
 
+    def with_hint(self, hint: str) -> BudgetError:
+        """The same error with one more thing that would help."""
+        return BudgetError(
+            f"{self}; {hint}",
+            budget_bytes=self.budget_bytes,
+            least_feasible_bytes=self.least_feasible_bytes,
+            op=self.op,
+            layer=self.layer,
+            largest=self.largest,
+        )
+
 
 class CaptureError(ShoalError):
     """The model's step could not be captured as one graph: the model's author acts (the line is named)."""

@@ -11,7 +11,7 @@ import torch
 
 from shoal import planners
 from shoal.capture import Captured
-from shoal.errors import PlanError
+from shoal.errors import BudgetError, PlanError
 from shoal.hardware import Hardware
 from shoal.measure import measure
 from shoal.plan import Plan
@@ -105,7 +105,15 @@ class Session:
             return _adopt(self.ready_plan, graph)
         if self.status.budget_bytes is None:
             return planners.get("keep_all")(graph, hardware, 0)
-        return planners.get(self.planner)(graph, hardware, self.status.budget_bytes)
+        try:
+            return planners.get(self.planner)(graph, hardware, self.status.budget_bytes)
+        except BudgetError as error:
+            if gradient_bytes := self.standing.gradient_bytes():
+                raise error.with_hint(
+                    f"gradients of an earlier step take {format_bytes(gradient_bytes)}: call optimizer.zero_grad() "
+                    "before the forward pass unless you accumulate them"
+                ) from None
+            raise
 
     def learn(self, plan: Plan, measured: Measured) -> None:
         """Hold a measured step against the promise; over the budget, plan again with what was learnt, and say so."""

@@ -43,8 +43,12 @@ class Standing:
             return state_bytes
         in_graph_bytes = sum(s.nbytes for s in graph.storages if s.kind in ("parameter", "buffer"))
         model_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
-        gradient_bytes = distinct_bytes(p.grad for p in model.parameters() if p.grad is not None)
-        return max(0, model_bytes - in_graph_bytes) + gradient_bytes + state_bytes
+        return max(0, model_bytes - in_graph_bytes) + self.gradient_bytes() + state_bytes
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that are there before the step: those it accumulates onto."""
+        model, _ = self._alive()
+        return distinct_bytes(p.grad for p in model.parameters() if p.grad is not None) if model is not None else 0
 
     def _alive(self) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
         model = self._model() if self._model is not None else None

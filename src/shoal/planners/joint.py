@@ -6,12 +6,12 @@ MONeT, ICLR'21). Those programs have a variable for every pair of op and time; t
 
 The program's memory is what `simulate` adds up, but for the scratch of the reruns themselves. So each solution is
 played exactly; where its peak is over the budget the program is solved again with the difference set aside. What room
-the exact peak leaves is then used up by keeping more.
+the exact peak leaves is then used up by `keep_more`.
 
-It equals the optimum among plans that recompute each storage at most once, up to the solver's gap and the window of
-`integer_program`. Where such a plan is far from the lower bound, or there is none, the plans of `chain`, which
-recompute more than once, compete, and at last those of `drop_again`; there the result is good, not proven. The lower
-bound holds for every plan that keeps or recomputes.
+It equals the optimum among plans that recompute each storage at most once, and as late as possible, up to the solver's
+gap and the window of `integer_program`. Where such a plan is far from the lower bound, or there is none, the plans of
+`chain`, which recompute more than once, compete, and further off those of `drop_again`, which also recompute earlier;
+there the result is good, not proven. The lower bound holds for every plan that keeps or recomputes.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from shoal.codecs import pool_index
 
 _aten = torch.ops.aten
 _PIECE_ELEMS = 1 << 16  # outputs in a piece: each int64 scratch is 512 KiB
+_DEVICE_PIECE_ELEMS = 1 << 22  # where every piece costs launches of kernels: 32 MiB
 
 
 def forward(
@@ -66,6 +67,7 @@ def _layout(x: torch.Tensor) -> torch.memory_format:
 
 
 def _pieces(outputs: torch.Tensor) -> Iterator[slice]:
-    images = max(1, _PIECE_ELEMS * outputs.shape[0] // max(1, outputs.numel()))
+    piece_elems = _PIECE_ELEMS if outputs.device.type == "cpu" else _DEVICE_PIECE_ELEMS
+    images = max(1, piece_elems * outputs.shape[0] // max(1, outputs.numel()))
     for start in range(0, outputs.shape[0], images):
         yield slice(start, start + images)
