@@ -1,0 +1,50 @@
+"""A byte for each max-pool index tells the same place, and no byte tells a place outside of the image."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.codecs.pool_index import decode, encode, fits
+from tests.pools import Pool, pools
+from tests.random_steps import unhurried
+
+
+@unhurried
+@given(pools())
+def test_decoding_gives_back_every_index(pool: Pool) -> None:
+    codes = encode(pool.indices, pool.x.shape, *pool.window)
+    assert codes.dtype == torch.uint8
+    assert (codes.shape, codes.stride()) == (pool.indices.shape, pool.indices.stride())
+    assert int(codes.max()) < prod(pool.window[0])
+    again = decode(codes, pool.x.shape, *pool.window)
+    assert again.dtype == torch.int64
+    assert torch.equal(again, pool.indices)
+    assert again.stride() == pool.indices.stride()
+
+
+@unhurried
+@given(pools(), st.integers(0, 255))
+def test_no_byte_leads_out_of_the_image(pool: Pool, byte: int) -> None:
+    places = decode(torch.full_like(pool.indices, byte, dtype=torch.uint8), pool.x.shape, *pool.window)
+    assert int(places.min()) >= 0
+    assert int(places.max()) < prod(pool.x.shape[2:])
+
+
+def test_all_places_of_the_largest_window_have_codes_of_their_own() -> None:
+    indices = torch.arange(256).view(256, 1, 1, 1)
+    window = ([16, 16], [16, 16], [0, 0], [1, 1])
+    codes = encode(indices, (256, 1, 16, 16), *window)
+    assert sorted(codes.flatten().tolist()) == list(range(256))
+    assert torch.equal(decode(codes, (256, 1, 16, 16), *window), indices)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"), [([16, 16], True), ([16, 17], False), ([6, 6, 7], True), ([7, 6, 7], False), ([1], True)]
+)
+def test_a_window_fits_if_it_has_at_most_as_many_places_as_a_byte_has_values(kernel: list[int], expected: bool) -> None:
+    assert fits(kernel) is expected
