@@ -51,12 +51,7 @@ def test_without_options_it_keeps_everything_and_trains_like_plain_pytorch() -> 
 
 @pytest.mark.parametrize(
     "dynamic",
-    [
-        False,
-        pytest.param(
-            None, marks=pytest.mark.xfail(strict=True, reason="a symbolic size stays one when its number is asked for")
-        ),
-    ],
+    [False, None],
 )
 def test_each_shape_gets_its_plan_also_where_torch_would_make_sizes_symbolic(dynamic: bool | None) -> None:
     sizes = []

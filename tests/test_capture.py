@@ -285,7 +285,6 @@ def test_symbolic_sizes_are_refused_with_the_way_out() -> None:
         capture(joint, 1)
 
 
-@pytest.mark.xfail(strict=True, reason="Dynamo raises its UserError, which is no Unsupported and goes through as it is")
 def test_what_dynamo_cannot_capture_is_refused_in_one_line() -> None:
     with pytest.raises(CaptureError, match="cannot be captured"):
         captured_step(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, momentum=None)))

@@ -76,7 +76,6 @@ def test_others_capture_as_they_did() -> None:
     assert targets() == before
 
 
-@pytest.mark.xfail(strict=True, reason="shoal.plan captures outside of eager_kernels, shoal.compile inside")
 def test_a_plan_made_ahead_is_for_the_step_that_is_trained() -> None:
     model = model_with(MODES["bilinear"])
     plan = shoal.plan(model, batch(), hardware="p100-nvlink")

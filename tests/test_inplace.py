@@ -91,12 +91,9 @@ def test_every_form_that_overwrites_is_tried() -> None:
     assert {target for target, _ in CALLS} == {*inplace._OUT, *inplace._CALLS}
 
 
-LOST = pytest.mark.xfail(strict=True, reason="mul_.Scalar rounds its factor to bfloat16 first, mul.Scalar does not")
-
-
 @pytest.mark.parametrize(
     ("target", "arguments"),
-    [pytest.param(*call, marks=LOST if call[0] is aten.mul.Scalar else (), id=str(call[0])) for call in CALLS],
+    [pytest.param(*call, id=str(call[0])) for call in CALLS],
 )
 @settings(deadline=None, max_examples=25)
 @given(

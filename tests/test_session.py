@@ -131,7 +131,6 @@ def test_accumulated_gradients_count_while_they_are_there() -> None:
 
 
 @needs_compiler
-@pytest.mark.xfail(strict=True, reason="the two plans of one shape have one fingerprint, and the later hides the other")
 def test_a_plan_with_accumulated_gradients_stays_in_force_beside_one_without() -> None:
     net, batches = large_enough()
     mean_square(net(batches[0])).backward()

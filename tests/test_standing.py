@@ -46,10 +46,8 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def held_bytes(optimizer: torch.optim.Optimizer, counters: bool = True) -> int:
-    """With or without the tensors of one number in which some optimizers count their steps."""
-    held = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
-    return distinct_bytes(v for v in held if counters or v.dim() > 0)
+def held_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return distinct_bytes(v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -59,23 +57,11 @@ def test_the_state_of_an_optimizer_counts_before_its_first_step_as_after_it(name
     before = [p.detach().clone() for p in model.parameters()]
     foretold = optimizer_state_bytes(optimizer)
     assert all(map(torch.equal, before, model.parameters()))
-    there_already = held_bytes(optimizer) - held_bytes(optimizer, counters=False)
     take_step(model, optimizer)
-    assert foretold == held_bytes(optimizer, counters=False) + there_already
-    assert optimizer_state_bytes(optimizer) == held_bytes(optimizer)
+    assert foretold == held_bytes(optimizer) == optimizer_state_bytes(optimizer)
     if name in COPIES:
-        assert foretold == COPIES[name] * sum(p.nbytes for p in model.parameters())
-
-
-@pytest.mark.xfail(
-    strict=True, reason="on the CPU a counter of 4 bytes a parameter lies on the device and is forgotten"
-)
-def test_counters_of_steps_that_lie_on_the_device_are_foretold_too() -> None:
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters())
-    foretold = optimizer_state_bytes(optimizer)
-    take_step(model, optimizer)
-    assert foretold == held_bytes(optimizer)
+        numbers_per_parameter = 4 * len(list(model.parameters()))  # in which some count their steps
+        assert 0 <= foretold - COPIES[name] * sum(p.nbytes for p in model.parameters()) <= 2 * numbers_per_parameter
 
 
 @pytest.mark.parametrize("name", ["momentum", "Adam"])
@@ -85,12 +71,11 @@ def test_groups_frozen_parameters_and_late_ones_count_what_they_will_have(name: 
     optimizer = OPTIMIZERS[name]([{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.5}])
     foretold = optimizer_state_bytes(optimizer)
     take_step(model, optimizer)
-    assert foretold == held_bytes(optimizer, counters=False)
-    present_counters = held_bytes(optimizer) - foretold
+    assert foretold == held_bytes(optimizer)
     optimizer.add_param_group({"params": model[1].parameters()})
     foretold = optimizer_state_bytes(optimizer)
     take_step(model, optimizer)
-    assert foretold == held_bytes(optimizer, counters=False) + present_counters
+    assert foretold == held_bytes(optimizer)
 
 
 def test_an_optimizer_of_no_known_making_counts_one_copy_of_its_parameters() -> None:

@@ -17,14 +17,12 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from shoal import inplace
+from shoal.aliasing import is_view
 from shoal.cost import flops, moved_bytes, signature, target_name
 from shoal.errors import CaptureError
 from shoal.lossless import save_fewer_bytes
 from shoal.rerun import can_run_again, is_random, moves_statistics, second_call, second_node
 from shoal.step import RESIDENT, Again, Op, StepGraph, Storage, StorageKind
-
-_aten = torch.ops.aten
-_ALIASES_UNDECLARED = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})
 
 
 @dataclass(frozen=True)
@@ -77,17 +75,19 @@ def capture(
         model: a name for tables and errors.
         parameters: places of the inputs that are parameters; the other static inputs are buffers.
         standing_bytes: see `StepGraph`.
-        aten_only: leave out rewrites that bring in ops Inductor does not know.
+        aten_only: leave out what Inductor does not know: rewrites to other ops, replay of random ones.
 
     Raises:
         CaptureError: the graph has symbolic shapes.
     """
+    _write_sizes_out(joint.graph)
     outputs = tuple(next(node for node in reversed(joint.graph.nodes) if node.op == "output").args[0])
     backward = _backward_nodes(joint.graph, outputs[:n_forward_outputs])
     save_fewer_bytes(joint, backward, aten_only)
     outputs = tuple(next(node for node in reversed(joint.graph.nodes) if node.op == "output").args[0])
     reader = _Reader(backward, outputs[:n_forward_outputs], outputs[n_forward_outputs:], static_inputs, parameters)
     reader.overwritten = _overwritten_inputs(joint.graph)
+    reader.replays = not aten_only
     for node in joint.graph.nodes:
         reader.visit(node)
     graph = StepGraph(model, *reader.finish(), standing_bytes)
@@ -102,16 +102,6 @@ def capture(
     )
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether the node only looks at its first operand's storage."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if node.target in _ALIASES_UNDECLARED:
-        return True
-    returns = node.target._schema.returns
-    return len(returns) >= 1 and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
 def layer_path(node: fx.Node) -> str:
     """Module path of the layer a node belongs to, such as "layer1.0.conv1"; for backward nodes the forward layer's."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
@@ -122,6 +112,25 @@ def layer_path(node: fx.Node) -> str:
     source = re.sub(r"_modules\['([^']*)'\]", r"\1", source)
     source = re.sub(r"\[(\d+)\]|\['([^']*)'\]", lambda m: f".{m.group(1) or m.group(2)}", source)
     return source.replace("._modules", "").strip(".")
+
+
+def _write_sizes_out(graph: fx.Graph) -> None:
+    """Put the number in place of each symbolic size that has only one."""
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt | torch.SymFloat):
+            continue
+        number = value.node.shape_env.simplify(value.node.expr) if value.node.maybe_as_int() is None else int(value)
+        if not getattr(number, "is_number", True):
+            raise CaptureError(
+                f"the step has a symbolic size ({node.name}); compile with dynamic=False so that each shape gets "
+                "its plan"
+            )
+        for user in list(node.users):
+            if user.op != "output":
+                user.replace_input_with(node, int(number))
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
 
 
 def _backward_nodes(graph: fx.Graph, forward_outputs: Iterable[Any]) -> set[fx.Node]:
@@ -166,14 +175,10 @@ class _Reader:
         self._backward: list[dict[str, Any]] = []
         self._n_inputs = 0
         self.overwritten: set[fx.Node] = set()
+        self.replays = True  # whether a random op's second run can be given the first one's generator state
 
     def visit(self, node: fx.Node) -> None:
         value: Any = node.meta.get("val")
-        if isinstance(value, (torch.SymInt, torch.SymFloat)):
-            raise CaptureError(
-                f"the step has a symbolic size ({node.name}); compile with dynamic=False so that each shape gets "
-                "its plan"
-            )
         if node.op == "placeholder":
             self._visit_input(node, value)
         elif node.op == "get_attr":
@@ -238,7 +243,7 @@ class _Reader:
                 "reads": reads,
                 "writes": tuple(writes),
                 "overwrites": overwrites,
-                "recomputable": can_run_again(node) and not self._reads_overwritten_input(node),
+                "recomputable": self._can_run_again(node),
                 "random": is_random(node),
                 "signature": signature(node),
                 "flops": flops(node),
@@ -263,6 +268,10 @@ class _Reader:
             moved_bytes(second),
         )
 
+    def _can_run_again(self, node: fx.Node) -> bool:
+        draws_anew = is_random(node) and not self.replays
+        return can_run_again(node) and not draws_anew and not self._reads_overwritten_input(node)
+
     def _reads_overwritten_input(self, node: fx.Node) -> bool:
         """Whether a second run would find a buffer or an input that the forward pass has changed."""
         read: list[fx.Node] = []
@@ -286,7 +295,7 @@ class _Reader:
                 "nbytes": storage_bytes(value),
                 "kind": kind,
                 "layer": layer_path(producer or node),
-                "shape": tuple(value.shape),
+                "shape": tuple(int(size) for size in value.shape),
                 "dtype": str(value.dtype).removeprefix("torch."),
                 "tensors": [],
             }

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
 
 from shoal import inner as inner_compilers
 from shoal import planners
@@ -79,6 +79,10 @@ def compile(
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     planners.get(planner)
     inner_compilers.compiler(inner)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"plan is a {type(plan).__name__}; expected a Plan: load a file with Plan.load(path)")
     status = Status(None if budget is None else parse_bytes(budget))
     session = Session(status, planner, Standing(model, optimizer), name or type(model).__name__, plan)
     if status.budget_bytes is not None:
@@ -129,7 +133,7 @@ class _Caller:
                 if isinstance(failure.inner_exception, ShoalError):
                     raise failure.inner_exception from None
                 raise
-            except Unsupported as failure:
+            except (Unsupported, UserError) as failure:
                 raise capture_error(failure) from None
             except FailOnRecompileLimitHit:
                 raise CaptureError(
@@ -156,10 +160,11 @@ def call_of(model: nn.Module) -> Callable[..., Any]:
     return FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
 
 
-def capture_error(failure: Unsupported) -> CaptureError:
+def capture_error(failure: Unsupported | UserError) -> CaptureError:
     """What Dynamo could not capture, in one line: the reason, the place and the way out."""
-    frames = [frame for frame in failure.real_stack or () if "/torch/" not in frame.filename]
-    place = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "an unknown line"
+    frames = [frame for frame in failure.real_stack or () if frame.filename != __file__]
+    theirs = [frame for frame in frames if "/torch/" not in frame.filename] or frames  # else a layer of PyTorch's own
+    place = f"{theirs[-1].filename}:{theirs[-1].lineno} ({theirs[-1].line})" if theirs else "an unknown line"
     what = str(failure.msg).strip().splitlines()[0]
     return CaptureError(
         f"the model cannot be captured as one graph: {what} at {place}; take data-dependent control flow, printing "

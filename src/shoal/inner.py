@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import fx
+from torch._guards import detect_fake_mode
 
 from shoal.errors import InputError
 
@@ -39,9 +41,12 @@ def _eager(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..
 
 
 def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    retraced = make_fx(module, decomposition_table=select_decomp_table())(*example_inputs)
-    return compile_fx_inner(retraced, example_inputs)
+    fake_mode = detect_fake_mode(example_inputs)
+    with config.patch(fallback_random=True), fake_mode or nullcontext():  # dropout draws what eager PyTorch draws
+        retraced = make_fx(module, decomposition_table=select_decomp_table())(*example_inputs)
+        return compile_fx_inner(retraced, example_inputs)

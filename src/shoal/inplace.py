@@ -44,13 +44,13 @@ _OUT: dict[Any, tuple[tuple[int, ...], Callable[..., Any], str]] = {
     _aten.add.Tensor: ((0, 1), _aten.add.out, "out"),
     _aten.sub.Tensor: ((0, 1), _aten.sub.out, "out"),
     _aten.mul.Tensor: ((0, 1), _aten.mul.out, "out"),
+    _aten.mul.Scalar: ((0,), _aten.mul.out, "out"),  # mul_.Scalar rounds the factor to bfloat16 first
     _aten.div.Tensor: ((0, 1), _aten.div.out, "out"),
 }
 # Where the library's `out` form makes the result elsewhere first, or where there is none.
 _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     _aten.relu.default: ((0,), _aten.relu_.default),
     _aten.div.Scalar: ((0,), _aten.div_.Scalar),
-    _aten.mul.Scalar: ((0,), _aten.mul_.Scalar),
     _aten.native_dropout_backward.default: ((0,), _dropout_backward),
     dropout: ((0,), dropout_),
     normalise: ((0,), normalise_),

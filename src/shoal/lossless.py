@@ -21,12 +21,15 @@ They run before planning, so that the planner sees the small storages.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
+from shoal.aliasing import is_view
 from shoal.codecs import pool_index
 from shoal.cost import flops
 from shoal.runtime.batch_norm import WORTH_PIECES_BYTES, backward_repeats_bits
@@ -86,7 +89,7 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], aten_only: b
 
 
 def _is_needless_copy(node: fx.Node) -> bool:
-    if node.target is not _aten.clone.default or _reaches_output(node):
+    if node.target is not _aten.clone.default or _is_handed_out(node):
         return False
     source = _args(node)[0]
     copied, value = source.meta.get("val"), node.meta["val"]
@@ -170,7 +173,7 @@ def _can_run_in_pieces(node: fx.Node) -> bool:
     if node.args[9] != [True, True, True] or not all(isinstance(operand, fx.Node) for operand in operands):
         return False
     grad, x, *per_channel = (operand.meta["val"] for operand in operands)
-    if x.dim() not in (3, 4, 5) or grad.stride() != x.stride() or x.device.type != "cpu":
+    if x.dim() not in (3, 4, 5) or grad.stride() != x.stride() or x.device.type != "cpu" or prod(x.shape[2:]) == 1:
         return False
     if any(value.dtype != x.dtype for value in (grad, *per_channel)):
         return False
@@ -269,6 +272,13 @@ def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bo
 
 def _args(node: fx.Node) -> tuple[Any, ...]:
     return node.args  # fx types each as a union of all it may be; the op's schema says which
+
+
+def _is_handed_out(node: fx.Node) -> bool:
+    """Whether the caller gets the node's storage, as it is or through a view."""
+    return _reaches_output(node) or any(
+        _is_handed_out(user) for user in node.users if is_view(user) or user.target is operator.getitem
+    )
 
 
 def _reaches_output(node: fx.Node) -> bool:

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from shoal import inplace
-from shoal.capture import Captured, is_view
+from shoal.aliasing import is_view
+from shoal.capture import Captured
 from shoal.errors import PlanError
 from shoal.rerun import second_call
 from shoal.residence import Residence

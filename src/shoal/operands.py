@@ -46,7 +46,7 @@ class OperandFactory:
             return made[operand]
 
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), materialise)
-        args, kwargs = tree_map(concrete, (args, kwargs))
+        args, kwargs = tree_map(concrete, (tuple(args), dict(kwargs)))
         if isinstance(kwargs.get("device"), torch.device):
             kwargs["device"] = self.device
         return tuple(args), kwargs

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 
 from shoal import planners, presets
 from shoal.backend import parameter_places
 from shoal.capture import Captured, capture
 from shoal.compile import call_of, capture_error
 from shoal.cost import roofline
+from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, InputError, ShoalError
 from shoal.hardware import Hardware
 from shoal.measure import measure
@@ -64,7 +65,7 @@ def plan(
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten())
         >>> made = shoal.plan(model, torch.empty(2, 3, 8, 8), hardware="p100-nvlink")  # doctest: +SKIP
         >>> made.predicted_peak_bytes, len(made.kept)  # doctest: +SKIP
-        (11264, 1)
+        (10240, 1)
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
@@ -107,7 +108,7 @@ def capture_step(
         if isinstance(failure.inner_exception, ShoalError):
             raise failure.inner_exception from None
         raise
-    except Unsupported as failure:
+    except (Unsupported, UserError) as failure:
         raise capture_error(failure) from None
     finally:
         for module, training in modes:
@@ -139,7 +140,8 @@ def _stop_after_capture(name: str) -> Callable[..., Any]:
             captured = capture(joint, num_fwd_outputs, static, model=name, parameters=parameters)
             raise _Done(captured, captured.device)
 
-        return aot_autograd(fw_compiler=_never, partition_fn=partition)(gm, example_inputs)
+        with eager_kernels():
+            return aot_autograd(fw_compiler=_never, partition_fn=partition)(gm, example_inputs)
 
     return backend
 

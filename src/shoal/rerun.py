@@ -78,7 +78,8 @@ def _repeats_bits(node: fx.Node) -> bool:
         x.dim() > 3 and x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
     ):
         return False
-    return repeats_bits(x.dtype, x.device, x.dim(), int(x.shape[1]), channels_last, weight is not None)
+    device = torch.device("cpu") if x.device.type == "meta" else x.device  # nothing can be tried on meta
+    return repeats_bits(x.dtype, device, x.dim(), int(x.shape[1]), channels_last, weight is not None)
 
 
 def moves_statistics(node: fx.Node) -> bool:

@@ -31,7 +31,7 @@ class Status:
 
     Attributes:
         budget_bytes: the promise. None: everything is kept and the peak is only reported.
-        plans: every plan in force, one for each shape.
+        plans: every plan in force, one for each shape, and one more where gradients are there before the step.
         measured_peak_bytes: highest measured use of any metered step of the plans in force; None before the first.
         planning_seconds: capture, profiling and planning of all plans, repairs included.
         repairs: how often plans were made anew because a measured peak was over the budget.
@@ -96,7 +96,7 @@ class Session:
         graph = replace(graph, standing_bytes=graph.standing_bytes + set_aside_bytes)
         plan = self._plan(graph, hardware)
         plan = replace(plan, planning_seconds=time.perf_counter() - started)
-        self.status.plans = (*(p for p in self.status.plans if p.graph.fingerprint != graph.fingerprint), plan)
+        self.status.plans = (*(p for p in self.status.plans if not _is_same_step(p.graph, graph)), plan)
         self.status.planning_seconds += plan.planning_seconds
         return plan
 
@@ -137,6 +137,10 @@ class Session:
         status.measured_peak_bytes = None
         status.plans = ()
         self.on_repair()
+
+
+def _is_same_step(one: StepGraph, other: StepGraph) -> bool:
+    return one.fingerprint == other.fingerprint and one.standing_bytes == other.standing_bytes
 
 
 def _adopt(plan: Plan, graph: StepGraph) -> Plan:

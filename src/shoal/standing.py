@@ -78,7 +78,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             if state:
-                present_bytes += sum(_device_bytes(value, parameter) for value in state.values())
+                present_bytes += sum(_device_bytes(value, parameter.device) for value in state.values())
             elif parameter.requires_grad:
                 new.append(parameter)
         if new:
@@ -90,25 +90,28 @@ def _bytes_after_one_step(optimizer: torch.optim.Optimizer, groups: list[dict[st
     if not groups:
         return 0
     shadows = []
+    real_devices = []
     for group in groups:
         parameters = [torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
+        real_devices += [p.device for p in group["params"]]
         shadows.append({**group, "params": parameters, "foreach": False, "fused": False})
     try:
         shadow = type(optimizer)(shadows)  # type: ignore[call-arg]
         shadow.step()
     except Exception:  # a class of its own making: count one copy of its parameters
         return sum(p.numel() * p.element_size() for group in shadows for p in group["params"])
+    stepped = [parameter for group in shadow.param_groups for parameter in group["params"]]
     return sum(
-        _device_bytes(value, parameter)
-        for group in shadow.param_groups
-        for parameter in group["params"]
+        _device_bytes(value, real_device)
+        for parameter, real_device in zip(stepped, real_devices, strict=True)
         for value in shadow.state.get(parameter, {}).values()
     )
 
 
-def _device_bytes(value: object, parameter: torch.Tensor) -> int:
-    if isinstance(value, torch.Tensor) and (value.device == parameter.device or value.dim() > 0):
+def _device_bytes(value: object, device: torch.device) -> int:
+    """Bytes of an entry of an optimizer's state, but for counters that it holds on the CPU for another device."""
+    if isinstance(value, torch.Tensor) and (value.device.type in (device.type, "meta") or value.dim() > 0):
         return value.numel() * value.element_size()
     return 0

@@ -111,10 +111,6 @@ def test_where_its_gradient_repeats_the_bits_it_does_for_any_batch_and_any_piece
         assert found[0].stride() == expected[0].stride()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="for single pixels PyTorch's kernel takes its channels_last path on the whole, but not on a few channels",
-)
 @pytest.mark.parametrize("shape", [(16384, 64, 1, 1), (65536, 16, 1)])
 def test_the_gradient_of_single_pixels_has_the_same_bits_too(shape: tuple[int, ...]) -> None:
     x, grad = torch.randn(shape), torch.randn(shape)

@@ -80,7 +80,6 @@ def test_a_meter_meters_step_after_step(counter: str) -> None:
         assert (measured.forward_bytes, measured.backward_bytes) == (size, size)
 
 
-@pytest.mark.xfail(strict=True, reason="what an earlier wall counted and no one names as resident is subtracted")
 @needs_compiler
 def test_what_an_earlier_step_left_behind_does_not_lower_the_peak_of_the_next_when_it_goes() -> None:
     meter, model = StepMeter(CPU), bytes_of(1000)
@@ -182,14 +181,6 @@ def test_an_unfinished_step_is_dropped_when_the_next_begins(counter: str, stage:
     assert measured.peak_bytes == 0
 
 
-@pytest.mark.parametrize(
-    "counter",
-    [
-        COUNTERS[0],
-        pytest.param("profiler", marks=pytest.mark.xfail(strict=True, reason="stops a profiler that does not run")),
-    ],
-    indirect=True,
-)
 def test_a_step_that_has_no_backward_pass_is_not_measured(counter: str) -> None:
     meter = StepMeter(CPU)
     after_pause(meter)

@@ -23,6 +23,8 @@ def get(name: str | Planner) -> Planner:
     """
     if callable(name):
         return name
+    if not isinstance(name, str):
+        raise InputError(f"planner is a {type(name).__name__}; expected a name or a function")
     if name not in NAMES:
         close = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""

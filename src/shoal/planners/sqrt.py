@@ -17,7 +17,6 @@ import time
 
 from shoal.hardware import Hardware
 from shoal.plan import Plan
-from shoal.planners.chain import least_peak
 from shoal.planners.infeasible import infeasible
 from shoal.planners.segments import keep_everything, segmentations
 from shoal.step import StepGraph
@@ -32,13 +31,14 @@ def sqrt(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
         budget_bytes: the most device bytes in use at any moment.
 
     Raises:
-        BudgetError: none fits. The least feasible bytes it names may be those of `chain`, which needs less.
+        BudgetError: none fits; other planners may find one that does.
     """
     started = time.perf_counter()
     found = [keep_everything(graph), *segmentations(graph)]
     fitting = [candidate for candidate in found if candidate.peak_bytes <= budget_bytes]
     if not fitting:
-        raise infeasible(graph, least_peak(graph, hardware), budget_bytes)
+        least = min(found, key=lambda candidate: candidate.peak_bytes)
+        raise infeasible(graph, Plan(graph, least.residences, "sqrt", hardware.name), budget_bytes)
     best = min(fitting, key=lambda candidate: candidate.seconds)
     planning_seconds = time.perf_counter() - started
     return Plan(graph, best.residences, "sqrt", hardware.name, budget_bytes, planning_seconds=planning_seconds)

@@ -57,6 +57,8 @@ def backward_(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, inverse_deviation: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`backward` that writes the gradient of the input over `grad`."""
+    if x.shape[2:].numel() == 1:  # PyTorch adds single pixels up in another order on a few channels than on all
+        return _whole_backward(grad, x, weight, mean, inverse_deviation)
     if x.is_contiguous() and grad.is_contiguous():
         return _backward_by_channels(
             grad, x, weight, mean, inverse_deviation, min(_CHANNELS_ELEMS, x.numel() // _LEAST_PIECES)

@@ -23,10 +23,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Max pooling of (N, C, ...): its result, and for each output the place of the winner within its window, uint8."""
     pool = _aten.max_pool2d_with_indices if len(kernel) == 2 else _aten.max_pool3d_with_indices
-    pooled: torch.Tensor | None = None
-    codes: torch.Tensor | None = None
-    first, _ = pool(x[:1], kernel, stride, padding, dilation, ceil_mode)
-    pooled = torch.empty((x.shape[0], *first.shape[1:]), dtype=x.dtype, device=x.device, memory_format=_layout(x))
+    shape = pool(x[:1].to("meta"), kernel, stride, padding, dilation, ceil_mode)[0].shape
+    pooled = torch.empty((x.shape[0], *shape[1:]), dtype=x.dtype, device=x.device, memory_format=_layout(x))
     codes = torch.empty_like(pooled, dtype=torch.uint8)
     for some in _pieces(pooled):
         pooled[some], indices = pool(x[some], kernel, stride, padding, dilation, ceil_mode)

@@ -37,8 +37,9 @@ class StepMeter:
     """Meters one step at a time: `begin`, `pause` after the forward pass, `resume` before the backward pass, `end`.
 
     On CUDA it reads the allocator's own peak. On the CPU the counting allocator of `shoal.runtime.wall` counts, on top
-    of the bytes of the tensors that were there before. Where that cannot be built (no C++ compiler), PyTorch's profiler
-    lists the allocations of the two graphs, and what lies between them is not metered.
+    of the bytes of the tensors that were there before: what else is in use, or freed, is not the step's. Where that
+    cannot be built (no C++ compiler), PyTorch's profiler lists the allocations of the two graphs, and what lies between
+    them is not metered.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,12 +65,11 @@ class StepMeter:
         self._before_bytes = distinct_bytes(resident)
         try:
             self._counter = self._standing.enter_context(wall(None, self.device))
+            self._counter.start_fresh()
         except InputError:
             if allocations.is_busy():
                 return False
             self._record()
-        if self._counter is not None and self.device.type != "cuda":
-            self._before_bytes -= self._counter.live_bytes
         self._running = True
         return True
 
@@ -91,11 +91,12 @@ class StepMeter:
 
     def end(self) -> Measured | None:
         """The backward pass is over: what the step used, or None where it was not metered from start to end."""
-        if not self._running:
+        if not self._running or len(self._peaks) != 2:
+            self.abandon()
             return None
         self._close_part()
         self.abandon()
-        return Measured(*self._peaks) if len(self._peaks) == 3 else None
+        return Measured(*self._peaks)
 
     def abandon(self) -> None:
         """Forget a step that did not reach its end."""
@@ -114,6 +115,6 @@ class StepMeter:
             self._recording = False
             self._peaks.append(self._before_bytes + allocations.peak_bytes(allocations.stop()))
             return
-        on_top_bytes = 0 if self.device.type == "cuda" else self._before_bytes
-        self._peaks.append(on_top_bytes + self._counter.peak_bytes)
-        self._counter.reset_peak()
+        on_cuda = self.device.type == "cuda"
+        self._peaks.append(self._counter.peak_bytes if on_cuda else self._before_bytes + self._counter.fresh_peak_bytes)
+        self._counter.reset_fresh_peak()

@@ -21,6 +21,7 @@ constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
 struct Block {
   std::int64_t nbytes;
   c10::Allocator* owner;
+  std::int64_t generation;
 };
 
 // Blocks by address, in shards so that threads seldom wait for one another.
@@ -34,6 +35,10 @@ struct Counters {
   std::atomic<std::int64_t> peak{0};
   std::atomic<std::int64_t> limit{kNoLimit};
   std::atomic<std::int64_t> allocations{0};
+  // Of the blocks of the present generation alone: what someone allocated since they asked to start afresh.
+  std::atomic<std::int64_t> generation{0};
+  std::atomic<std::int64_t> fresh{0};
+  std::atomic<std::int64_t> fresh_peak{0};
   std::array<Shard, 16> shards;
 
   Shard& shard(void* data) { return shards[(reinterpret_cast<std::uintptr_t>(data) >> 6) % shards.size()]; }
@@ -43,6 +48,18 @@ struct Counters {
 Counters& counters() {
   static auto* held = new Counters;
   return *held;
+}
+
+void raise_to(std::atomic<std::int64_t>& peak, std::int64_t nbytes) {
+  std::int64_t now = peak.load();
+  while (now < nbytes && !peak.compare_exchange_weak(now, nbytes)) {
+  }
+}
+
+void forget(const Block& block) {
+  Counters& c = counters();
+  c.live.fetch_sub(block.nbytes);
+  if (block.generation == c.generation.load()) c.fresh.fetch_sub(block.nbytes);
 }
 
 void reserve(std::int64_t nbytes) {
@@ -57,9 +74,8 @@ void reserve(std::int64_t nbytes) {
         after <= limit,
         "out of memory: ", nbytes, " bytes requested while ", before, " are in use and the limit is ", limit);
   } while (!c.live.compare_exchange_weak(before, after));
-  std::int64_t peak = c.peak.load();
-  while (peak < after && !c.peak.compare_exchange_weak(peak, after)) {
-  }
+  raise_to(c.peak, after);
+  raise_to(c.fresh_peak, c.fresh.fetch_add(nbytes) + nbytes);
   c.allocations.fetch_add(1);
 }
 
@@ -71,7 +87,7 @@ std::atomic<c10::Allocator*>& inner_allocator() {
 void free_counted(void* data) {
   if (data == nullptr) return;
   Counters& c = counters();
-  Block block{0, inner_allocator().load()};  // what raw_allocate gave before the wall stood is not ours to count
+  Block block{0, inner_allocator().load(), -1};  // what raw_allocate gave before the wall stood is not ours to count
   {
     // Forgotten before it is freed: another thread may get the same address at once.
     Shard& shard = c.shard(data);
@@ -83,7 +99,7 @@ void free_counted(void* data) {
     }
   }
   block.owner->raw_deallocate(data);
-  c.live.fetch_sub(block.nbytes);
+  forget(block);
 }
 
 struct CountingAllocator final : c10::Allocator {
@@ -91,21 +107,22 @@ struct CountingAllocator final : c10::Allocator {
     c10::Allocator* owner = inner_allocator().load();
     if (n == 0) return owner->allocate(0);
     const auto nbytes = static_cast<std::int64_t>(n);
+    const Block block{nbytes, owner, counters().generation.load()};
     reserve(nbytes);
     void* data = nullptr;
     try {
       data = owner->raw_allocate(n);
     } catch (...) {
-      counters().live.fetch_sub(nbytes);
+      forget(block);
       throw;
     }
     Shard& shard = counters().shard(data);
     {
       std::lock_guard<std::mutex> lock(shard.mutex);
-      const auto [entry, fresh] = shard.blocks.try_emplace(data, Block{nbytes, owner});
+      const auto [entry, fresh] = shard.blocks.try_emplace(data, block);
       if (!fresh) {  // raw_deallocate freed the earlier block past us, while the wall was down
-        counters().live.fetch_sub(entry->second.nbytes);
-        entry->second = Block{nbytes, owner};
+        forget(entry->second);
+        entry->second = block;
       }
     }
     // The context is the data pointer, as raw_deallocate asks.
@@ -148,6 +165,14 @@ WALL_API void wall_uninstall() {
 // A negative limit is none.
 WALL_API void wall_set_limit(std::int64_t limit) { counters().limit.store(limit < 0 ? kNoLimit : limit); }
 WALL_API void wall_set_peak(std::int64_t peak) { counters().peak.store(peak); }
+WALL_API void wall_start_fresh() {
+  Counters& c = counters();
+  c.generation.fetch_add(1);
+  c.fresh.store(0);
+  c.fresh_peak.store(0);
+}
+WALL_API void wall_reset_fresh_peak() { counters().fresh_peak.store(counters().fresh.load()); }
+WALL_API std::int64_t wall_fresh_peak() { return counters().fresh_peak.load(); }
 WALL_API std::int64_t wall_live() { return counters().live.load(); }
 WALL_API std::int64_t wall_peak() { return counters().peak.load(); }
 WALL_API std::int64_t wall_allocations() { return counters().allocations.load(); }

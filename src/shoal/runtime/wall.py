@@ -38,6 +38,9 @@ class _Memory(Protocol):
     def raise_wall(self) -> None: ...
     def take_down(self) -> None: ...
     def set_limit(self, limit_bytes: int) -> None: ...
+    def start_fresh(self) -> None: ...
+    def fresh_peak_bytes(self) -> int: ...
+    def reset_fresh_peak(self) -> None: ...
     def live_bytes(self) -> int: ...
     def peak_bytes(self) -> int: ...
     def set_peak(self, peak_bytes: int) -> None: ...
@@ -81,6 +84,19 @@ class Wall:
     def allocations(self) -> int:
         """How many allocations were granted since the wall was raised."""
         return self._memory.allocations() - self._first_allocation
+
+    def start_fresh(self) -> None:
+        """Let `fresh_peak_bytes` count what is allocated from here on, whatever is freed of what was there before."""
+        self._memory.start_fresh()
+
+    @property
+    def fresh_peak_bytes(self) -> int:
+        """Most bytes in use of what was allocated since `start_fresh`, in the time since `reset_fresh_peak`."""
+        return self._memory.fresh_peak_bytes()
+
+    def reset_fresh_peak(self) -> None:
+        """Let `fresh_peak_bytes` start again from what is in use."""
+        self._memory.reset_fresh_peak()
 
     def reset_peak(self) -> None:
         """Let `peak_bytes` start again from `live_bytes`."""
@@ -180,6 +196,7 @@ class _CudaMemory:
         self._total_bytes = torch.cuda.get_device_properties(device).total_memory
         self._fraction_before = 1.0
         self._peak_earlier = 0
+        self._stale_bytes = 0
 
     def raise_wall(self) -> None:
         self._fraction_before = torch.cuda.get_per_process_memory_fraction(self._device)
@@ -191,6 +208,16 @@ class _CudaMemory:
         torch.cuda.empty_cache()  # what is cached counts against the fraction
         fraction = 1.0 if limit_bytes < 0 else min(1.0, limit_bytes / self._total_bytes)
         torch.cuda.set_per_process_memory_fraction(fraction, self._device)
+
+    def start_fresh(self) -> None:
+        self._stale_bytes = self.live_bytes()
+        self.reset_fresh_peak()
+
+    def fresh_peak_bytes(self) -> int:
+        return self.peak_bytes() - self._stale_bytes
+
+    def reset_fresh_peak(self) -> None:
+        self.set_peak(self.live_bytes())
 
     def live_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device)
@@ -211,7 +238,7 @@ class _CpuMemory:
 
     def __init__(self) -> None:
         library = ctypes.CDLL(str(_compiled()))
-        for name in ("wall_live", "wall_peak", "wall_allocations"):
+        for name in ("wall_live", "wall_peak", "wall_fresh_peak", "wall_allocations"):
             getattr(library, name).restype = ctypes.c_int64
         for name in ("wall_set_limit", "wall_set_peak"):
             getattr(library, name).argtypes = [ctypes.c_int64]
@@ -226,6 +253,15 @@ class _CpuMemory:
 
     def set_limit(self, limit_bytes: int) -> None:
         self._library.wall_set_limit(limit_bytes)
+
+    def start_fresh(self) -> None:
+        self._library.wall_start_fresh()
+
+    def fresh_peak_bytes(self) -> int:
+        return int(self._library.wall_fresh_peak())
+
+    def reset_fresh_peak(self) -> None:
+        self._library.wall_reset_fresh_peak()
 
     def live_bytes(self) -> int:
         return int(self._library.wall_live())
