@@ -130,6 +130,20 @@ def test_accumulated_gradients_count_while_they_are_there() -> None:
     assert planned.shoal.measured_peak_bytes == pytest.approx(planned.shoal.predicted_peak_bytes, rel=0.02)
 
 
+def test_where_gradients_of_an_earlier_step_fill_the_budget_the_error_says_how_to_drop_them() -> None:
+    net, batches = large_enough()
+    sized = shoal.compile(copy.deepcopy(net))
+    mean_square(sized(batches[0])).backward()
+    planned = shoal.compile(net, budget=sized.shoal.predicted_peak_bytes, planner="keep_all")
+    mean_square(planned(batches[0])).backward()
+    with pytest.raises(BudgetError, match=r"gradients of an earlier step take .*: call optimizer.zero_grad") as caught:
+        planned(batches[1])
+    assert caught.value.least_feasible_bytes > planned.shoal.budget_bytes
+    assert caught.value.op and caught.value.largest
+    planned.zero_grad()
+    mean_square(planned(batches[1])).backward()
+
+
 @needs_compiler
 def test_a_plan_with_accumulated_gradients_stays_in_force_beside_one_without() -> None:
     net, batches = large_enough()

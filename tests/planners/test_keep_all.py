@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 
+from shoal.errors import BudgetError
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
 from shoal.residence import Keep
@@ -27,3 +29,14 @@ def test_every_saved_storage_is_kept_and_nothing_runs_twice(graph: StepGraph) ->
 @given(steps())
 def test_recomputing_everything_is_never_faster(graph: StepGraph) -> None:
     assert simulate(graph, just_in_time(graph, ())).seconds >= keep_all(graph, HARDWARE, 0).predicted_seconds
+
+
+@unhurried
+@given(steps())
+def test_a_budget_of_its_peak_is_met_and_a_byte_less_is_refused(graph: StepGraph) -> None:
+    peak_bytes = keep_all(graph, HARDWARE, 0).predicted_peak_bytes
+    assert keep_all(graph, HARDWARE, peak_bytes).predicted_peak_bytes == peak_bytes
+    if peak_bytes > 1:
+        with pytest.raises(BudgetError) as caught:
+            keep_all(graph, HARDWARE, peak_bytes - 1)
+        assert caught.value.least_feasible_bytes == peak_bytes

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from shoal.hardware import Hardware
 from shoal.plan import Plan
+from shoal.planners.infeasible import infeasible
 from shoal.planners.just_in_time import just_in_time
 from shoal.step import StepGraph
 
 
 def keep_all(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
-    """The plan that gives nothing up. It is the fastest where it fits."""
+    """The plan that gives nothing up. It is the fastest where it fits.
+
+    Args:
+        graph: the step.
+        hardware: named in the plan.
+        budget_bytes: the most device bytes in use at any moment; 0 for no limit.
+
+    Raises:
+        BudgetError: it does not fit; other planners may find one that does.
+    """
     every = range(len(graph.storages))
-    return Plan(graph, just_in_time(graph, every), "keep_all", hardware.name, budget_bytes)
+    plan = Plan(graph, just_in_time(graph, every), "keep_all", hardware.name, budget_bytes)
+    if budget_bytes and plan.predicted_peak_bytes > budget_bytes:
+        raise infeasible(graph, plan, budget_bytes)
+    return plan
