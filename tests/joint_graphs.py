@@ -114,7 +114,7 @@ def before_and_after_rewrites(model: nn.Module, *inputs: Any) -> tuple[Captured,
 
     def capture_thrice(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Captured:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(capturing, "save_fewer_bytes", lambda *_: None)
+            patch.setattr(capturing, "save_fewer_bytes", lambda *_, **__: None)
             steps.append(capture(_copy(joint), *args, **kwargs))
         steps.append(capture(_copy(joint), *args, **kwargs))
         steps.append(capture(_copy(joint), *args, **kwargs, aten_only=True))

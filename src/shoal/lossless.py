@@ -52,14 +52,19 @@ _POOL_BACKWARDS = {
 }
 
 
-def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], aten_only: bool) -> None:
+def save_fewer_bytes(
+    joint: fx.GraphModule, backward: set[fx.Node], *, aten_only: bool = False, cpu_kernels: bool = True
+) -> None:
     """Apply every rewrite to `joint`.
 
     Args:
         joint: the joint graph.
         backward: its backward nodes; kept up to date.
         aten_only: leave out the rewrites that bring in ops Inductor does not know.
+        cpu_kernels: make those too that are for the CPU alone, where the tensors are on it. False for a step that is
+            captured here but planned for another device.
     """
+    cpu_kernels = cpu_kernels and not aten_only
     graph = joint.graph
     for node in list(graph.nodes):
         if node.target is _aten.detach.default or _is_needless_copy(node):
@@ -71,14 +76,14 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], aten_only: b
             continue
         if node.target is _aten.native_batch_norm_backward.default and node.args[_TRAINING_OF_BATCH_NORM] is True:
             node.args = tuple(None if i in _STATISTICS_OF_BATCH_NORM else arg for i, arg in enumerate(node.args))
-            if not aten_only and _can_run_in_pieces(node):
+            if cpu_kernels and _can_run_in_pieces(node):
                 grad, x, weight, _, _, mean, deviation = node.args[:7]
                 node.target, node.args = batch_norm_backward, (grad, x, weight, mean, deviation)
         elif node.target is _aten.hardtanh_backward.default:
             _save_clipped_output(node)
         elif node.target is _aten.convolution_backward.default:
-            _split_convolution_backward(graph, node, backward, aten_only)
-        elif node.target is _aten.native_dropout.default and not aten_only:
+            _split_convolution_backward(graph, node, backward, cpu_kernels)
+        elif node.target is _aten.native_dropout.default and cpu_kernels:
             _keep_dropout_bits(node)
         elif node.target in _POOL_BACKWARDS and not aten_only:
             _encode_pool(graph, node, _POOL_BACKWARDS[node.target], backward)
@@ -101,7 +106,7 @@ def _is_needless_copy(node: fx.Node) -> bool:
     )
 
 
-def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx.Node], aten_only: bool) -> None:
+def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx.Node], cpu_kernels: bool) -> None:
     *arguments, wanted = _args(node)
     if not wanted[0]:
         return
@@ -110,7 +115,7 @@ def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx
     x = arguments[1].meta["val"]
     layout = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
     dense = x.is_contiguous() or (x.dim() > 3 and x.is_contiguous(memory_format=layout))
-    if aten_only or x.device.type != "cpu" or not dense:
+    if not cpu_kernels or x.device.type != "cpu" or not dense:
         return
     (of_input,) = node.users
     counted_flops = flops(node)

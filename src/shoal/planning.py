@@ -73,7 +73,7 @@ def plan(
     budget_bytes = 0 if budget is None else parse_bytes(budget)
     target = presets.get(hardware) if isinstance(hardware, str) else hardware
     started = time.perf_counter()
-    captured, device = capture_step(model, example, name=name or type(model).__name__)
+    captured, device = capture_step(model, example, name=name or type(model).__name__, runs_here=target is None)
     graph = captured.graph
     graph = replace(graph, standing_bytes=Standing(model, optimizer).bytes_beside(graph))
     if target is not None:
@@ -87,9 +87,13 @@ def plan(
 
 
 def capture_step(
-    model: nn.Module, example: torch.Tensor | Sequence[Any], *, name: str
+    model: nn.Module, example: torch.Tensor | Sequence[Any], *, name: str, runs_here: bool = True
 ) -> tuple[Captured, torch.device]:
     """The step of `model` at the shape of `example`, captured in training mode and not run.
+
+    Args:
+        model, example, name: as for `plan`.
+        runs_here: whether it will run on the device that it is captured on.
 
     Raises:
         CaptureError: the model is not one graph, or no output of it needs a gradient.
@@ -100,7 +104,7 @@ def capture_step(
         model.train()
     try:
         with torch.enable_grad():
-            stop = _stop_after_capture(name)
+            stop = _stop_after_capture(name, runs_here)
             torch.compile(call_of(model), backend=stop, fullgraph=True, dynamic=False)(*arguments)
     except BackendCompilerFailed as failure:
         if isinstance(failure.inner_exception, _Done):
@@ -124,7 +128,7 @@ class _Done(Exception):
         self.device = device
 
 
-def _stop_after_capture(name: str) -> Callable[..., Any]:
+def _stop_after_capture(name: str, runs_here: bool) -> Callable[..., Any]:
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         parameters = parameter_places(gm)
 
@@ -137,7 +141,7 @@ def _stop_after_capture(name: str) -> Callable[..., Any]:
             **unused: Any,
         ) -> Any:
             static = static_lifetime_input_indices or ()
-            captured = capture(joint, num_fwd_outputs, static, model=name, parameters=parameters)
+            captured = capture(joint, num_fwd_outputs, static, model=name, parameters=parameters, cpu_kernels=runs_here)
             raise _Done(captured, captured.device)
 
         with eager_kernels():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.codecs.pool_index import decode, encode, fits
-from tests.pools import Pool, pools
+from tests.pools import CHANNELS_LAST, FORWARD, Pool, pools
 from tests.random_steps import unhurried
 
 
@@ -20,11 +20,29 @@ def test_decoding_gives_back_every_index(pool: Pool) -> None:
     codes = encode(pool.indices, pool.x.shape, *pool.window)
     assert codes.dtype == torch.uint8
     assert (codes.shape, codes.stride()) == (pool.indices.shape, pool.indices.stride())
-    assert int(codes.max()) < prod(pool.window[0])
     again = decode(codes, pool.x.shape, *pool.window)
     assert again.dtype == torch.int64
     assert torch.equal(again, pool.indices)
     assert again.stride() == pool.indices.stride()
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("image", "kernel", "dilation"),
+    [([9, 300], [3, 3], [1, 1]), ([5, 70, 40], [2, 3, 2], [2, 1, 3]), ([4, 130], [2, 2], [2, 1])],
+)
+def test_so_it_does_where_a_window_spans_more_of_the_flat_image_than_a_byte_counts(
+    image: list[int], kernel: list[int], dilation: list[int], channels_last: bool
+) -> None:
+    dims = len(image)
+    x = torch.randn(2, 3, *image)
+    x = x.contiguous(memory_format=CHANNELS_LAST[dims]) if channels_last else x
+    window = (kernel, [1] * dims, [size // 2 for size in kernel], dilation)
+    _, indices = FORWARD[dims](x, *window, False)
+    codes = encode(indices, x.shape, *window)
+    assert int(codes.max()) < prod(kernel)
+    assert (codes.dtype, codes.stride()) == (torch.uint8, indices.stride())
+    assert torch.equal(decode(codes, x.shape, *window), indices)
 
 
 @unhurried

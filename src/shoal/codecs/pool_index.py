@@ -1,12 +1,14 @@
-"""Max-pool indices in one byte each: the place within the window instead of the place within the image.
+"""Max-pool indices in one byte each: how far the winner lies from its window's corner, not its place in the image.
 
 PyTorch's max pooling saves, for every output, the flat int64 place of the winner in its input. The winner lies in a
-window of known corner and at most 256 places, so a byte tells which. Lossless by construction.
+window of known corner and at most 256 places, so a byte tells which: the distance along the flat image itself where no
+distance in the window passes 255, else the number of the place. Lossless by construction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -44,16 +46,17 @@ def encode(
     >>> indices.item(), encode(indices, x.shape, [2, 2], [2, 2], [0, 0], [1, 1]).item()
     (2, 2)
     """
-    spatial = list(input_shape[2:])
-    code = torch.zeros_like(indices)
-    rest = indices
-    places = 1
-    for axis, corner in reversed(list(enumerate(_corners(indices, stride, padding)))):
-        place = rest.remainder(spatial[axis])
-        rest = rest.div(spatial[axis], rounding_mode="floor")
-        code += place.sub_(corner).div_(dilation[axis], rounding_mode="floor").mul_(places)
-        places *= kernel[axis]
-    return code.to(torch.uint8)
+    distances = _distances(input_shape, kernel, dilation)
+    corners = _corners(indices, input_shape, stride, padding)
+    distance = torch.sub(indices, corners, out=torch.empty_like(indices))
+    if distances[-1] < MOST_PLACES:
+        return distance.to(torch.uint8)
+    number_of = torch.zeros(distances[-1] + 1, dtype=torch.uint8, device=indices.device)
+    number_of[distances] = torch.arange(len(distances), dtype=torch.uint8, device=indices.device)
+    codes = torch.empty_like(indices, dtype=torch.uint8)
+    distance.clamp_(0, distances[-1])
+    torch.index_select(number_of, 0, _in_memory_order(distance), out=_in_memory_order(codes))
+    return codes
 
 
 def decode(
@@ -65,24 +68,38 @@ def decode(
     dilation: Sequence[int],
 ) -> torch.Tensor:
     """The inverse of `encode`: the int64 indices that `max_pool2d` or `max_pool3d` gave."""
-    spatial = list(input_shape[2:])
-    rest = codes.to(torch.int64)
-    indices = torch.zeros_like(rest)
-    pitch = 1
-    for axis, corner in reversed(list(enumerate(_corners(codes, stride, padding)))):
-        place = rest.remainder(kernel[axis])
-        rest = rest.div(kernel[axis], rounding_mode="floor")
-        # Whatever the byte, the place lies within the input: kernels do not check.
-        indices += place.mul_(dilation[axis]).add_(corner).clamp_(0, spatial[axis] - 1).mul_(pitch)
-        pitch *= spatial[axis]
-    return indices
+    distances = _distances(input_shape, kernel, dilation)
+    corners = _corners(codes, input_shape, stride, padding)
+    if distances[-1] < MOST_PLACES:
+        indices = codes.to(torch.int64)
+    else:
+        indices = torch.empty_like(codes, dtype=torch.int64)
+        distance_of = torch.zeros(MOST_PLACES, dtype=torch.int64, device=codes.device)
+        distance_of[: len(distances)] = torch.tensor(distances, device=codes.device)
+        torch.index_select(distance_of, 0, _in_memory_order(codes).int(), out=_in_memory_order(indices))
+    # Whatever the byte, the place lies within the input: kernels do not check.
+    return indices.add_(corners).clamp_(0, prod(input_shape[2:]) - 1)
 
 
-def _corners(outputs: torch.Tensor, stride: Sequence[int], padding: Sequence[int]) -> list[torch.Tensor]:
-    """The first place of every window along each axis, to be broadcast against `outputs`."""
-    corners = []
-    for axis, length in enumerate(outputs.shape[2:]):
-        shape = [1] * outputs.dim()
-        shape[axis + 2] = length
-        corners.append((torch.arange(length, device=outputs.device) * stride[axis] - padding[axis]).view(shape))
+def _distances(input_shape: Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
+    """How far each place of a window lies from its corner along the flat image, the last place last."""
+    distances = [0]
+    for size, places, step in zip(input_shape[2:], kernel, dilation, strict=True):
+        distances = [distance * size + place * step for distance in distances for place in range(places)]
+    return distances
+
+
+def _corners(
+    outputs: torch.Tensor, input_shape: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> torch.Tensor:
+    """The flat place of every window's corner, to be broadcast against `outputs`; padding puts some outside."""
+    corners = torch.zeros((), dtype=torch.int64, device=outputs.device)
+    for axis, (size, length) in enumerate(zip(input_shape[2:], outputs.shape[2:], strict=True)):
+        along = torch.arange(length, device=outputs.device) * stride[axis] - padding[axis]
+        corners = corners.unsqueeze(-1) * size + along
     return corners
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor without gaps as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -23,10 +23,11 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Max pooling of (N, C, ...): its result, and for each output the place of the winner within its window, uint8."""
     pool = _aten.max_pool2d_with_indices if len(kernel) == 2 else _aten.max_pool3d_with_indices
-    shape = pool(x[:1].to("meta"), kernel, stride, padding, dilation, ceil_mode)[0].shape
-    pooled = torch.empty((x.shape[0], *shape[1:]), dtype=x.dtype, device=x.device, memory_format=_layout(x))
+    shape = [_outputs(*axis, ceil_mode) for axis in zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)]
+    pooled = torch.empty((*x.shape[:2], *shape), dtype=x.dtype, device=x.device, memory_format=_layout(x))
     codes = torch.empty_like(pooled, dtype=torch.uint8)
     for some in _pieces(pooled):
+        # The library's form that writes into given tensors takes five times as long.
         pooled[some], indices = pool(x[some], kernel, stride, padding, dilation, ceil_mode)
         codes[some] = pool_index.encode(indices, x.shape, kernel, stride, padding, dilation)
     return pooled, codes
@@ -55,6 +56,13 @@ def backward(
         part = result[some]
         packet.grad_input(grad[some], part, kernel, stride, padding, dilation, ceil_mode, indices, grad_input=part)
     return result
+
+
+def _outputs(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
+    """How many windows there are along an axis; rounding up makes none that begins in the padding behind the input."""
+    room = size + 2 * padding - dilation * (kernel - 1) - 1
+    count = (room + stride - 1 if ceil_mode else room) // stride + 1
+    return count - (ceil_mode and (count - 1) * stride >= size + padding)
 
 
 def _layout(x: torch.Tensor) -> torch.memory_format:
