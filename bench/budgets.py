@@ -42,7 +42,7 @@ from shoal.machine import device_of
 SETTINGS = {
     "mobilenet_v2": Setting(batch=16, image=224),
     "googlenet": Setting(batch=16, image=224),
-    "unet3d": Setting(batch=1, image=64),
+    "unet3d": Setting(batch=2, image=64),
     "densenet121": Setting(batch=8, image=224, scout_batches=(2, 4)),
     "resnet50": Setting(batch=20, image=224, scout_batches=(2, 4)),
     "unet": Setting(batch=5, image=256, scout_batches=(1, 2)),

@@ -47,14 +47,14 @@ def plan(
         example: the forward pass's argument, or a tuple of its arguments. Only shapes and dtypes matter.
         budget: device bytes at the peak of the step, an int or a text such as "2GiB". None keeps everything.
         hardware: a preset's name ("p100-nvlink", see `shoal hardware`) or a `Hardware`: times come from its rates
-            (roofline). None: the ops are profiled on this machine.
+            (roofline), and kernels that are for the CPU alone are left out. None: the ops are profiled on this machine.
         planner: as for `shoal.compile`.
         optimizer: the optimizer whose state counts.
         name: the model's name in tables and errors; by default its class.
 
     Returns:
-        A `Plan`: `explain()` for people, `save(path)` for later, `timeline` for the simulated step. Give it to
-        `shoal.compile(model, plan=...)` to run it as it is.
+        A `Plan`: `explain()` for people, `save(path)` for later, `timeline` for the simulated step. One made for this
+        machine can be given to `shoal.compile(model, plan=...)` to run as it is.
 
     Raises:
         InputError: an argument is none of what is listed above.
