@@ -1,6 +1,6 @@
 """Networks × budgets: is each budget met, what does it cost, and what would PyTorch's own means cost at the same bytes?
 
-    python -m bench.budgets                      every network and budget, about an hour on two quiet cores
+    python -m bench.budgets                      every network and budget: hours on two cores
     python -m bench.budgets --quick              the same on tiny inputs, to see that it runs
     python -m bench.budgets --networks unet --budgets 40,33 --least
 

@@ -122,15 +122,16 @@ def _write_sizes_out(graph: fx.Graph) -> None:
         value = node.meta.get("val")
         if not isinstance(value, torch.SymInt | torch.SymFloat):
             continue
-        number = value.node.shape_env.simplify(value.node.expr) if value.node.maybe_as_int() is None else int(value)
-        if not getattr(number, "is_number", True):
+        exact = value.node.shape_env.simplify(value.node.expr)
+        if not exact.is_number:
             raise CaptureError(
                 f"the step has a symbolic size ({node.name}); compile with dynamic=False so that each shape gets "
                 "its plan"
             )
+        number = float(exact) if isinstance(value, torch.SymFloat) else int(exact)
         for user in list(node.users):
             if user.op != "output":
-                user.replace_input_with(node, int(number))
+                user.replace_input_with(node, number)
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
 
