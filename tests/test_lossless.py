@@ -212,6 +212,18 @@ def test_a_convolution_can_let_its_input_go_before_the_gradient_of_its_input_com
     )
 
 
+def test_a_weight_gradient_with_a_large_scratch_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.lossless.weight_gradient_pieces", lambda *_: 2)
+    before, after, for_inductor = before_and_after_rewrites(nn.Sequential(nn.Conv2d(3, 5, 3), nn.Tanh(), conv(5, 6)))
+    in_pieces = [op for op in after.graph.ops if op.target == "shoal.runtime.convolution.weight_gradient"]
+    assert len(in_pieces) == 2
+    assert all(op.flops > 0 for op in in_pieces)
+    assert "aten.convolution_backward.default" in {op.target for op in for_inductor.graph.ops}
+    tensors = operands(before.joint)
+    for ours, theirs in zip(run_joint(after.joint, tensors), run_joint(before.joint, tensors), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 class Skipping(nn.Module):
     """A U-Net of one level: the skip is `share` of what the decoder sees, and waits for `depth` convolutions."""
 

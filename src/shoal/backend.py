@@ -18,6 +18,7 @@ from shoal.inner import Compiler, compiler
 from shoal.lower import lower
 from shoal.plan import Plan
 from shoal.runtime.step_meter import StepMeter
+from shoal.runtime.wall import lifted
 from shoal.session import Session, Status
 from shoal.sizes import parse_bytes
 from shoal.standing import Standing
@@ -98,14 +99,15 @@ class PlannedStep:
         **unused: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan the joint graph and split it as planned."""
-        captured = capture(
-            joint,
-            num_fwd_outputs,
-            static_lifetime_input_indices or (),
-            model=self.session.name,
-            parameters=self.parameters,
-            aten_only=self.aten_only,
-        )
+        with lifted():  # what is tried out on this machine is not part of a step
+            captured = capture(
+                joint,
+                num_fwd_outputs,
+                static_lifetime_input_indices or (),
+                model=self.session.name,
+                parameters=self.parameters,
+                aten_only=self.aten_only,
+            )
         with unset_fake_temporarily():
             self.plan = self.session.make_plan(captured, captured.device)
         self.meter = StepMeter(captured.device)

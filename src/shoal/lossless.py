@@ -10,6 +10,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - a clipped activation (ReLU6, hardtanh) saves its output, which the next layer saves anyway, instead of its input;
 - a convolution's gradients of weight and input are two ops, the second without the input, so that the input can go
   before its gradient comes;
+- the gradient of a weight larger than its images comes a few output channels at a time where that saves scratch;
 - a ReLU whose output is saved for nothing but its own backward waits as one truth value per element, and one whose
   output has other readers too becomes that when the last of them is done;
 - batch norm's backward runs in place, without the second gradient that PyTorch's kernel allocates;
@@ -34,7 +35,7 @@ from shoal.codecs import pool_index
 from shoal.cost import flops
 from shoal.runtime.batch_norm import WORTH_PIECES_BYTES, backward_repeats_bits
 from shoal.runtime.batch_norm import backward as batch_norm_backward
-from shoal.runtime.convolution import input_gradient
+from shoal.runtime.convolution import input_gradient, weight_gradient, weight_gradient_pieces
 from shoal.runtime.dropout import dropout, dropout_backward
 from shoal.runtime.pooling import backward as pool_backward
 from shoal.runtime.pooling import forward as pool_forward
@@ -108,10 +109,13 @@ def _is_needless_copy(node: fx.Node) -> bool:
 
 def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx.Node], cpu_kernels: bool) -> None:
     *arguments, wanted = _args(node)
+    of_weight = node
+    if wanted[0] and any(wanted[1:]):
+        of_weight = _take_out_weight_gradient(graph, node, backward)
+    if cpu_kernels:
+        _cut_weight_gradient(of_weight)
     if not wanted[0]:
         return
-    if any(wanted[1:]):
-        _take_out_weight_gradient(graph, node, backward)
     x = arguments[1].meta["val"]
     layout = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
     dense = x.is_contiguous() or (x.dim() > 3 and x.is_contiguous(memory_format=layout))
@@ -132,7 +136,7 @@ def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx
     backward.add(alone)
 
 
-def _take_out_weight_gradient(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+def _take_out_weight_gradient(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> fx.Node:
     *arguments, wanted = _args(node)
     with graph.inserting_before(node):
         of_weight = graph.call_function(_aten.convolution_backward.default, (*arguments, [False, *wanted[1:]]))
@@ -144,6 +148,15 @@ def _take_out_weight_gradient(graph: fx.Graph, node: fx.Node, backward: set[fx.N
     for item in list(node.users):
         if item.args[1] != 0:
             item.args = (of_weight, item.args[1])
+    return of_weight
+
+
+def _cut_weight_gradient(node: fx.Node) -> None:
+    operands, options = _args(node)[:3], _args(node)[3:]
+    pieces = weight_gradient_pieces(*(operand.meta["val"] for operand in operands), *options)
+    if pieces is not None:
+        node.meta["flops"] = flops(node)
+        node.target, node.args = weight_gradient, (*node.args, pieces)
 
 
 def _sink(graph: fx.Graph, backward: set[fx.Node]) -> None:
