@@ -60,6 +60,13 @@ def conv(n_in: int, n_out: int, **options: Any) -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **NETWORKS,
     "pool with ties and padding": lambda: nn.Sequential(conv(3, 4), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Flatten()),
+    "pools of rectified maxima": lambda: nn.Sequential(
+        *(conv(3, 4), nn.ReLU(), nn.MaxPool2d(3, 1, 1), conv(4, 4), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
+        *(nn.MaxPool2d(3, 2, ceil_mode=True), nn.Tanh()),
+    ).to(memory_format=torch.channels_last),
+    "pool of windows with gaps after a rectifier": lambda: nn.Sequential(
+        conv(3, 4), nn.ReLU(), nn.MaxPool2d(2, 2, 1, dilation=3), nn.Tanh()
+    ),
     "pool of too large a window": lambda: nn.Sequential(conv(3, 4), nn.MaxPool2d(17, 2, 8), nn.Flatten()),
     "pool, indices handed out": Indexed,
     "dilated pool with ceil": lambda: nn.Sequential(conv(3, 4), nn.MaxPool2d(2, 3, dilation=2, ceil_mode=True)),
@@ -148,9 +155,18 @@ def test_a_rectifier_whose_output_no_one_else_saves_waits_in_a_byte_an_element()
     before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), nn.AvgPool2d(8)))
     # Pooling by averages names its input for the shape alone, which keeps it all the same.
     assert saved_bytes(before) == saved_bytes(after) == 4 * 512
-    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), nn.MaxPool2d(2)))
-    assert (saved_bytes(before), saved_bytes(after)) == (4 * 512 + 8 * 128, 512 + 128)
-    assert sorted(s.dtype for s in saved(after.graph)) == ["bool", "uint8"]
+
+
+def test_a_rectifier_before_max_pooling_waits_in_the_codes_of_the_pooling() -> None:
+    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()))
+    assert (saved_bytes(before), saved_bytes(after)) == (4 * 512 + 8 * 128, 128)
+    assert [s.dtype for s in saved(after.graph)] == ["uint8"]
+
+
+def test_a_rectifier_that_is_not_pooled_alone_or_in_windows_with_gaps_keeps_its_own_mask() -> None:
+    for tail in (nn.MaxPool2d(2, dilation=2), Concatenated(nn.MaxPool2d(3, 1, 1))):
+        _, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), tail, nn.Flatten()))
+        assert max(s.nbytes for s in saved(after.graph) if s.dtype == "bool") == 512
 
 
 def test_a_rectifier_whose_output_is_saved_anyway_or_handed_out_is_left_as_it_is() -> None:

@@ -4,7 +4,8 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 
 - running statistics named by batch norm's backward, which does not read them in training mode, are not saved;
 - the input of max pooling, of which the backward pass reads only the shape, is not saved for it;
-- max-pool indices wait in 1 byte (the place within the window) instead of 8;
+- max-pool indices wait in 1 byte (the place within the window) instead of 8, which also tells where a ReLU before the
+  pooling lets no gradient through;
 - dropout on the CPU gives the bits of eager PyTorch, with a mask of 1 byte per element where that saves noise of 4;
 - copies that functional graphs no longer need (an in-place activation's) are dropped;
 - a clipped activation (ReLU6, hardtanh) saves its output, which the next layer saves anyway, instead of its input;
@@ -263,6 +264,23 @@ def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Nod
     channels_last = value.is_contiguous(memory_format=layout) and not value.is_contiguous()
     node.target = pool_backward
     node.args = (grad, indices, list(value.shape), channels_last, *pool.args[1:])
+    # A dilated window may lie in the padding altogether: its index is then of no maximum.
+    rectified = all(step == 1 for step in dilation) and _take_in_rectifier(graph, node, pool_input, backward)
+    pool.args, node.args = (*pool.args, rectified), (*node.args, rectified)
+
+
+def _take_in_rectifier(graph: fx.Graph, unfolded: fx.Node, output: fx.Node, backward: set[fx.Node]) -> bool:
+    if len(unfolded.users) != 1 or output.target is not _aten.relu.default:
+        return False
+    (node,) = unfolded.users
+    if node.target is not _aten.threshold_backward.default:
+        return False
+    if node.args[1:] != (output, 0) or unfolded.meta["val"].stride() != node.meta["val"].stride():
+        return False
+    node.replace_all_uses_with(unfolded)
+    graph.erase_node(node)
+    backward.discard(node)
+    return True
 
 
 def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bool) -> None:

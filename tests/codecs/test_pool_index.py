@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.codecs.pool_index import decode, encode, fits
+from shoal.codecs.pool_index import NO_PLACE, decode, encode, fits
 from tests.pools import CHANNELS_LAST, FORWARD, Pool, pools
 from tests.random_steps import unhurried
 
@@ -53,16 +53,22 @@ def test_no_byte_leads_out_of_the_image(pool: Pool, byte: int) -> None:
     assert int(places.max()) < prod(pool.x.shape[2:])
 
 
-def test_all_places_of_the_largest_window_have_codes_of_their_own() -> None:
-    indices = torch.arange(256).view(256, 1, 1, 1)
-    window = ([16, 16], [16, 16], [0, 0], [1, 1])
-    codes = encode(indices, (256, 1, 16, 16), *window)
-    assert sorted(codes.flatten().tolist()) == list(range(256))
-    assert torch.equal(decode(codes, (256, 1, 16, 16), *window), indices)
+def test_all_places_of_the_largest_window_have_codes_of_their_own_and_one_code_is_left() -> None:
+    indices = torch.arange(255).view(255, 1, 1, 1)
+    window = ([15, 17], [15, 17], [0, 0], [1, 1])
+    codes = encode(indices, (255, 1, 15, 17), *window)
+    assert sorted({*codes.flatten().tolist(), NO_PLACE}) == list(range(256))
+    assert torch.equal(decode(codes, (255, 1, 15, 17), *window), indices)
+
+
+@unhurried
+@given(pools())
+def test_no_place_of_any_window_has_the_code_of_none(pool: Pool) -> None:
+    assert NO_PLACE not in encode(pool.indices, pool.x.shape, *pool.window)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "expected"), [([16, 16], True), ([16, 17], False), ([6, 6, 7], True), ([7, 6, 7], False), ([1], True)]
+    ("kernel", "expected"), [([15, 17], True), ([16, 16], False), ([6, 6, 7], True), ([7, 6, 7], False), ([1], True)]
 )
-def test_a_window_fits_if_it_has_at_most_as_many_places_as_a_byte_has_values(kernel: list[int], expected: bool) -> None:
+def test_a_window_fits_if_it_has_at_most_as_many_places_as_there_are_codes(kernel: list[int], expected: bool) -> None:
     assert fits(kernel) is expected

@@ -128,7 +128,11 @@ def test_pieces_are_proposed_only_where_they_repeat_the_bits_and_save_the_bytes_
         large_weight(channels=16),  # a small weight
         large_weight(groups=2),
         large_weight(device="meta"),
-        (torch.empty(4, 512, 64, 64), torch.empty(4, 512, 64, 64), *large_weight()[2:]),  # images larger than the weight
+        (
+            torch.empty(4, 512, 64, 64),
+            torch.empty(4, 512, 64, 64),
+            *large_weight()[2:],
+        ),  # images larger than the weight
     ],
     ids=["small", "grouped", "elsewhere", "large images"],
 )

@@ -1,4 +1,8 @@
-"""Max pooling that saves one byte per output, a few images at a time: no int64 index of the whole batch exists."""
+"""Max pooling that saves one byte per output, a few images at a time: no int64 index of the whole batch exists.
+
+Where its input comes from a ReLU, the byte also tells whether the ReLU lets the gradient through: it does where the
+maximum is not zero.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,12 @@ def forward(
     padding: Sequence[int],
     dilation: Sequence[int],
     ceil_mode: bool,
+    rectified: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Max pooling of (N, C, ...): its result, and for each output the place of the winner within its window, uint8."""
+    """Max pooling of (N, C, ...): its result, and for each output the place of the winner within its window, uint8.
+
+    With `rectified`, a window whose maximum is zero has none.
+    """
     pool = _aten.max_pool2d_with_indices if len(kernel) == 2 else _aten.max_pool3d_with_indices
     shape = [_outputs(*axis, ceil_mode) for axis in zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)]
     pooled = torch.empty((*x.shape[:2], *shape), dtype=x.dtype, device=x.device, memory_format=_layout(x))
@@ -30,6 +38,8 @@ def forward(
         # The library's form that writes into given tensors takes five times as long.
         pooled[some], indices = pool(x[some], kernel, stride, padding, dilation, ceil_mode)
         codes[some] = pool_index.encode(indices, x.shape, kernel, stride, padding, dilation)
+        if rectified:
+            codes[some].masked_fill_(pooled[some] == 0, pool_index.NO_PLACE)
     return pooled, codes
 
 
@@ -43,8 +53,9 @@ def backward(
     padding: Sequence[int],
     dilation: Sequence[int],
     ceil_mode: bool,
+    rectified: bool,
 ) -> torch.Tensor:
-    """Max pooling's backward from one-byte codes and the shape of the pool's input."""
+    """Max pooling's backward from one-byte codes and the shape of its input; `rectified`: and the ReLU's before it."""
     layout = torch.contiguous_format
     if channels_last:
         layout = torch.channels_last if len(kernel) == 2 else torch.channels_last_3d
@@ -52,9 +63,12 @@ def backward(
     packet = _aten.max_pool2d_with_indices_backward if len(kernel) == 2 else _aten.max_pool3d_with_indices_backward
     for some in _pieces(codes):
         indices = pool_index.decode(codes[some], input_shape, kernel, stride, padding, dilation)
+        given = grad[some]
+        if rectified:
+            given = given.masked_fill(codes[some] == pool_index.NO_PLACE, 0)
         # The kernel reads only the sizes of the pool's input, so the result stands in for it.
         part = result[some]
-        packet.grad_input(grad[some], part, kernel, stride, padding, dilation, ceil_mode, indices, grad_input=part)
+        packet.grad_input(given, part, kernel, stride, padding, dilation, ceil_mode, indices, grad_input=part)
     return result
 
 
