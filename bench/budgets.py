@@ -46,7 +46,7 @@ SETTINGS = {
     "densenet121": Setting(batch=8, image=224, scout_batches=(2, 4)),
     "resnet50": Setting(batch=20, image=224, scout_batches=(2, 4)),
     "unet": Setting(batch=5, image=256, scout_batches=(1, 2)),
-    "vgg16_bn": Setting(batch=52, image=224, scout_batches=(4, 8)),
+    "vgg16_bn": Setting(batch=68, image=224, scout_batches=(4, 8)),
 }
 CUDA_SETTINGS = {
     "resnet50": Setting(batch=128, image=224),

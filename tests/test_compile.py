@@ -645,7 +645,7 @@ def test_every_network_trains_like_plain_pytorch(name: str) -> None:
             module.reset_parameters()
     batches = images(2, *models.example_shape(name, 2, SIDES.get(name, 32)))
     trained = assert_same_training(net, batches, keep_by_chance(1, 0.6, 0.2))
-    assert len(trained.shoal.plan.recomputed) > 5
+    assert len(trained.shoal.plan.recomputed) > 3
 
 
 @needs_compiler

@@ -69,9 +69,15 @@ def dropped_bytes(graph: StepGraph, run: Run, op: Op) -> int:
 
 def peak_and_seconds(graph: StepGraph, runs: Iterable[Run]) -> tuple[int, float]:
     """The peak in bytes and the duration in seconds of a schedule: `simulate` without the record."""
+    totals, seconds = bytes_and_seconds(graph, runs)
+    return max([graph.resident_bytes, *totals]), seconds
+
+
+def bytes_and_seconds(graph: StepGraph, runs: Iterable[Run]) -> tuple[list[int], float]:
+    """The bytes in use during each run of a schedule, and the duration of all in seconds."""
     storages = graph.storages
     in_use = graph.resident_bytes
-    peak = in_use
+    totals = []
     seconds = 0.0
     for run in runs:
         op = run.of(graph)
@@ -79,10 +85,9 @@ def peak_and_seconds(graph: StepGraph, runs: Iterable[Run]) -> tuple[int, float]
             in_use += storages[storage].nbytes
         if run.takes_over >= 0:
             in_use -= storages[run.takes_over].nbytes
-        during = in_use + op.workspace_bytes + dropped_bytes(graph, run, op)
-        peak = max(peak, during)
+        totals.append(in_use + op.workspace_bytes + dropped_bytes(graph, run, op))
         seconds += op.seconds
         for storage in run.frees:
             if storage != run.takes_over:
                 in_use -= storages[storage].nbytes
-    return peak, seconds
+    return totals, seconds

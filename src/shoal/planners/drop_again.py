@@ -12,18 +12,32 @@ where every future reader is known. No optimum is claimed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import PlanError
 from shoal.residence import Recompute, Residence
 from shoal.schedule import Run, schedule
-from shoal.simulate import peak_and_seconds, simulate
+from shoal.simulate import bytes_and_seconds
 from shoal.step import StepGraph
 
 _MOST_DROPS = 60
 _MOST_TRIED = 12  # storages to give up that are played at each peak
 _MOST_EARLIER = 8
+
+
+@dataclass(frozen=True)
+class _Played:
+    """Residences, the runs they stand for, and what is in use during each."""
+
+    residences: Mapping[str, Residence]
+    runs: tuple[Run, ...]
+    total_bytes: Sequence[int]
+    seconds: float
+
+    def excess_bytes(self, budget_bytes: int) -> int:
+        """Bytes over the budget, added up over all runs."""
+        return sum(total - budget_bytes for total in self.total_bytes if total > budget_bytes)
 
 
 @dataclass(frozen=True)
@@ -42,43 +56,41 @@ def drop_again(graph: StepGraph, residences: Mapping[str, Residence], budget_byt
         residences: a plan whose peak is over the budget.
         budget_bytes: most bytes in use at any position.
     """
-    current = dict(residences)
+    current = _play(graph, residences)
     for _ in range(_MOST_DROPS):
-        over_bytes, peak = _excess(graph, current, budget_bytes)
+        over_bytes = current.excess_bytes(budget_bytes)
         if over_bytes == 0:
-            return current
-        best: tuple[float, dict[str, Residence]] | None = None
-        _, seconds = peak_and_seconds(graph, schedule(graph, current))
-        for changed in _changes(graph, current, peak):
+            return dict(current.residences)
+        best: tuple[float, _Played] | None = None
+        for changed in _changes(graph, current):
             try:
-                less_bytes, _ = _excess(graph, changed, budget_bytes)
+                played = _play(graph, changed)
             except PlanError:  # what it reads is not back there yet
                 continue
-            if less_bytes < over_bytes:
-                added = peak_and_seconds(graph, schedule(graph, changed))[1] - seconds
-                gain = (over_bytes - less_bytes) / max(added, 1e-9)
+            less_bytes = over_bytes - played.excess_bytes(budget_bytes)
+            if less_bytes > 0:
+                gain = less_bytes / max(played.seconds - current.seconds, 1e-9)
                 if best is None or gain > best[0]:
-                    best = (gain, changed)
+                    best = (gain, played)
         if best is None:
             return None
         current = best[1]
     return None
 
 
-def _excess(graph: StepGraph, residences: Mapping[str, Residence], budget_bytes: int) -> tuple[int, int]:
-    """Bytes over the budget, added up over all positions, and the position where they are most."""
-    totals = [moment.total_bytes for moment in simulate(graph, residences).moments]
-    over_bytes = sum(max(0, total - budget_bytes) for total in totals)
-    return over_bytes, max(range(len(totals)), key=totals.__getitem__)
+def _play(graph: StepGraph, residences: Mapping[str, Residence]) -> _Played:
+    runs = schedule(graph, residences)
+    return _Played(residences, runs, *bytes_and_seconds(graph, runs))
 
 
-def _changes(graph: StepGraph, residences: Mapping[str, Residence], peak: int) -> Iterator[dict[str, Residence]]:
+def _changes(graph: StepGraph, played: _Played) -> Iterator[dict[str, Residence]]:
     """Residences to try instead."""
-    for wait in _waiting_at(graph, residences, peak)[:_MOST_TRIED]:
-        yield _recompute_before(graph, residences, wait)
-    served = _served(schedule(graph, residences), peak)
+    peak = max(range(len(played.runs)), key=played.total_bytes.__getitem__)
+    for wait in _waiting_at(graph, played.runs, peak)[:_MOST_TRIED]:
+        yield _recompute_before(graph, played, wait)
+    served = _served(played.runs, peak)
     for op in reversed(range(max(graph.n_forward, served - _MOST_EARLIER), served)):
-        yield _recompute_earlier(graph, residences, served, op)
+        yield _recompute_earlier(graph, played.residences, served, op)
 
 
 def _recompute_earlier(
@@ -97,12 +109,11 @@ def _in_order(graph: StepGraph, names: Collection[str]) -> tuple[str, ...]:
     return tuple(op.name for op in graph.ops[graph.n_forward :] if op.name in names)
 
 
-def _waiting_at(graph: StepGraph, residences: Mapping[str, Residence], peak: int) -> list[_Wait]:
+def _waiting_at(graph: StepGraph, runs: tuple[Run, ...], peak: int) -> list[_Wait]:
     """What can be given up at position `peak` until its next reader after it, most bytes first.
 
     What the run there reads itself counts too: it may write over an operand that nobody waits for.
     """
-    runs = schedule(graph, residences)
     alive = _untouched(graph, runs, peak)
     for run in runs[:peak]:
         if run.again:
@@ -139,10 +150,10 @@ def _served(runs: tuple[Run, ...], position: int) -> int:
     return next(run.op for run in runs[position:] if not run.again)
 
 
-def _recompute_before(graph: StepGraph, residences: Mapping[str, Residence], wait: _Wait) -> dict[str, Residence]:
+def _recompute_before(graph: StepGraph, played: _Played, wait: _Wait) -> dict[str, Residence]:
     """Recompute the storage before the op, and with it whatever given-up storage that takes and is not back there."""
-    changed = dict(residences)
-    there = _alive_before(graph, residences, wait.op)
+    changed = dict(played.residences)
+    there = _alive_before(played.runs, wait.op)
     pending = [wait.storage]
     done: set[int] = set()
     while pending:
@@ -159,10 +170,9 @@ def _recompute_before(graph: StepGraph, residences: Mapping[str, Residence], wai
     return changed
 
 
-def _alive_before(graph: StepGraph, residences: Mapping[str, Residence], op: int) -> set[int]:
+def _alive_before(runs: tuple[Run, ...], op: int) -> set[int]:
     """Recomputed storages that are in use when the recomputations for `op` begin and are read there or later."""
     alive: set[int] = set()
-    runs = schedule(graph, residences)
     last = next(position for position, run in enumerate(runs) if run.op == op and not run.again)
     first = last
     while first > 0 and runs[first - 1].again:

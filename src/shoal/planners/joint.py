@@ -40,8 +40,10 @@ _ROUNDS = 5
 _BOUND_SECONDS = 5.0  # limit of each solve; most take one
 _SOLVE_SECONDS = 10.0
 _KEEP_MORE_SECONDS = 2.0
+_LEAST_SECONDS = 30.0  # after which the least plan found so far counts
 _CLOSE_ENOUGH = 0.002  # of the plain step's time: nearer to the lower bound no other planner is asked
 _FAR_OFF = 0.03
+_NARROW = 1 / 3  # of the largest result on the way to it
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,9 @@ def _several_times(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> _
 
 
 def _dropped_again(choice: RecomputeChoice, hardware: Hardware, budget_bytes: int) -> _Played | None:
-    """The faster of what dropping makes of the least plans that recompute once and several times."""
+    """The fastest of what dropping makes of the least plans that recompute once and several times, and of `_narrow`."""
     graph = choice.graph
-    starts = [least_peak(graph, hardware).residences, _least_once(choice)]
+    starts = [least_peak(graph, hardware).residences, _least_once(choice), _narrow(choice)]
     found = [drop_again(graph, start, budget_bytes) for start in starts if start is not None]
     played = [_with_more_kept(graph, budget_bytes, _exactly(graph, r)) for r in found if r is not None]
     return min((one for one in played if one is not None), key=lambda one: one.seconds, default=None)
@@ -129,17 +131,31 @@ def _least_once(choice: RecomputeChoice) -> Mapping[str, Residence] | None:
     return None if solution.kept is None else _play(choice, solution.kept).residences
 
 
+def _narrow(choice: RecomputeChoice) -> Mapping[str, Residence]:
+    """Keep only what is much smaller than what its recomputation makes on the way: a pooling's result, say."""
+    ops, storages = choice.graph.ops, choice.graph.storages
+
+    def widest_bytes(storage: int) -> int:
+        return max(storages[made].nbytes for op in choice.reruns[storage] for made in ops[op].second.writes)
+
+    kept = (s for s in choice.candidates if storages[s].nbytes <= _NARROW * widest_bytes(s))
+    return _play(choice, frozenset(kept)).residences
+
+
 @lru_cache(maxsize=4)  # one answer for every budget that does not fit
 def _least(graph: StepGraph, hardware: Hardware) -> Plan:
     """The plan with the least peak that is known: what dropping makes of the least plans, a step of 2 % at a time."""
+    deadline = time.perf_counter() + _LEAST_SECONDS
     choice = recompute_choice(graph)
-    once = _least_once(choice)
+    starts = [_least_once(choice), _narrow(choice)]
     plans = [least_peak(graph, hardware)]
-    if once is not None:
-        plans.append(Plan(graph, once, "joint", hardware.name))
+    plans.extend(Plan(graph, start, "joint", hardware.name) for start in starts if start is not None)
     least = min(plans, key=lambda plan: plan.predicted_peak_bytes)
     for start in plans:
-        while (lower := drop_again(graph, start.residences, int(0.98 * least.predicted_peak_bytes))) is not None:
+        while time.perf_counter() < deadline:
+            lower = drop_again(graph, start.residences, int(0.98 * least.predicted_peak_bytes))
+            if lower is None:
+                break
             least = start = Plan(graph, lower, "joint", hardware.name)
     return least
 
