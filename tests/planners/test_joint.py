@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from shoal.check import check
+from shoal.cost import roofline
 from shoal.errors import BudgetError
 from shoal.hardware import Device, Hardware, Link
 from shoal.planners.chain import chain
@@ -22,6 +25,7 @@ from shoal.planners.sqrt import sqrt
 from shoal.schedule import schedule
 from shoal.simulate import peak_and_seconds
 from shoal.step import StepGraph
+from tests.joint_graphs import captured_step
 from tests.random_steps import conv_bn_relu_chain, densenet_like, resnet_like, steps, unet_like, unhurried
 
 HERE = Hardware("here", Device("cpu", 1 << 34, 1e11, 1e10, 1e-6), Link("none", 1e10, 1e10, 1e-6), "made up")
@@ -74,6 +78,28 @@ def test_it_equals_brute_force_over_all_sets_to_keep_on_a_small_chain(share: flo
         assert best is None
         return
     assert best is None or planned <= best * 1.003
+
+
+def vgg_stage(n_in: int, n_out: int) -> list[nn.Module]:
+    pairs = ((n_in, n_out), (n_out, n_out))
+    convolved = [
+        (nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU(inplace=True)) for a, b in pairs
+    ]
+    return [*(layer for layers in convolved for layer in layers), nn.MaxPool2d(2)]
+
+
+def test_the_least_of_a_vgg_is_two_of_its_first_activations_and_what_a_pooling_leaves_of_a_third() -> None:
+    stages = [layer for n_in, n_out in ((3, 64), (64, 128), (128, 256), (256, 512)) for layer in vgg_stage(n_in, n_out)]
+    images = torch.empty(32, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    vgg = nn.Sequential(*stages, nn.Flatten()).to(memory_format=torch.channels_last)
+    graph = roofline(captured_step(vgg, images).graph, HERE)
+    gradient_bytes = sum(s.nbytes for s in graph.storages if s.kind == "gradient")
+    with pytest.raises(BudgetError) as refused:
+        joint(graph, HERE, graph.resident_bytes + gradient_bytes)
+    first_bytes = 32 * 64 * 32 * 32 * 4
+    # The convolution's output and its gradient, beside the pooling's gradient (a quarter) and its codes (a sixteenth).
+    least_bytes = graph.resident_bytes + gradient_bytes + (2 + 5 / 16) * first_bytes
+    assert refused.value.least_feasible_bytes == pytest.approx(least_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("build", [conv_bn_relu_chain, resnet_like, densenet_like, unet_like])
