@@ -1,4 +1,4 @@
-// The C ABI of libshoal_native. Functions take pointers and sizes, allocate nothing and know neither torch nor Python.
+// The C ABI of libshoal_native. Functions take pointers and sizes, return no memory and know neither torch nor Python.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 1
+#define SHOAL_ABI_VERSION 2
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -24,3 +24,16 @@ enum ShoalFeature : std::uint64_t {
 };
 
 SHOAL_API std::uint64_t shoal_cpu_features();
+
+enum ShoalLayoutOutcome : std::int32_t {
+    SHOAL_LAYOUT_FOUND = 0,
+    SHOAL_LAYOUT_IMPOSSIBLE = 1,
+    SHOAL_LAYOUT_GAVE_UP = 2,  // out of nodes or seconds, or told to stop
+};
+
+// Addresses for `count` blocks, each of `size` bytes in use from `lower` to `upper` (excluded), below `capacity`. Among
+// blocks that could lie equally low the first is tried first, so their order matters. `stop` may be set from another
+// thread. `offsets` is written only where a layout was found.
+SHOAL_API std::int32_t shoal_layout_search(std::int64_t count, const std::int64_t* lower, const std::int64_t* upper,
+                                           const std::int64_t* size, std::int64_t capacity, std::int64_t most_nodes,
+                                           double seconds, const volatile std::int32_t* stop, std::int64_t* offsets);

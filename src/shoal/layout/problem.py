@@ -1,0 +1,123 @@
+"""A layout problem and its answer: blocks of bytes with lifetimes, and an address for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shoal.errors import InputError
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes that are in use for a while.
+
+    Attributes:
+        name: what the caller calls it.
+        lower, upper: in use at every time t with lower <= t < upper.
+        size_bytes: how many.
+    """
+
+    name: str
+    lower: int
+    upper: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Blocks to be placed so that no two that are in use at the same time share a byte.
+
+    Raises:
+        InputError: a block ends before it begins or its size is negative, or two have the same name.
+    """
+
+    blocks: tuple[Block, ...]
+
+    def __post_init__(self) -> None:
+        names: set[str] = set()
+        for block in self.blocks:
+            if block.upper <= block.lower:
+                raise InputError(
+                    f"block {block.name!r} is in use from {block.lower} to {block.upper}: expected a later end"
+                )
+            if block.size_bytes < 0:
+                raise InputError(f"block {block.name!r} has {block.size_bytes} bytes; expected 0 or more")
+            if block.name in names:
+                raise InputError(f"two blocks are called {block.name!r}; give each its own id")
+            names.add(block.name)
+
+    @cached_property
+    def highest_live_bytes(self) -> int:
+        """The most bytes in use at any time: no layout is smaller.
+
+        >>> Problem((Block("a", 0, 2, 5), Block("b", 1, 3, 4), Block("c", 2, 3, 3))).highest_live_bytes
+        9
+        """
+        changes = sorted(self._changes())
+        in_use = highest = 0
+        for _, change in changes:  # at one time, what ends is taken off before what begins is added
+            in_use += change
+            highest = max(highest, in_use)
+        return highest
+
+    def _changes(self) -> Iterator[tuple[int, int]]:
+        for block in self.blocks:
+            yield block.lower, block.size_bytes
+            yield block.upper, -block.size_bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An address for every block of a problem.
+
+    Attributes:
+        problem: what was laid out.
+        offsets: of its blocks, in their order, in bytes from the beginning of the arena.
+    """
+
+    problem: Problem
+    offsets: tuple[int, ...]
+
+    @cached_property
+    def arena_bytes(self) -> int:
+        """The bytes of the arena: where the highest block ends."""
+        ends = (offset + block.size_bytes for offset, block in zip(self.offsets, self.problem.blocks, strict=True))
+        return max(ends, default=0)
+
+    @property
+    def fragmentation(self) -> float:
+        """Arena bytes over the most bytes in use at any time; 1.0 wastes nothing."""
+        highest = self.problem.highest_live_bytes
+        return self.arena_bytes / highest if highest else 1.0
+
+
+def lay_out_in_order(problem: Problem, order: Sequence[int], *, tightest: bool) -> Layout:
+    """Place blocks one after the other, each into a gap that all blocks placed before leave it.
+
+    Args:
+        problem: what to lay out.
+        order: places of the blocks in `problem.blocks`, first to be placed first.
+        tightest: into the smallest gap that is large enough; else into the lowest.
+    """
+    blocks = problem.blocks
+    offsets = [0] * len(blocks)
+    placed: list[int] = []
+    for place in order:
+        block = blocks[place]
+        taken = sorted(
+            (offsets[other], offsets[other] + blocks[other].size_bytes)
+            for other in placed
+            if blocks[other].lower < block.upper and block.lower < blocks[other].upper
+        )
+        end = 0
+        best: tuple[int, int] | None = None  # bytes of the gap, its offset
+        for lower, upper in taken:
+            gap_bytes = lower - end
+            if gap_bytes >= block.size_bytes and (best is None or (tightest and gap_bytes < best[0])):
+                best = gap_bytes, end
+            end = max(end, upper)
+        offsets[place] = end if best is None else best[1]
+        placed.append(place)
+    return Layout(problem, tuple(offsets))

@@ -1,0 +1,63 @@
+"""Layout problems and layouts as CSV, in MiniMalloc's columns: `id,lower,upper,size`, and `offset` for an answer."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+from shoal.errors import InputError
+from shoal.files import write_text
+from shoal.layout.problem import Block, Layout, Problem
+
+_COLUMNS = ("id", "lower", "upper", "size")
+
+
+def read_problem(path: str | Path) -> Problem:
+    """Read a problem; an `offset` column, if there is one, is ignored.
+
+    Raises:
+        InputError: the file cannot be read, a column is missing, or a line does not make sense: it names the line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(
+            f"cannot read {path}: {reason}; give a CSV file with the columns {','.join(_COLUMNS)}"
+        ) from None
+    rows = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    names = [name.strip() for name in rows.fieldnames or ()]
+    missing = [column for column in _COLUMNS if column not in names]
+    if missing:
+        raise InputError(f"{path} has no column {missing[0]!r}; expected {','.join(_COLUMNS)} in the first line")
+    if unknown := [name for name in names if name not in (*_COLUMNS, "offset")]:
+        raise InputError(f"{path} has a column {unknown[0]!r}, which is not supported; expected {','.join(_COLUMNS)}")
+    rows.fieldnames = names
+    blocks = []
+    for row in rows:
+        try:
+            lower, upper, size_bytes = (int(row[column]) for column in _COLUMNS[1:])
+        except (TypeError, ValueError):
+            raise InputError(f"{path}, line {rows.line_num}: lower, upper and size must be whole numbers") from None
+        if None in row:
+            raise InputError(f"{path}, line {rows.line_num}: more values than columns")
+        blocks.append(Block(row["id"], lower, upper, size_bytes))
+    try:
+        return Problem(tuple(blocks))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def write_layout(path: str | Path, layout: Layout) -> Path:
+    """Write the problem with an `offset` column, whole or not at all.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow((*_COLUMNS, "offset"))
+    for block, offset in zip(layout.problem.blocks, layout.offsets, strict=True):
+        writer.writerow((block.name, block.lower, block.upper, block.size_bytes, offset))
+    return write_text(path, text.getvalue())
