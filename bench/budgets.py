@@ -133,7 +133,7 @@ def use_exact_kernels() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.budgets", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--networks", type=_names, help="comma-separated; by default all")
+    parser.add_argument("--networks", type=comma_separated, help="comma-separated; by default all")
     parser.add_argument("--budgets", type=_shares, help="percent of plain PyTorch's peak, comma-separated")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for one JSON file a network")
     parser.add_argument("--resume", action="store_true", help="skip networks whose file of today is there")
@@ -148,7 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _names(text: str) -> list[str]:
+def comma_separated(text: str) -> list[str]:
+    """The names in `text`.
+
+    >>> comma_separated("unet, unet3d")
+    ['unet', 'unet3d']
+    """
     return [name.strip() for name in text.split(",") if name.strip()]
 
 

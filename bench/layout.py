@@ -1,0 +1,156 @@
+"""Static addresses: how much larger than the most bytes in use is the arena, and are MiniMalloc's problems solved?
+
+    python -m bench.layout               minutes on two cores
+    python -m bench.layout --quick       small inputs, and a second for each search
+
+The steps are those of `bench.budgets` at its batches, all kept and at half the bytes of that, planned for a P100;
+nothing of them is run. Every layout is checked pair by pair before its row is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+import shoal
+from bench import tables
+from bench.budgets import QUICK_SETTINGS, SETTINGS, comma_separated, make_folder
+from bench.conditions import conditions, describe, file_name
+from shoal import models, native
+from shoal.data.location import data_dir
+from shoal.errors import BudgetError, InputError
+from shoal.files import write_json
+from shoal.layout.best_fit import best_fit
+from shoal.layout.check import check
+from shoal.layout.first_fit import first_fit
+from shoal.layout.problem import Problem
+from shoal.layout.search import Answer, search, smallest
+from shoal.layout.step_blocks import step_blocks
+from shoal.layout.table import read_problem
+from shoal.sizes import format_bytes
+
+HARDWARE = "p100-nvlink"
+TARGET = 1.02  # arena over the most bytes in use, for every step
+MINIMALLOC_BYTES = 1048576
+MINIMALLOC_SECONDS = 60.0
+STEP_SECONDS = 20.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0 if every layout is sound, whatever its size."""
+    asked = _parser().parse_args(arguments)
+    try:
+        return _run(asked)
+    except InputError as error:
+        print(f"bench.layout: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(asked: argparse.Namespace) -> int:
+    found_conditions = conditions(torch.device("cpu"), 0)
+    out = make_folder(asked.out)
+    console = tables.console()
+    console.print(describe(found_conditions), highlight=False)
+    console.print("native search" if native.library() else "search in Python: the native library is not built")
+    seconds = 1.0 if asked.quick else STEP_SECONDS
+    rows = [_step_row(name, problem, seconds) for name, problem in _steps(asked.networks, quick=asked.quick)]
+    console.print(_table("Training steps", rows))
+    seconds = 1.0 if asked.quick else MINIMALLOC_SECONDS
+    given = sorted((data_dir() / "minimalloc").glob(f"*.{MINIMALLOC_BYTES}.csv"))
+    solved = [_given_row(path, seconds) for path in given]
+    if solved:
+        console.print(_table(f"MiniMalloc's problems within {MINIMALLOC_BYTES} bytes", solved))
+    else:
+        console.print(f"MiniMalloc's problems are not in {data_dir()}; set SHOAL_DATA", highlight=False)
+    path = out / file_name("layout", torch.device("cpu"))
+    write_json(path, {"conditions": found_conditions, "steps": rows, "minimalloc": solved})
+    tight = sum(row["search"]["fragmentation"] <= TARGET for row in rows)
+    within = sum(row["search"]["arena_bytes"] is not None for row in solved)
+    console.print(
+        f"{tight} of {len(rows)} steps within {TARGET:.2f} of the most bytes in use; "
+        f"{within} of {len(solved)} of MiniMalloc's problems solved. Figures in {path}",
+        highlight=False,
+    )
+    return 0
+
+
+def _steps(names: Sequence[str] | None, *, quick: bool) -> Iterator[tuple[str, Problem]]:
+    settings = QUICK_SETTINGS if quick else SETTINGS
+    for name in names or settings:
+        if name not in settings:
+            raise InputError(f"unknown network {name!r}; known are {', '.join(settings)}")
+        with torch.device("meta"):
+            model = models.build(name)
+            images = torch.empty(models.example_shape(name, settings[name].batch, settings[name].image))
+        plain = shoal.plan(model, images, hardware=HARDWARE, name=name)
+        yield f"{name}, all kept", step_blocks(plain.graph, plain.residences)
+        try:
+            half = shoal.plan(model, images, plain.predicted_peak_bytes // 2, hardware=HARDWARE, name=name)
+        except BudgetError:
+            continue
+        yield f"{name}, half the bytes", step_blocks(half.graph, half.residences)
+
+
+def _step_row(name: str, problem: Problem, seconds: float) -> dict[str, Any]:
+    return _row(name, problem, lambda: smallest(problem, time_limit_seconds=seconds))
+
+
+def _given_row(path: Path, seconds: float) -> dict[str, Any]:
+    problem = read_problem(path)
+    row = _row(path.name, problem, lambda: search(problem, MINIMALLOC_BYTES, time_limit_seconds=seconds))
+    arena_bytes = row["search"]["arena_bytes"]
+    assert arena_bytes is None or arena_bytes <= MINIMALLOC_BYTES
+    return row
+
+
+def _row(name: str, problem: Problem, look: Callable[[], Answer]) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": name, "blocks": len(problem.blocks), "most_bytes": problem.highest_live_bytes}
+    for method, lay_out in (("first_fit", first_fit), ("best_fit", best_fit), ("search", lambda _: look())):
+        started = time.perf_counter()
+        made = lay_out(problem)
+        seconds = time.perf_counter() - started
+        layout = made.layout if isinstance(made, Answer) else made
+        if layout is not None:
+            check(layout)
+        row[method] = {
+            "arena_bytes": layout and layout.arena_bytes,
+            "fragmentation": layout and layout.fragmentation,
+            "seconds": seconds,
+        }
+    return row
+
+
+def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title=title)
+    for column in ("step", "blocks", "most in use", "first fit", "best fit", "search", "best fit took", "search took"):
+        table.add_column(column, justify="left" if column == "step" else "right")
+    for row in rows:
+        methods = ("first_fit", "best_fit", "search")
+        shares = (row[method]["fragmentation"] for method in methods)
+        table.add_row(
+            row["name"],
+            f"{row['blocks']}",
+            format_bytes(row["most_bytes"]),
+            *("none" if share is None else f"{share:.3f}" for share in shares),
+            *(f"{row[method]['seconds']:.2f} s" for method in methods[1:]),
+        )
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.layout", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--networks", type=comma_separated, help="comma-separated; by default all")
+    parser.add_argument("--quick", action="store_true", help="small inputs and short searches, to see that it runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
