@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shoal.layout.problem import Block, Layout, Problem, lay_out_in_order
+from shoal.layout.in_order import lay_out_in_order
+from shoal.layout.problem import Block, Layout, Problem
 
 _ORDERS: tuple[Callable[[Block], tuple[int, int]], ...] = (
     lambda block: (-block.size_bytes, block.lower - block.upper),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.layout.problem import Layout, Problem, lay_out_in_order
+from shoal.layout.in_order import lay_out_in_order
+from shoal.layout.problem import Layout, Problem
 
 
 def first_fit(problem: Problem) -> Layout:

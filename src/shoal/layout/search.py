@@ -86,8 +86,6 @@ def smallest(problem: Problem, *, time_limit_seconds: float = 60.0) -> Answer:
             if answer.proven:
                 impossible_bytes = tried_bytes
         tried_bytes = (not_found_bytes + best.arena_bytes) // 2
-        if tried_bytes == not_found_bytes:
-            break
     return Answer(best, best.arena_bytes - 1 == impossible_bytes)
 
 

@@ -85,25 +85,15 @@ def weight_gradient(
     return None, of_weight, of_bias
 
 
-def weight_gradient_pieces(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    wanted: Sequence[bool],
-) -> int | None:
+def weight_gradient_pieces(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any) -> int | None:
     """In how many pieces `weight_gradient` of these arguments had best come; None: it had better come whole.
 
-    Tensors may be fake: only their shapes, strides, dtypes and devices are read. Pieces repeat the bits of the whole
-    here and save at least the bytes of the result.
+    Tensors may be fake: only their shapes, strides, dtypes and devices are read; `options` are the arguments of
+    `weight_gradient` from `bias_sizes` to `wanted`. Pieces repeat the bits of the whole here and save at least the
+    bytes of the result.
     """
     tensors = (grad, x, weight)
+    transposed, _, groups, wanted = options[-4:]
     sizes = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
     if transposed or groups != 1 or not wanted[1] or not all(type(size) is int for size in sizes):
         return None
@@ -113,10 +103,9 @@ def weight_gradient_pieces(
     if weight_bytes < max(_WORTH_PIECES_BYTES, grad_bytes, x_bytes) or allocations.is_busy():
         return None
     layouts = tuple((tuple(tensor.shape), tensor.stride()) for tensor in tensors)
-    lists = (stride, padding, dilation, transposed, output_padding, groups, wanted)
-    options = tuple(tuple(option) if isinstance(option, Sequence) else option for option in (bias_sizes, *lists))
+    frozen = tuple(tuple(option) if isinstance(option, Sequence) else option for option in options)
     pieces = max(_LEAST_PIECES, min(_MOST_PIECES, _PIECES_A_THREAD * torch.get_num_threads()))
-    return pieces if _pieces_repeat_bits(layouts, weight.dtype, options, pieces) else None
+    return pieces if _pieces_repeat_bits(layouts, weight.dtype, frozen, pieces) else None
 
 
 @lru_cache(maxsize=1024)
