@@ -13,9 +13,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from shoal.hardware import Device, Hardware, Link
+from shoal.planners.just_in_time import just_in_time
+from shoal.residence import Offload, Residence
+from shoal.schedule import schedule
 from shoal.step import Op, Phase, StepGraph, Storage, StorageKind
 
 HARDWARE = Hardware("test", Device("test", 1 << 34, 1e12, 1e11, 1e-6), Link("test", 1e10, 1e10, 1e-5), "made up")
+SLOW_LINK = Link("slow", 10.0, 8.0, 0.25)  # beside ops of a second and storages of tens of bytes
 
 
 unhurried = settings(deadline=None)  # a busy machine is no reason to fail
@@ -279,3 +283,23 @@ def steps(draw: st.DrawFn, max_ops: int = 10) -> StepGraph:
                 x = b.cat([x, other], seconds) if other != x else b.conv(x, 7, seconds)
         tensors.append(x)
     return b.step(tensors[-1], standing_bytes=draw(st.integers(0, 20)), with_loss=draw(st.booleans()))
+
+
+@st.composite
+def offloads(draw: st.DrawFn, graph: StepGraph) -> dict[str, Residence]:
+    """Residences of any kind: some storages kept, some recomputed, some offloaded from and to any legal place."""
+    forward = [s.id for s in graph.storages if s.kind == "activation"]
+    backward = [op for op in graph.ops if op.phase == "backward"]
+    stays = draw(st.sets(st.sampled_from(forward))) if forward else set()
+    residences = dict(just_in_time(graph, stays))
+    runs = schedule(graph, residences)
+    for storage in sorted(stays):
+        reader = next((n for n in range(graph.n_forward, len(runs)) if storage in runs[n].of(graph).reads), None)
+        if reader is None or not draw(st.booleans()):
+            continue
+        served = next(run.op for run in runs[reader:] if not run.again)
+        last = max([graph.producer[storage], *(r for r in graph.readers[storage] if r < graph.n_forward)])
+        free_after = draw(st.sampled_from(graph.ops[last : graph.n_forward]))
+        fetch_before = draw(st.sampled_from([op for op in backward if op.id <= served]))
+        residences[graph.storages[storage].name] = Offload(free_after.name, fetch_before.name)
+    return residences

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from shoal.check import check
 from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time
-from shoal.residence import Residence
+from shoal.residence import Offload, Residence
 from shoal.schedule import Run, schedule
 from shoal.simulate import simulate
 from shoal.step import StepGraph
-from tests.random_steps import Builder, conv_bn_relu_chain, steps, unhurried
+from tests.random_steps import SLOW_LINK, Builder, conv_bn_relu_chain, offloads, steps, unhurried
 
 
 @st.composite
@@ -38,8 +38,17 @@ def planned_steps(draw: st.DrawFn) -> tuple[StepGraph, dict[str, Residence]]:
     return graph, residences
 
 
+@st.composite
+def steps_with_offloads(draw: st.DrawFn) -> tuple[StepGraph, dict[str, Residence]]:
+    """A random step with storages kept, recomputed and offloaded at random."""
+    graph = replace(draw(steps()), link=SLOW_LINK)
+    residences = draw(offloads(graph))
+    assume(any(isinstance(residence, Offload) for residence in residences.values()))
+    return graph, residences
+
+
 @unhurried
-@given(planned_steps())
+@given(planned_steps() | steps_with_offloads())
 def test_its_peak_is_the_simulated_peak(planned: tuple[StepGraph, dict[str, Residence]]) -> None:
     graph, residences = planned
     assert check(graph, residences, schedule(graph, residences)) == simulate(graph, residences).peak_bytes
@@ -58,7 +67,7 @@ def test_the_budget_is_held_to_the_byte(planned: tuple[StepGraph, dict[str, Resi
 
 
 @unhurried
-@given(planned_steps(), st.data())
+@given(planned_steps() | steps_with_offloads(), st.data())
 def test_a_damaged_sequence_is_rejected(planned: tuple[StepGraph, dict[str, Residence]], data: st.DataObject) -> None:
     graph, residences = planned
     what, damaged = data.draw(st.sampled_from(list(damages(list(schedule(graph, residences))))))
@@ -96,6 +105,32 @@ def damages(runs: list[Run]) -> Iterator[tuple[str, list[Run]]]:
                 twice = list(runs)
                 twice[j] = replace(runs[j], frees=(*runs[j].frees, storage))
                 yield f"{storage} dies again at run {j}", twice
+
+
+@unhurried
+@given(steps_with_offloads(), st.data())
+def test_a_transfer_at_a_wrong_place_is_rejected(
+    planned: tuple[StepGraph, dict[str, Residence]], data: st.DataObject
+) -> None:
+    graph, residences = planned
+    what, damaged = data.draw(st.sampled_from(list(misplaced_transfers(list(schedule(graph, residences))))))
+    note(what)
+    with pytest.raises(PlanError):
+        check(graph, residences, damaged)
+
+
+def misplaced_transfers(runs: list[Run]) -> Iterator[tuple[str, list[Run]]]:
+    """Every way to leave out, double or move one copy, wait or release."""
+    for kind in ("fetches", "awaits", "offloads", "releases"):
+        for i, run in enumerate(runs):
+            for storage in getattr(run, kind):
+                less = list(runs)
+                less[i] = replace(run, **{kind: tuple(s for s in getattr(run, kind) if s != storage)})
+                yield f"{kind} of {storage} at run {i} left out", less
+                for j, other in enumerate(runs):
+                    moved = list(runs) if j == i else list(less)
+                    moved[j] = replace(other, **{kind: (*getattr(other, kind), storage)})
+                    yield f"{kind} of {storage} at run {j}, {'again' if j == i else f'not at {i}'}", moved
 
 
 def test_a_block_of_another_size_is_not_taken_over() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time
-from shoal.residence import Keep, Recompute
+from shoal.residence import Keep, Offload, Recompute
 from shoal.schedule import STAYS, schedule
 from shoal.step import StepGraph
 from tests.random_steps import Builder, plain_chain, steps, unhurried
@@ -124,3 +124,60 @@ def test_what_must_not_run_twice_is_not_recomputed() -> None:
     (reader,) = [op.name for op in graph.ops if op.target == "dropout_backward"]
     with pytest.raises(PlanError, match="twice changes the training"):
         schedule(graph, {"dropout_1.mask": Recompute((reader,))})
+
+
+def _transfers(graph: StepGraph, residences: dict[str, Keep | Recompute | Offload]) -> list[str]:
+    """Every transfer as text: what happens to which storage around which run."""
+    return [
+        f"{kind} {graph.storages[storage].name} at {graph.ops[run.op].name}{' again' if run.again else ''}"
+        for run in schedule(graph, residences)
+        for kind in ("fetches", "awaits", "offloads", "releases")
+        for storage in getattr(run, kind)
+    ]
+
+
+def test_an_offloaded_storage_leaves_when_it_is_written_and_is_back_before_its_first_reader() -> None:
+    residences = {"conv_0.out": Offload("conv_2", "conv_backward_4")}
+    assert _transfers(plain_chain(3), residences) == [
+        "offloads conv_0.out at conv_0",
+        "releases conv_0.out at conv_2",
+        "fetches conv_0.out at conv_backward_4",
+        "awaits conv_0.out at conv_backward_5",
+    ]
+    assert _story(plain_chain(3), residences)[5] == "conv_backward_5 -conv_backward_4.grad4,conv_0.out"
+
+
+def test_a_recomputation_can_be_the_first_reader_of_what_was_offloaded() -> None:
+    residences = {
+        "conv_0.out": Offload("conv_1", "conv_backward_4"),
+        "conv_1.out": Recompute(("conv_backward_4",)),
+    }
+    assert _transfers(plain_chain(3), residences)[2:] == [
+        "fetches conv_0.out at conv_1 again",
+        "awaits conv_0.out at conv_1 again",
+    ]
+
+
+def test_what_is_waited_for_first_is_fetched_first() -> None:
+    residences = {name: Offload("conv_3", "conv_backward_5") for name in ("conv_0.out", "conv_1.out", "conv_2.out")}
+    runs = schedule(plain_chain(4), residences)
+    (fetches,) = [run.fetches for run in runs if run.fetches]
+    names = [plain_chain(4).storages[s].name for s in fetches]
+    assert names == ["conv_2.out", "conv_1.out", "conv_0.out"]
+
+
+@pytest.mark.parametrize(
+    ("residences", "said"),
+    [
+        ({"batch": Offload("conv_2", "conv_backward_4")}, "cannot be offloaded"),
+        ({"nothing": Offload("conv_2", "conv_backward_4")}, "does not have"),
+        ({"conv_0.out": Offload("conv_9", "conv_backward_4")}, "no forward op"),
+        ({"conv_0.out": Offload("conv_backward_4", "conv_backward_4")}, "no forward op"),
+        ({"conv_0.out": Offload("conv_2", "conv_2")}, "no backward op"),
+        ({"conv_0.out": Offload("conv_0", "conv_backward_4")}, "'conv_1' reads it later"),
+        ({"conv_0.out": Offload("conv_2", "conv_backward_6")}, "'conv_backward_5' reads it earlier"),
+    ],
+)
+def test_an_offload_that_cannot_be_is_told(residences: dict[str, Offload], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        schedule(plain_chain(3), residences)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
+from shoal.errors import PlanError
+from shoal.hardware import Link
 from shoal.planners.just_in_time import just_in_time
-from shoal.residence import Recompute
+from shoal.residence import Offload, Recompute
 from shoal.schedule import schedule
 from shoal.simulate import peak_and_seconds, simulate
 from shoal.step import StepGraph
-from tests.random_steps import Builder, plain_chain, steps, unhurried
+from tests.random_steps import SLOW_LINK, Builder, offloads, plain_chain, steps, unhurried
 
 
 def test_the_bytes_of_a_small_step_by_hand() -> None:
@@ -81,3 +86,68 @@ def test_the_step_ends_with_what_must_stay(graph: StepGraph) -> None:
     gradients = sum(s.nbytes for s in graph.storages if s.kind == "gradient")
     assert last.gradient_bytes == gradients
     assert last.resident_bytes == graph.resident_bytes
+
+
+def _offloaded_chain(link: Link | None) -> StepGraph:
+    """Four convolutions of a second and 1000 bytes each; a backward op takes two."""
+    return replace(plain_chain(4, nbytes=1000, seconds=1.0), link=link)
+
+
+def test_a_copy_as_long_as_an_op_costs_no_time_and_its_bytes_are_gone_in_between() -> None:
+    link = Link("link", to_host_bytes_per_second=1000.0, to_device_bytes_per_second=500.0, latency_seconds=0.0)
+    graph = _offloaded_chain(link)
+    plan = {"conv_0.out": Offload("conv_1", "conv_backward_6")}
+    timeline = simulate(graph, plan)
+    assert timeline.seconds == pytest.approx(simulate(graph, {}).seconds)
+    assert timeline.stall_seconds == 0
+    saved = [
+        plain.total_bytes - moment.total_bytes
+        for plain, moment in zip(simulate(graph, {}).moments, timeline.moments, strict=True)
+    ]
+    assert saved == [0, 0, 1000, 1000, 1000, 1000, 0, 0, 0]
+    to_host, to_device = timeline.transfers
+    assert (to_host.storage, to_host.way, to_host.start_seconds, to_host.seconds) == ("conv_0.out", "to host", 1, 1)
+    assert (to_device.way, to_device.start_seconds, to_device.seconds) == ("to device", 4.1 + 2, 2)
+
+
+def test_a_slow_link_stalls_the_device_for_what_the_copy_takes_longer() -> None:
+    link = Link("link", to_host_bytes_per_second=500.0, to_device_bytes_per_second=250.0, latency_seconds=0.5)
+    graph = _offloaded_chain(link)
+    timeline = simulate(graph, {"conv_0.out": Offload("conv_1", "conv_backward_6")})
+    stalls = [(m.op, m.target, m.seconds) for m in timeline.moments if m.phase == "stall"]
+    assert stalls == [("conv_0.out", "conv", pytest.approx(1.5)), ("conv_0.out", "conv_backward", pytest.approx(2.5))]
+    assert timeline.seconds == pytest.approx(simulate(graph, {}).seconds + 4)
+
+
+def test_copies_of_one_way_queue_and_the_two_ways_run_at_once() -> None:
+    link = Link("link", to_host_bytes_per_second=250.0, to_device_bytes_per_second=250.0, latency_seconds=0.0)
+    plan = {
+        "conv_0.out": Offload("conv_3", "conv_backward_5"),
+        "conv_1.out": Offload("conv_3", "conv_backward_5"),
+    }
+    first, second, *back = simulate(_offloaded_chain(link), plan).transfers
+    assert (first.start_seconds, second.start_seconds) == (1, 5)
+    assert [transfer.storage for transfer in back] == ["conv_1.out", "conv_0.out"]
+    assert back[1].start_seconds == back[0].start_seconds + back[0].seconds
+
+
+def test_a_link_that_does_not_overlap_adds_every_copy_to_the_step() -> None:
+    link = Link("link", 1000.0, 500.0, 0.0, overlaps=False)
+    graph = _offloaded_chain(link)
+    timeline = simulate(graph, {"conv_0.out": Offload("conv_1", "conv_backward_5")})
+    assert timeline.stall_seconds == pytest.approx(1 + 2)
+
+
+def test_a_step_without_a_link_offloads_nothing() -> None:
+    with pytest.raises(PlanError, match="no link to the host"):
+        simulate(_offloaded_chain(None), {"conv_0.out": Offload("conv_1", "conv_backward_6")})
+
+
+@unhurried
+@given(steps(), st.data())
+def test_the_short_form_agrees_with_the_timeline(graph: StepGraph, data: st.DataObject) -> None:
+    graph = replace(graph, link=replace(SLOW_LINK, overlaps=data.draw(st.booleans())))
+    residences = data.draw(offloads(graph))
+    peak_bytes, seconds = peak_and_seconds(graph, schedule(graph, residences))
+    timeline = simulate(graph, residences)
+    assert (peak_bytes, seconds) == (timeline.peak_bytes, pytest.approx(timeline.seconds))

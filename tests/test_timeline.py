@@ -26,7 +26,7 @@ moments = st.builds(
     st.sampled_from(get_args(MomentPhase)),
     st.floats(0, 9),
     st.floats(0, 9),
-    *[counts] * 6,
+    *[counts] * 7,
 )
 timelines = st.builds(Timeline, st.text(max_size=3), st.lists(moments, min_size=1, max_size=8).map(tuple), counts)
 
@@ -35,7 +35,7 @@ timelines = st.builds(Timeline, st.text(max_size=3), st.lists(moments, min_size=
 @given(moments)
 def test_the_bytes_of_a_moment_add_up(moment: Moment) -> None:
     categories = [getattr(moment, field.name) for field in fields(moment) if field.name.endswith("_bytes")]
-    assert len(categories) == 6
+    assert len(categories) == 7
     assert moment.total_bytes == sum(categories)
 
 

@@ -36,12 +36,24 @@ class Link:
         name: for tables.
         to_host_bytes_per_second, to_device_bytes_per_second: each way, both ways may run at once.
         latency_seconds: before the first byte arrives.
+        host_bytes: most bytes that may wait on the host at once; 0 for no limit.
+        overlaps: whether copies run beside the computation. False: the device waits for each as soon as it begins.
     """
 
     name: str
     to_host_bytes_per_second: float
     to_device_bytes_per_second: float
     latency_seconds: float
+    host_bytes: int = 0
+    overlaps: bool = True
+
+    def to_host_seconds(self, nbytes: int) -> float:
+        """How long a copy of `nbytes` from the device to the host takes."""
+        return self.latency_seconds + nbytes / self.to_host_bytes_per_second
+
+    def to_device_seconds(self, nbytes: int) -> float:
+        """How long a copy of `nbytes` from the host to the device takes."""
+        return self.latency_seconds + nbytes / self.to_device_bytes_per_second
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -18,13 +18,21 @@ from shoal.aliasing import is_view
 from shoal.capture import Captured
 from shoal.errors import PlanError
 from shoal.rerun import second_call
-from shoal.residence import Residence
+from shoal.residence import Offload, Residence
 from shoal.runtime.generator import generator_state, replaying
 from shoal.schedule import Run, schedule
+from shoal.step import StepGraph, Storage
+
+if TYPE_CHECKING:
+    from shoal.runtime.transfers import Transfers
 
 
 def lower(
-    captured: Captured, residences: Mapping[str, Residence], *, in_place: bool = True
+    captured: Captured,
+    residences: Mapping[str, Residence],
+    *,
+    in_place: bool = True,
+    transfers: Transfers | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Build the two graphs.
 
@@ -32,6 +40,7 @@ def lower(
         captured: the step.
         residences: by storage name; an absent storage is kept.
         in_place: let pointwise ops write over operands that die there. Off for Inductor, which does that itself.
+        transfers: carries what is offloaded; it has one slot for each storage of `offloaded_storages`, in that order.
 
     Returns:
         The forward module, whose outputs are the step's forward outputs and then the saved tensors, and the backward
@@ -40,12 +49,13 @@ def lower(
     Raises:
         PlanError: the residences do not fit the step.
     """
+    offloads = _Offloads(captured, residences, transfers)
     runs = schedule(captured.graph, residences)
     n_forward = captured.graph.n_forward
     forward_runs, backward_runs = runs[:n_forward], [r for r in runs[n_forward:] if _is_node(captured, r)]
     replayed = {run.op for run in backward_runs if run.again and captured.graph.ops[run.op].random}
 
-    backward = _Writer(captured, in_place, replayed)
+    backward = _Writer(captured, in_place, replayed, offloads)
     tangents = [n for n in captured.joint.graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
     for node in tangents:
         backward.copy_input(node)
@@ -54,14 +64,37 @@ def lower(
         backward.write(run)
     backward.finish(captured.backward_outputs)
 
-    forward = _Writer(captured, in_place, replayed)
+    forward = _Writer(captured, in_place, replayed, offloads)
     for node in captured.joint.graph.find_nodes(op="placeholder"):
         if node not in tangents:
             forward.copy_input(node)
+    if backward.receipt is not None:
+        forward.begin_transfers()
     for run in forward_runs:
         forward.write(run)
     forward.finish([*captured.forward_outputs, *backward.saved])
     return forward.module(), backward.module()
+
+
+def offloaded_storages(graph: StepGraph, residences: Mapping[str, Residence]) -> tuple[Storage, ...]:
+    """What leaves for the host during the step, in the order of `graph.storages`."""
+    return tuple(s for s in graph.storages if isinstance(residences.get(s.name), Offload))
+
+
+class _Offloads:
+    """Which slot on the host each offloaded storage has, and what carries it there."""
+
+    def __init__(self, captured: Captured, residences: Mapping[str, Residence], transfers: Transfers | None) -> None:
+        leaving = offloaded_storages(captured.graph, residences)
+        if leaving and transfers is None:
+            raise PlanError(f"the plan offloads {len(leaving)} storages, but nothing was given to carry them")
+        self._transfers = transfers
+        self.slot_of = {storage.id: slot for slot, storage in enumerate(leaving)}
+
+    @property
+    def transfers(self) -> Transfers:
+        assert self._transfers is not None  # checked when it was made, and only called for what leaves
+        return self._transfers
 
 
 def _is_node(captured: Captured, run: Run) -> bool:
@@ -71,12 +104,14 @@ def _is_node(captured: Captured, run: Run) -> bool:
 class _Writer:
     """Writes one of the two graphs, run by run."""
 
-    def __init__(self, captured: Captured, in_place: bool, replayed: set[int]) -> None:
+    def __init__(self, captured: Captured, in_place: bool, replayed: set[int], offloads: _Offloads) -> None:
         self.captured = captured
+        self.offloads = offloads
+        self.receipt: fx.Node | None = None
         self.in_place = in_place
         self.replayed = replayed
         self.out = fx.Graph(captured.joint)
-        self.saved: list[fx.Node | _State] = []
+        self.saved: list[fx.Node | _State | _Receipt] = []
         self.saves_before: fx.Node | None = None  # backward only: where inputs for saved tensors go
         self._written: dict[fx.Node, fx.Node] = {}
         self._states: dict[str, fx.Node] = {}
@@ -88,7 +123,47 @@ class _Writer:
     def copy_input(self, node: fx.Node) -> None:
         self._written[node] = _same_name(self.out.node_copy(node))
 
+    def begin_transfers(self) -> None:
+        self.receipt = self.out.call_function(self.offloads.transfers.begin)
+        self.receipt.meta["val"] = _fake_receipt(self.captured)
+
     def write(self, run: Run) -> None:
+        for storage in run.fetches:
+            self._fetch(storage)
+        for storage in run.awaits:
+            self.out.call_function(self.offloads.transfers.finish_fetch, self._slot(storage))
+        self._write_op(run)
+        for storage in run.offloads:
+            value = self._written[self._first_tensor(storage)]
+            self.out.call_function(self.offloads.transfers.start_offload, (*self._slot(storage), value))
+        for storage in run.releases:
+            self.out.call_function(self.offloads.transfers.finish_offload, self._slot(storage))
+
+    def _fetch(self, storage: int) -> None:
+        node = self._first_tensor(storage)
+        value = node.meta["val"]
+        layout = (list(value.shape), list(value.stride()), value.storage_offset(), value.dtype, value.device)
+        nbytes = value.untyped_storage().nbytes()
+        fetched = self.out.call_function(
+            self.offloads.transfers.start_fetch, (*self._slot(storage), *layout, int(nbytes))
+        )
+        fetched.meta = dict(node.meta)
+        self._written[node] = fetched
+
+    def _slot(self, storage: int) -> tuple[fx.Node, int]:
+        if self.receipt is None:
+            self.saved.append(_Receipt())
+            with self.out.inserting_before(self.saves_before):
+                self.receipt = _same_name(self.out.placeholder("offload_receipt"))
+            self.receipt.meta["val"] = _fake_receipt(self.captured)
+        return self.receipt, self.offloads.slot_of[storage]
+
+    def _first_tensor(self, storage: int) -> fx.Node:
+        """The tensor that first fills a storage: every other one is a view of it."""
+        name = self.captured.graph.storages[storage].tensors[0]
+        return next(node for node in self._tensors[storage] if node.name == name)
+
+    def _write_op(self, run: Run) -> None:
         op = self.captured.graph.ops[run.op]
         node = self.captured.node_of[op.name]
         if op.random and run.op in self.replayed and not run.again:
@@ -125,6 +200,8 @@ class _Writer:
     def _output(self, value: Any) -> Any:
         if isinstance(value, _State):
             return self._states[value.op]
+        if isinstance(value, _Receipt):
+            return self.receipt
         return self._value(value) if isinstance(value, fx.Node) else value
 
     def _value(self, node: fx.Node) -> fx.Node:
@@ -168,6 +245,10 @@ class _State:
         self.op = op
 
 
+class _Receipt:
+    """Stands among the saved tensors for the receipt by which the backward pass finds what this step offloaded."""
+
+
 def _same_name(placeholder: fx.Node) -> fx.Node:
     """Call the argument what its node is called: where the two differ, the generated code assigns one to the other, and
     such an assignment may overwrite an argument that is not read yet."""
@@ -186,3 +267,8 @@ def _fake_state(node: fx.Node) -> torch.Tensor:
     value = value[0] if isinstance(value, (tuple, list)) else value
     state = generator_state(value.device)
     return value.new_empty(state.shape, dtype=state.dtype, device="cpu")
+
+
+def _fake_receipt(captured: Captured) -> torch.Tensor:
+    like = next(node.meta["val"] for node in captured.storage_of if isinstance(node.meta["val"], torch.Tensor))
+    return like.new_empty((1,), dtype=torch.int64, device="cpu")

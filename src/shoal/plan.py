@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.errors import PlanError
 from shoal.files import write_json
-from shoal.residence import Recompute, Residence, residence_from_json, residence_to_json
+from shoal.residence import Offload, Recompute, Residence, residence_from_json, residence_to_json
 from shoal.simulate import simulate
 from shoal.sizes import format_bytes
 from shoal.step import StepGraph, Storage
@@ -85,10 +85,20 @@ class Plan:
         )
 
     @property
+    def offloaded(self) -> tuple[Storage, ...]:
+        """The storages that wait on the host, in the order of their first computation."""
+        return tuple(s for s in self.graph.storages if isinstance(self.residences.get(s.name), Offload))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in use on the host: all that is offloaded is there at once when the backward pass begins."""
+        return sum(storage.nbytes for storage in self.offloaded)
+
+    @property
     def kept(self) -> tuple[Storage, ...]:
         """The saved storages that stay."""
         storages = (self.graph.storages[i] for i in self.graph.saved)
-        return tuple(s for s in storages if not isinstance(self.residences.get(s.name), Recompute))
+        return tuple(s for s in storages if not isinstance(self.residences.get(s.name), Recompute | Offload))
 
     def explain(self) -> str:
         """The plan for a reader: what it costs, what fills the peak, what became of the largest storages."""
@@ -105,9 +115,11 @@ class Plan:
             f"{1e3 * self.lower_bound_seconds:.1f} ms",
             f"kept            {len(self.kept)} saved storages, {format_bytes(sum(s.nbytes for s in self.kept))}",
             f"recomputed      {len(self.recomputed)} storages, {format_bytes(sum(s.nbytes for s in self.recomputed))}",
+            *self._transfers_told(),
             f"at the peak     {peak.op} ({peak.phase}, layer {peak.layer or '-'}): "
             f"resident {format_bytes(peak.resident_bytes)}, kept {format_bytes(peak.kept_bytes)}, "
-            f"recomputed {format_bytes(peak.recomputed_bytes)}, errors {format_bytes(peak.error_bytes)}, "
+            f"recomputed {format_bytes(peak.recomputed_bytes)}, fetched {format_bytes(peak.fetched_bytes)}, "
+            f"errors {format_bytes(peak.error_bytes)}, "
             f"gradients {format_bytes(peak.gradient_bytes)}, workspace {format_bytes(peak.workspace_bytes)}",
             "largest saved storages",
         ]
@@ -117,9 +129,24 @@ class Plan:
             lines.append(f"  {format_bytes(storage.nbytes):>10}  {what:<28} {self.fate(storage)}")
         return "\n".join(lines)
 
+    def _transfers_told(self) -> list[str]:
+        if not self.offloaded or self.graph.link is None:
+            return []
+        link = self.graph.link
+        return [
+            f"offloaded       {len(self.offloaded)} storages, {format_bytes(self.host_bytes)} on the host, by "
+            f"{link.name} at {link.to_host_bytes_per_second / 1e9:.3g} GB/s there and "
+            f"{link.to_device_bytes_per_second / 1e9:.3g} GB/s back; the device waits "
+            f"{1e3 * self.timeline.stall_seconds:.1f} ms for it",
+        ]
+
     def fate(self, storage: Storage) -> str:
         """What becomes of a storage, in words."""
         residence = self.residences.get(storage.name)
+        if isinstance(residence, Offload):
+            layers = {op.name: op.layer or op.name for op in self.graph.ops}
+            leaves, returns = layers[residence.free_after], layers[residence.fetch_before]
+            return f"on the host from after {leaves} until before the backward pass of {returns}"
         if not isinstance(residence, Recompute):
             return "kept"
         if not residence.before:

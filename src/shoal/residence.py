@@ -24,13 +24,31 @@ class Recompute:
     before: tuple[str, ...] = ()
 
 
-Residence = Keep | Recompute
+@dataclass(frozen=True)
+class Offload:
+    """It leaves for the host right after its last write and comes back before the backward pass reads it.
+
+    Attributes:
+        free_after: name of the forward op after which the device waits for the copy to the host and frees the bytes:
+            its last reader of the forward pass or a later one. The paper's end of the offload.
+        fetch_before: name of the backward op before which it gets device bytes again and the copy back begins: the op
+            that reads it first or an earlier one. The paper's start of the prefetch. The device waits for that copy
+            right before the first reader.
+    """
+
+    free_after: str
+    fetch_before: str
+
+
+Residence = Keep | Recompute | Offload
 
 
 def residence_to_json(residence: Residence) -> dict[str, Any]:
     """A tagged dict."""
     if isinstance(residence, Recompute):
         return {"residence": "recompute", "before": list(residence.before)}
+    if isinstance(residence, Offload):
+        return {"residence": "offload", "free_after": residence.free_after, "fetch_before": residence.fetch_before}
     return {"residence": "keep"}
 
 
@@ -39,6 +57,8 @@ def residence_from_json(value: dict[str, Any]) -> Residence:
     match value["residence"]:
         case "recompute":
             return Recompute(tuple(value["before"]))
+        case "offload":
+            return Offload(str(value["free_after"]), str(value["fetch_before"]))
         case "keep":
             return Keep()
         case other:

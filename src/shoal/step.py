@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from shoal.hardware import Link
+
 Phase = Literal["forward", "loss", "backward"]
 StorageKind = Literal[
     "parameter",  # resident all step
@@ -129,12 +131,14 @@ class StepGraph:
         storages: every storage of the step; `storages[i].id == i`.
         standing_bytes: device bytes that stay in use all step and belong to no storage: optimizer state, gradients
             accumulated by earlier steps.
+        link: the way to the host, by which storages may be offloaded; None where nothing may leave the device.
     """
 
     model: str
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     standing_bytes: int = 0
+    link: Link | None = None
 
     @cached_property
     def n_forward(self) -> int:
@@ -208,7 +212,8 @@ class StepGraph:
         storages = tuple(
             Storage(**{**s, "shape": tuple(s["shape"]), "tensors": tuple(s["tensors"])}) for s in value["storages"]
         )
-        return StepGraph(value["model"], ops, storages, value["standing_bytes"])
+        link = value.get("link")
+        return StepGraph(value["model"], ops, storages, value["standing_bytes"], link and Link(**link))
 
 
 def _again(value: Mapping[str, Any] | None) -> Again | None:

@@ -7,17 +7,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-MomentPhase = Literal["forward", "loss", "recompute", "backward"]
+MomentPhase = Literal["forward", "loss", "recompute", "backward", "stall"]
+TransferWay = Literal["to host", "to device"]
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One op execution. All byte counts are what is in use WHILE the op runs; they add up to `total_bytes`.
+    """One op execution, or a time in which the device waits for a transfer.
+
+    All byte counts are what is in use meanwhile; they add up to `total_bytes`.
 
     Attributes:
-        op: the op's name; the same name comes again where a forward op is recomputed.
-        target, layer: of that op.
-        phase: "recompute" for a forward op that runs again during the backward pass.
+        op: the op's name; the same name comes again where a forward op is recomputed. While the device waits: the name
+            of the storage it waits for.
+        target, layer: of that op, or of the op that waits.
+        phase: "recompute" for a forward op that runs again during the backward pass, "stall" for a wait.
         start_seconds, seconds: when it starts and how long it runs.
         resident_bytes: parameters, buffers, the input batch, optimizer state.
         kept_bytes: forward storages that were never given up since their first computation.
@@ -25,6 +29,7 @@ class Moment:
         error_bytes: storages between backward ops, and the gradients of the outputs.
         gradient_bytes: parameter gradients made so far.
         workspace_bytes: the op's scratch.
+        fetched_bytes: offloaded storages that are back, or on their way.
     """
 
     op: str
@@ -39,6 +44,7 @@ class Moment:
     error_bytes: int
     gradient_bytes: int
     workspace_bytes: int
+    fetched_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -50,7 +56,27 @@ class Moment:
             + self.error_bytes
             + self.gradient_bytes
             + self.workspace_bytes
+            + self.fetched_bytes
         )
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One copy between device and host.
+
+    Attributes:
+        storage, layer: what is copied, and the layer it belongs to.
+        way: "to host" or "to device".
+        nbytes: how much.
+        start_seconds, seconds: when it starts and how long it runs.
+    """
+
+    storage: str
+    layer: str
+    way: TransferWay
+    nbytes: int
+    start_seconds: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -61,11 +87,13 @@ class Timeline:
         model: the model's name.
         moments: in the order they run.
         budget_bytes: the promise, 0 for none.
+        transfers: in the order they begin.
     """
 
     model: str
     moments: tuple[Moment, ...]
     budget_bytes: int = 0
+    transfers: tuple[Transfer, ...] = ()
 
     @cached_property
     def peak(self) -> Moment:
@@ -87,6 +115,11 @@ class Timeline:
     def recompute_seconds(self) -> float:
         """How much of that is recomputation."""
         return sum(moment.seconds for moment in self.moments if moment.phase == "recompute")
+
+    @property
+    def stall_seconds(self) -> float:
+        """How much of that the device waits for transfers."""
+        return sum(moment.seconds for moment in self.moments if moment.phase == "stall")
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and dicts, for `json.dump`."""

@@ -74,15 +74,15 @@ def _peak(plan: Plan) -> tuple[int, int, set[int]]:
     best: tuple[int, int, set[int]] = (in_use, 0, set(alive))
     for run in schedule(graph, plan.residences):
         op = run.of(graph)
-        alive.update(run.writes)
-        in_use += sum(graph.storages[s].nbytes for s in run.writes)
+        alive.update(run.fetches, run.writes)
+        in_use += sum(graph.storages[s].nbytes for s in (*run.fetches, *run.writes))
         if run.takes_over >= 0:
             alive.discard(run.takes_over)
             in_use -= graph.storages[run.takes_over].nbytes
         during = in_use + op.workspace_bytes + dropped_bytes(graph, run, op)
         if during > best[0]:
             best = (during, run.op, set(alive))
-        gone = set(run.frees) - {run.takes_over}
+        gone = {*run.frees, *run.releases} - {run.takes_over}
         alive -= gone
         in_use -= sum(graph.storages[s].nbytes for s in gone)
     return best

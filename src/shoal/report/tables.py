@@ -102,11 +102,12 @@ def _alive_at_peak(plan: Plan) -> set[int]:
     graph = plan.graph
     alive = {s.id for s in graph.storages if s.kind in ("parameter", "buffer", "input", "constant")}
     runs = schedule(graph, plan.residences)
-    peak = plan.timeline.moments.index(plan.timeline.peak)
+    moments = plan.timeline.moments
+    peak = sum(moment.phase != "stall" for moment in moments[: moments.index(plan.timeline.peak)])
     for run in runs[:peak]:
-        alive.update(run.writes)
-        alive.difference_update(run.frees)
-    alive.update(runs[peak].writes)
+        alive.update(run.fetches, run.writes)
+        alive.difference_update(run.frees, run.releases)
+    alive.update(runs[peak].fetches, runs[peak].writes)
     alive.discard(runs[peak].takes_over)
     return alive
 
