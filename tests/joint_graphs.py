@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from shoal import capture as capturing
 from shoal.capture import Captured, capture
 from shoal.eager_kernels import eager_kernels
 from shoal.inner import compiler
-from shoal.lower import lower
+from shoal.lower import lower, offloaded_storages
 from shoal.planning import capture_step
 from shoal.residence import Residence
+from shoal.runtime.links.open_link import open_link
+from shoal.runtime.transfers import Transfers
 
 
 class Residual(nn.Module):
@@ -161,7 +164,29 @@ def run_lowered(
     prepare: Callable[[fx.GraphModule], None] = lambda module: None,
 ) -> list[Any]:
     """What the two lowered graphs give, forward outputs first. Only `tensors` and results are held by the caller."""
-    forward, backward = lower(captured, residences, in_place=in_place)
+    with carried(captured, residences) as transfers:
+        return _run(captured, *lower(captured, residences, in_place=in_place, transfers=transfers), tensors, prepare)
+
+
+@contextmanager
+def carried(captured: Captured, residences: Mapping[str, Residence]) -> Iterator[Transfers]:
+    """What carries the offloaded storages to host memory and back."""
+    link = open_link("cpu")
+    transfers = Transfers(link, [storage.nbytes for storage in offloaded_storages(captured.graph, residences)])
+    try:
+        yield transfers
+    finally:
+        transfers.close()
+        link.close()
+
+
+def _run(
+    captured: Captured,
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    tensors: Sequence[torch.Tensor],
+    prepare: Callable[[fx.GraphModule], None],
+) -> list[Any]:
     prepare(forward)
     prepare(backward)
     run_forward, run_backward = compiler("eager")(forward, ()), compiler("eager")(backward, ())

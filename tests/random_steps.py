@@ -6,7 +6,7 @@ a ReLU its output (which takes over the block of its input), a pool its indices,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -285,21 +285,29 @@ def steps(draw: st.DrawFn, max_ops: int = 10) -> StepGraph:
     return b.step(tensors[-1], standing_bytes=draw(st.integers(0, 20)), with_loss=draw(st.booleans()))
 
 
+def legal_offloads(
+    graph: StepGraph, residences: Mapping[str, Residence], storages: Iterable[int]
+) -> Iterator[tuple[str, Sequence[Op], Sequence[Op]]]:
+    """(name, ops after which it may be freed, ops before which it may be fetched), for those that can be offloaded."""
+    runs = schedule(graph, residences)
+    for storage in storages:
+        reader = next((n for n in range(graph.n_forward, len(runs)) if storage in runs[n].of(graph).reads), None)
+        fixed = graph.storages[storage].kind != "activation" or storage in graph.held_for_second_runs
+        if reader is None or fixed:
+            continue
+        served = next(run.op for run in runs[reader:] if not run.again)
+        last = max([graph.producer[storage], *(r for r in graph.readers[storage] if r < graph.n_forward)])
+        before = [op for op in graph.ops if op.phase == "backward" and op.id <= served]
+        yield graph.storages[storage].name, graph.ops[last : graph.n_forward], before
+
+
 @st.composite
 def offloads(draw: st.DrawFn, graph: StepGraph) -> dict[str, Residence]:
     """Residences of any kind: some storages kept, some recomputed, some offloaded from and to any legal place."""
     forward = [s.id for s in graph.storages if s.kind == "activation"]
-    backward = [op for op in graph.ops if op.phase == "backward"]
     stays = draw(st.sets(st.sampled_from(forward))) if forward else set()
-    residences = dict(just_in_time(graph, stays))
-    runs = schedule(graph, residences)
-    for storage in sorted(stays):
-        reader = next((n for n in range(graph.n_forward, len(runs)) if storage in runs[n].of(graph).reads), None)
-        if reader is None or not draw(st.booleans()):
-            continue
-        served = next(run.op for run in runs[reader:] if not run.again)
-        last = max([graph.producer[storage], *(r for r in graph.readers[storage] if r < graph.n_forward)])
-        free_after = draw(st.sampled_from(graph.ops[last : graph.n_forward]))
-        fetch_before = draw(st.sampled_from([op for op in backward if op.id <= served]))
-        residences[graph.storages[storage].name] = Offload(free_after.name, fetch_before.name)
+    residences: dict[str, Residence] = dict(just_in_time(graph, stays))
+    for name, ends, starts in list(legal_offloads(graph, residences, sorted(stays))):
+        if draw(st.booleans()):
+            residences[name] = Offload(draw(st.sampled_from(ends)).name, draw(st.sampled_from(starts)).name)
     return residences

@@ -6,7 +6,6 @@ import copy
 import gc
 import inspect
 import re
-import shutil
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -38,13 +37,11 @@ from tests.training_laws import (
     keep_by_chance,
     keep_nothing,
     mean_square,
+    needs_compiler,
     same_bits,
     train,
 )
 
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="this needs a C++ compiler"
-)
 ROOMY = "1TiB"
 
 

@@ -21,11 +21,12 @@ from shoal.lower import lower
 from shoal.planners.just_in_time import just_in_time
 from shoal.profile import profile
 from shoal.residence import Keep, Recompute, Residence
+from shoal.runtime.transfers import Transfers
 from shoal.schedule import schedule
 from shoal.simulate import simulate
-from tests.joint_graphs import NETWORKS, captured_step, operands, run_joint, run_lowered
-from tests.random_steps import HARDWARE
-from tests.training_laws import keep_by_chance, same_bits
+from tests.joint_graphs import NETWORKS, captured_step, carried, operands, run_joint, run_lowered
+from tests.random_steps import HARDWARE, SLOW_LINK
+from tests.training_laws import keep_by_chance, offload_by_chance, same_bits
 
 unhurried = settings(deadline=None, max_examples=25)
 networks = st.sampled_from(list(NETWORKS))
@@ -37,7 +38,8 @@ def step_of(network: str) -> tuple[Captured, list[torch.Tensor], list[Any]]:
     captured = captured_step(NETWORKS[network]())
     costs = profile(captured.distinct_nodes(), cache=False, budget_seconds=0)
     workspaces = {**costs.workspace_bytes, "": 0}  # the loss, which these tests do not run
-    captured = replace(captured, graph=captured.graph.with_costs(costs.seconds, workspaces))
+    graph = replace(captured.graph.with_costs(costs.seconds, workspaces), link=SLOW_LINK)
+    captured = replace(captured, graph=graph)
     tensors = operands(captured.joint)
     return captured, tensors, run_joint(captured.joint, tensors)
 
@@ -59,9 +61,11 @@ def step_with_dropout() -> tuple[Captured, list[torch.Tensor]]:
 
 @st.composite
 def planned(draw: st.DrawFn) -> tuple[str, dict[str, Residence]]:
-    """A network and random residences for it, some storages computed again more than once."""
+    """A network and random residences for it, some storages computed again more than once, or some on the host."""
     network = draw(networks)
     graph = step_of(network)[0].graph
+    if draw(st.booleans()):
+        return network, dict(offload_by_chance(draw(st.integers(0, 999)))(graph, HARDWARE, 0).residences)
     planner = keep_by_chance(draw(st.integers(0, 999)), draw(st.sampled_from([0.0, 0.3, 0.7])), draw(st.floats(0, 0.3)))
     residences = dict(planner(graph, HARDWARE, 0).residences)
     try:
@@ -99,8 +103,10 @@ def test_before_each_run_exactly_the_storages_of_the_schedule_are_in_use(
     for run in schedule(captured.graph, residences):
         if captured.graph.ops[run.op].phase == "loss":
             continue  # its tangents were made before the recording
+        in_use += sum(storages[s].nbytes for s in run.fetches)
         expected.append(in_use)
         in_use += sum(storages[s].nbytes for s in run.writes) - sum(storages[s].nbytes for s in run.frees)
+        in_use -= sum(storages[s].nbytes for s in run.releases)
     found, _ = _watched(captured, residences, tensors, in_place)
     assert found == expected
 
@@ -115,7 +121,7 @@ def test_the_measured_peak_is_the_simulated_one(plan: tuple[str, dict[str, Resid
     in_use = [
         m.total_bytes - m.resident_bytes - (0 if m.phase == "forward" else tangents)
         for m in moments
-        if m.phase != "loss"
+        if m.phase not in ("loss", "stall")
     ]
     _, changes = _watched(captured, residences, tensors, True)
     assert allocations.peak_bytes(changes) == max(in_use)
@@ -126,9 +132,9 @@ def test_the_measured_peak_is_the_simulated_one(plan: tuple[str, dict[str, Resid
 def test_the_backward_graph_overwrites_none_of_its_saved_tensors(plan: tuple[str, dict[str, Residence]]) -> None:
     network, residences = plan
     captured, tensors, _ = step_of(network)
-    forward, backward = lower(captured, residences)
     n_tangents = sum(s.kind == "tangent" for s in captured.graph.storages)
-    with torch.no_grad():
+    with torch.no_grad(), carried(captured, residences) as transfers:
+        forward, backward = lower(captured, residences, transfers=transfers)
         results = forward(*tensors[:-n_tangents])
         saved = [*results[len(captured.forward_outputs) :], *tensors[-n_tangents:]]
         before = [tensor.clone() for tensor in saved]
@@ -187,9 +193,20 @@ def test_the_forward_graph_hands_over_only_what_the_backward_graph_reads() -> No
         assert sum(nbytes for block, nbytes in handed_bytes.items() if block not in own) == sum(crossing)
 
 
+def test_a_plan_that_offloads_needs_something_to_carry_it() -> None:
+    captured = step_of("plain")[0]
+    residences = offload_by_chance(0)(captured.graph, HARDWARE, 0).residences
+    with pytest.raises(PlanError, match="nothing was given to carry"):
+        lower(captured, residences)
+
+
 def test_residences_of_another_step_are_refused() -> None:
     with pytest.raises(PlanError, match="does not have"):
         lower(step_of("plain")[0], {"no such tensor": Recompute()})
+
+
+def _is_transfer(node: fx.Node) -> bool:
+    return isinstance(getattr(node.target, "__self__", None), Transfers)
 
 
 def _watched(
@@ -210,7 +227,8 @@ def _watched(
 
     def prepare(module: fx.GraphModule) -> None:
         for node in module.graph.nodes:
-            if node.op == "call_function" and not is_view(node) and node.target is not operator.getitem:
+            is_op = node.op == "call_function" and node.target is not operator.getitem and not _is_transfer(node)
+            if is_op and not is_view(node):
                 node.target = watch(node.target)
 
     allocations.start()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +21,13 @@ from shoal.plan import Plan
 from shoal.planners import Planner
 from shoal.planners.just_in_time import just_in_time
 from shoal.profile import Costs
+from shoal.residence import Offload, Residence
 from shoal.step import StepGraph
+from tests.random_steps import legal_offloads
 
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="this needs a C++ compiler"
+)
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
@@ -62,6 +69,21 @@ def keep_by_chance(seed: int, kept_share: float, again_share: float = 0.0) -> Pl
         backward = range(graph.n_forward, len(graph.ops))
         again = {s.id: backward for s in graph.storages if chance.random() < again_share}
         return Plan(graph, just_in_time(graph, kept, again), "keep_by_chance", hardware.name, budget_bytes)
+
+    return planner
+
+
+def offload_by_chance(seed: int, recomputed_share: float = 0.2, kept_share: float = 0.2) -> Planner:
+    """A planner that offloads most storages, each from and to a random place."""
+
+    def planner(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+        chance = random.Random(seed)
+        stays = {s.id for s in graph.storages if chance.random() >= recomputed_share}
+        residences: dict[str, Residence] = dict(just_in_time(graph, stays))
+        for name, ends, starts in list(legal_offloads(graph, residences, sorted(stays))):
+            if chance.random() >= kept_share:
+                residences[name] = Offload(chance.choice(ends).name, chance.choice(starts).name)
+        return Plan(graph, residences, "offload_by_chance", hardware.name, budget_bytes)
 
     return planner
 
@@ -159,16 +181,22 @@ def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def assert_same_training(
-    model: nn.Module, batches: Collection[Any], planner: Planner = keep_nothing, **how: Any
+    model: nn.Module,
+    batches: Collection[Any],
+    planner: Planner = keep_nothing,
+    offload_to: str | Path | None = None,
+    **how: Any,
 ) -> nn.Module:
     """Train a plain copy of `model` and a planned one on the same batches; nothing may differ. The planned one."""
     plain, planned = copy.deepcopy(model), copy.deepcopy(model)
     expected = train(plain, batches, **how)
     with costs_that_do_not_matter():
-        shoal.compile(planned, budget="1TiB", planner=planner)
+        shoal.compile(planned, budget="1TiB", planner=planner, offload_to=offload_to)
         found = train(planned, batches, **how)
     wrong = differences(found, expected)
     assert not wrong, f"differs from plain PyTorch: {wrong[:6]}"
     if planner is keep_nothing:
         assert planned.shoal.plan.recomputed, "the test shows nothing: there was nothing to recompute"
+    if offload_to is not None:
+        assert planned.shoal.plan.offloaded, "the test shows nothing: there was nothing to offload"
     return planned

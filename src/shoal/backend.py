@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from shoal import planners
 from shoal.capture import capture
 from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, InputError
+from shoal.hardware import Link
 from shoal.inner import Compiler, compiler
 from shoal.lower import lower
+from shoal.offloading import AUTO, Offloading, offloading
 from shoal.plan import Plan
 from shoal.runtime.step_meter import StepMeter
 from shoal.runtime.wall import lifted
@@ -35,9 +38,10 @@ def backend(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="shoal", options={"budget": "2GiB"})`.
 
-    Options: `budget` (int of bytes or a text), `planner` ("joint", "chain", "sqrt", "keep_all"), `inner` ("eager" or
-    "inductor"), `optimizer` (whose state counts). Without a budget everything is kept. The model has to come as one
-    graph. `shoal.compile` does the same and also reports in `model.shoal`.
+    Options: `budget` (int of bytes or a text), `planner` (a name of `shoal.planners`), `inner` ("eager" or "inductor"),
+    `optimizer` (whose state counts), `offload_to` and `host_budget` (as of `shoal.compile`). Without a budget
+    everything is kept. The model has to come as one graph. `shoal.compile` does the same and also reports in
+    `model.shoal`.
     """
     if mode not in (None, "default"):
         raise InputError(f"mode={mode!r}: the backend 'shoal' has no modes; choose options={{'inner': 'inductor'}}")
@@ -46,11 +50,36 @@ def backend(
     planner = settings.pop("planner", "joint")
     inner = settings.pop("inner", "eager")
     optimizer = settings.pop("optimizer", None)
+    offload_to, host_budget = settings.pop("offload_to", AUTO), settings.pop("host_budget", None)
     if settings:
-        raise InputError(f"options {sorted(settings)} are unknown; there are budget, planner, inner, optimizer")
+        known = "budget, planner, inner, optimizer, offload_to, host_budget"
+        raise InputError(f"options {sorted(settings)} are unknown; there are {known}")
     planners.get(planner)
+    devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
+    leaves = wanted_offloading(inner, offload_to, host_budget, device_type="cuda" if "cuda" in devices else "cpu")
     status = Status(None if budget is None else parse_bytes(budget))
-    return compile_step(Session(status, planner, Standing(optimizer=optimizer)), inner, gm, example_inputs)
+    session = Session(status, planner, Standing(optimizer=optimizer), offloading=leaves)
+    return compile_step(session, inner, gm, example_inputs)
+
+
+def wanted_offloading(
+    inner: str,
+    offload_to: str | Path | None,
+    host_budget: int | str | None,
+    *,
+    device_type: str,
+    pace: Link | None = None,
+) -> Offloading | None:
+    """As `shoal.offloading.offloading`, held against what runs the planned graphs.
+
+    Raises:
+        InputError: Inductor is to run them: it reorders ops, so transfers would not be where they were planned.
+    """
+    if inner == "inductor":
+        if offload_to not in (AUTO, None):
+            raise InputError(f"offload_to={str(offload_to)!r} needs inner='eager': Inductor reorders what is planned")
+        return None
+    return offloading(offload_to, host_budget, device_type=device_type, pace=pace)
 
 
 def compile_step(session: Session, inner: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -111,7 +140,8 @@ class PlannedStep:
         with unset_fake_temporarily():
             self.plan = self.session.make_plan(captured, captured.device)
         self.meter = StepMeter(captured.device)
-        return lower(captured, self.plan.residences, in_place=not self.aten_only)
+        transfers = self.session.carry(self.plan, captured.device)
+        return lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
 
     def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self.run_inner(module, example_inputs)

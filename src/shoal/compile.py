@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -13,9 +14,12 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
 
 from shoal import inner as inner_compilers
-from shoal import planners
-from shoal.backend import compile_step
+from shoal import planners, presets
+from shoal.backend import compile_step, wanted_offloading
 from shoal.errors import BudgetError, CaptureError, InputError, ShoalError
+from shoal.hardware import Hardware, Link
+from shoal.measure import measure
+from shoal.offloading import AUTO, rehearsed
 from shoal.plan import Plan
 from shoal.session import Session, Status
 from shoal.sizes import format_bytes, parse_bytes
@@ -33,6 +37,9 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     inner: str = "eager",
     plan: Plan | None = None,
+    offload_to: str | Path | None = AUTO,
+    host_budget: int | str | None = None,
+    rehearse: str | Hardware | None = None,
     name: str | None = None,
 ) -> Module:
     """Make `model` train inside `budget` device bytes; then train as always.
@@ -49,11 +56,17 @@ def compile(
         budget: device bytes at the peak of a step, forward and backward: an int of bytes or a text such as "2GiB".
             Parameters, gradients, optimizer state, buffers, the batch and workspaces count. None keeps everything and
             only reports.
-        planner: "joint" (default), "chain", "sqrt", "keep_all", or a function
+        planner: "joint" (default), "chain", "sqrt", "keep_all", "hmms", "layerwise", "hascoet", or a function
             (StepGraph, Hardware, budget_bytes) → Plan.
         optimizer: the optimizer that will train the model, so that its state counts, also before its first step.
         inner: what runs the planned graphs: "eager" (PyTorch's kernels, no compiler needed) or "inductor".
         plan: a saved plan to use as it is instead of planning; see `shoal.plan`.
+        offload_to: where saved tensors may wait beside the device: "host" for host memory (pinned on CUDA), a folder on
+            a local disk for a file there (CPU only), None for nowhere. "auto" is "host" on CUDA and None on the CPU,
+            where device and host are one.
+        host_budget: most bytes there, an int or a text. None: half of what is available now.
+        rehearse: on the CPU, a preset's name or a `Hardware`: copies to the host are held to its link's speed, as much
+            slower as this machine computes slower, so that what overlaps there overlaps here.
         name: the model's name in tables and errors; by default its class.
 
     Returns:
@@ -83,8 +96,12 @@ def compile(
         raise InputError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan is a {type(plan).__name__}; expected a Plan: load a file with Plan.load(path)")
+    device_type = next((p.device.type for p in model.parameters()), "cpu")
+    pace = _pace(rehearse, device_type) if rehearse is not None else None
+    leaves = wanted_offloading(inner, offload_to, host_budget, device_type=device_type, pace=pace)
     status = Status(None if budget is None else parse_bytes(budget))
-    session = Session(status, planner, Standing(model, optimizer), name or type(model).__name__, plan)
+    session = Session(status, planner, Standing(model, optimizer), name or type(model).__name__, plan, leaves)
+    weakref.finalize(model, session.close)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
         _reject_hopeless(model, optimizer, session)
     caller = _Caller(model, session, inner)
@@ -93,6 +110,13 @@ def compile(
     object.__setattr__(model, "shoal", status)
     object.__setattr__(model, "_compiled_call_impl", caller)
     return model
+
+
+def _pace(rehearse: str | Hardware, device_type: str) -> Link:
+    if device_type != "cpu":
+        raise InputError(f"rehearse={rehearse!r}: a rehearsal runs on the CPU; the model is on {device_type}")
+    target = presets.get(rehearse) if isinstance(rehearse, str) else rehearse
+    return rehearsed(target, measure("cpu"))
 
 
 class _Caller:

@@ -162,7 +162,8 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
         hardware: a preset or a measured machine.
 
     Returns:
-        A new step; `graph` is unchanged. Half-precision ops are timed at the float32 rate: an upper bound.
+        A new step, with the hardware's link; `graph` is unchanged. Half-precision ops are timed at the float32 rate: an
+        upper bound.
     """
     device = hardware.device
 
@@ -176,7 +177,7 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
         again = op.again and replace(op.again, seconds=timed(op.second).seconds, workspace_bytes=0)
         return replace(timed(op), again=again)
 
-    return replace(graph, ops=tuple(timed_twice(op) for op in graph.ops))
+    return replace(graph, ops=tuple(timed_twice(op) for op in graph.ops), link=hardware.link)
 
 
 _FULL_INNER_PRODUCT = 64

@@ -87,7 +87,10 @@ class _Offloads:
     def __init__(self, captured: Captured, residences: Mapping[str, Residence], transfers: Transfers | None) -> None:
         leaving = offloaded_storages(captured.graph, residences)
         if leaving and transfers is None:
-            raise PlanError(f"the plan offloads {len(leaving)} storages, but nothing was given to carry them")
+            raise PlanError(
+                f"the plan offloads {len(leaving)} storages, but nothing was given to carry them; give offload_to= to "
+                "shoal.compile"
+            )
         self._transfers = transfers
         self.slot_of = {storage.id: slot for slot, storage in enumerate(leaving)}
 
@@ -141,12 +144,7 @@ class _Writer:
 
     def _fetch(self, storage: int) -> None:
         node = self._first_tensor(storage)
-        value = node.meta["val"]
-        layout = (list(value.shape), list(value.stride()), value.storage_offset(), value.dtype, value.device)
-        nbytes = value.untyped_storage().nbytes()
-        fetched = self.out.call_function(
-            self.offloads.transfers.start_fetch, (*self._slot(storage), *layout, int(nbytes))
-        )
+        fetched = self.out.call_function(self.offloads.transfers.start_fetch, self._slot(storage))
         fetched.meta = dict(node.meta)
         self._written[node] = fetched
 

@@ -144,8 +144,8 @@ class Plan:
         """What becomes of a storage, in words."""
         residence = self.residences.get(storage.name)
         if isinstance(residence, Offload):
-            layers = {op.name: op.layer or op.name for op in self.graph.ops}
-            leaves, returns = layers[residence.free_after], layers[residence.fetch_before]
+            layer_of = {op.name: op.layer or op.name for op in self.graph.ops}
+            leaves, returns = layer_of[residence.free_after], layer_of[residence.fetch_before]
             return f"on the host from after {leaves} until before the backward pass of {returns}"
         if not isinstance(residence, Recompute):
             return "kept"

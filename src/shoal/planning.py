@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, InputError, ShoalError
 from shoal.hardware import Hardware
 from shoal.measure import measure
+from shoal.offloading import AUTO, offloading
 from shoal.plan import Plan
 from shoal.profile import profile
 from shoal.sizes import parse_bytes
@@ -35,6 +37,8 @@ def plan(
     hardware: str | Hardware | None = None,
     planner: str | planners.Planner = "joint",
     optimizer: torch.optim.Optimizer | None = None,
+    offload_to: str | Path | None = AUTO,
+    host_budget: int | str | None = None,
     name: str | None = None,
 ) -> Plan:
     """Plan one training step without taking it.
@@ -50,6 +54,8 @@ def plan(
             (roofline), and kernels that are for the CPU alone are left out. None: the ops are profiled on this machine.
         planner: as for `shoal.compile`.
         optimizer: the optimizer whose state counts.
+        offload_to: as for `shoal.compile`; "auto" allows host memory where `hardware` is given or the model is on CUDA.
+        host_budget: most bytes there; None for no limit where `hardware` is given, else as for `shoal.compile`.
         name: the model's name in tables and errors; by default its class.
 
     Returns:
@@ -78,10 +84,14 @@ def plan(
     graph = replace(graph, standing_bytes=Standing(model, optimizer).bytes_beside(graph))
     if target is not None:
         graph = roofline(graph, target)
+        host_bytes = 0 if host_budget is None else parse_bytes(host_budget, "host_budget")
+        graph = replace(graph, link=None if offload_to is None else replace(target.link, host_bytes=host_bytes))
     else:
         device = torch.device("cpu") if device.type == "meta" else device
         costs = profile(captured.distinct_nodes(), device=device)
         graph, target = graph.with_costs(costs.seconds, costs.workspace_bytes), measure(device)
+        leaves = offloading(offload_to, host_budget, device_type=device.type)
+        graph = replace(graph, link=leaves.link(target) if leaves is not None else None)
     made = (planner_function if budget_bytes else planners.get("keep_all"))(graph, target, budget_bytes)
     return replace(made, planning_seconds=time.perf_counter() - started)
 

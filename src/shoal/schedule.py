@@ -102,11 +102,11 @@ def _given_up(graph: StepGraph, residences: Mapping[str, Residence]) -> tuple[di
         producer = graph.producer.get(storage.id, -1)
         if producer < 0 or graph.ops[producer].phase != "forward" or storage.kind != "activation":
             raise PlanError(f"{name!r} ({storage.kind}) cannot be {what}: only activations of the forward pass can")
+        if storage.id in graph.held_for_second_runs:
+            raise PlanError(f"{name!r} cannot be given up: recomputing {graph.ops[producer].name!r} reads it")
         if isinstance(residence, Offload):
             offloaded[storage.id] = residence
             continue
-        if storage.id in graph.held_for_second_runs:
-            raise PlanError(f"{name!r} cannot be given up: recomputing {graph.ops[producer].name!r} reads it")
         if residence.before and not graph.ops[producer].recomputable:
             target = graph.ops[producer].target
             raise PlanError(f"{name!r} cannot be recomputed: running {target} twice changes the training")

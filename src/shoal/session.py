@@ -14,9 +14,12 @@ from shoal.capture import Captured
 from shoal.errors import BudgetError, PlanError
 from shoal.hardware import Hardware
 from shoal.measure import measure
+from shoal.offloading import Offloading
 from shoal.plan import Plan
 from shoal.profile import profile
+from shoal.runtime.links.open_link import OpenLink, open_link
 from shoal.runtime.step_meter import Measured
+from shoal.runtime.transfers import Transfers
 from shoal.runtime.wall import lifted
 from shoal.sizes import format_bytes
 from shoal.standing import Standing
@@ -69,6 +72,7 @@ class Session:
         standing: what is in use beside the steps: the model and the optimizer, as far as they are known.
         name: the model's name for tables and errors.
         ready_plan: a plan to use as it is instead of planning.
+        offloading: where saved storages may wait; None: on the device alone.
         on_repair: called when a plan in force broke its promise; must make the next step be planned anew.
     """
 
@@ -77,8 +81,11 @@ class Session:
     standing: Standing = field(default_factory=Standing)
     name: str = ""
     ready_plan: Plan | None = None
+    offloading: Offloading | None = None
     on_repair: Callable[[], None] = lambda: None
     _learnt_bytes: dict[str, int] = field(default_factory=dict)
+    _link: OpenLink | None = None
+    _transfers: list[Transfers] = field(default_factory=list)
 
     def make_plan(self, captured: Captured, device: torch.device) -> Plan:
         """Profile the step's ops here, then plan it inside the budget.
@@ -93,7 +100,8 @@ class Session:
             hardware = measure(device)
         graph = captured.graph.with_costs(costs.seconds, costs.workspace_bytes)
         set_aside_bytes = self.standing.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
-        graph = replace(graph, standing_bytes=graph.standing_bytes + set_aside_bytes)
+        link = self.offloading.link(hardware) if self.offloading is not None else None
+        graph = replace(graph, standing_bytes=graph.standing_bytes + set_aside_bytes, link=link)
         plan = self._plan(graph, hardware)
         plan = replace(plan, planning_seconds=time.perf_counter() - started)
         self.status.plans = (*(p for p in self.status.plans if not _is_same_step(p.graph, graph)), plan)
@@ -114,6 +122,37 @@ class Session:
                     "before the forward pass unless you accumulate them"
                 ) from None
             raise
+
+    def carry(self, plan: Plan, device: torch.device) -> Transfers | None:
+        """What moves the storages that the plan offloads; None where it offloads nothing.
+
+        Raises:
+            TransferError: the host has no room for them.
+        """
+        if not plan.offloaded or self.offloading is None:
+            return None
+        if self._link is None:
+            pace = self.offloading.pace
+            self._link = open_link(
+                device,
+                self.offloading.where,
+                self.offloading.host_bytes,
+                pace.to_host_bytes_per_second if pace else None,
+                pace.to_device_bytes_per_second if pace else None,
+                pace.latency_seconds if pace else 0.0,
+            )
+        transfers = Transfers(self._link, [storage.nbytes for storage in plan.offloaded])
+        self._transfers.append(transfers)
+        return transfers
+
+    def close(self) -> None:
+        """Give the host's bytes and the link's threads back. Steps planned so far cannot run any more."""
+        for transfers in self._transfers:
+            transfers.close()
+        self._transfers.clear()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
     def learn(self, plan: Plan, measured: Measured) -> None:
         """Hold a measured step against the promise; over the budget, plan again with what was learnt, and say so."""
@@ -136,6 +175,7 @@ class Session:
         status.repairs += 1
         status.measured_peak_bytes = None
         status.plans = ()
+        self.close()
         self.on_repair()
 
 

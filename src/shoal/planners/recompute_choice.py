@@ -24,10 +24,12 @@ class Row:
     """What is in use at one position: `fixed_bytes`, plus every kept storage of `waiting`, plus what is back early.
 
     Attributes:
+        op: the position.
         interval: how many demands lie at or before the position; 0 in the forward pass.
         waiting: storages that are alive here if kept, and else only if they are back early.
     """
 
+    op: int
     interval: int
     fixed_bytes: int
     small_bytes: int
@@ -96,7 +98,10 @@ def recompute_choice(graph: StepGraph) -> RecomputeChoice:
             if needed not in first_read and storage in due:
                 due[needed] = max(due.get(needed, 0), due[storage])
     candidates = {s for s in candidates if s in due}
-    rows = _rows(graph, candidates, small, demands, due, first_read)
+    # The host can take what must not be recomputed; too little to plan for, but the bound must not count on it.
+    beside = saved - free - graph.held_for_second_runs if graph.link is not None else set()
+    beside = {s for s in beside if graph.storages[s].kind == "activation"}
+    rows = _rows(graph, candidates, small | beside, demands, due, first_read)
     return RecomputeChoice(
         graph,
         tuple(sorted(candidates)),
@@ -150,7 +155,7 @@ def _rows(
     alive_plain, alive_forward = _alive(graph)
     born = {s: graph.producer[s] for s in candidates}
     last_needed = {s: max(demands[due[s] - 1], first_read.get(s, 0)) for s in candidates}
-    highest: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+    highest: dict[tuple[int, tuple[int, ...]], tuple[int, int, int]] = {}
     for op in graph.ops:
         interval = bisect_right(demands, op.id)
         if op.id < graph.n_forward:
@@ -161,9 +166,10 @@ def _rows(
         fixed_bytes = total_bytes[op.id] - sum(graph.storages[s].nbytes for s in waiting if s in counted)
         small_bytes = sum(graph.storages[s].nbytes for s in small if s in counted)
         key = (interval, tuple(sorted(waiting)))
-        highest[key] = max(highest.get(key, (0, 0)), (fixed_bytes, small_bytes))
+        highest[key] = max(highest.get(key, (0, 0, 0)), (fixed_bytes, small_bytes, op.id))
     return tuple(
-        Row(interval, fixed, small_bytes, waiting) for (interval, waiting), (fixed, small_bytes) in highest.items()
+        Row(op, interval, fixed_bytes, small_bytes, waiting)
+        for (interval, waiting), (fixed_bytes, small_bytes, op) in highest.items()
     )
 
 

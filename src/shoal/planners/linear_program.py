@@ -1,0 +1,94 @@
+"""A mixed-integer program under construction: columns with costs, rows with lower bounds, solved with HiGHS."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """What the solver found.
+
+    Attributes:
+        values: of the variables; None where it found none in time or there is none.
+        cost: of those values; infinite where there are none.
+        least_cost: proven least cost; infinite where no values satisfy all rows.
+    """
+
+    values: Sequence[float] | None
+    cost: float
+    least_cost: float
+
+
+class LinearProgram:
+    """Minimise the sum of costs such that every row is at least its bound. Variables are numbered as they are made."""
+
+    def __init__(self) -> None:
+        self._costs: list[float] = []
+        self._most: list[float] = []
+        self._binary: list[bool] = []
+        self._lower: list[float] = []
+        self._starts: list[int] = [0]
+        self._columns: list[int] = []
+        self._values: list[float] = []
+
+    def variable(self, cost: float = 0.0, *, binary: bool = False, most: float = 1.0) -> int:
+        """A variable between 0 and `most`."""
+        self._costs.append(cost)
+        self._most.append(most)
+        self._binary.append(binary)
+        return len(self._costs) - 1
+
+    def at_least(self, lower: float, entries: Mapping[int, float]) -> None:
+        """The sum of factor times variable over `entries` must be at least `lower`."""
+        self._lower.append(lower)
+        self._columns.extend(entries)
+        self._values.extend(entries.values())
+        self._starts.append(len(self._columns))
+
+    @property
+    def total_cost(self) -> float:
+        """What all variables at 1 cost."""
+        return max(sum(self._costs), 1e-12)
+
+    def run(self, start: Mapping[int, float] | None, time_limit_seconds: float, gap: float) -> Optimum:
+        """Solve it, at most for the time given, down to the relative gap given, from a start where there is one."""
+        scale = self.total_cost
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("time_limit", float(time_limit_seconds))
+        solver.setOptionValue("mip_rel_gap", gap)
+        solver.setOptionValue("mip_abs_gap", 1e-5)
+        solver.passModel(self._model(scale))
+        if start is not None:
+            places = np.array(list(start), dtype=np.int32)
+            solver.setSolution(len(places), places, np.array(list(start.values()), dtype=float))
+        solver.run()
+        status, info = solver.getModelStatus(), solver.getInfo()
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return Optimum(None, math.inf, math.inf)
+        least_cost = max(0.0, info.mip_dual_bound * scale) if math.isfinite(info.mip_dual_bound) else 0.0
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return Optimum(None, math.inf, least_cost)
+        return Optimum(solver.getSolution().col_value, info.objective_function_value * scale, least_cost)
+
+    def _model(self, scale: float) -> highspy.HighsLp:
+        model = highspy.HighsLp()
+        model.num_col_, model.num_row_ = len(self._costs), len(self._lower)
+        model.col_cost_ = np.array(self._costs) / scale
+        model.col_lower_ = np.zeros(len(self._costs))
+        model.col_upper_ = np.array(self._most)
+        model.row_lower_ = np.array(self._lower)
+        model.row_upper_ = np.full(len(self._lower), highspy.kHighsInf)
+        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        model.a_matrix_.start_ = np.array(self._starts)
+        model.a_matrix_.index_ = np.array(self._columns)
+        model.a_matrix_.value_ = np.array(self._values)
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        model.integrality_ = [kinds[binary] for binary in self._binary]
+        return model
