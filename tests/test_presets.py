@@ -9,6 +9,7 @@ from rich.console import Console
 
 from shoal import presets
 from shoal.errors import InputError
+from shoal.hardware import MeasuredLink
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -51,3 +52,11 @@ def test_the_table_names_every_machine_and_its_memory():
     for name in presets.names():
         assert name in text
     assert "16.00 GiB" in text
+
+
+def test_the_table_of_links_tells_both_ways_apart() -> None:
+    console = Console(width=200, file=StringIO())
+    with console.capture() as printed:
+        console.print(presets.link_table([MeasuredLink("file in /a[b]", 2e9, 3e9, 4e-6, 5e-6, 6e-6)]))
+    row = next(line for line in printed.get().splitlines() if "file in /a[b]" in line)
+    assert [cell.strip() for cell in row.split("│")[2:-1]] == ["2", "3", "4", "5", "6"]

@@ -66,6 +66,7 @@ def capture(
     standing_bytes: int = 0,
     aten_only: bool = False,
     cpu_kernels: bool = True,
+    rewrites: bool = True,
 ) -> Captured:
     """Read a joint graph.
 
@@ -78,6 +79,7 @@ def capture(
         standing_bytes: see `StepGraph`.
         aten_only: leave out what Inductor does not know: rewrites to other ops, replay of random ones.
         cpu_kernels: False where the step will run on another device than it is captured on.
+        rewrites: False leaves out the lossless rewrites, for a look at what PyTorch itself saves.
 
     Raises:
         CaptureError: the graph has symbolic shapes.
@@ -85,7 +87,8 @@ def capture(
     _write_sizes_out(joint.graph)
     outputs = tuple(next(node for node in reversed(joint.graph.nodes) if node.op == "output").args[0])
     backward = _backward_nodes(joint.graph, outputs[:n_forward_outputs])
-    save_fewer_bytes(joint, backward, aten_only=aten_only, cpu_kernels=cpu_kernels)
+    if rewrites:
+        save_fewer_bytes(joint, backward, aten_only=aten_only, cpu_kernels=cpu_kernels)
     outputs = tuple(next(node for node in reversed(joint.graph.nodes) if node.op == "output").args[0])
     reader = _Reader(backward, outputs[:n_forward_outputs], outputs[n_forward_outputs:], static_inputs, parameters)
     reader.overwritten = _overwritten_inputs(joint.graph)

@@ -64,3 +64,28 @@ class Hardware:
     device: Device
     link: Link
     source: str
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """One way between device and host as `shoal.measure_links` found it on the machine at hand.
+
+    Attributes:
+        name: for tables.
+        to_host_bytes_per_second, to_device_bytes_per_second: of a large copy, one way at a time.
+        to_host_latency_seconds, to_device_latency_seconds: of the smallest copy.
+        allocation_seconds_per_mib: what a MiB of fresh host bytes costs before the first copy.
+    """
+
+    name: str
+    to_host_bytes_per_second: float
+    to_device_bytes_per_second: float
+    to_host_latency_seconds: float
+    to_device_latency_seconds: float
+    allocation_seconds_per_mib: float
+
+    def link(self, host_bytes: int = 0) -> Link:
+        """The same as plans take it, with the longer latency for both ways."""
+        latency_seconds = max(self.to_host_latency_seconds, self.to_device_latency_seconds)
+        rates = (self.to_host_bytes_per_second, self.to_device_bytes_per_second)
+        return Link(self.name, *rates, latency_seconds, host_bytes)

@@ -79,18 +79,18 @@ def _convolution_rate(device: torch.device) -> float:
     x = torch.randn(batch, channels, side, side, device=device)
     weight = torch.randn(channels, channels, 3, 3, device=device)
     flops = 2 * x.numel() * channels * 9
-    return flops / _seconds(lambda: torch.conv2d(x, weight, padding=1), device)
+    return flops / fastest_seconds(lambda: torch.conv2d(x, weight, padding=1), device)
 
 
 def _matmul_rate(device: torch.device) -> float:
     side = 8192 if device.type == "cuda" else 1024
     a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
-    return 2 * side**3 / _seconds(lambda: a @ b, device)
+    return 2 * side**3 / fastest_seconds(lambda: a @ b, device)
 
 
 def _elementwise_rate(device: torch.device) -> float:
     x = torch.randn((256 if device.type == "cuda" else 64) * _MIB // 4, device=device)
-    return 2 * x.nbytes / _seconds(lambda: torch.relu(x), device)
+    return 2 * x.nbytes / fastest_seconds(lambda: torch.relu(x), device)
 
 
 def _launch_seconds(device: torch.device) -> float:
@@ -101,7 +101,7 @@ def _launch_seconds(device: torch.device) -> float:
         for _ in range(in_a_row):
             torch.relu(x)
 
-    return _seconds(launch, device) / in_a_row
+    return fastest_seconds(launch, device) / in_a_row
 
 
 def _link(device: torch.device) -> Link:
@@ -110,9 +110,9 @@ def _link(device: torch.device) -> Link:
     far = torch.ones(near.numel(), dtype=torch.uint8, pin_memory=cuda)
     return Link(
         name="pinned copies" if cuda else "copies to a host slab",
-        to_host_bytes_per_second=near.nbytes / _seconds(lambda: far.copy_(near, non_blocking=cuda), device),
-        to_device_bytes_per_second=near.nbytes / _seconds(lambda: near.copy_(far, non_blocking=cuda), device),
-        latency_seconds=_seconds(lambda: far[:1].copy_(near[:1], non_blocking=cuda), device),
+        to_host_bytes_per_second=near.nbytes / fastest_seconds(lambda: far.copy_(near, non_blocking=cuda), device),
+        to_device_bytes_per_second=near.nbytes / fastest_seconds(lambda: near.copy_(far, non_blocking=cuda), device),
+        latency_seconds=fastest_seconds(lambda: far[:1].copy_(near[:1], non_blocking=cuda), device),
     )
 
 
@@ -127,8 +127,8 @@ def _memory_bytes(device: torch.device) -> int:
     return min(installed, int(allowed)) if allowed.isdigit() else installed
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The fastest of some runs, after one that warms up."""
+def fastest_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """How long the fastest of some runs takes, its work on `device` included, after one that warms up."""
     times: list[float] = []
     run()
     _wait(device)

@@ -97,13 +97,19 @@ def plan(
 
 
 def capture_step(
-    model: nn.Module, example: torch.Tensor | Sequence[Any], *, name: str, runs_here: bool = True
+    model: nn.Module,
+    example: torch.Tensor | Sequence[Any],
+    *,
+    name: str,
+    runs_here: bool = True,
+    rewrites: bool = True,
 ) -> tuple[Captured, torch.device]:
     """The step of `model` at the shape of `example`, captured in training mode and not run.
 
     Args:
         model, example, name: as for `plan`.
         runs_here: whether it will run on the device that it is captured on.
+        rewrites: as for `capture`.
 
     Raises:
         CaptureError: the model is not one graph, or no output of it needs a gradient.
@@ -114,7 +120,7 @@ def capture_step(
         model.train()
     try:
         with torch.enable_grad():
-            stop = _stop_after_capture(name, runs_here)
+            stop = _stop_after_capture(name, runs_here, rewrites)
             torch.compile(call_of(model), backend=stop, fullgraph=True, dynamic=False)(*arguments)
     except BackendCompilerFailed as failure:
         if isinstance(failure.inner_exception, _Done):
@@ -138,7 +144,7 @@ class _Done(Exception):
         self.device = device
 
 
-def _stop_after_capture(name: str, runs_here: bool) -> Callable[..., Any]:
+def _stop_after_capture(name: str, runs_here: bool, rewrites: bool) -> Callable[..., Any]:
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         parameters = parameter_places(gm)
 
@@ -151,7 +157,15 @@ def _stop_after_capture(name: str, runs_here: bool) -> Callable[..., Any]:
             **unused: Any,
         ) -> Any:
             static = static_lifetime_input_indices or ()
-            captured = capture(joint, num_fwd_outputs, static, model=name, parameters=parameters, cpu_kernels=runs_here)
+            captured = capture(
+                joint,
+                num_fwd_outputs,
+                static,
+                model=name,
+                parameters=parameters,
+                cpu_kernels=runs_here,
+                rewrites=rewrites,
+            )
             raise _Done(captured, captured.device)
 
         with eager_kernels():

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from rich.markup import escape
 from rich.table import Table
 
 from shoal.errors import InputError
-from shoal.hardware import Device, Hardware, Link
+from shoal.hardware import Device, Hardware, Link, MeasuredLink
 from shoal.sizes import format_bytes
 
 _REACHED_FLOPS = 0.75
@@ -65,6 +66,24 @@ def table(machines: Iterable[Hardware]) -> Table:
             f"{link.to_host_bytes_per_second / 1e9:.3g}",
             f"{link.to_device_bytes_per_second / 1e9:.3g}",
             machine.source,
+        )
+    return grid
+
+
+def link_table(links: Iterable[MeasuredLink]) -> Table:
+    """The ways between the device at hand and its host side by side, for `rich.print`."""
+    grid = Table(title="Links of this machine", title_justify="left")
+    grid.add_column("link")
+    for heading in ("to host GB/s", "to device GB/s", "to host µs", "to device µs", "allocation µs/MiB"):
+        grid.add_column(heading, justify="right")
+    for link in links:
+        grid.add_row(
+            escape(link.name),
+            f"{link.to_host_bytes_per_second / 1e9:.3g}",
+            f"{link.to_device_bytes_per_second / 1e9:.3g}",
+            f"{link.to_host_latency_seconds * 1e6:.3g}",
+            f"{link.to_device_latency_seconds * 1e6:.3g}",
+            f"{link.allocation_seconds_per_mib * 1e6:.3g}",
         )
     return grid
 

@@ -131,8 +131,8 @@ class Session:
         """
         if not plan.offloaded or self.offloading is None:
             return None
+        pace = self.offloading.pace
         if self._link is None:
-            pace = self.offloading.pace
             self._link = open_link(
                 device,
                 self.offloading.where,
@@ -141,7 +141,8 @@ class Session:
                 pace.to_device_bytes_per_second if pace else None,
                 pace.latency_seconds if pace else 0.0,
             )
-        transfers = Transfers(self._link, [storage.nbytes for storage in plan.offloaded])
+        overlaps = pace is None or pace.overlaps
+        transfers = Transfers(self._link, [storage.nbytes for storage in plan.offloaded], overlaps=overlaps)
         self._transfers.append(transfers)
         return transfers
 

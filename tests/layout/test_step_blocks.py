@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -16,16 +17,26 @@ from shoal.residence import Keep, Recompute
 from shoal.schedule import schedule
 from shoal.simulate import simulate
 from shoal.step import StepGraph
-from tests.random_steps import conv_bn_relu_chain, densenet_like, resnet_like, steps, unet_like, unhurried
+from tests.random_steps import (
+    SLOW_LINK,
+    conv_bn_relu_chain,
+    densenet_like,
+    offloads,
+    resnet_like,
+    steps,
+    unet_like,
+    unhurried,
+)
 
 
 @unhurried
 @given(steps(), st.data())
 def test_the_bytes_in_use_at_each_run_are_those_of_the_timeline(graph: StepGraph, data: st.DataObject) -> None:
     kept = data.draw(st.sets(st.sampled_from([s.id for s in graph.storages])))
-    for residences in ({}, just_in_time(graph, kept)):
+    graph = replace(graph, link=SLOW_LINK)
+    for residences in ({}, just_in_time(graph, kept), data.draw(offloads(graph))):
         blocks = step_blocks(graph, residences).blocks
-        moments = simulate(graph, residences).moments
+        moments = [moment for moment in simulate(graph, residences).moments if moment.phase != "stall"]
         for number, moment in enumerate(moments):
             in_use = sum(b.size_bytes for b in blocks if b.lower <= number < b.upper)
             assert in_use == moment.total_bytes - graph.resident_bytes

@@ -13,9 +13,9 @@ from shoal.step import StepGraph
 def step_blocks(graph: StepGraph, residences: Mapping[str, Residence]) -> Problem:
     """The blocks of one step, timed by the number of the run that allocates and of the one after the last reader.
 
-    A storage that is recomputed is a block each time. An op that writes over its operand takes over the operand's
-    block. Workspaces and what a recomputation writes for nothing last for one run; gradients and outputs last until
-    the step ends. What is there before the step (parameters, buffers, the batch) has no block.
+    A storage that is recomputed, or fetched from the host, is a block each time. An op that writes over its operand
+    takes over the operand's block. Workspaces and what a recomputation writes for nothing last for one run; gradients
+    and outputs last until the step ends. What is there before the step (parameters, buffers, the batch) has no block.
 
     Args:
         graph: the step.
@@ -35,7 +35,7 @@ def step_blocks(graph: StepGraph, residences: Mapping[str, Residence]) -> Proble
 
     for number, run in enumerate(runs):
         op = run.of(graph)
-        for storage in run.writes:
+        for storage in (*run.fetches, *run.writes):
             begun[storage] = (f"{number}:{storages[storage].name}", number, storages[storage].nbytes)
         if run.takes_over >= 0:
             written = run.writes[0]
@@ -49,6 +49,8 @@ def step_blocks(graph: StepGraph, residences: Mapping[str, Residence]) -> Proble
         for storage in run.frees:
             if storage != run.takes_over:
                 end(storage, number + 1)
+        for storage in run.releases:
+            end(storage, number + 1)
     for storage in sorted(begun):
         end(storage, len(runs))
     return Problem(tuple(sorted(blocks, key=lambda block: (block.lower, block.upper, block.name))))

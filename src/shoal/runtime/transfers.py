@@ -58,6 +58,8 @@ class Transfers:
     Args:
         link: an open link, which may be shared with other steps and is not closed here.
         slot_bytes: the bytes of each slot.
+        overlaps: False has the computation wait for every copy as soon as it is started: what a link without streams of
+            its own does, for comparison.
 
     Attributes:
         host_bytes: the size of a step's slab.
@@ -80,8 +82,9 @@ class Transfers:
     from one thread at a time, in the order of the plan.
     """
 
-    def __init__(self, link: OpenLink, slot_bytes: Sequence[int]) -> None:
+    def __init__(self, link: OpenLink, slot_bytes: Sequence[int], *, overlaps: bool = True) -> None:
         self._link = link
+        self._overlaps = overlaps
         self._slot_bytes = tuple(slot_bytes)
         *self._offsets, total = accumulate(map(aligned, self._slot_bytes), initial=0)
         self.host_bytes = max(total, ALIGNMENT_BYTES)
@@ -123,6 +126,8 @@ class Transfers:
         self._check(slot, storage.nbytes(), storage.device)
         step.layouts[slot] = _Layout(tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
         step.offloads[slot] = self._link.offload(storage, step.lease.slab, self._offsets[slot])
+        if not self._overlaps:
+            step.offloads[slot].settle()
 
     def finish_offload(self, receipt: torch.Tensor, slot: int) -> None:
         """Have the computation wait until the bytes are on the host; they are no longer held here.
@@ -157,6 +162,8 @@ class Transfers:
         # From torch's device allocator, as the step's other tensors: a bare UntypedStorage would go past it.
         storage = torch.empty(offload.nbytes, dtype=torch.uint8, device=self._link.device).untyped_storage()
         step.fetches[slot] = self._link.fetch(storage, step.lease.slab, self._offsets[slot], offload)
+        if not self._overlaps:
+            step.fetches[slot].settle()
         with torch.no_grad():
             blank = torch.empty(0, dtype=like.dtype, device=self._link.device)
             return blank.set_(storage, like.storage_offset, like.size, like.stride)

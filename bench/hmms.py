@@ -1,0 +1,337 @@
+"""HMMS on the paper's machine, simulated: figures 1, 8, 10 and 11 of the Split-CNN paper, its figures beside ours.
+
+    python -m bench.hmms             minutes on two cores
+    python -m bench.hmms --quick     small images: does it run?
+
+Nothing runs on a P100 here. The columns are: what the paper measured, and what Shoal simulates. Times are a roofline of
+the P100's data sheet (`shoal.presets`) with one number calibrated: convolutions do CALIBRATION times the FLOP/s that
+counting their direct form gives, since cuDNN 7 runs 3x3 convolutions as Winograd transforms. It is set so that
+ResNet-18 can offload 55 % as in figure 1; the other figures follow. Figures 1 and 8 are of steps as PyTorch has them,
+without Shoal's lossless rewrites, which save fewer bytes than the paper's framework did; figures 10 and 11 of Shoal's.
+Every plan is held against `shoal.check` before its row is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from bench import tables
+from bench.budgets import make_folder
+from bench.conditions import conditions, describe, file_name
+from shoal import models, planners, presets
+from shoal.check import check
+from shoal.cost import roofline
+from shoal.distributed.projection import BANDWIDTHS_GBPS, curve, step_of
+from shoal.errors import BudgetError, InputError
+from shoal.files import write_json
+from shoal.hardware import Hardware
+from shoal.layout.pools import three_pools
+from shoal.max_batch import largest_batch
+from shoal.plan import Plan
+from shoal.planners.hmms import cumulative_bytes, theoretical_limit
+from shoal.planning import capture_step
+from shoal.schedule import schedule
+from shoal.sizes import format_bytes
+from shoal.step import StepGraph
+from shoal.steps_by_batch import StepsByBatch
+
+CALIBRATION = 1.98
+BATCH, IMAGE = 64, 224
+QUICK_BATCH, QUICK_IMAGE = 8, 64
+OFFLOADABLE_PERCENT = {"vgg19": 100.0, "resnet18": 55.0, "resnet50": 40.0}  # figure 1, section 6.2
+LOSS_PERCENT = {  # of throughput, figure 8: layer-wise, HMMS
+    "vgg19": {"layerwise": 13.0, "hmms": 1.3},
+    "resnet50": {"layerwise": 12.9, "hmms": 5.1},
+}
+LARGER_BATCH = {"vgg19": (6.0, 1.5), "resnet18": (2.0, 4.9)}  # figure 10, with Split-CNN: times, loss in percent
+SPEEDUP_AT_10_GBPS = 2.1  # figure 11
+_BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the way from the least bytes of `joint` to those of keeping everything
+_SLACK = 1e-9
+
+
+class Worse(Exception):
+    """`joint` lost more than HMMS inside the same budget, or a plan was wrong."""
+
+
+def paper_machine() -> Hardware:
+    """The paper's P100, calibrated."""
+    p100 = presets.get("p100-nvlink")
+    device = replace(p100.device, flops_per_second=CALIBRATION * p100.device.flops_per_second)
+    return replace(p100, name="p100-nvlink, calibrated", device=device)
+
+
+def captured(network: str, batch: int, image: int, *, rewrites: bool = False) -> StepGraph:
+    """The step of a full-size network on the paper's machine; nothing is allocated."""
+    with torch.device("meta"):
+        model = models.build(network)
+    shape = models.example_shape(network, batch, image)
+    example = torch.empty(shape, device="meta")
+    step, _ = capture_step(model, example, name=network, runs_here=False, rewrites=rewrites)
+    return roofline(step.graph, paper_machine())
+
+
+def planned(graph: StepGraph, planner: str, budget_bytes: int = 0) -> Plan:
+    """A plan that passed the independent check."""
+    plan = planners.get(planner)(graph, paper_machine(), budget_bytes)
+    peak_bytes = check(graph, plan.residences, schedule(graph, plan.residences), budget_bytes)
+    if peak_bytes != plan.predicted_peak_bytes:
+        raise Worse(f"{planner} on {graph.model}: the check finds a peak of {peak_bytes} bytes, not the predicted one")
+    return plan
+
+
+def loss_percent(plan: Plan) -> float:
+    """Of throughput, against keeping everything."""
+    return 100 * (1 - plan.plain_seconds / plan.predicted_seconds)
+
+
+def figure_1(graphs: dict[str, tuple[StepGraph, StepGraph]]) -> list[dict[str, Any]]:
+    """What can be offloaded during the forward pass without slowing it."""
+    rows = []
+    for network, (graph, ours) in graphs.items():
+        assert graph.link is not None and ours.link is not None
+        rows.append(
+            {
+                "network": network,
+                "paper_percent": OFFLOADABLE_PERCENT[network],
+                "simulated_percent": 100 * theoretical_limit(graph, graph.link),
+                "shoal_percent": 100 * theoretical_limit(ours, ours.link),
+                "curves": [list(point) for point in cumulative_bytes(graph, graph.link)],
+            }
+        )
+    return rows
+
+
+def figure_8(graphs: dict[str, tuple[StepGraph, StepGraph]]) -> list[dict[str, Any]]:
+    """Throughput lost by scheduling, at one batch, the same storages on the host; and `joint` inside HMMS's bytes."""
+    rows = []
+    for network in LOSS_PERCENT:
+        if network not in graphs:
+            continue
+        graph = graphs[network][0]
+        plans = {name: planned(graph, name) for name in ("layerwise", "hmms")}
+        budget_bytes = plans["hmms"].predicted_peak_bytes
+        plans["joint"] = planned(graph, "joint", budget_bytes)
+        pools = three_pools(graph, plans["hmms"].residences)
+        rows.append(
+            {
+                "network": network,
+                "batch": BATCH,
+                "paper_percent": LOSS_PERCENT[network],
+                "simulated_percent": {name: loss_percent(plan) for name, plan in plans.items()},
+                "peak_bytes": {name: plan.predicted_peak_bytes for name, plan in plans.items()},
+                "host_bytes": {name: plan.host_bytes for name, plan in plans.items()},
+                "pools": {
+                    name: {"arena_bytes": pool.arena_bytes, "fragmentation": pool.fragmentation}
+                    for name, pool in vars(pools).items()
+                },
+            }
+        )
+    return rows
+
+
+def sweep(graphs: dict[str, tuple[StepGraph, StepGraph]]) -> list[dict[str, Any]]:
+    """`joint` and HMMS inside the same budgets.
+
+    Raises:
+        Worse: `joint` lost more.
+    """
+    rows = []
+    for network, (graph, _) in graphs.items():
+        paper, plain = planned(graph, "hmms"), planned(graph, "keep_all")
+        least_bytes = least_budget(graph)
+        for place in _BUDGETS:
+            budget_bytes = int(least_bytes + place * (plain.predicted_peak_bytes - least_bytes))
+            plan = planned(graph, "joint", budget_bytes)
+            fits = paper.predicted_peak_bytes <= budget_bytes
+            if fits and plan.predicted_seconds > paper.predicted_seconds * (1 + _SLACK):
+                raise Worse(f"{network} at {format_bytes(budget_bytes)}: joint is slower than hmms")
+            rows.append(
+                {
+                    "network": network,
+                    "budget_bytes": budget_bytes,
+                    "budget_percent": 100 * budget_bytes / plain.predicted_peak_bytes,
+                    "hmms_percent": loss_percent(paper) if fits else None,
+                    "joint_percent": loss_percent(plan),
+                    "bound_percent": 100 * plan.lower_bound_seconds / plan.plain_seconds,
+                    "offloaded_bytes": plan.host_bytes,
+                    "recomputed_bytes": sum(s.nbytes for s in plan.recomputed),
+                    "planning_seconds": plan.planning_seconds,
+                }
+            )
+    return rows
+
+
+def least_budget(graph: StepGraph) -> int:
+    """The least budget for which `joint` finds a plan."""
+    try:
+        planners.get("joint")(graph, paper_machine(), graph.resident_bytes + 1)
+    except BudgetError as error:
+        return error.least_feasible_bytes
+    return graph.resident_bytes + 1
+
+
+def steps_by_batch(network: str, image: int) -> StepsByBatch:
+    """The network's step at any batch, on the paper's machine."""
+    with torch.device("meta"):
+        model = models.build(network)
+    return StepsByBatch(model, lambda batch: models.example_shape(network, batch, image), paper_machine(), name=network)
+
+
+def figure_10(steps_of: Mapping[str, StepsByBatch], image: int, memory_bytes: int) -> list[dict[str, Any]]:
+    """The largest batch in the P100's memory, and what it costs; the paper's own needs Split-CNN."""
+    rows = []
+    for network, steps in steps_of.items():
+        found = {}
+        for planner in ("keep_all", "hmms", "joint"):
+            answer = largest_batch(steps, paper_machine(), memory_bytes, planner)
+            if answer.plan is not None:
+                found[planner] = {
+                    "batch": answer.batch,
+                    "images_per_second": answer.images_per_second,
+                    "peak_bytes": answer.plan.predicted_peak_bytes,
+                }
+        plain = found["keep_all"]
+        for figures in found.values():
+            figures["times"] = figures["batch"] / plain["batch"]
+            figures["loss_percent"] = 100 * (1 - figures["images_per_second"] / plain["images_per_second"])
+        times, loss = LARGER_BATCH[network]
+        rows.append({"network": network, "image": image, "paper_times": times, "paper_loss_percent": loss, **found})
+    return rows
+
+
+def figure_11(graph: StepGraph, larger: StepGraph, batches: tuple[int, int], budget_bytes: int) -> list[dict[str, Any]]:
+    """The projected speedup of distributed training with the larger batch, over the bandwidth."""
+    baseline = step_of(planned(graph, "keep_all"), batches[0])
+    with_offload = step_of(planned(larger, "joint", budget_bytes), batches[1])
+    return [
+        {"bandwidth_gbps": point.bandwidth_gbps, "speedup": point.speedup}
+        for point in curve(with_offload, baseline, BANDWIDTHS_GBPS)
+    ]
+
+
+def measure(batch: int, image: int, memory_bytes: int) -> dict[str, Any]:
+    """All four figures."""
+    graphs = {n: (captured(n, batch, image), captured(n, batch, image, rewrites=True)) for n in OFFLOADABLE_PERCENT}
+    steps = {network: steps_by_batch(network, image) for network in LARGER_BATCH}
+    largest = figure_10(steps, image, memory_bytes)
+    vgg = next(row for row in largest if row["network"] == "vgg19")
+    batches = (vgg["keep_all"]["batch"], vgg["joint"]["batch"])
+    return {
+        "calibration": CALIBRATION,
+        "setting": {"batch": batch, "image": image, "memory_bytes": memory_bytes},
+        "figure_1": figure_1(graphs),
+        "figure_8": figure_8(graphs),
+        "sweep": sweep(graphs),
+        "figure_10": largest,
+        "figure_11": {
+            "batches": batches,
+            "curve": figure_11(steps["vgg19"](batches[0]), steps["vgg19"](batches[1]), batches, memory_bytes),
+        },
+    }
+
+
+def offloadable_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="Figure 1: share of the generated bytes that can be offloaded during the forward pass")
+    for column in ("network", "paper, measured", "simulated, PyTorch's storages", "simulated, Shoal's storages"):
+        table.add_column(column, justify="left" if column == "network" else "right")
+    for row in rows:
+        percents = (row["paper_percent"], row["simulated_percent"], row["shoal_percent"])
+        table.add_row(row["network"], *(f"{percent:.0f} %" for percent in percents))
+    return table
+
+
+def loss_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title=f"Figure 8: throughput lost at batch {rows[0]['batch'] if rows else BATCH}")
+    for column in ("network", "plan", "paper, measured", "simulated", "peak", "on the host"):
+        table.add_column(column, justify="left" if column in ("network", "plan") else "right")
+    for row in rows:
+        for plan, percent in row["simulated_percent"].items():
+            paper = row["paper_percent"].get(plan)
+            cells = [row["network"], plan, "-" if paper is None else f"{paper:.1f} %", f"{percent:.1f} %"]
+            table.add_row(*cells, format_bytes(row["peak_bytes"][plan]), format_bytes(row["host_bytes"][plan]))
+    return table
+
+
+def sweep_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="joint against HMMS inside the same budget (simulated loss of throughput)")
+    for column in ("network", "budget", "HMMS", "joint", "bound", "offloaded", "recomputed", "planned in"):
+        table.add_column(column, justify="left" if column == "network" else "right")
+    for row in rows:
+        table.add_row(
+            row["network"],
+            f"{format_bytes(row['budget_bytes'])}, {row['budget_percent']:.0f} %",
+            "does not fit" if row["hmms_percent"] is None else f"{row['hmms_percent']:.1f} %",
+            f"{row['joint_percent']:.1f} %",
+            f"{row['bound_percent']:.1f} %",
+            format_bytes(row["offloaded_bytes"]),
+            format_bytes(row["recomputed_bytes"]),
+            f"{row['planning_seconds']:.1f} s",
+        )
+    return table
+
+
+def batch_table(rows: Sequence[dict[str, Any]], memory_bytes: int) -> Table:
+    table = Table(title=f"Figure 10: largest batch in {format_bytes(memory_bytes)}")
+    for column in ("network", "plan", "batch", "times", "images/s", "loss"):
+        table.add_column(column, justify="left" if column in ("network", "plan") else "right")
+    for row in rows:
+        for plan in ("keep_all", "hmms", "joint"):
+            if plan in row:
+                found = row[plan]
+                cells = [str(found["batch"]), f"{found['times']:.2f}", f"{found['images_per_second']:.0f}"]
+                table.add_row(row["network"], plan, *cells, f"{found['loss_percent']:.1f} %")
+        times, loss = f"{row['paper_times']:.0f}", f"{row['paper_loss_percent']:.1f} %"
+        table.add_row(row["network"], "Split-CNN + HMMS: paper, measured; here not yet", "", times, "", loss)
+    return table
+
+
+def curve_table(figure: dict[str, Any]) -> Table:
+    small, large = figure["batches"]
+    table = Table(title=f"Figure 11: projected speedup of VGG-19 at batch {large} over batch {small} (alpha 0.8)")
+    table.add_column("Gbit/s", justify="right")
+    table.add_column("simulated, joint", justify="right")
+    table.add_column("paper, Split-CNN + HMMS", justify="right")
+    for point in figure["curve"]:
+        paper = f"{SPEEDUP_AT_10_GBPS}" if point["bandwidth_gbps"] == 10 else ""
+        table.add_row(f"{point['bandwidth_gbps']:g}", f"{point['speedup']:.2f}", paper)
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 0 unless a plan was wrong or `joint` lost."""
+    parser = argparse.ArgumentParser(prog="python -m bench.hmms", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small images: does it run?")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
+    asked = parser.parse_args(arguments)
+    batch, image = (QUICK_BATCH, QUICK_IMAGE) if asked.quick else (BATCH, IMAGE)
+    memory_bytes = 2**31 if asked.quick else paper_machine().device.memory_bytes
+    try:
+        out = make_folder(asked.out)
+        found_conditions = conditions(torch.device("cpu"), 0)
+        result = measure(batch, image, memory_bytes)
+        path = write_json(out / file_name("hmms", torch.device("cpu")), {**result, "conditions": found_conditions})
+    except (InputError, Worse) as error:
+        print(f"bench.hmms: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    console = tables.console()
+    console.print(describe(found_conditions), highlight=False)
+    console.print(f"Simulated for {paper_machine().name}: {paper_machine().source}; x {CALIBRATION}", highlight=False)
+    console.print(offloadable_table(result["figure_1"]))
+    console.print(loss_table(result["figure_8"]))
+    console.print(sweep_table(result["sweep"]))
+    console.print(batch_table(result["figure_10"], memory_bytes))
+    console.print(curve_table(result["figure_11"]))
+    console.print(f"Figures in {path}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
