@@ -36,6 +36,6 @@ def test_no_addresses_overlap_and_no_block_is_lost(graph: StepGraph, data: st.Da
 def test_what_leaves_early_makes_room_for_what_comes_later() -> None:
     graph = replace(plain_chain(4, nbytes=1000), link=SLOW_LINK)
     kept = three_pools(graph, {})
-    left = three_pools(graph, {"conv_0.out": Offload("conv_1", "conv_backward_6")})
+    left = three_pools(graph, {"conv_0.out": Offload("conv_1", "conv_backward_7")})
     assert left.host.arena_bytes == 1000
     assert left.general.problem.highest_live_bytes == kept.general.problem.highest_live_bytes - 1000

@@ -43,7 +43,9 @@ def step_blocks(graph: StepGraph, residences: Mapping[str, Residence]) -> Proble
             begun[written] = (name, lower, max(size_bytes, storages[written].nbytes))
         if run.again:
             for storage in set(op.writes) - set(run.writes):
-                blocks.append(Block(f"{number}:{storages[storage].name}", number, number + 1, storages[storage].nbytes))
+                blocks.append(
+                    Block(f"{number}:{storages[storage].name} unasked", number, number + 1, storages[storage].nbytes)
+                )
         if op.workspace_bytes:
             blocks.append(Block(f"{number}:workspace", number, number + 1, op.workspace_bytes))
         for storage in run.frees:
