@@ -2,7 +2,17 @@
 
 from shoal.compile import compile
 from shoal.errors import BudgetError, CaptureError, CodecError, ShoalError, TransferError
+from shoal.offload_activations import offload_activations
 from shoal.planning import plan
 
 __version__ = "0.1.0"
-__all__ = ["BudgetError", "CaptureError", "CodecError", "ShoalError", "TransferError", "compile", "plan"]
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "CodecError",
+    "ShoalError",
+    "TransferError",
+    "compile",
+    "offload_activations",
+    "plan",
+]

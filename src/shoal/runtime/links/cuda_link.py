@@ -123,11 +123,8 @@ class CudaLink:
                 assert isinstance(slab, HostSlab)
                 device_bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
                 host_bytes = slab.bytes[offset : offset + copy.nbytes]
-                with torch.cuda.stream(stream), torch.no_grad():
-                    if stream is self._to_host:
-                        host_bytes.copy_(device_bytes, non_blocking=True)
-                    else:
-                        device_bytes.copy_(host_bytes, non_blocking=True)
+                outwards = stream is self._to_host
+                _copy_on(stream, *((host_bytes, device_bytes) if outwards else (device_bytes, host_bytes)))
             done = torch.cuda.Event()
             done.record(stream)
             copy.done = done
@@ -136,6 +133,11 @@ class CudaLink:
             copy.abandon()
             raise
         return copy
+
+
+def _copy_on(stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.cuda.stream(stream), torch.no_grad():
+        to.copy_(source, non_blocking=True)
 
 
 def _close(to_host: torch.cuda.Stream, to_device: torch.cuda.Stream, pool: SlabPool, pid: int) -> None:

@@ -152,12 +152,8 @@ class SlabPool:
                 free[-1].settle()
                 self._slabs.remove(free.pop())
             if self.held_bytes + nbytes > budget:
-                leased = [slab for slab in self._alive if not slab.is_free]
-                others = (
-                    f"{format_bytes(self.held_bytes)} are held by {len(leased)} steps that wait for their backward pass"
-                    if leased
-                    else "none are in use"
-                )
+                leased = sum(slab.nbytes for slab in self._alive if not slab.is_free)
+                others = f"{format_bytes(leased)} are held for a backward pass to come" if leased else "none are in use"
                 raise TransferError(
                     f"{format_bytes(nbytes)} of {self.place} asked for, {format_bytes(budget)} allowed, {others}; "
                     "allow more host bytes, or run each backward pass before the next forward pass"

@@ -1,0 +1,327 @@
+"""Memory against time with a slow link to the host: Shoal's planners, checkpointing by hand, and eager offloading.
+
+    python -m bench.offloading                    about half an hour on two cores
+    python -m bench.offloading --quick            one small network: does it run?
+    python -m bench.offloading --device cuda      on a GPU, by its own link, with save_on_cpu beside us
+
+On the CPU the link is a rehearsal of `--hardware` (default: the Titan X of the CPU-offloading paper): copies run in
+threads and take as long beside this CPU's computation as there. What every planned or eager contender trains is held
+against plain PyTorch before it is timed, peaks are those of the whole step, and all contenders are timed in turns.
+`joint` is run inside the bytes of each other contender, so that every row of another has one of ours beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch.autograd.graph import save_on_cpu
+
+from bench import tables
+from bench.blocks import checkpointed
+from bench.budgets import comma_separated, make_folder, use_exact_kernels
+from bench.conditions import conditions, describe, file_name
+from bench.reference import Reference, WrongTraining, take_reference
+from bench.workload import Forward, Workload, in_turns, make_workload
+from shoal import presets
+from shoal.compile import compile as compile_model
+from shoal.errors import BudgetError, InputError
+from shoal.files import write_json
+from shoal.hardware import Hardware
+from shoal.machine import device_of
+from shoal.offload_activations import offload_activations
+from shoal.plan import Plan
+from shoal.sizes import format_bytes
+
+SETTINGS = {"vgg19": (4, 96), "resnet18": (12, 128), "resnet50": (8, 112), "mobilenet_v2": (12, 128)}
+CUDA_SETTINGS = {"vgg19": (64, 224), "resnet50": (96, 224)}
+QUICK_SETTINGS = {"mobilenet_v2": (4, 64)}
+PAGEABLE = 0.5  # of the pinned bandwidth: what `shoal hardware` finds between a third and two thirds on PCIe
+_SHARES = (0.75, 0.6, 0.5)  # budgets of `joint` beside those of the other contenders' peaks
+_NOISE_PERCENT = 2.0  # of the plain step: two contenders that near are equal
+_WITHIN_PERCENT = 10.0  # predicted against measured seconds
+
+
+@dataclass(frozen=True)
+class Run:
+    """A contender that was checked.
+
+    Attributes:
+        contender, setting: its name.
+        forward: the model to call.
+        peak_bytes: measured, of the whole step.
+        plan: None for contenders that have none.
+        inside: for `joint`: the contender inside whose bytes it runs.
+    """
+
+    contender: str
+    setting: str
+    forward: Forward
+    peak_bytes: int
+    plan: Plan | None = None
+    inside: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.contender} {self.setting}".strip()
+
+
+def links(target: Hardware, device: str) -> dict[str, Hardware | None]:
+    """The link, and the paper's two ablations of it; on CUDA the link is the machine's own."""
+    if device == "cuda":
+        return {"": None}
+    slow = replace(
+        target.link,
+        to_host_bytes_per_second=PAGEABLE * target.link.to_host_bytes_per_second,
+        to_device_bytes_per_second=PAGEABLE * target.link.to_device_bytes_per_second,
+    )
+    return {
+        "": target,
+        "without pinned memory": replace(target, link=slow),
+        "without overlap": replace(target, link=replace(target.link, overlaps=False)),
+    }
+
+
+def contenders(workload: Workload, reference: Reference, target: Hardware, most_bytes: int) -> Iterator[Run]:
+    """Everyone but `joint`, each checked and metered."""
+    device = workload.device.type
+    for setting, link in links(target, device).items():
+        for planner in ("hascoet", "hmms", "layerwise") if not setting else ("hascoet",):
+            yield planned(workload, reference, planner, most_bytes, link, setting)
+    for setting, forward in checkpointed(workload.twin()):
+        # Its gradients are plain PyTorch's, but it moves batch norm's statistics twice: metered, not held against them.
+        reference.start()
+        workload.seconds(forward)
+        reference.start()
+        yield Run("checkpointing", setting, forward, workload.peak_bytes(forward))
+    yield from eager(workload, reference)
+
+
+def eager(workload: Workload, reference: Reference) -> Iterator[Run]:
+    """Contenders without a plan. On the CPU they have no link to rehearse, so they run on CUDA alone."""
+    if workload.device.type != "cuda":
+        return
+    model = workload.twin()
+
+    def in_context(context: Callable[[], Any]) -> Forward:
+        def forward(images: torch.Tensor) -> torch.Tensor:
+            with context():
+                return model(images)
+
+        return forward
+
+    yield checked(workload, reference, Run("save_on_cpu", "", in_context(lambda: save_on_cpu(pin_memory=True)), 0))
+    yield checked(workload, reference, Run("offload_activations", "", in_context(offload_activations), 0))
+
+
+def planned(
+    workload: Workload,
+    reference: Reference,
+    planner: str,
+    budget_bytes: int,
+    link: Hardware | None,
+    setting: str = "",
+    inside: str = "",
+) -> Run:
+    """The step under a planner.
+
+    Raises:
+        BudgetError: no plan fits.
+        WrongTraining: it trains otherwise than plain PyTorch.
+    """
+    model = compile_model(workload.twin(), budget_bytes, planner=planner, rehearse=link, name=workload.name)
+    reference.check(model, f"{planner} {setting}")
+    run = checked(workload, reference, Run(planner, setting, model, 0, inside=inside))
+    return replace(run, plan=model.shoal.plan)  # type: ignore[union-attr]
+
+
+def checked(workload: Workload, reference: Reference, run: Run) -> Run:
+    """Held against plain PyTorch, then metered."""
+    reference.check(run.forward, run.name)
+    reference.start()
+    return replace(run, peak_bytes=workload.peak_bytes(run.forward))
+
+
+def front(runs: Sequence[Run], seconds: dict[str, float]) -> list[Run]:
+    """The runs that no other of them beats in both bytes and seconds."""
+    return [
+        run
+        for run in runs
+        if not any(
+            other.peak_bytes <= run.peak_bytes and seconds[other.name] < seconds[run.name]
+            for other in runs
+            if other is not run
+        )
+    ]
+
+
+def measure_network(
+    network: str, batch: int, image: int, target: Hardware, *, repeats: int, device: str, seed: int
+) -> dict[str, Any]:
+    """Every contender's peak and time on one network.
+
+    Raises:
+        WrongTraining: a contender differs from plain PyTorch.
+    """
+    workload = make_workload(network, batch, image, seed=seed, device=device)
+    plain = workload.twin()
+    reference = take_reference(workload, plain)
+    plain_peak_bytes = workload.peak_bytes(plain)
+    others = list(contenders(workload, reference, target, 2 * plain_peak_bytes))
+    scouted = {run.name: workload.seconds(run.forward) for run in others}
+    by_hand = [run for run in others if run.contender == "checkpointing"]
+    others = [run for run in others if run not in by_hand or run in front(by_hand, scouted)]
+    # What takes more than plain PyTorch has no bytes for `joint` to fit in but plain's.
+    budgets = {
+        run.name: min(run.peak_bytes, plain_peak_bytes) for run in others if not run.setting.startswith("without")
+    }
+    budgets |= {f"{share:.0%} of plain": int(share * plain_peak_bytes) for share in _SHARES}
+    ours, infeasible = [], {}
+    for inside, budget_bytes in budgets.items():
+        try:
+            setting = f"in {format_bytes(budget_bytes)}, of {inside}"
+            link = links(target, device)[""]
+            ours.append(planned(workload, reference, "joint", budget_bytes, link, setting, inside))
+        except BudgetError as error:
+            infeasible[inside] = str(error).splitlines()[0]
+    forwards = {"plain": plain, **{run.name: run.forward for run in (*others, *ours)}}
+    taken = in_turns(workload, forwards, repeats, warm_ups=1)
+    median = {name: statistics.median(found) for name, found in taken.items()}
+
+    def row(run: Run) -> dict[str, Any]:
+        seconds = median[run.name]
+        found: dict[str, Any] = {
+            "contender": run.contender,
+            "setting": run.setting,
+            "inside": run.inside,
+            "peak_bytes": run.peak_bytes,
+            "share_percent": 100 * run.peak_bytes / plain_peak_bytes,
+            "seconds": taken[run.name],
+            "added_percent": 100 * (seconds / median["plain"] - 1),
+        }
+        if run.plan is not None:
+            # Ops were profiled in another minute than the steps were timed: what is predicted is the ratio.
+            predicted = run.plan.predicted_seconds / run.plan.plain_seconds
+            found["predicted_peak_bytes"] = run.plan.predicted_peak_bytes
+            found["predicted_added_percent"] = 100 * (predicted - 1)
+            found["predicted_off_percent"] = 100 * (predicted * median["plain"] / seconds - 1)
+            found["stall_percent"] = 100 * run.plan.timeline.stall_seconds / run.plan.plain_seconds
+            found["host_bytes"] = run.plan.host_bytes
+            found["recomputed_storages"] = len(run.plan.recomputed)
+        return found
+
+    rows = [row(run) for run in (*others, *ours)]
+    return {
+        "network": network,
+        "setting": {"batch": batch, "image": image, "hardware": target.name if device == "cpu" else "this machine"},
+        "plain": {"peak_bytes": plain_peak_bytes, "seconds": taken["plain"]},
+        "rows": rows,
+        "infeasible": infeasible,
+        "verdicts": verdicts(rows),
+    }
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """For each other contender, `joint` inside its bytes: "faster", "equal" or "slower"; "none" where no plan fits.
+
+    >>> rows = [{"contender": "hmms", "setting": "", "inside": "", "added_percent": 9.0}]
+    >>> verdicts([*rows, {"contender": "joint", "setting": "", "inside": "hmms", "added_percent": 3.0}])
+    {'hmms': 'faster'}
+    """
+    ours = {row["inside"]: row for row in rows if row["contender"] == "joint"}
+    found = {}
+    for row in rows:
+        name = f"{row['contender']} {row['setting']}".strip()
+        if row["contender"] == "joint" or row["setting"].startswith("without"):
+            continue
+        if name not in ours:
+            found[name] = "none"
+            continue
+        gap = ours[name]["added_percent"] - row["added_percent"]
+        found[name] = "slower" if gap > _NOISE_PERCENT else "equal" if gap > -_NOISE_PERCENT else "faster"
+    return found
+
+
+def network_table(result: dict[str, Any]) -> Table:
+    """One row a contender, by bytes."""
+    plain, setting = result["plain"], result["setting"]
+    table = Table(
+        title=f"{result['network']}, {setting['batch']} x {setting['image']} pixels, link of {setting['hardware']}: "
+        f"plain {format_bytes(plain['peak_bytes'])}, {statistics.median(plain['seconds']):.2f} s a step"
+    )
+    for column in ("contender", "setting", "peak", "of plain", "added", "predicted", "off", "stalls", "host"):
+        table.add_column(column, justify="left" if column in ("contender", "setting") else "right")
+    for row in sorted(result["rows"], key=lambda row: -row["peak_bytes"]):
+        cells = [row["contender"], row["setting"], format_bytes(row["peak_bytes"]), f"{row['share_percent']:.1f} %"]
+        cells.append(f"{row['added_percent']:+.1f} %")
+        if "predicted_added_percent" in row:
+            cells += [f"{row['predicted_added_percent']:+.1f} %", f"{row['predicted_off_percent']:+.1f} %"]
+            cells += [f"{row['stall_percent']:.1f} %", format_bytes(row["host_bytes"])]
+        table.add_row(*cells)
+    return table
+
+
+def summary_line(results: Sequence[dict[str, Any]]) -> str:
+    """How often `joint` was beaten, and how near the predicted times were."""
+    said = [verdict for result in results for verdict in result["verdicts"].values()]
+    counts = ", ".join(f"{said.count(word)} {word}" for word in ("faster", "equal", "slower", "none"))
+    off = [abs(row["predicted_off_percent"]) for result in results for row in result["rows"] if "host_bytes" in row]
+    near = sum(one <= _WITHIN_PERCENT for one in off)
+    return (
+        f"joint inside the bytes of {len(said)} other runs: {counts}; predicted step time within {_WITHIN_PERCENT:g} % "
+        f"of the measured one in {near} of {len(off)} planned runs, {max(off, default=0.0):.1f} % off at most"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 0 unless a training was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m bench.offloading", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one small network: does it run?")
+    parser.add_argument("--networks", type=comma_separated, help="of " + ", ".join(SETTINGS))
+    parser.add_argument("--hardware", default="titanx-pcie", help="whose link to rehearse")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps of each contender")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args(arguments)
+    try:
+        device = device_of(asked.device)
+        settings = QUICK_SETTINGS if asked.quick else CUDA_SETTINGS if device.type == "cuda" else SETTINGS
+        names = asked.networks or list(settings)
+        unknown = [name for name in names if name not in settings]
+        if unknown:
+            raise InputError(f"no setting for {', '.join(unknown)}; there are {', '.join(settings)}")
+        target = presets.get(asked.hardware)
+        out = make_folder(asked.out)
+        use_exact_kernels()
+        found_conditions = conditions(device, asked.seed)
+        console = tables.console()
+        console.print(describe(found_conditions), highlight=False)
+        results = []
+        for name in names:
+            batch, image = settings[name]
+            result = measure_network(
+                name, batch, image, target, repeats=asked.repeats, device=device.type, seed=asked.seed
+            )
+            results.append(result)
+            console.print(network_table(result))
+            path = write_json(
+                out / file_name("offloading", device), {"results": results, "conditions": found_conditions}
+            )
+        console.print(summary_line(results), highlight=False)
+        console.print(f"Figures in {path}", highlight=False)
+    except (InputError, WrongTraining) as error:
+        print(f"bench.offloading: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

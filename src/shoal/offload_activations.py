@@ -1,0 +1,193 @@
+"""Offloading without a plan: what autograd saves in a `with` block waits on the host, for models that no one captures.
+
+The simple half of CPU offloading (Hascoet et al., section 4): tensors leave as soon as they are saved, on side streams
+or threads, into host memory that is allocated once and used again, and come back one ahead of the backward pass. The
+other half, batch norm that is inverted instead of offloaded, is a transform.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from shoal.errors import InputError
+from shoal.runtime.links.open_link import OpenLink, open_link
+from shoal.runtime.saved_storage import SavedStorage, SavedTensor, check_version
+from shoal.sizes import parse_bytes
+
+_UNDER_WAY = 2  # storages that may still be leaving while the next one is computed
+_LOOK_BACK = 64  # saved storages among which the next to fetch is looked for
+
+_links: dict[tuple[torch.device, str, int | None, int], OpenLink] = {}
+
+
+class offload_activations:
+    """Let what autograd saves inside the block wait on the host until the backward pass asks for it.
+
+    Replaces, in plain PyTorch, `torch.autograd.graph.save_on_cpu(pin_memory=True)`, which copies in the way of the
+    computation, allocates pinned memory for each tensor, and copies a storage again for each view of it.
+
+    Parameters, and other leaves that need a gradient, stay where they are. Gradients are those of plain PyTorch, bit
+    for bit. A tensor that is written to after it was saved is an error in the backward pass, as without the block.
+
+    Args:
+        link: None or "host" for host memory, pinned where the device is CUDA; a folder on a local disk for a file
+            there (CPU only); or a link of `shoal.runtime.links.open_link.open_link`. The first two are opened once and
+            kept for the next block, until `close`.
+        min_bytes: storages smaller than this stay on the device.
+        host_budget: most host bytes, an int or a text such as "2GiB"; None for no limit. Of a link that is given, its
+            own limit holds.
+
+    Attributes:
+        offloaded_bytes: of the storages that left in the last block.
+        kept_bytes: of the tensors that stayed in the last block, counted each time they were saved.
+
+    Raises:
+        InputError: a size is none, or there is no such link.
+        TransferError: in the block or in the backward pass: the host budget does not hold what is saved, the disk is
+            full, the folder is gone. The next block is right again.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1))
+    >>> with offload_activations() as offloading:
+    ...     loss = model(torch.ones(256, 512)).sum()
+    >>> offloading.offloaded_bytes
+    1048576
+    >>> loss.backward()
+
+    Limits: a tensor that the caller holds as well (the input, an output, a residual) is copied and frees nothing. What
+    is written through `.data`, which autograd does not see, is not seen here. The backward pass is taken to ask for
+    tensors in the order of saving turned round; where it does not, fetches come late, not wrong.
+    """
+
+    def __init__(
+        self,
+        link: OpenLink | str | Path | None = None,
+        min_bytes: int | str = "1MiB",
+        host_budget: int | str | None = None,
+    ) -> None:
+        self.offloaded_bytes = 0
+        self.kept_bytes = 0
+        self._min_bytes = parse_bytes(min_bytes, "min_bytes")
+        self._host_budget = None if host_budget is None else parse_bytes(host_budget, "host_budget")
+        self._where = "host" if link is None else str(link) if isinstance(link, str | Path) else None
+        self._given = None if link is None or isinstance(link, str | Path) else link
+        if self._given is not None and not hasattr(self._given, "offload"):
+            raise InputError(f"link={link!r}: expected 'host', a folder or an open link")
+        if self._where not in (None, "host"):
+            self._link(torch.device("cpu"))  # a folder that is not there is told now
+        self._blocks: list[saved_tensors_hooks] = []
+        self._saved = 0
+        self._in_order: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._of_storage: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._leaving: deque[weakref.ref[SavedStorage]] = deque()
+        self._ahead: weakref.ref[SavedStorage] | None = None
+        self._fetching = threading.Lock()
+
+    def __enter__(self) -> Self:
+        if not self._blocks:
+            self.offloaded_bytes = self.kept_bytes = 0
+        block = saved_tensors_hooks(self._pack, self._unpack)
+        block.__enter__()
+        self._blocks.append(block)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._blocks.pop().__exit__(kind, error, traceback)
+        if error is None:  # else most of them are not wanted any more
+            self._finish_offloads(0)
+
+    def close(self) -> None:
+        """Give the host bytes back, unless they belong to a link that was given. Graphs that wait for their backward
+        pass cannot have it."""
+        for key in [key for key in _links if key[1:3] == (self._where, self._host_budget)]:
+            _links.pop(key).close()
+
+    def _pack(self, tensor: torch.Tensor) -> _Kept | SavedTensor:
+        link = self._link(tensor.device) if self._may_leave(tensor) else None
+        if link is None:
+            self.kept_bytes += tensor.nbytes if tensor.layout is torch.strided else 0
+            return _Kept(tensor.detach(), tensor._version)
+        key = tensor.untyped_storage()._cdata
+        storage = self._of_storage.get(key)
+        if storage is None or not storage.holds(tensor):
+            self._finish_offloads(_UNDER_WAY - 1)
+            storage = SavedStorage(link, tensor, self._saved)
+            self._saved += 1
+            self.offloaded_bytes += storage.nbytes
+            self._of_storage[key] = self._in_order[storage.order] = storage
+            self._leaving.append(weakref.ref(storage))
+        return storage.of(tensor)
+
+    def _unpack(self, packed: _Kept | SavedTensor) -> torch.Tensor:
+        if isinstance(packed, _Kept):
+            check_version(packed.tensor._version, packed.version)
+            return packed.tensor
+        with self._fetching:
+            packed.storage.start_fetch()
+            self._fetch_one_ahead_of(packed.storage)
+            return packed.storage.tensor(packed)
+
+    def _may_leave(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return False
+        base = tensor if tensor._base is None else tensor._base
+        if (base.is_leaf and base.requires_grad) or tensor.is_conj() or tensor.is_neg():
+            return False
+        nbytes = tensor.untyped_storage().nbytes()
+        # A part that is no view (of unsafe_chunk) has a version of its own, which tells nothing of the other parts.
+        return nbytes >= self._min_bytes and base.nbytes == nbytes
+
+    def _link(self, device: torch.device) -> OpenLink | None:
+        """The link that this device's tensors use; None if they stay."""
+        if self._given is not None:
+            return self._given if self._given.device == device else None
+        assert self._where is not None
+        if device.type not in ("cpu", "cuda") or (device.type == "cuda" and self._where != "host"):
+            return None
+        key = (device, self._where, self._host_budget, os.getpid())  # a forked child opens its own
+        if key not in _links:
+            _links[key] = open_link(device, self._where, self._host_budget)
+        return _links[key]
+
+    def _finish_offloads(self, still_leaving: int) -> None:
+        """Have the computation wait for the oldest that leave, until no more than so many do."""
+        while self._leaving:
+            storage = self._leaving[0]()
+            if storage is not None and not storage.has_left and len(self._leaving) <= still_leaving:
+                return
+            self._leaving.popleft()
+            if storage is not None:
+                storage.finish_offload()
+
+    def _fetch_one_ahead_of(self, storage: SavedStorage) -> None:
+        ahead = None if self._ahead is None else self._ahead()
+        if ahead is not None and ahead is not storage and ahead.order > storage.order:
+            ahead.drop_fetch()  # the backward pass went by it
+        elif ahead is not None and ahead is not storage:
+            return  # still ahead
+        self._ahead = None
+        for order in range(storage.order - 1, max(-1, storage.order - 1 - _LOOK_BACK), -1):
+            following = self._in_order.get(order)
+            if following is not None and not following.is_here:
+                following.start_fetch()
+                self._ahead = weakref.ref(following)
+                return
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A tensor that stays. Detached: an output that was saved as it is would hold the op that saved it."""
+
+    tensor: torch.Tensor
+    version: int
