@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 from shoal import machine
 from shoal.errors import InputError, TransferError
 from shoal.file_rates import FILE_BYTES, file_rates
-from shoal.hardware import MeasuredLink
+from shoal.hardware import Link, MeasuredLink
 from shoal.measure import fastest_seconds
+from shoal.offloading import Offloading
 from shoal.undisturbed import undisturbed
 
 _MIB = 2**20
@@ -60,6 +61,18 @@ def measure_links(
     if place.type == "cuda":
         return copies
     return (*copies, _file(place, folder, cache))
+
+
+def link_to(leaves: Offloading, device: torch.device) -> Link:
+    """The link to plan for: as it is rehearsed, or else as it was measured here; its room is what `leaves` allows.
+
+    Raises:
+        InputError, TransferError: as of `measure_links`.
+    """
+    if leaves.pace is not None:
+        return replace(leaves.pace, host_bytes=leaves.host_bytes)
+    measured = measure_links(device, folder=leaves.folder)
+    return measured[0 if leaves.folder is None else -1].link(leaves.host_bytes)
 
 
 def _file(place: torch.device, folder: str | Path | None, cache: bool) -> MeasuredLink:

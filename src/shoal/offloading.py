@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import InputError
@@ -30,9 +30,10 @@ class Offloading:
     host_bytes: int
     pace: Link | None = None
 
-    def link(self, hardware: Hardware) -> Link:
-        """The link to plan for on this hardware."""
-        return replace(self.pace or hardware.link, host_bytes=self.host_bytes)
+    @property
+    def folder(self) -> str | None:
+        """Where the file lies; None for host memory."""
+        return None if self.where == HOST else self.where
 
 
 def offloading(

@@ -22,6 +22,7 @@ from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, InputError, ShoalError
 from shoal.hardware import Hardware
 from shoal.measure import measure
+from shoal.measure_links import link_to
 from shoal.offloading import AUTO, offloading
 from shoal.plan import Plan
 from shoal.profile import profile
@@ -91,7 +92,7 @@ def plan(
         costs = profile(captured.distinct_nodes(), device=device)
         graph, target = graph.with_costs(costs.seconds, costs.workspace_bytes), measure(device)
         leaves = offloading(offload_to, host_budget, device_type=device.type)
-        graph = replace(graph, link=leaves.link(target) if leaves is not None else None)
+        graph = replace(graph, link=link_to(leaves, device) if leaves is not None else None)
     made = (planner_function if budget_bytes else planners.get("keep_all"))(graph, target, budget_bytes)
     return replace(made, planning_seconds=time.perf_counter() - started)
 

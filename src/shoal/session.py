@@ -14,6 +14,7 @@ from shoal.capture import Captured
 from shoal.errors import BudgetError, PlanError
 from shoal.hardware import Hardware
 from shoal.measure import measure
+from shoal.measure_links import link_to
 from shoal.offloading import Offloading
 from shoal.plan import Plan
 from shoal.profile import profile
@@ -98,9 +99,9 @@ class Session:
         with lifted():
             costs = profile(captured.distinct_nodes(), device=device)
             hardware = measure(device)
+            link = link_to(self.offloading, device) if self.offloading is not None else None
         graph = captured.graph.with_costs(costs.seconds, costs.workspace_bytes)
         set_aside_bytes = self.standing.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
-        link = self.offloading.link(hardware) if self.offloading is not None else None
         graph = replace(graph, standing_bytes=graph.standing_bytes + set_aside_bytes, link=link)
         plan = self._plan(graph, hardware)
         plan = replace(plan, planning_seconds=time.perf_counter() - started)
