@@ -89,7 +89,7 @@ def _run(asked: argparse.Namespace) -> int:
     found_conditions = conditions(device, asked.seed)
     out = make_folder(asked.out)
     console = tables.console()
-    console.print(describe(found_conditions), highlight=False)
+    console.print(describe(found_conditions), highlight=False, markup=False)
     results = []
     with _bar(len(names)) as bar:
         for name in names:

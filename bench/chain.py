@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench.chain: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     console = tables.console()
-    console.print(describe(found_conditions), highlight=False)
+    console.print(describe(found_conditions), highlight=False, markup=False)
     console.print(chain_table(result))
     console.print(summary_line(result), highlight=False)
     console.print(f"Figures in {path}", highlight=False)

@@ -322,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench.hmms: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     console = tables.console()
-    console.print(describe(found_conditions), highlight=False)
+    console.print(describe(found_conditions), highlight=False, markup=False)
     console.print(f"Simulated for {paper_machine().name}: {paper_machine().source}; x {CALIBRATION}", highlight=False)
     console.print(offloadable_table(result["figure_1"]))
     console.print(loss_table(result["figure_8"]))

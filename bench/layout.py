@@ -57,7 +57,7 @@ def _run(asked: argparse.Namespace) -> int:
     found_conditions = conditions(torch.device("cpu"), 0)
     out = make_folder(asked.out)
     console = tables.console()
-    console.print(describe(found_conditions), highlight=False)
+    console.print(describe(found_conditions), highlight=False, markup=False)
     console.print("native search" if native.library() else "search in Python: the native library is not built")
     seconds = 1.0 if asked.quick else STEP_SECONDS
     rows = [_step_row(name, problem, seconds) for name, problem in _steps(asked.networks, quick=asked.quick)]

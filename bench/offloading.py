@@ -303,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         use_exact_kernels()
         found_conditions = conditions(device, asked.seed)
         console = tables.console()
-        console.print(describe(found_conditions), highlight=False)
+        console.print(describe(found_conditions), highlight=False, markup=False)
         results = []
         for name in names:
             batch, image = settings[name]

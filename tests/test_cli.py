@@ -18,6 +18,8 @@ from typer.testing import CliRunner, Result
 import shoal
 from shoal import cli, presets
 from shoal.cli import app
+from shoal.hardware import MeasuredLink
+from shoal.max_batch import largest_batches
 from shoal.training import loop
 
 needs_compiler = pytest.mark.skipif(
@@ -157,19 +159,28 @@ def test_unets_segment_synthetic_images_unless_told_otherwise(here: Path, monkey
 
 
 def test_hardware_lists_this_machine_and_those_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[str] = []
+    measured: list[tuple[str, str | None]] = []
 
-    def measure(device: str) -> Any:
-        measured.append(device)
-        return presets.get("h200")
+    def measure_links(device: str, folder: str | None) -> tuple[MeasuredLink, ...]:
+        measured.append((device, folder))
+        return (MeasuredLink("host slab", 9e9, 8e9, 1e-6, 2e-6, 3e-6),)
 
-    monkeypatch.setattr(cli, "measure", measure)
-    done = invoke("hardware", "--device", "cpu", "--json")
+    monkeypatch.setattr(cli, "measure", lambda device: presets.get("h200"))
+    monkeypatch.setattr(cli, "measure_links", measure_links)
+    done = invoke("hardware", "--device", "cpu", "--folder", "disk", "--json")
     assert done.exit_code == 0, done.output
-    machines = json.loads(done.stdout)
-    assert [machine["name"] for machine in machines] == ["h200", *presets.names()]
-    assert measured == ["cpu"]
-    assert "p100-nvlink" in invoke("hardware", "--device", "cpu").stdout
+    here, *elsewhere = json.loads(done.stdout)
+    assert here["name"] == "h200"
+    assert [link["to_device_bytes_per_second"] for link in here["links"]] == [8e9]
+    assert [machine["name"] for machine in elsewhere] == list(presets.names())
+    assert all("links" not in machine for machine in elsewhere)
+    shown = invoke("hardware", "--device", "cpu").stdout
+    assert "p100-nvlink" in shown and "host slab" in shown
+    assert measured == [("cpu", "disk"), ("cpu", None)]
+
+
+def test_a_folder_that_is_not_there_is_told(here: Path) -> None:
+    assert "folder='nowhere' is no folder" in told(invoke("hardware", "--device", "cpu", "--folder", "nowhere"))
 
 
 @pytest.fixture
@@ -195,9 +206,80 @@ def test_a_plan_as_json(planned: Callable[..., Result]) -> None:
     assert 0 < figures["predicted_peak_bytes"] <= figures["plain_peak_bytes"]
 
 
+def test_without_a_budget_the_device_is_the_budget(here: Path) -> None:
+    arguments = ["plan", "--model", "alexnet", "--image", "64", "--hardware", "titanx-pcie", "--planner", "keep_all"]
+    figures = json.loads(invoke(*arguments, "--json").stdout)
+    assert figures["budget_bytes"] == presets.get("titanx-pcie").device.memory_bytes
+
+
+def test_a_network_for_a_device_that_is_not_here_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    networks: list[Any] = []
+
+    def plan(network: Any, example: Any, **options: Any) -> Any:
+        networks.append((network, example))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shoal, "plan", plan)
+    invoke("plan", "--model", "vgg19", "--batch", "1000000", "--hardware", "p100-nvlink")
+    ((network, example),) = networks
+    assert example.is_meta and example.shape == (1000000, 3, 224, 224)
+    assert all(tensor.is_meta for tensor in network.state_dict().values())
+
+
+@pytest.fixture
+def few_planners(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quick(*arguments: Any, **options: Any) -> Any:
+        return largest_batches(*arguments, names=("sqrt", "keep_all", "hmms"), **options)
+
+    monkeypatch.setattr(cli, "largest_batches", quick)
+
+
+ALEXNET = ["plan", "--model", "alexnet", "--batch", "256", "--image", "64", "--hardware", "p100-nvlink"]
+
+
+@pytest.mark.usefixtures("few_planners")
+def test_the_largest_batch_of_each_planner(here: Path) -> None:
+    done = invoke(*ALEXNET, "--planner", "sqrt", "--budget", "1GiB", "--max-batch")
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ""  # where nobody watches
+    assert "predicted peak" in done.stdout
+    rows = [line for line in done.stdout.splitlines() if "does not fit" in line]
+    assert [row.split("│")[1].strip() for row in rows] == ["sqrt", "keep_all", "hmms"]
+
+    figures = json.loads(invoke(*ALEXNET, "--planner", "sqrt", "--budget", "1GiB", "--max-batch", "--json").stdout)
+    assert figures["planner"] == "sqrt"
+    assert [answer["planner"] for answer in figures["max_batch"]] == ["sqrt", "keep_all", "hmms"]
+    for answer, row in zip(figures["max_batch"], rows, strict=True):
+        assert row.split("│")[2].strip() == str(answer["batch"])
+        assert answer["batch"] < answer["too_many"] <= 1.01 * answer["batch"]
+        assert answer["predicted_peak_bytes"] <= 2**30
+        assert answer["images_per_second"] == pytest.approx(answer["batch"] / answer["predicted_seconds"])
+
+    # The batch that is found can be planned; one that does not fit is told.
+    keeping = next(answer for answer in figures["max_batch"] if answer["planner"] == "keep_all")
+    arguments = ["--planner", "keep_all", "--budget", "1GiB", "--batch"]
+    alone = invoke(*ALEXNET, "--json", *arguments, str(keeping["batch"]))
+    assert json.loads(alone.stdout)["predicted_peak_bytes"] == keeping["predicted_peak_bytes"]
+    assert "no plan of alexnet fits" in told(invoke(*ALEXNET, *arguments, str(keeping["too_many"])))
+
+
+@pytest.mark.usefixtures("few_planners")
+def test_a_plan_that_does_not_fit_still_has_its_largest_batches(here: Path) -> None:
+    arguments = [*ALEXNET, "--batch", "65536", "--planner", "keep_all", "--budget", "1GiB", "--max-batch"]
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert "no plan of alexnet fits in 1.000 GiB" in done.stderr and done.stderr.count("\n") == 1
+    assert "Largest batch" in done.stdout
+    figures = json.loads(invoke(*arguments, "--json").stdout)
+    assert figures["reason"].startswith("no plan of alexnet fits")
+    assert all(0 < answer["batch"] < 65536 for answer in figures["max_batch"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--model", "resnet18"], "no budget was given"),
+        (["--model", "resnet18", "--budget", "1GiB", "--max-batch"], "name it with --hardware"),
         (["--model", "resnet18", "--budget", "1GiB", "--hardware", "p1000"], "hardware='p1000' is no preset"),
         (["--model", "resnet18", "--budget", "1GiB", "--optimizer", "lion"], "unknown optimizer 'lion'"),
         (["--model", "resnet18", "--budget", "few"], "budget='few' is not a size"),

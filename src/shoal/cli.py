@@ -6,7 +6,7 @@ Exit codes: 0 done, 2 an argument, a file, the data or the budget is wrong (one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from json import dumps
@@ -17,14 +17,20 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import shoal
 import shoal.models
-from shoal import presets
-from shoal.errors import ShoalError
+from shoal import planners, presets
+from shoal.errors import BudgetError, InputError, ShoalError
+from shoal.hardware import Hardware
+from shoal.max_batch import largest_batches
+from shoal.max_batch import table as max_batch_table
 from shoal.measure import measure
+from shoal.measure_links import measure_links
 from shoal.plan import Plan
 from shoal.sizes import format_bytes, parse_bytes
+from shoal.steps_by_batch import StepsByBatch
 from shoal.training import loop
 from shoal.training.display import Display, outcome_table
 from shoal.training.optimizers import optimizer_of
@@ -57,7 +63,19 @@ def train(
     budget: Annotated[str | None, typer.Option(help="Device bytes a step may use, such as 150MiB.")] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 3,
     enforce: Annotated[bool, typer.Option("--enforce", help="Let what passes the budget die.")] = False,
-    planner: Annotated[str, typer.Option(help="joint, chain, sqrt, keep_all, or none for plain PyTorch.")] = "joint",
+    arena: Annotated[bool, typer.Option("--arena", help="Serve each step from one block of memory.")] = False,
+    planner: Annotated[
+        str, typer.Option(help="joint, chain, sqrt, keep_all, hmms, layerwise, hascoet, or none for plain PyTorch.")
+    ] = "joint",
+    offload_to: Annotated[
+        str, typer.Option(help="Where saved tensors may wait: host, a folder, none, or auto for host on CUDA.")
+    ] = "auto",
+    host_budget: Annotated[
+        str | None, typer.Option(help="Most bytes there, such as 8GiB; half of it by default.")
+    ] = None,
+    rehearse: Annotated[
+        str | None, typer.Option(help="A preset of `shoal hardware`: copies take as long beside the CPU as there.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write arguments and outcome to this file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for checkpoint, report, plan, trace.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
@@ -80,7 +98,8 @@ def train(
 
     With --enforce and --planner none, plain PyTorch meets the same wall: it is expected to run out of memory, with exit
     code 3. Wrong arguments end with exit code 2. Ctrl-C finishes the step, writes a checkpoint and ends with exit code
-    130; --resume then continues bit for bit.
+    130; --resume then continues bit for bit. With --arena each allocation of a step has its place in one block: faster
+    where malloc maps and unmaps large tensors in every step.
     """
     with _told_plainly():
         data = data or ("synthetic" if model.startswith("unet") else "digits")
@@ -92,6 +111,7 @@ def train(
             planner=planner,
             epochs=epochs,
             enforce=enforce,
+            arena=arena,
             lr=lr,
             momentum=momentum,
             weight_decay=weight_decay,
@@ -104,6 +124,9 @@ def train(
             channels_last=channels_last,
             root=root,
             device=device,
+            offload_to=None if offload_to == "none" else offload_to,
+            host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
+            rehearse=rehearse,
             out=out if out is not None else Path("runs") / f"{model}-{data}",
             resume=resume,
         )
@@ -148,38 +171,86 @@ def _out_of_memory(options: TrainOptions, reason: str) -> str:
 @app.command()
 def plan(
     model: Annotated[str, typer.Option(help="A network, such as resnet50.")],
-    budget: Annotated[str, typer.Option(help="Device bytes a step may use, such as 1GiB.")],
+    budget: Annotated[
+        str | None, typer.Option(help="Device bytes a step may use, such as 1GiB; by default all that --hardware has.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Images per step.")] = 32,
     image: Annotated[int, typer.Option(help="Pixels along each side.")] = 224,
     hardware: Annotated[str | None, typer.Option(help="A preset of `shoal hardware`; none means this machine.")] = None,
-    planner: Annotated[str, typer.Option(help="joint, chain, sqrt or keep_all.")] = "joint",
+    planner: Annotated[str, typer.Option(help=f"One of {', '.join(planners.NAMES)}.")] = "joint",
     optimizer: Annotated[str, typer.Option(help="Whose state counts: sgd, adamw or none.")] = "sgd",
+    max_batch: Annotated[
+        bool, typer.Option("--max-batch", help="Also find the largest batch that fits, with each planner.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print figures as JSON instead of a text.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for plan.json, plan.html and trace.json.")] = None,
 ) -> None:
-    """Plan a step without running it, for this machine or for one that is not here."""
+    """Plan a step without running it, for this machine or for one that is not here.
+
+    With --hardware the network takes no memory, whatever its size. With --max-batch a plan that does not fit still
+    ends with exit code 2, after the batches that do.
+    """
     with _told_plainly():
-        budget_bytes = parse_bytes(budget)
+        target = None if hardware is None else presets.get(hardware)
+        budget_bytes = _budget_bytes(budget, target)
         shape = shoal.models.example_shape(model, batch, image)
         if out is not None:
             check_writable(out)
-        network = shoal.models.build(model, seed=0)
+        if max_batch and target is None:
+            raise InputError("--max-batch plans many steps, for a device that is not here: name it with --hardware")
+        with torch.device("cpu" if target is None else "meta"):
+            network = shoal.models.build(model, seed=0)
+            example = torch.empty(shape)
         owner = None if optimizer == "none" else optimizer_of(optimizer, network)
-        made = shoal.plan(
-            network,
-            torch.empty(shape),
-            budget=budget_bytes,
-            hardware=hardware,
-            planner=planner,
-            optimizer=owner,
-            name=model,
-        )
-        if json:
-            typer.echo(dumps(_figures(made), indent=1))
+        figures: dict[str, Any] = {"model": model, "hardware": hardware, "budget_bytes": budget_bytes}
+        failure: BudgetError | None = None
+        try:
+            made = shoal.plan(
+                network, example, budget=budget_bytes, hardware=target, planner=planner, optimizer=owner, name=model
+            )
+        except BudgetError as error:
+            if not max_batch:
+                raise
+            failure = error
+            figures |= {"planner": planner, "reason": str(error)}
         else:
-            typer.echo(made.explain())
-        for path in save_plan(made, out) if out is not None else ():
-            typer.echo(str(path), err=json)
+            figures |= _figures(made)
+            if not json:
+                typer.echo(made.explain())
+            for path in save_plan(made, out) if out is not None else ():
+                typer.echo(str(path), err=json)
+        if target is not None and max_batch:
+
+            def shape_of(images: int) -> tuple[int, ...]:
+                return shoal.models.example_shape(model, images, image)
+
+            steps = StepsByBatch(network, shape_of, target, optimizer=owner, name=model)
+            with _search_shown() as trying:
+                answers = largest_batches(steps, target, budget_bytes, first=batch, trying=trying)
+            figures["max_batch"] = [answer.to_json() for answer in answers]
+            if not json:
+                _printing().print(max_batch_table(answers))
+        if json:
+            typer.echo(dumps(figures, indent=1))
+        if failure is not None:
+            raise failure
+
+
+def _budget_bytes(budget: str | None, target: Hardware | None) -> int:
+    if budget is not None:
+        return parse_bytes(budget)
+    if target is None:
+        raise InputError("no budget was given; say how many bytes a step may use, such as --budget 1GiB")
+    return target.device.memory_bytes
+
+
+@contextmanager
+def _search_shown() -> Iterator[Callable[[str, int], None]]:
+    """A line that tells what is being tried; nothing where nobody watches."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=_errors, transient=True, disable=not _errors.is_terminal) as progress:
+        task = progress.add_task("largest batch")
+        yield lambda planner, batch: progress.update(task, description=f"largest batch: {planner}, {batch} images")
 
 
 def _figures(made: Plan) -> dict[str, Any]:
@@ -204,20 +275,31 @@ def _figures(made: Plan) -> dict[str, Any]:
 @app.command()
 def hardware(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    folder: Annotated[
+        str | None, typer.Option(help="Where the CPU's offload to a file is measured; by default the system's /tmp.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show this machine, measured in seconds the first time, and those that can be planned for from afar."""
     with _told_plainly():
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        machines = [measure(device), *map(presets.get, presets.names())]
+        links = measure_links(device, folder=folder)
+        here, *elsewhere = machines = [measure(device), *map(presets.get, presets.names())]
         if json:
-            typer.echo(dumps([asdict(machine) for machine in machines], indent=1))
+            measured = {**asdict(here), "links": [asdict(link) for link in links]}
+            typer.echo(dumps([measured, *map(asdict, elsewhere)], indent=1))
         else:
-            console = Console()
-            if not console.is_terminal:
-                console.width = 240  # a file has room for a whole row
+            console = _printing()
             console.print(presets.table(machines))
+            console.print(presets.link_table(links))
+
+
+def _printing() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 240  # a file has room for a whole row
+    return console
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -209,27 +208,6 @@ torch.held_too = torch.empty(1000)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_no_compiler_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.runtime import wall as module
-
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(InputError, match=r"needs a C\+\+ compiler.*install g\+\+") as caught:
-        module._compiled()
-    assert "\n" not in str(caught.value)
-
-
-@needs_compiler
-def test_a_cache_that_cannot_be_written_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.runtime import wall as module
-
-    occupied = tmp_path / "file"
-    occupied.write_text("not a folder")
-    monkeypatch.setattr(module, "cache_dir", lambda: occupied)
-    with pytest.raises(InputError, match="cannot be built in"):
-        module._compiled()
 
 
 @pytest.mark.parametrize(("limit", "device"), [("lots", "cpu"), (-1, "cpu"), ("1MiB", "meta")])

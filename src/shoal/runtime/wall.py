@@ -11,11 +11,6 @@ Walls may stand inside one another: the lowest limit holds.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,8 +19,8 @@ from typing import Protocol
 
 import torch
 
-from shoal.cache import cache_dir
 from shoal.errors import InputError
+from shoal.runtime.extension import compiled
 from shoal.sizes import parse_bytes
 
 _SOURCE = Path(__file__).with_name("wall.cpp")
@@ -174,6 +169,12 @@ def lifted() -> Iterator[None]:
         _enforce(memory)
 
 
+def cpu_wall() -> _CpuMemory | None:
+    """The memory of the walls that stand on the CPU, for an allocator that wants its place beneath them."""
+    memory = _standing[-1]._memory if _standing else None
+    return memory if isinstance(memory, _CpuMemory) else None
+
+
 def _enforce(memory: _Memory) -> None:
     limits = [standing.limit_bytes for standing in _standing if standing.limit_bytes is not None]
     memory.set_limit(_NO_LIMIT if _lifted or not limits else min(limits))
@@ -237,7 +238,9 @@ class _CpuMemory:
     """The counting allocator of `wall.cpp`."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(str(_compiled()))
+        library = ctypes.CDLL(str(compiled(_SOURCE, "a wall on the CPU")))
+        library.wall_beneath.restype = ctypes.c_void_p
+        library.wall_set_beneath.argtypes = [ctypes.c_void_p]
         for name in ("wall_live", "wall_peak", "wall_fresh_peak", "wall_allocations"):
             getattr(library, name).restype = ctypes.c_int64
         for name in ("wall_set_limit", "wall_set_peak"):
@@ -275,35 +278,11 @@ class _CpuMemory:
     def allocations(self) -> int:
         return int(self._library.wall_allocations())
 
+    @property
+    def beneath(self) -> int | None:
+        """Address of the `c10::Allocator` that requests are handed on to; None where no wall is installed."""
+        return self._library.wall_beneath()
 
-def _compiled() -> Path:
-    """The shared library of `wall.cpp` for this torch, built when the cache lacks it."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "c++", "g++", "clang++"))), None)
-    if compiler is None:
-        raise InputError(
-            "a wall on the CPU needs a C++ compiler and none was found; install g++ or clang, or set CXX to one"
-        )
-    home = Path(torch.__file__).parent
-    abi = int(torch.compiled_with_cxx11_abi())
-    options = ["-O2", "-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-I{home / 'include'}"]
-    linked = [f"-L{home / 'lib'}", "-lc10"]
-    key = hashlib.sha256("\0".join([_SOURCE.read_text(), torch.__version__, compiler, *options]).encode())
-    folder = cache_dir() / "native"
-    built = folder / f"wall-{key.hexdigest()[:16]}.so"
-    if built.is_file():
-        return built
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            fresh = Path(scratch) / "wall.so"
-            command = [compiler, *options, str(_SOURCE), *linked, "-o", str(fresh)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-                raise InputError(f"the CPU's wall did not compile with {compiler}: {first}; set CXX to a newer one")
-            os.replace(fresh, built)
-    except OSError as error:
-        raise InputError(
-            f"the CPU's wall cannot be built in {folder}: {error.strerror or error}; give a writable cache folder"
-        ) from error
-    return built
+    @beneath.setter
+    def beneath(self, allocator: int) -> None:
+        self._library.wall_set_beneath(allocator)

@@ -87,6 +87,10 @@ def plan_table(plan: Plan) -> Table:
     plain = plan.plain_peak_bytes
     _row(table, "kept", f"{len(kept)} saved storages, {format_bytes(sum(s.nbytes for s in kept))}")
     _row(table, "recomputed", f"{len(again)} storages, {format_bytes(sum(s.nbytes for s in again))}")
+    if plan.offloaded:
+        wait = _seconds(plan.timeline.stall_seconds)
+        away = f"{len(plan.offloaded)} storages, {format_bytes(plan.host_bytes)}"
+        _row(table, "offloaded", f"{away}; the device waits {wait} for copies")
     if plan.budget_bytes:
         _row(table, "budget", format_bytes(plan.budget_bytes))
     _row(
@@ -117,6 +121,13 @@ def outcome_table(options: TrainOptions, outcome: Outcome) -> Table:
             share = outcome.measured_peak_bytes / options.budget_bytes
             measured += f", {share:.1%} of the budget of {format_bytes(options.budget_bytes)}"
         _row(table, "measured peak", measured)
+    if (arena := outcome.arena) is not None:
+        _row(
+            table,
+            "arena",
+            f"{format_bytes(arena.bytes)}, {arena.fragmentation:.3f} of the most in use; {arena.departures} departures "
+            f"in {arena.replayed_steps} replayed steps",
+        )
     return table
 
 

@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import FrameType
 from typing import Any, Protocol
@@ -27,10 +27,12 @@ from shoal.data import Data
 from shoal.data.loaders import Loader
 from shoal.errors import InputError
 from shoal.machine import device_of
+from shoal.runtime.arena import Arena
+from shoal.runtime.arena_cuda import CudaArena
 from shoal.runtime.wall import Wall, wall
 from shoal.training import checkpoint
 from shoal.training.optimizers import learning_rate, optimizer_of
-from shoal.training.options import Outcome, Progress, TrainOptions
+from shoal.training.options import ArenaOutcome, Outcome, Progress, TrainOptions
 from shoal.training.results import check_writable, versions
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -71,7 +73,10 @@ def train(options: TrainOptions, watcher: Watcher) -> Outcome:
             options.model, num_classes=data.num_classes, in_channels=data.in_channels, seed=options.seed
         )
         model.to(device=device, memory_format=layout)  # type: ignore[call-overload]  # its stub knows no memory_format
-        run = _Run(options, device, model, data, layout, meter, watcher)
+        arena = _open_arena(device) if options.arena else None
+        if arena is not None:
+            stack.callback(arena.close)
+        run = _Run(options, device, model, data, layout, meter, arena, watcher)
         if options.resume:
             run.resume()
         if options.enforce and meter is not None:
@@ -92,6 +97,7 @@ class _Run:
         data: Data,
         layout: torch.memory_format,
         meter: Wall | None,
+        arena: Arena | CudaArena | None,
         watcher: Watcher,
     ) -> None:
         self.options = options
@@ -99,6 +105,7 @@ class _Run:
         self.data = data
         self.layout = layout
         self.meter = meter
+        self.arena = arena
         self.watcher = watcher
         self.optimizer = optimizer_of(
             options.optimizer, model, lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
@@ -154,13 +161,15 @@ class _Run:
         rate = learning_rate(self.options.lr, at.epoch * steps + at.step, self.options.epochs * steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with self._autocast():
-            outputs = self.model(images)
-            loss = nn.functional.cross_entropy(outputs, labels)
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        # An epoch's short last batch makes a sequence of allocations of its own.
+        with nullcontext() if self.arena is None else self.arena.step(images.shape):
+            with self._autocast():
+                outputs = self.model(images)
+                loss = nn.functional.cross_entropy(outputs, labels)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
         mean = loss.item()
         at.losses.append(mean)
         at.loss_sum += mean * labels.numel()
@@ -247,7 +256,14 @@ class _Run:
             checkpoint=self.checkpoint,
             signal=stopped_by if self.position.epoch < self.options.epochs else 0,
             versions=versions(self.options),
+            arena=self._arena_outcome(),
         )
+
+    def _arena_outcome(self) -> ArenaOutcome | None:
+        arena = self.arena
+        if arena is None:
+            return None
+        return ArenaOutcome(arena.bytes, arena.fragmentation, arena.departures, arena.replayed_steps)
 
 
 class _Stop:
@@ -300,6 +316,10 @@ def _raise_wall(stack: ExitStack, device: torch.device, enforce: bool) -> Wall |
         return None
 
 
+def _open_arena(device: torch.device) -> Arena | CudaArena:
+    return CudaArena(device) if device.type == "cuda" else Arena(device)
+
+
 def _open_data(options: TrainOptions) -> Data:
     """The data set, with labels per pixel for networks that answer per pixel."""
     dense: dict[str, Any] = {}
@@ -350,6 +370,9 @@ def _compiled(options: TrainOptions, model: nn.Module, optimizer: torch.optim.Op
         model,
         budget=options.budget_bytes,
         planner=options.planner,
+        offload_to=options.offload_to,
+        host_budget=options.host_budget_bytes,
+        rehearse=options.rehearse,
         optimizer=optimizer,
         inner=options.inner,
         name=options.model,

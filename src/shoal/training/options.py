@@ -11,13 +11,14 @@ from shoal.errors import InputError
 if TYPE_CHECKING:
     from shoal.plan import Plan
 
-PLANNERS = ("joint", "chain", "sqrt", "keep_all", "none")
+PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "layerwise", "hascoet", "none")
 OPTIMIZERS = ("sgd", "adamw")
 PRECISIONS = ("none", "bf16", "fp16")
 INNERS = ("eager", "inductor")
 
 # What may differ between a run and its continuation without a number changing.
-_FREE = {"budget_bytes", "planner", "enforce", "workers", "inner", "root", "out", "resume"}
+_FREE = {"budget_bytes", "planner", "enforce", "arena", "workers", "inner", "root", "out", "resume"}
+_FREE |= {"offload_to", "host_budget_bytes", "rehearse"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class TrainOptions:
         planner: one of `PLANNERS`; "none" trains with plain PyTorch.
         epochs: passes over the training images.
         enforce: raise a wall at `budget_bytes`.
+        arena: serve each step's allocations at planned addresses in one block (`shoal.runtime.arena`).
         lr: the highest learning rate; see `shoal.training.optimizers.learning_rate`.
         momentum, weight_decay, optimizer: of the optimizer, one of `OPTIMIZERS`; momentum is SGD's.
         seed: of the weights, the order, the augmentation and dropout.
@@ -41,6 +43,7 @@ class TrainOptions:
         channels_last: lay images out with channels innermost: faster, and convolutions need no scratch on the CPU.
         root: folder of the data set, None for its usual place.
         device: "cpu", "cuda", or "auto" for CUDA where there is one.
+        offload_to, host_budget_bytes, rehearse: as `offload_to`, `host_budget` and `rehearse` of `shoal.compile`.
         out: folder of everything the run writes.
         resume: continue from the checkpoint in `out`.
     """
@@ -52,6 +55,7 @@ class TrainOptions:
     planner: str = "joint"
     epochs: int = 3
     enforce: bool = False
+    arena: bool = False
     lr: float = 0.02
     momentum: float = 0.9
     weight_decay: float = 5e-4
@@ -64,6 +68,9 @@ class TrainOptions:
     channels_last: bool = True
     root: str | None = None
     device: str = "auto"
+    offload_to: str | None = "auto"
+    host_budget_bytes: int | None = None
+    rehearse: str | None = None
     out: Path = Path("runs")
     resume: bool = False
 
@@ -83,6 +90,9 @@ class TrainOptions:
         for name in ("lr", "momentum", "weight_decay"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InputError(f"{name}={getattr(self, name)}: it must be a finite number of at least 0")
+        offloads = self.offload_to not in ("auto", None) or self.rehearse is not None
+        if self.planner == "none" and offloads:
+            raise InputError("planner 'none' is plain PyTorch, which offloads nothing; choose another planner")
         if self.budget_bytes is None and (self.enforce or self.planner != "none"):
             raise InputError("no budget was given; give --budget, such as 150MiB, or --planner none for plain PyTorch")
 
@@ -119,6 +129,23 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class ArenaOutcome:
+    """What came of an arena.
+
+    Attributes:
+        bytes: of the arena; 0 if no two steps were alike.
+        fragmentation: over the most bytes in use in it at once.
+        departures: allocations of replayed steps that did not get their planned address.
+        replayed_steps: how many there were.
+    """
+
+    bytes: int
+    fragmentation: float
+    departures: int
+    replayed_steps: int
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What came of a run.
 
@@ -132,6 +159,7 @@ class Outcome:
         checkpoint: the file to resume from.
         signal: what stopped the run before its end, 0 for nothing.
         versions: torch, python, shoal, and the threads and seed the run had.
+        arena: what its arena came to; None without one.
     """
 
     losses: tuple[float, ...]
@@ -145,6 +173,7 @@ class Outcome:
     checkpoint: Path
     signal: int
     versions: dict[str, Any]
+    arena: ArenaOutcome | None = None
 
     @property
     def test_accuracy(self) -> float | None:

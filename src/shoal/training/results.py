@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def result(options: TrainOptions, outcome: Outcome) -> dict[str, Any]:
         "losses": list(outcome.losses),
         "test_accuracies": list(outcome.accuracies),
         "test_accuracy": outcome.test_accuracy,
+        "arena_outcome": outcome.arena and asdict(outcome.arena),
         "finished": not outcome.signal,
         "versions": outcome.versions,
     }

@@ -1,0 +1,49 @@
+"""The arena's benchmark runs, and its contenders train alike."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bench import arena
+from bench.reference import WrongTraining
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="an arena needs a C++ compiler")
+def test_every_contender_is_timed_and_the_arena_departs_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert arena.main(["--quick", "--networks", "mobilenet_v2", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("arena_*.json")
+    (result,) = json.loads(path.read_text())["networks"]
+    assert set(result["rows"]) == {arena.DEFAULT, arena.TUNED, arena.HUGE, arena.ARENA}
+    assert all(len(row["seconds"]) == 1 and row["seconds"][0] > 0 for row in result["rows"].values())
+    assert result["arena"]["departures"] == 0
+    assert result["arena"]["replayed_steps"] >= 1
+    assert "Losses equal bit for bit" in capsys.readouterr().out
+
+
+def test_a_loss_that_differs_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def differ(*_: object, **__: object) -> None:
+        raise WrongTraining("vgg16_bn, step 3: the losses differ")
+
+    monkeypatch.setattr(arena, "measure_network", differ)
+    assert arena.main(["--quick", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "bench.arena: vgg16_bn, step 3: the losses differ\n"
+
+
+def test_no_setting_of_malloc_reaches_a_contender_but_its_own() -> None:
+    inherited = {"MALLOC_ARENA_MAX": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=2", "HOME": "/"}
+    assert arena._environment("", inherited).keys() == {"HOME", "OMP_NUM_THREADS"}
+    assert arena._environment("glibc.malloc.mmap_max=0", inherited)["GLIBC_TUNABLES"] == "glibc.malloc.mmap_max=0"
+
+
+def test_an_unknown_network_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert arena.main(["--networks", "resnet5", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("bench.arena: unknown network 'resnet5'")
