@@ -20,6 +20,7 @@ from shoal import cli, presets
 from shoal.cli import app
 from shoal.hardware import MeasuredLink
 from shoal.max_batch import largest_batches
+from shoal.plan import Plan
 from shoal.training import loop
 
 needs_compiler = pytest.mark.skipif(
@@ -111,6 +112,27 @@ def test_a_run_of_shoal_tells_its_plan_and_writes_everything(here: Path) -> None
     assert result["measured_peak_bytes"] == pytest.approx(result["predicted_peak_bytes"], rel=0.02)
     assert result["planning_seconds"] > 0 and result["lower_bound_seconds"] >= 0
     assert result["images_per_second"] > 0
+
+
+@needs_compiler
+def test_a_run_that_offloads_to_a_file_trains_behind_its_wall(here: Path) -> None:
+    told = ["--offload-to", ".", "--out", "run", "--json", "result.json"]
+    done = invoke("train", *SMALL, "--budget", "45MiB", "--enforce", *told)
+    assert done.exit_code == 0, done.stderr
+    assert "offloaded" in done.stdout
+    assert json.loads((here / "result.json").read_text())["measured_peak_bytes"] <= 45 * 2**20
+    assert Plan.load(here / "run" / "plan.json").offloaded
+    assert {path.name for path in here.iterdir()} == {"run", "result.json"}
+
+
+@needs_compiler
+def test_a_rehearsal_runs_with_the_link_of_the_target(here: Path) -> None:
+    done = invoke("train", *SMALL, "--budget", "60MiB", "--rehearse", "p100-nvlink", "--host-budget", "1GiB")
+    assert done.exit_code == 0, done.stderr
+    (saved,) = here.rglob("plan.json")
+    link = Plan.load(saved).graph.link
+    assert link is not None and link.name.startswith("NVLink 1.0")
+    assert link.host_bytes == 2**30
 
 
 @needs_compiler

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from shoal.hardware import Link
 from shoal.plan import Plan
+from shoal.planners.just_in_time import just_in_time
 from shoal.report.page import Report
-from shoal.residence import Recompute, Residence
+from shoal.residence import Offload, Recompute, Residence
 from shoal.step import Op, StepGraph, Storage
+from tests.random_steps import legal_offloads
 
 MIB = 2**20
 
@@ -150,6 +154,18 @@ def sample_plan(blocks: int = 8, model: str = "ResNet-18") -> Plan:
     return Plan(graph, residences, "joint", "AMD Zen 4, 2 cores", peak + peak // 50, 0.004, 1.84)
 
 
+def sample_offload_plan() -> Plan:
+    """Offloads from the first half of the network, recomputes in the second, over a link that makes the device wait."""
+    graph = replace(residual_step(), link=Link("PCIe 3.0", 4e9, 3e9, 1e-5, host_bytes=2**30))
+    late = ("layer3", "layer4")
+    stays = {s.id for s in graph.storages if s.kind == "activation" and not s.layer.startswith(late)}
+    residences: dict[str, Residence] = dict(just_in_time(graph, stays))
+    for name, ends, starts in list(legal_offloads(graph, residences, sorted(stays & set(graph.saved)))):
+        residences[name] = Offload(ends[:4][-1].name, starts[-3:][0].name)
+    peak = Plan(graph, residences, "joint").predicted_peak_bytes
+    return Plan(graph, residences, "joint", "a small card", peak + peak // 50, 0.004, 1.84)
+
+
 def sample_report(plan: Plan | None = None, **more: Any) -> Report:
     """A finished training run under `sample_plan`."""
     plan = plan or sample_plan()
@@ -180,6 +196,12 @@ def sample_report(plan: Plan | None = None, **more: Any) -> Report:
 def plan() -> Plan:
     """Recomputes inside eight residual blocks."""
     return sample_plan()
+
+
+@pytest.fixture(scope="session")
+def offload_plan() -> Plan:
+    """Offloads, recomputes, and makes the device wait."""
+    return sample_offload_plan()
 
 
 @pytest.fixture(scope="session")

@@ -81,6 +81,70 @@ def test_the_page_draws_and_hovers_without_an_error(report: Report, plan: Plan, 
         assert words in shown
 
 
+# Moves a mouse over the lane of a direction, in the middle of its copy COPY.
+POINT = """<script>
+setTimeout(() => {
+  const { link, memory } = JSON.parse(document.getElementById("data").textContent);
+  const lane = link[LANE];
+  const chart = document.getElementById("memory-chart");
+  const area = chart.querySelector(".draglayer .xyAXIS .nsewdrag");
+  const box = area.getBoundingClientRect();
+  const middle = lane.start[COPY] + lane.seconds[COPY] / 2;
+  const clientX = box.left + (box.width * middle) / memory.end;
+  const at = { clientX, clientY: box.top + box.height / 2, bubbles: true };
+  area.dispatchEvent(new MouseEvent("mouseover", at));
+  area.dispatchEvent(new MouseEvent("mousemove", at));
+}, 500);
+</script>"""
+
+
+@pytest.mark.parametrize(("lane", "axis"), [(0, 4), (1, 3)])
+def test_pointing_at_a_lane_names_the_copy(offload_plan: Plan, tmp_path: Path, lane: int, axis: int) -> None:
+    way = ("to host", "to device")[lane]
+    transfers = [transfer for transfer in offload_plan.timeline.transfers if transfer.way == way]
+    script = POINT.replace("LANE", str(lane)).replace("AXIS", str(axis)).replace("COPY", "5")
+    page = render(Report(offload_plan.timeline, plan=offload_plan))
+    document, console = browse(tmp_path, with_script(page, script))
+    assert console == "" and "data-error" not in document
+    shown = hover_text(document)
+    assert f"{transfers[5].storage} {way}" in shown
+    assert transfers[5].layer in shown
+    speed = transfers[5].nbytes / transfers[5].seconds
+    for words in (
+        f"{transfers[5].nbytes / 2**20:.1f} MiB",
+        f"at {speed / 1e9:.2f} GB/s",
+        f"copy 6 of {len(transfers)}",
+    ):
+        assert words in shown
+
+
+def test_a_wait_tells_how_long_and_for_what(offload_plan: Plan, tmp_path: Path) -> None:
+    moments = offload_plan.timeline.moments
+    n, wait = max(((i, m) for i, m in enumerate(moments) if m.phase == "stall"), key=lambda found: found[1].seconds)
+    script = HOVER.replace("7", "8").replace("PEAK", str(n))  # the area of what is fetched comes before the pointer
+    document, console = browse(tmp_path, with_script(render(Report(offload_plan.timeline, plan=offload_plan)), script))
+    assert console == "" and "data-error" not in document
+    shown = hover_text(document)
+    assert f"the device waits {1e3 * wait.seconds:.2f} ms" in shown
+    assert f"for {wait.op} to cross the link" in shown
+
+
+def test_lanes_follow_the_axis_by_op(offload_plan: Plan, tmp_path: Path) -> None:
+    look = """<script>
+    const chart = document.getElementById("memory-chart");
+    const ends = () => chart.data.slice(-2).map((lane) => lane.x.at(-1) + lane.width.at(-1)).join();
+    setTimeout(() => { document.querySelector("input[value=op]").click(); }, 400);
+    setTimeout(() => { document.documentElement.dataset.ends = ends(); }, 1400);
+    </script>"""
+    page = render(Report(offload_plan.timeline, plan=offload_plan))
+    document, console = browse(tmp_path, with_script(page, look))
+    assert console == "" and "data-error" not in document
+    found = re.search(r'data-ends="([\d.]+),([\d.]+)"', document)
+    assert found is not None
+    for end in found.groups():
+        assert float(end) == pytest.approx(len(offload_plan.timeline.moments))
+
+
 def test_hostile_names_do_nothing(
     make_plan: Callable[..., Plan], make_report: Callable[..., Report], tmp_path: Path
 ) -> None:
@@ -102,7 +166,10 @@ def test_the_least_a_page_can_know_is_drawn_too(tmp_path: Path) -> None:
     assert 'class="main-svg"' in document
 
 
-def test_a_phone_needs_no_sideways_scroll(report: Report, tmp_path: Path) -> None:
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_phone_needs_no_sideways_scroll(report: Report, offload_plan: Plan, tmp_path: Path, offloads: bool) -> None:
+    if offloads:
+        report = Report(offload_plan.timeline, plan=offload_plan)
     # Chromium's window is never narrower than 500 px, so the phone is a frame that reports its own width, first as
     # it opens and again after it was turned upright.
     measure = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from shoal.plan import Plan
 from shoal.report import Report
 from shoal.report.charts import MOST_POINTS, chart_data
 from shoal.timeline import Moment, Timeline
+from tests.random_steps import SLOW_LINK, offloads, steps, unhurried
 
 
 def test_the_columns_add_up_to_the_timeline(plan: Plan, report: Report) -> None:
@@ -28,6 +30,50 @@ def test_plain_pytorch_stands_at_the_ops_it_shares_with_the_plan(plan: Plan, rep
     plain = chart_data(report)["plain"]
     assert max(plain["bytes"]) == plan.plain_peak_bytes
     assert [plan.timeline.moments[i].op for i in plain["at"]] == [op.name for op in plan.graph.ops]
+
+
+def test_plain_pytorch_stands_at_its_ops_where_the_device_waits_in_between(offload_plan: Plan) -> None:
+    plain = chart_data(Report(offload_plan.timeline, plan=offload_plan))["plain"]
+    assert [offload_plan.timeline.moments[i].op for i in plain["at"]] == [op.name for op in offload_plan.graph.ops]
+    assert offload_plan.timeline.stall_seconds > 0
+
+
+@unhurried
+@given(st.data())
+def test_the_columns_of_any_plan_with_offloads_add_up(data: st.DataObject) -> None:
+    graph = replace(data.draw(steps()), link=SLOW_LINK)
+    plan = Plan(graph, data.draw(offloads(graph)), "random")
+    charts = chart_data(Report(plan.timeline, plan=plan))
+    totals = [sum(column) for column in zip(*charts["memory"]["bytes"].values(), strict=True)]
+    assert totals == [moment.total_bytes for moment in plan.timeline.moments]
+    assert charts["plain"] is not None
+    assert ("fetched" in charts["memory"]["bytes"]) == bool(plan.offloaded)
+    lanes = charts["link"] or []
+    assert sum(len(lane["start"]) for lane in lanes) == 2 * len(plan.offloaded)
+    for lane in lanes:
+        spans = list(zip(lane["start"], lane["seconds"], strict=True))
+        assert all(start + seconds <= following + 2e-9 for (start, seconds), (following, _) in pairwise(spans))
+        assert all(start + seconds <= charts["memory"]["end"] + 2e-9 for start, seconds in spans)
+
+
+def test_a_lane_tells_each_copy_and_how_busy_it_is(offload_plan: Plan) -> None:
+    lanes = chart_data(Report(offload_plan.timeline))["link"]
+    assert [lane["way"] for lane in lanes] == ["to host", "to device"]
+    for lane in lanes:
+        transfers = [t for t in offload_plan.timeline.transfers if t.way == lane["way"]]
+        told = zip(lane["storage"], lane["layer"], lane["bytes"], lane["start"], lane["seconds"], strict=True)
+        for (storage, layer, nbytes, start, seconds), transfer in zip(told, transfers, strict=True):
+            assert (storage, layer, nbytes) == (transfer.storage, transfer.layer, transfer.nbytes)
+            assert (start, seconds) == pytest.approx((transfer.start_seconds, transfer.seconds), abs=1e-9)
+    assert [lane["said"] for lane in lanes] == [
+        "512.2 MiB, busy 7.5 % of the step",
+        "512.2 MiB, busy 10 % of the step",
+    ]
+
+
+def test_without_offloads_there_is_no_lane_and_nothing_fetched(report: Report) -> None:
+    charts = chart_data(report)
+    assert charts["link"] is None and "fetched" not in charts["memory"]["bytes"]
 
 
 def test_a_plan_of_another_step_draws_no_plain_curve(plan: Plan) -> None:

@@ -83,6 +83,34 @@ def test_hostile_names_are_shown_as_text(make_plan: Callable[..., Plan], make_re
     assert json.loads(page.bodies["script"][2])["memory"]["texts"].count(HOSTILE) == 1
 
 
+def test_the_page_says_what_is_offloaded(offload_plan: Plan) -> None:
+    words = _Page(render(Report(offload_plan.timeline, plan=offload_plan))).words
+    for told in (
+        "512 MiB on the host",
+        "the device waits",
+        "one lane a direction",
+        "On the host from after layer1.1.bn2 until before the backward pass of layer1.1.conv2",
+        "Saved, offloaded",
+        "Waiting",
+        "fetched",
+    ):
+        assert told in words.replace("\u00a0", " ")
+
+
+def test_a_page_without_offloads_has_none_of_their_words(report: Report) -> None:
+    words = _Page(render(report)).words
+    for absent in ("on the host", "On the host", "the device waits", "lane", "offloaded", "Waiting", "fetched", "Link"):
+        assert absent not in words
+
+
+def test_hostile_names_of_transfers_are_shown_as_text(offload_plan: Plan) -> None:
+    timeline = offload_plan.timeline
+    transfers = tuple(replace(transfer, storage=HOSTILE, layer=HOSTILE) for transfer in timeline.transfers)
+    page = _Page(render(Report(replace(timeline, transfers=transfers))))
+    assert page.tags.count("script") == 4 and "img" not in page.tags
+    assert json.loads(page.bodies["script"][2])["link"][0]["storage"][0] == HOSTILE
+
+
 def test_without_plan_measurement_or_losses_those_sections_are_absent(plan: Plan) -> None:
     page = _Page(render(Report(plan.timeline)))
     for absent in ("Measured peak", "largest storages", "Training", "Outcome", "Predicted against measured Plain"):

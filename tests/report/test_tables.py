@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from shoal.plan import Plan
 from shoal.report.tables import MOST_PARTS, largest_storages, parts_of_model, short_target
+from shoal.residence import Offload
 from shoal.sizes import parse_bytes
 from shoal.step import Op, StepGraph, Storage
 from shoal.timeline import Timeline
+from tests.random_steps import SLOW_LINK, offloads, steps, unhurried
+
+_UNITS = {"s": 1.0, "ms": 1e-3, "\u00b5s": 1e-6}
+
+
+def printed_bytes(size: str) -> int:
+    return 0 if size == "0 B" else parse_bytes(size)
 
 
 def test_the_largest_come_first_with_their_fate(plan: Plan) -> None:
@@ -57,13 +69,14 @@ def test_without_a_plan_no_storage_is_known() -> None:
 def test_parts_come_in_forward_order_and_few(plan: Plan) -> None:
     table = parts_of_model(plan.timeline, plan)
     assert [row.name for row in table.rows][:4] == ["conv1", "relu", "layer1.0", "layer1.1"]
-    assert table.sizes_known and len(table.rows) <= MOST_PARTS
-    assert not parts_of_model(plan.timeline, None).sizes_known
+    assert len(table.rows) <= MOST_PARTS
+    assert list(table.columns.values()) == ["Saved, kept", "Saved, freed", "Forward", "Recompute", "Backward"]
+    assert list(parts_of_model(plan.timeline, None).columns) == ["forward", "recompute", "backward"]
 
 
 def test_the_saved_bytes_are_all_in_one_column_or_the_other(plan: Plan) -> None:
     rows = parts_of_model(plan.timeline, plan).rows
-    printed = sum(parse_bytes(size) for row in rows for size in (row.kept, row.given_up) if size != "0 B")
+    printed = sum(printed_bytes(size) for row in rows for size in (row.kept, row.recomputed))
     saved = sum(plan.graph.storages[i].nbytes for i in plan.graph.saved)
     assert abs(printed / saved - 1) < 1e-3
 
@@ -78,3 +91,66 @@ def test_many_flat_layers_are_added_up_in_a_last_row(plan: Plan) -> None:
 def test_targets_without_their_namespace() -> None:
     assert short_target("aten.convolution.default") == "convolution"
     assert short_target("shoal::encode") == "shoal::encode"
+
+
+def test_an_offloaded_storage_tells_where_it_leaves_and_returns(offload_plan: Plan) -> None:
+    fates = {row.layer: row.fate for row in largest_storages(offload_plan)}
+    assert (
+        fates["layer1.1.conv1"]
+        == "On the host from after layer1.1.bn2 until before the backward pass of layer1.1.conv2"
+    )
+
+
+@unhurried
+@given(st.data())
+def test_offloads_are_at_the_peak_where_the_timeline_counts_them(data: st.DataObject) -> None:
+    graph = replace(data.draw(steps()), link=SLOW_LINK)
+    plan = Plan(graph, data.draw(offloads(graph)), "random")
+    peak = plan.timeline.peak
+    rows = largest_storages(plan, count=len(graph.storages))
+    counted = peak.total_bytes - peak.workspace_bytes - graph.standing_bytes
+    assert sum(printed_bytes(row.size) for row in rows if row.at_peak) == counted
+    told = [row for row in rows if row.fate.startswith("On the host")]
+    assert len(told) == len(plan.offloaded)
+
+
+def test_a_wait_at_the_peak_has_what_is_fetched_and_not_what_is_written_next(offload_plan: Plan) -> None:
+    moments = offload_plan.timeline.moments
+    n = next(i for i, m in enumerate(moments) if m.phase == "stall" and m.fetched_bytes)
+    waiting = replace(offload_plan, planner="the peak is a wait")
+    # The same step, with the wait made its peak.
+    most = replace(moments[n], workspace_bytes=offload_plan.predicted_peak_bytes)
+    vars(waiting)["timeline"] = replace(offload_plan.timeline, moments=(*moments[:n], most, *moments[n + 1 :]))
+    rows = largest_storages(waiting, count=len(waiting.graph.storages))
+    counted = moments[n].total_bytes - waiting.graph.standing_bytes
+    assert sum(parse_bytes(row.size) for row in rows if row.at_peak) == pytest.approx(counted, rel=1e-3)
+
+
+def test_what_was_given_up_splits_into_recomputed_and_offloaded(offload_plan: Plan) -> None:
+    table = parts_of_model(offload_plan.timeline, offload_plan)
+    assert list(table.columns.values()) == [
+        *("Saved, kept", "Saved, recomputed", "Saved, offloaded", "Forward", "Recompute", "Backward", "Waiting")
+    ]
+    shown = {f: sum(printed_bytes(getattr(row, f)) for row in table.rows) for f in ("kept", "recomputed", "offloaded")}
+    saved = sum(offload_plan.graph.storages[i].nbytes for i in offload_plan.graph.saved)
+    assert shown["offloaded"] == pytest.approx(offload_plan.host_bytes, rel=1e-3)
+    assert sum(shown.values()) == pytest.approx(saved, rel=1e-3)
+
+
+def test_columns_of_zeros_are_left_out_beside_offloads(offload_plan: Plan) -> None:
+    residences = {name: r for name, r in offload_plan.residences.items() if isinstance(r, Offload)}
+    only = replace(offload_plan, residences=residences)
+    assert not {"recomputed", "recompute"} & parts_of_model(only.timeline, only).columns.keys()
+
+
+def test_every_second_of_the_step_is_in_a_column(plan: Plan, offload_plan: Plan) -> None:
+    def seconds(each: Plan, fields: list[str]) -> float:
+        rows = parts_of_model(each.timeline, each).rows
+        cells = [getattr(row, field).split() for row in rows for field in fields]
+        return sum(float(number) * _UNITS[unit] for number, unit in cells)
+
+    for each in (plan, offload_plan):
+        columns = parts_of_model(each.timeline, each).columns
+        times = [field for field in columns if field not in ("kept", "recomputed", "offloaded")]
+        assert seconds(each, times) == pytest.approx(each.predicted_seconds, rel=2e-3)
+    assert seconds(offload_plan, ["stall"]) == pytest.approx(offload_plan.timeline.stall_seconds, rel=2e-3)

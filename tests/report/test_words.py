@@ -9,20 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.hardware import Link
 from shoal.plan import Plan
 from shoal.report import Report
 from shoal.report.words import (
     category_bytes,
     fillings,
     format_percent,
+    format_rate,
     format_seconds,
+    glossary,
     headline,
     lede,
     name_of,
+    place_of,
     scales,
     settings,
     tiles,
 )
+from shoal.residence import Offload
 
 
 def said(report: Report) -> str:
@@ -80,10 +85,75 @@ def test_added_time_comes_with_its_lower_bound(report: Report, make_plan: Callab
     ]
 
 
-def test_the_parts_of_the_peak_fill_it(plan: Plan) -> None:
-    peak = plan.timeline.peak
-    assert sum(filling.share for filling in fillings(peak)) == pytest.approx(1.0)
-    assert sum(category_bytes(peak).values()) == peak.total_bytes
+def test_the_parts_of_the_peak_fill_it(plan: Plan, offload_plan: Plan) -> None:
+    for each in (plan, offload_plan):
+        peak = each.timeline.peak
+        assert sum(filling.share for filling in fillings(each.timeline)) == pytest.approx(1.0)
+        assert sum(category_bytes(peak).values()) == peak.total_bytes
+    assert "fetched" not in [filling.category for filling in fillings(plan.timeline)]
+    assert [f.size for f in fillings(offload_plan.timeline) if f.category == "fetched"] == ["96.00 MiB"]
+
+
+def test_the_headline_says_what_is_on_the_host(offload_plan: Plan) -> None:
+    report = Report(offload_plan.timeline, plan=offload_plan)
+    told = "265 MiB of plain PyTorch\u2019s 695 MiB, 512 MiB on the host, 9.9 % slower, predicted to fit the budget"
+    assert said(report) == told
+
+
+def test_the_lede_tells_what_was_recomputed_what_was_offloaded_and_what_the_link_did(offload_plan: Plan) -> None:
+    told = lede(Report(offload_plan.timeline, plan=offload_plan))
+    assert "28 storages are freed after the forward pass" in told
+    assert "; 22 storages wait on the host until the backward pass needs them (512.2 MiB in all); 0 stay." in told
+    assert told.endswith("The link is busy 18\u00a0% of the step, and the device waits 5.62 ms for it.")
+
+
+def test_one_storage_is_told_in_the_singular(offload_plan: Plan) -> None:
+    name, residence = next((n, r) for n, r in offload_plan.residences.items() if isinstance(r, Offload))
+    one = replace(offload_plan, residences={name: residence})
+    assert "1 storage waits on the host until the backward pass needs it (32.00 MiB in all)" in lede(
+        Report(one.timeline, plan=one)
+    )
+
+
+def test_a_link_that_hides_everything_is_said_to(offload_plan: Plan) -> None:
+    name, residence = next((n, r) for n, r in offload_plan.residences.items() if isinstance(r, Offload))
+    graph = replace(offload_plan.graph, link=Link("bus", 1e12, 1e12, 0.0))
+    fast = replace(offload_plan, graph=graph, residences={name: residence})
+    report = Report(fast.timeline, plan=fast)
+    assert lede(report).endswith("and the device never waits for it.")
+    assert [(t.value, t.note) for t in tiles(report) if t.label == "Device waits"] == [
+        ("0 s", "every copy hides behind the computation")
+    ]
+
+
+def test_the_tiles_tell_host_waits_and_link(offload_plan: Plan) -> None:
+    expected = [
+        ("On the host", "512.2 MiB", "22 storages, at most 1.000 GiB allowed"),
+        ("Device waits", "5.62 ms", "0.3 % of the step, in 3 stalls"),
+        ("Link busy", "18 %", "of the step: 7.5 % there, 10 % back"),
+    ]
+    shown = tiles(Report(offload_plan.timeline, plan=offload_plan))
+    assert [(tile.label, tile.value, tile.note) for tile in shown[-3:]] == expected
+    alone = [(tile.label, tile.value) for tile in tiles(Report(offload_plan.timeline))]
+    assert alone[-3:] == [(label, value) for label, value, _ in expected]
+
+
+def test_pages_without_offloads_do_not_speak_of_them(report: Report) -> None:
+    assert not {"On the host", "Device waits", "Link busy"} & {tile.label for tile in tiles(report)}
+    assert not {"Offloaded", "Fetched", "Link", "Stall"} & glossary(report).keys()
+    assert "Link" not in settings(report)
+    assert "host" not in headline(report) + lede(report)
+
+
+def test_pages_with_offloads_explain_their_words(offload_plan: Plan) -> None:
+    report = Report(offload_plan.timeline, plan=offload_plan)
+    assert {"Offloaded", "Fetched", "Link", "Stall"} <= glossary(report).keys()
+    assert settings(report)["Link"] == "PCIe 3.0: 4 GB/s to the host, 3 GB/s back"
+
+
+def test_a_wait_is_a_place_too(offload_plan: Plan) -> None:
+    wait = next(moment for moment in offload_plan.timeline.moments if moment.phase == "stall")
+    assert place_of(wait) == f"while {wait.target} of {wait.layer} waits for {wait.op} to cross the link"
 
 
 def test_the_longest_bar_is_the_whole(plan: Plan, report: Report) -> None:
@@ -123,3 +193,11 @@ def test_a_duration_is_written_to_within_half_a_percent(seconds: float) -> None:
 )
 def test_shares_for_people(share: float, text: str) -> None:
     assert format_percent(share) == text
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "text"),
+    [(10.0, "10 B/s"), (34.1e9, "34.1 GB/s"), (6.5e9, "6.5 GB/s"), (999.7e6, "1 GB/s"), (1.2345e12, "1234 GB/s")],
+)
+def test_speeds_for_people(bytes_per_second: float, text: str) -> None:
+    assert format_rate(bytes_per_second) == text

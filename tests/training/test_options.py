@@ -14,7 +14,7 @@ from shoal.training.options import TrainOptions
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"planner": "best"}, "unknown planner 'best': give one of joint, chain, sqrt, keep_all, none"),
+        ({"planner": "best"}, "unknown planner 'best': give one of joint, chain, sqrt, keep_all, hmms"),
         ({"optimizer": "lion"}, "unknown optimizer 'lion': give one of sgd, adamw"),
         ({"amp": "fp8"}, "unknown amp 'fp8'"),
         ({"inner": "jit"}, "unknown inner 'jit'"),

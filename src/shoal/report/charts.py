@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from shoal.report.words import CATEGORIES, category_bytes
+from shoal.report.traffic import WAYS, traffic
+from shoal.report.words import categories, category_bytes, format_percent
+from shoal.sizes import format_bytes
 from shoal.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ def chart_data(report: Report) -> dict[str, Any]:
     return {
         "memory": _memory(report.timeline),
         "plain": _plain(report),
+        "link": _link(report.timeline),
         "losses": _losses(report.losses),
         "accuracies": [_finite(accuracy) for accuracy in report.accuracies],
     }
@@ -44,7 +47,7 @@ def _memory(timeline: Timeline) -> dict[str, Any]:
         **columns,
         "start": [round(moment.start_seconds, 9) for moment in moments],
         "seconds": [round(moment.seconds, 9) for moment in moments],
-        "bytes": {category: [part[category] for part in parts] for category in CATEGORIES},
+        "bytes": {category: [part[category] for part in parts] for category in categories(timeline)},
         "end": round(timeline.seconds, 9),
         "peak": moments.index(timeline.peak),
         "budget": timeline.budget_bytes,
@@ -56,7 +59,7 @@ def _plain(report: Report) -> dict[str, Any] | None:
     if report.plan is None:
         return None
     moments = report.plan.plain_timeline.moments
-    at = [i for i, moment in enumerate(report.timeline.moments) if moment.phase != "recompute"]
+    at = [i for i, moment in enumerate(report.timeline.moments) if moment.phase not in ("recompute", "stall")]
     if [report.timeline.moments[i].op for i in at] != [moment.op for moment in moments]:
         return None  # the timeline is of another step than the plan
     return {
@@ -65,6 +68,28 @@ def _plain(report: Report) -> dict[str, Any] | None:
         "bytes": [moment.total_bytes for moment in moments],
         "at": at,
     }
+
+
+def _link(timeline: Timeline) -> list[dict[str, Any]] | None:
+    """Each direction of the link by columns, one entry a transfer, with what its lane is called."""
+    if not timeline.transfers:
+        return None
+    lanes = []
+    for way in WAYS:
+        carried = traffic(timeline, way)
+        transfers = sorted((t for t in timeline.transfers if t.way == way), key=lambda t: t.start_seconds)
+        lanes.append(
+            {
+                "way": way,
+                "said": f"{format_bytes(carried.nbytes)}, busy {format_percent(carried.busy_share)} of the step",
+                "storage": [transfer.storage for transfer in transfers],
+                "layer": [transfer.layer for transfer in transfers],
+                "bytes": [transfer.nbytes for transfer in transfers],
+                "start": [round(transfer.start_seconds, 9) for transfer in transfers],
+                "seconds": [round(transfer.seconds, 9) for transfer in transfers],
+            }
+        )
+    return lanes
 
 
 def _losses(losses: tuple[float, ...]) -> dict[str, Any]:

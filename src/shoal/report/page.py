@@ -14,7 +14,7 @@ from shoal.files import write_text
 from shoal.plan import Plan
 from shoal.report.charts import chart_data
 from shoal.report.tables import largest_storages, parts_of_model
-from shoal.report.words import GLOSSARY, fillings, headline, lede, name_of, outcomes, scales, settings, tiles
+from shoal.report.words import fillings, glossary, headline, lede, name_of, outcomes, scales, settings, tiles
 from shoal.timeline import Timeline
 
 
@@ -59,13 +59,14 @@ def render(report: Report) -> str:
         headline=headline(report),
         lede=lede(report),
         tiles=tiles(report),
-        fillings=fillings(report.timeline.peak),
+        stalls=report.timeline.stall_seconds > 0,
+        fillings=fillings(report.timeline),
         scales=scales(report),
         storages=largest_storages(report.plan),
         parts=parts_of_model(report.timeline, report.plan),
         outcomes=outcomes(report),
         settings=settings(report),
-        glossary=GLOSSARY,
+        glossary=glossary(report),
         charts=chart_data(report),
         plotly=_plotly(),
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shoal.plan import Plan
 from shoal.report.words import format_seconds
-from shoal.residence import Keep
+from shoal.residence import Offload, Recompute
 from shoal.schedule import schedule
 from shoal.sizes import format_bytes
 from shoal.step import Storage
@@ -41,21 +41,23 @@ class StorageRow:
 
 @dataclass(frozen=True)
 class PartRow:
-    """A part of the model: bytes of its saved storages ("" where no plan is known) and time spent in its ops."""
+    """A part of the model: bytes of its saved and offloaded storages, time spent in its ops and waiting beside them."""
 
     name: str
     kept: str
-    given_up: str
+    recomputed: str
+    offloaded: str
     forward: str
     recompute: str
     backward: str
+    stall: str
 
 
 class PartTable(NamedTuple):
-    """`sizes_known` is False where only a timeline is there."""
+    """`columns` says which fields of the rows are shown, by what name; no sizes where only a timeline is there."""
 
     rows: list[PartRow]
-    sizes_known: bool
+    columns: dict[str, str]
 
 
 def largest_storages(plan: Plan | None, count: int = 10) -> list[StorageRow]:
@@ -89,7 +91,8 @@ def short_target(target: str) -> str:
 
 
 def _fate(plan: Plan, storage: Storage, saved: bool) -> str:
-    if saved and storage.kind == "activation":
+    offloaded = isinstance(plan.residences.get(storage.name), Offload)
+    if offloaded or (saved and storage.kind == "activation"):
         fate = plan.fate(storage)
         if fate == "kept":
             last = plan.graph.ops[plan.graph.readers[storage.id][-1]]
@@ -107,8 +110,10 @@ def _alive_at_peak(plan: Plan) -> set[int]:
     for run in runs[:peak]:
         alive.update(run.fetches, run.writes)
         alive.difference_update(run.frees, run.releases)
-    alive.update(runs[peak].fetches, runs[peak].writes)
-    alive.discard(runs[peak].takes_over)
+    alive.update(runs[peak].fetches)
+    if plan.timeline.peak.phase != "stall":  # a device that waits has not begun to write
+        alive.update(runs[peak].writes)
+        alive.discard(runs[peak].takes_over)
     return alive
 
 
@@ -118,19 +123,14 @@ def parts_of_model(timeline: Timeline, plan: Plan | None) -> PartTable:
     if plan is not None:
         layers |= {storage.layer for storage in plan.graph.storages}
     depth = _depth(layers)
-    kept: dict[str, int] = defaultdict(int)
-    given_up: dict[str, int] = defaultdict(int)
     seconds: dict[str, dict[str, float]] = {}
     for moment in timeline.moments:
         spent = seconds.setdefault(_part(moment.layer, depth), defaultdict(float))
         spent["forward" if moment.phase == "loss" else moment.phase] += moment.seconds
-    if plan is not None:
-        for storage in (plan.graph.storages[i] for i in plan.graph.saved):
-            stays = isinstance(plan.residences.get(storage.name, Keep()), Keep)
-            (kept if stays else given_up)[_part(storage.layer, depth)] += storage.nbytes
-    names = [*seconds, *(name for name in (kept | given_up) if name not in seconds)]
+    sizes: dict[str, dict[str, int]] = {} if plan is None else _sizes(plan, depth)
+    names = [*seconds, *(name for name in sizes if name not in seconds)]
     if len(names) > MOST_PARTS:
-        weight = {n: (kept[n] + given_up[n], sum(seconds.get(n, {}).values())) for n in names}
+        weight = {n: (sum(sizes.get(n, {}).values()), sum(seconds.get(n, {}).values())) for n in names}
         large = set(sorted(names, key=lambda n: weight[n], reverse=True)[: MOST_PARTS - 1])
         groups = [(n, [n]) for n in names if n in large]
         rest = [n for n in names if n not in large]
@@ -138,21 +138,60 @@ def parts_of_model(timeline: Timeline, plan: Plan | None) -> PartTable:
     else:
         groups = [(n, [n]) for n in names]
 
+    def size_of(members: list[str], fate: str) -> str:
+        return format_bytes(sum(sizes.get(n, {}).get(fate, 0) for n in members))
+
     def spent_in(members: list[str], phase: str) -> str:
         return format_seconds(sum(seconds.get(n, {}).get(phase, 0.0) for n in members))
 
     rows = [
         PartRow(
             name,
-            format_bytes(sum(kept[n] for n in members)),
-            format_bytes(sum(given_up[n] for n in members)),
+            size_of(members, "kept"),
+            size_of(members, "recomputed"),
+            size_of(members, "offloaded"),
             spent_in(members, "forward"),
             spent_in(members, "recompute"),
             spent_in(members, "backward"),
+            spent_in(members, "stall"),
         )
         for name, members in groups
     ]
-    return PartTable(rows if len(rows) > 1 else [], plan is not None)
+    fates = {fate for of_part in sizes.values() for fate in of_part}
+    return PartTable(rows if len(rows) > 1 else [], _columns(timeline, fates, plan is not None))
+
+
+def _columns(timeline: Timeline, fates: set[str], sizes_known: bool) -> dict[str, str]:
+    """Where storages are offloaded, what was given up is split, and columns of zeros are left out."""
+    shown = {"kept": "Saved, kept"} if sizes_known else {}
+    if "offloaded" in fates:
+        if "recomputed" in fates:
+            shown["recomputed"] = "Saved, recomputed"
+        shown["offloaded"] = "Saved, offloaded"
+    elif sizes_known:
+        shown["recomputed"] = "Saved, freed"
+    shown["forward"] = "Forward"
+    if timeline.recompute_seconds > 0 or not timeline.transfers:
+        shown["recompute"] = "Recompute"
+    shown["backward"] = "Backward"
+    if timeline.stall_seconds > 0:
+        shown["stall"] = "Waiting"
+    return shown
+
+
+def _sizes(plan: Plan, depth: int) -> dict[str, dict[str, int]]:
+    """Part → what became of its saved storages → their bytes. An offloaded storage counts even where only a
+    recomputation reads it."""
+    sizes: dict[str, dict[str, int]] = {}
+    offloaded = plan.offloaded
+    saved = [plan.graph.storages[i] for i in plan.graph.saved]
+    for storage in dict.fromkeys([*saved, *offloaded]):
+        residence = plan.residences.get(storage.name)
+        given_up = "offloaded" if isinstance(residence, Offload) else "recomputed"
+        fate = given_up if isinstance(residence, Offload | Recompute) else "kept"
+        of_part = sizes.setdefault(_part(storage.layer, depth), defaultdict(int))
+        of_part[fate] += storage.nbytes
+    return sizes
 
 
 def _part(layer: str, depth: int) -> str:

@@ -8,17 +8,19 @@ from typing import Any
 
 from shoal.errors import InputError
 from shoal.files import write_text
-from shoal.report.words import category_bytes
+from shoal.report.traffic import WAYS
+from shoal.report.words import categories, category_bytes
 from shoal.timeline import Timeline
 
 _PROCESS = 1
-_TRACKS = {"forward": 1, "loss": 2, "recompute": 3, "backward": 4}
+_TRACKS = {"forward": 1, "loss": 2, "recompute": 3, "backward": 4, "to host": 5, "to device": 6, "stall": 7}
 
 
 def save_trace(timeline: Timeline, path: str | Path) -> Path:
     """Write the step as a trace, whole or not at all.
 
-    Ops are complete events ("X") on one track a phase, in microseconds; the bytes in use are counter events ("C").
+    Ops are complete events ("X") on one track a phase, in microseconds; the bytes in use are counter events ("C"). What
+    crosses the link is on a track for each direction, and the times the device waits for it on a track "stall".
 
     Args:
         timeline: the simulated step.
@@ -50,42 +52,68 @@ def save_trace(timeline: Timeline, path: str | Path) -> Path:
 def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     """The events in the order of their time stamps, names of the tracks first."""
     moments = timeline.moments
+    used = {moment.phase for moment in moments} | {transfer.way for transfer in timeline.transfers}
+    shown = categories(timeline)
     events = [_names("process_name", 0, f"{timeline.model or 'model'}: one training step")]
-    for phase, track in _TRACKS.items():
-        if any(moment.phase == phase for moment in moments):
-            events.append(_names("thread_name", track, phase))
+    for name, track in _TRACKS.items():
+        if name in used:
+            events.append(_names("thread_name", track, name))
             events.append({**_names("thread_sort_index", track, ""), "args": {"sort_index": track}})
-    # In whole nanoseconds, so that neighbours on a track touch and never overlap by a rounding.
-    starts = [round(1e9 * moment.start_seconds) for moment in moments]
-    ends = [min(round(1e9 * (m.start_seconds + m.seconds)), n) for m, n in zip(moments, starts[1:], strict=False)]
-    ends.append(max(starts[-1], round(1e9 * timeline.seconds)))
+    spans = _spans([(moment.start_seconds, moment.seconds) for moment in moments])
+    starts, ends = [start for start, _ in spans], [end for _, end in spans]
     if timeline.budget_bytes:
         events.append(_counter("budget", starts[0], {"bytes": timeline.budget_bytes}))
     for moment, start, end in zip(moments, starts, ends, strict=True):
-        parts = category_bytes(moment)
-        events.append(
-            {
-                "ph": "X",
-                "name": moment.op,
-                "cat": moment.phase,
-                "pid": _PROCESS,
-                "tid": _TRACKS[moment.phase],
-                "ts": start / 1000,
-                "dur": (end - start) / 1000,
-                "args": {
-                    "op": moment.op,
-                    "target": moment.target,
-                    "layer": moment.layer,
-                    "bytes": moment.total_bytes,
-                    **{f"{category}_bytes": size for category, size in parts.items()},
-                },
-            }
-        )
+        parts = {category: size for category, size in category_bytes(moment).items() if category in shown}
+        known = {
+            "op": moment.op,
+            "target": moment.target,
+            "layer": moment.layer,
+            "bytes": moment.total_bytes,
+            **{f"{category}_bytes": size for category, size in parts.items()},
+        }
+        events.append(_complete(moment.op, moment.phase, start, end, known))
         events.append(_counter("bytes in use by category", start, parts))
         events.append(_counter("bytes in use", start, {"bytes": moment.total_bytes}))
     if timeline.budget_bytes:
         events.append(_counter("budget", ends[-1], {"bytes": timeline.budget_bytes}))
+    events += _transfers(timeline)
+    return sorted(events, key=lambda event: event["ts"])
+
+
+def _transfers(timeline: Timeline) -> list[dict[str, Any]]:
+    """What crosses the link, direction by direction."""
+    events = []
+    for way in WAYS:
+        transfers = sorted((t for t in timeline.transfers if t.way == way), key=lambda t: t.start_seconds)
+        spans = _spans([(transfer.start_seconds, transfer.seconds) for transfer in transfers])
+        for transfer, (start, end) in zip(transfers, spans, strict=True):
+            known: dict[str, Any] = {"storage": transfer.storage, "layer": transfer.layer, "bytes": transfer.nbytes}
+            if end > start:
+                known["bytes_per_second"] = round(1e9 * transfer.nbytes / (end - start))
+            events.append(_complete(transfer.storage, way, start, end, known))
     return events
+
+
+def _spans(times: list[tuple[float, float]]) -> list[tuple[int, int]]:
+    """Starts and ends in whole nanoseconds, so that neighbours on a track touch and never overlap by a rounding."""
+    starts = [round(1e9 * start) for start, _ in times]
+    ends = [max(start, round(1e9 * (begun + seconds))) for start, (begun, seconds) in zip(starts, times, strict=True)]
+    following = [*starts[1:], *ends[-1:]]
+    return [(start, min(end, then)) for start, end, then in zip(starts, ends, following, strict=True)]
+
+
+def _complete(name: str, track: str, start: int, end: int, known: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": track,
+        "pid": _PROCESS,
+        "tid": _TRACKS[track],
+        "ts": start / 1000,
+        "dur": (end - start) / 1000,
+        "args": known,
+    }
 
 
 def _names(what: str, track: int, name: str) -> dict[str, Any]:

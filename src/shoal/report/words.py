@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shoal.report.traffic import busy_share, share_of_step, traffic
 from shoal.sizes import format_bytes
-from shoal.timeline import Moment
+from shoal.timeline import Moment, Timeline
 
 if TYPE_CHECKING:
     from shoal.report.page import Report
@@ -19,6 +20,7 @@ CATEGORIES: Mapping[str, str] = {
     "kept": "forward results that wait in memory for the backward pass",
     "errors": "what one backward op hands to the next",
     "recomputed": "forward results that were given up and computed again",
+    "fetched": "forward results that waited on the host and are back, or on their way",
     "workspace": "scratch of the op that is running",
 }
 
@@ -29,6 +31,10 @@ GLOSSARY: Mapping[str, str] = {
     "Saved storage": "a storage that the forward pass writes and the backward pass reads.",
     "Kept": "the storage stays in memory from its computation to its last use.",
     "Recomputed": "the storage is freed after the forward pass and computed again when the backward pass needs it.",
+    "Offloaded": "the storage is copied to the host and freed, and copied back when the backward pass needs it.",
+    "Fetched": "an offloaded storage that is back on the device, or on its way.",
+    "Link": "the way between device and host; each direction carries one copy at a time.",
+    "Stall": "a time in which the device waits for a copy to end.",
     "Resident": "in memory all step: parameters, buffers, the input batch, optimizer state.",
     "Errors": "gradients that travel from one backward op to the next.",
     "Gradients": "the gradients of the parameters, which the optimizer reads.",
@@ -40,6 +46,7 @@ GLOSSARY: Mapping[str, str] = {
     "Lower bound": "the least time that any plan within this budget must add, by the same estimate of op times.",
     "MiB, GiB": "2\u00b2\u2070 and 2\u00b3\u2070 bytes.",
 }
+_OF_OFFLOADS = ("Offloaded", "Fetched", "Link", "Stall")  # words that a page without transfers does not need
 
 _PASS = {
     "forward": "in the forward pass",
@@ -108,6 +115,20 @@ def format_percent(share: float) -> str:
     return f"{percent:.0f} %" if percent >= 9.95 or not round(percent, 1) else f"{percent:.1f} %"
 
 
+def format_rate(bytes_per_second: float) -> str:
+    """The speed of a link for people, in powers of ten as links are sold, with three significant digits.
+
+    >>> format_rate(34.1e9)
+    '34.1 GB/s'
+    """
+    value, unit = bytes_per_second, "B/s"
+    for unit in ("B/s", "kB/s", "MB/s", "GB/s"):
+        if value < 999.5 or unit == "GB/s":
+            break
+        value /= 1000
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+
+
 def _round_bytes(count: int) -> str:
     """Bytes with three significant digits and a space that does not break: for the headline."""
     unit = format_bytes(count).split()[1]
@@ -126,7 +147,9 @@ def name_of(report: Report) -> str:
 def headline(report: Report) -> str:
     """The result in one sentence, without the name."""
     said = [_size_said(report)]
-    plan = report.plan
+    plan, on_host = report.plan, traffic(report.timeline, "to host").nbytes
+    if on_host:
+        said.append(f"{_round_bytes(on_host)} on the host")
     if plan is not None and plan.plain_seconds:
         added = plan.added_seconds / plan.plain_seconds
         said.append(f"{format_percent(added)} slower" if round(added, 3) > 0 else "no slower")
@@ -161,26 +184,52 @@ def _promise_said(report: Report) -> str:
 
 
 def place_of(moment: Moment) -> str:
-    """Where in the step a moment is, in words."""
-    return f"{moment.op}{f' of {moment.layer}' if moment.layer else ''}, {_PASS[moment.phase]}"
+    """Where in the step a moment is, in words that follow "in use"."""
+    of_layer = f" of {moment.layer}" if moment.layer else ""
+    if moment.phase == "stall":
+        return f"while {moment.target}{of_layer} waits for {moment.op} to cross the link"
+    return f"at {moment.op}{of_layer}, {_PASS[moment.phase]}"
 
 
 def lede(report: Report) -> str:
-    """Two sentences under the headline: where the peak is, and what was done about it."""
-    timeline = report.timeline
-    said = f"Most memory is in use at {place_of(timeline.peak)}."
-    if report.plan is not None:
-        recomputed, kept = report.plan.recomputed, report.plan.kept
-        if recomputed:
-            size = format_bytes(sum(storage.nbytes for storage in recomputed))
-            noun = "storage is" if len(recomputed) == 1 else "storages are"
-            said += (
-                f" {len(recomputed)} {noun} freed after the forward pass and computed again"
-                f" just before the backward pass needs them ({size} in all); {len(kept)} stay."
-            )
-        else:
-            said += " Every saved storage stays in memory; nothing is computed twice."
-    return said
+    """Two or three sentences under the headline: where the peak is, what was done about it, what the link did."""
+    timeline, plan = report.timeline, report.plan
+    said = f"Most memory is in use {place_of(timeline.peak)}."
+    done = []
+    if plan is not None and plan.recomputed:
+        size = format_bytes(sum(storage.nbytes for storage in plan.recomputed))
+        verb = "is" if len(plan.recomputed) == 1 else "are"
+        done.append(
+            f"{_counted(len(plan.recomputed), 'storage')} {verb} freed after the forward pass and computed again"
+            f" just before the backward pass needs them ({size} in all)"
+        )
+    to_host = traffic(timeline, "to host")
+    if to_host.count:
+        verb, them = ("waits", "it") if to_host.count == 1 else ("wait", "them")
+        done.append(
+            f"{_counted(to_host.count, 'storage')} {verb} on the host until the backward pass needs {them}"
+            f" ({format_bytes(to_host.nbytes)} in all)"
+        )
+    if done and plan is not None:
+        done.append(f"{len(plan.kept)} stay")
+    if done:
+        said += f" {'; '.join(done)}."
+    elif plan is not None:
+        said += " Every saved storage stays in memory; nothing is computed twice."
+    return said + _link_said(timeline)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _link_said(timeline: Timeline) -> str:
+    if not timeline.transfers:
+        return ""
+    stall = timeline.stall_seconds
+    waits = f"the device waits {format_seconds(stall)} for it" if stall > 0 else "the device never waits for it"
+    busy = format_percent(busy_share(timeline)).replace(" ", "\u00a0")
+    return f" The link is busy {busy} of the step, and {waits}."
 
 
 def tiles(report: Report) -> list[Tile]:
@@ -209,14 +258,40 @@ def tiles(report: Report) -> list[Tile]:
         again = timeline.recompute_seconds
         note = f"{format_seconds(again)} of it computing again" if again else "nothing is computed again"
         shown.append(Tile("Predicted step", format_seconds(timeline.seconds), note))
-    return shown
+    return shown + (_link_tiles(report) if timeline.transfers else [])
 
 
-def fillings(peak: Moment) -> list[Filling]:
+def _link_tiles(report: Report) -> list[Tile]:
+    """How much waits on the host, how long the device waits for it, how busy the link is."""
+    timeline = report.timeline
+    to_host, to_device = traffic(timeline, "to host"), traffic(timeline, "to device")
+    link = report.plan.graph.link if report.plan else None
+    allowed = f", at most {format_bytes(link.host_bytes)} allowed" if link and link.host_bytes else ""
+    stall = timeline.stall_seconds
+    stalls = sum(moment.phase == "stall" for moment in timeline.moments)
+    waits = f"{format_percent(share_of_step(timeline, stall))} of the step, in {_counted(stalls, 'stall')}"
+    ways = f"of the step: {format_percent(to_host.busy_share)} there, {format_percent(to_device.busy_share)} back"
+    return [
+        Tile("On the host", format_bytes(to_host.nbytes), _counted(to_host.count, "storage") + allowed),
+        Tile("Device waits", format_seconds(stall), waits if stalls else "every copy hides behind the computation"),
+        Tile("Link busy", format_percent(busy_share(timeline)), ways),
+    ]
+
+
+def categories(timeline: Timeline) -> dict[str, str]:
+    """Category → meaning, in the order they are stacked; "fetched" only where something comes back from the host."""
+    fetches = any(moment.fetched_bytes for moment in timeline.moments)
+    return {category: meaning for category, meaning in CATEGORIES.items() if fetches or category != "fetched"}
+
+
+def fillings(timeline: Timeline) -> list[Filling]:
     """What fills the peak, in the order of the chart's stack."""
-    total = peak.total_bytes or 1
-    sizes = category_bytes(peak)
-    return [Filling(c, meaning, format_bytes(sizes[c]), sizes[c] / total) for c, meaning in CATEGORIES.items()]
+    total = timeline.peak_bytes or 1
+    sizes = category_bytes(timeline.peak)
+    return [
+        Filling(category, meaning, format_bytes(sizes[category]), sizes[category] / total)
+        for category, meaning in categories(timeline).items()
+    ]
 
 
 def category_bytes(moment: Moment) -> dict[str, int]:
@@ -227,6 +302,7 @@ def category_bytes(moment: Moment) -> dict[str, int]:
         "kept": moment.kept_bytes,
         "errors": moment.error_bytes,
         "recomputed": moment.recomputed_bytes,
+        "fetched": moment.fetched_bytes,
         "workspace": moment.workspace_bytes,
     }
 
@@ -256,8 +332,18 @@ def settings(report: Report) -> dict[str, str]:
     if report.plan is not None:
         shown.setdefault("Planner", report.plan.planner)
         shown.setdefault("Times are for", report.plan.hardware or "unknown hardware")
+        link = report.plan.graph.link
+        if report.timeline.transfers and link is not None:
+            there, back = link.to_host_bytes_per_second, link.to_device_bytes_per_second
+            shown.setdefault("Link", f"{link.name}: {format_rate(there)} to the host, {format_rate(back)} back")
         shown.setdefault("Step fingerprint", report.plan.graph.fingerprint)
     return shown
+
+
+def glossary(report: Report) -> dict[str, str]:
+    """The words this page uses and what they mean."""
+    offloads = bool(report.timeline.transfers)
+    return {word: meaning for word, meaning in GLOSSARY.items() if offloads or word not in _OF_OFFLOADS}
 
 
 def _sentence(key: str) -> str:

@@ -17,6 +17,7 @@
 
   const units = (largest, steps) => steps.findLast(([, size]) => largest >= size) ?? steps[0];
   const byteUnits = [["B", 1], ["KiB", 2 ** 10], ["MiB", 2 ** 20], ["GiB", 2 ** 30], ["TiB", 2 ** 40]];
+  const speedUnits = [["B/s", 1], ["kB/s", 1e3], ["MB/s", 1e6], ["GB/s", 1e9]]; // powers of ten, as links are sold
   const timeUnits = [["µs", 1e-6], ["ms", 1e-3], ["s", 1]];
   const show = (value, steps) => {
     const [unit, size] = units(Math.abs(value), steps);
@@ -30,6 +31,10 @@
   const top = Math.max(step.budget, totals[step.peak], plainPeak);
   const [byteUnit, byteSize] = units(top, byteUnits);
   const [timeUnit, timeSize] = units(step.end, timeUnits);
+  const waits = step.phase.map((place) => step.texts[place] === "stall");
+  const opNumber = []; // waits are no ops
+  waits.reduce((count, wait, i) => (opNumber[i] = count + (wait ? 0 : 1)), 0);
+  const ops = opNumber[moments - 1];
   const inUnit = (values) => values.map((value) => value / byteSize);
 
   function hoverText(i) {
@@ -39,11 +44,20 @@
       .reverse()
       .map((name) => `${swatch(name)} ${name} ${showBytes(step.bytes[name][i])}`);
     const layer = text("layer", i);
+    if (waits[i]) {
+      return [
+        `<b>the device waits ${showTime(step.seconds[i])}</b>`,
+        `for ${text("op", i)} to cross the link`,
+        `at ${text("target", i)}${layer ? ` of ${layer}` : ""}`,
+        `<b>${showBytes(totals[i])} in use</b>`,
+        ...parts,
+      ].join("<br>");
+    }
     return [
       `<b>${text("op", i)}</b>`,
       `${layer ? `${layer}, ` : ""}${text("phase", i)}`,
       text("target", i),
-      `${showTime(step.seconds[i])}, op ${i + 1} of ${moments}`,
+      `${showTime(step.seconds[i])}, op ${opNumber[i]} of ${ops}`,
       `<b>${showBytes(totals[i])} in use</b>`,
       ...parts,
     ].join("<br>");
@@ -56,6 +70,7 @@
     const byTime = axis === "time";
     const edges = byTime ? [...step.start, step.end].map((t) => t / timeSize) : [...step.start.keys(), moments];
     const end = edges[moments] || 1;
+    const room = ((totals[step.peak] > 0.8 * top ? 1.28 : 1.12) * top) / byteSize || 1; // for the words at the peak
     const widths = step.start.map((_, i) => edges[i + 1] - edges[i]);
     const areas = categories.map((name) => ({
       name,
@@ -114,7 +129,30 @@
       });
     }
 
-    const boundary = step.phase.findIndex((place) => step.texts[place] !== "forward");
+    if (waits.includes(true)) {
+      // Bars with an edge: a wait far shorter than a pixel is seen too.
+      const stalls = (yaxis, height, opacity) => {
+        const at = waits.flatMap((wait, i) => (wait ? [i] : []));
+        traces.push({
+          type: "bar",
+          x: at.map((i) => edges[i]),
+          y: at.map(() => height),
+          width: at.map((i) => widths[i]),
+          offset: 0,
+          yaxis,
+          marker: { color: colour("stall"), line: { width: 1, color: colour("stall") } },
+          opacity,
+          hoverinfo: "skip",
+        });
+      };
+      stalls("y", room, 0.28);
+      stalls("y2", 1, 1);
+    }
+    const chart = document.getElementById("memory-chart");
+    const linked = data.link ? lanes(size(chart, 680, 400).height, edges, byTime) : undefined;
+    if (linked) traces.push(...linked.traces);
+
+    const boundary = step.phase.findIndex((place) => !["forward", "stall"].includes(step.texts[place]));
     const shapes = [];
     const annotations = [];
     const note = (more) =>
@@ -160,7 +198,7 @@
 
     const layout = {
       ...base(),
-      ...size(document.getElementById("memory-chart"), 680, 330),
+      ...size(chart, 680, linked ? 400 : 330),
       margin: { l: 8, r: 8, t: 26, b: 8 },
       hovermode: "x",
       hoverdistance: -1,
@@ -171,9 +209,9 @@
       xaxis: {
         ...line(),
         range: [0, end],
-        anchor: "y2",
+        anchor: linked ? linked.lowest : "y2",
         showgrid: false,
-        title: { text: byTime ? `time (${timeUnit})` : "op, in the order they run", standoff: 6 },
+        title: { text: byTime ? `time (${timeUnit})` : waits.includes(true) ? "op or wait, in the order they run" : "op, in the order they run", standoff: 6 },
         nticks: narrow.matches ? 5 : 10,
         showspikes: true,
         spikemode: "across",
@@ -184,15 +222,86 @@
       },
       yaxis: {
         ...line(),
-        domain: [0.05, 1],
-        range: [0, ((totals[step.peak] > 0.8 * top ? 1.28 : 1.12) * top) / byteSize || 1], // room for the words at the peak
+        domain: [linked ? linked.top + 0.05 : 0.05, 1],
+        range: [0, room],
         fixedrange: true,
         nticks: 6,
         title: { text: `in use (${byteUnit})`, standoff: 8 },
       },
-      yaxis2: { domain: [0, 0.025], range: [0, 1], fixedrange: true, visible: false },
+      yaxis2: {
+        domain: linked ? [linked.top, linked.top + 0.025] : [0, 0.025],
+        range: [0, 1],
+        fixedrange: true,
+        visible: false,
+      },
+      ...(linked ? linked.axes : {}),
     };
+    if (linked) linked.names.forEach(note);
     return { traces, layout };
+  }
+
+  // A lane for each direction of the link, under the strip and on the same axis: a bar for each copy, and one for each
+  // time in between, so that the pointer never names a copy that is not there.
+  function lanes(height, edges, byTime) {
+    const place = byTime ? (t) => t / timeSize : (t) => {
+      let i = step.start.findLastIndex((start) => start <= t);
+      i = Math.max(i, 0);
+      const seconds = step.seconds[i];
+      return i + (seconds ? Math.min((t - step.start[i]) / seconds, 1) : 0);
+    };
+    const pixel = 1 / (height - 80); // about what the margins and the axis leave
+    const paint = { "to host": "kept", "to device": "fetched" };
+    const drawn = { traces: [], axes: {}, names: [], lowest: "", top: 0 };
+    let floor = 0;
+    [...data.link].reverse().forEach((lane, n) => {
+      const axis = `y${3 + n}`;
+      drawn.lowest ||= axis;
+      const bars = [];
+      let now = 0;
+      const idle = (until) => { // times are rounded to nanoseconds
+        if (until - now > 2e-9) bars.push([now, until, "page", `<b>${lane.way}</b><br>idle for ${showTime(until - now)}`]);
+      };
+      lane.start.forEach((start, i) => {
+        const end = start + lane.seconds[i];
+        idle(start);
+        const layer = plainText(lane.layer[i]);
+        const words = [
+          `<b>${plainText(lane.storage[i])} ${lane.way}</b>`,
+          ...(layer ? [layer] : []),
+          showBytes(lane.bytes[i]),
+          `${showTime(lane.seconds[i])}${lane.seconds[i] ? ` at ${show(lane.bytes[i] / lane.seconds[i], speedUnits)}` : ""}`,
+          `copy ${i + 1} of ${lane.start.length}`,
+        ];
+        bars.push([start, end, paint[lane.way], words.join("<br>")]);
+        now = end;
+      });
+      idle(step.end);
+      const colours = { page: colour("page"), [paint[lane.way]]: colour(paint[lane.way]) };
+      const starts = bars.map(([start]) => place(start));
+      let copies = 0;
+      drawn.traces.push({
+        type: "bar",
+        x: starts,
+        y: bars.map(() => 1),
+        width: bars.map(([, end], i) => place(end) - starts[i]),
+        offset: 0,
+        yaxis: axis,
+        // Two shades by turns: copies that follow each other at once stay two.
+        marker: {
+          color: bars.map((bar) => colours[bar[2]]),
+          opacity: bars.map((bar) => (bar[2] === "page" || copies++ % 2 ? 1 : 0.72)),
+          line: { width: 0 },
+        },
+        hovertext: bars.map((bar) => bar[3]),
+        hovertemplate: "%{hovertext}<extra></extra>",
+      });
+      const top = floor + 14 * pixel;
+      drawn.axes[`yaxis${3 + n}`] = { domain: [floor, top], range: [0, 1], fixedrange: true, visible: false };
+      drawn.names.push({ xref: "paper", x: 0, yref: "paper", y: top, text: `${lane.way}: ${lane.said}`, xanchor: "left", yanchor: "bottom", bgcolor: colour("card") });
+      floor = top + 24 * pixel;
+    });
+    drawn.top = floor;
+    return drawn;
   }
 
   const line = () => ({ gridcolor: colour("rule"), linecolor: colour("rule"), zeroline: false, automargin: true, color: colour("soft") });
