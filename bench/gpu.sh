@@ -75,5 +75,16 @@ for network in resnet50 vgg16_bn densenet121; do
     --out "$OUT" 2>&1 | tee -a "$OUT/figures.log"
   [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
 done
+echo "== Offloading on the GPU's own link"
+for network in resnet50 vgg19; do
+  if [ "$(left)" -lt 60 ]; then
+    echo "gpu.sh: offloading of $network left out: $MINUTES minutes are over"
+    status=1
+    continue
+  fi
+  timeout "$(left)" "$PYTHON" -m bench.offloading --device cuda --networks "$network" --out "$OUT/$network" 2>&1 |
+    tee -a "$OUT/offloading.log"
+  [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
+done
 echo "gpu.sh: took $((SECONDS - started)) s; logs and figures in $OUT"
 exit $status
