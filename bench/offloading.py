@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,15 @@ def links(target: Hardware, device: str) -> dict[str, Hardware | None]:
     }
 
 
-def contenders(workload: Workload, reference: Reference, target: Hardware, most_bytes: int) -> Iterator[Run]:
-    """Everyone but `joint`, each checked and metered."""
+def contenders(
+    workload: Workload, reference: Reference, target: Hardware, most_bytes: int, *, quick: bool
+) -> Iterator[Run]:
+    """Everyone but `joint`, each checked and metered; of the ways to checkpoint only one where it has to be quick."""
     device = workload.device.type
     for setting, link in links(target, device).items():
         for planner in ("hascoet", "hmms", "layerwise") if not setting else ("hascoet",):
             yield planned(workload, reference, planner, most_bytes, link, setting)
-    for setting, forward in checkpointed(workload.twin()):
+    for setting, forward in islice(checkpointed(workload.twin()), 1 if quick else None):
         # Its gradients are plain PyTorch's, but it moves batch norm's statistics twice: metered, not held against them.
         reference.start()
         workload.seconds(forward)
@@ -163,7 +166,7 @@ def front(runs: Sequence[Run], seconds: dict[str, float]) -> list[Run]:
 
 
 def measure_network(
-    network: str, batch: int, image: int, target: Hardware, *, repeats: int, device: str, seed: int
+    network: str, batch: int, image: int, target: Hardware, *, repeats: int, device: str, seed: int, quick: bool
 ) -> dict[str, Any]:
     """Every contender's peak and time on one network.
 
@@ -174,7 +177,7 @@ def measure_network(
     plain = workload.twin()
     reference = take_reference(workload, plain)
     plain_peak_bytes = workload.peak_bytes(plain)
-    others = list(contenders(workload, reference, target, 2 * plain_peak_bytes))
+    others = list(contenders(workload, reference, target, 2 * plain_peak_bytes, quick=quick))
     scouted = {run.name: workload.seconds(run.forward) for run in others}
     by_hand = [run for run in others if run.contender == "checkpointing"]
     others = [run for run in others if run not in by_hand or run in front(by_hand, scouted)]
@@ -182,7 +185,7 @@ def measure_network(
     budgets = {
         run.name: min(run.peak_bytes, plain_peak_bytes) for run in others if not run.setting.startswith("without")
     }
-    budgets |= {f"{share:.0%} of plain": int(share * plain_peak_bytes) for share in _SHARES}
+    budgets |= {f"{share:.0%} of plain": int(share * plain_peak_bytes) for share in _SHARES[: 1 if quick else None]}
     ours, infeasible = [], {}
     for inside, budget_bytes in budgets.items():
         try:
@@ -308,7 +311,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             batch, image = settings[name]
             result = measure_network(
-                name, batch, image, target, repeats=asked.repeats, device=device.type, seed=asked.seed
+                name,
+                batch,
+                image,
+                target,
+                repeats=asked.repeats,
+                device=device.type,
+                seed=asked.seed,
+                quick=asked.quick,
             )
             results.append(result)
             console.print(network_table(result))

@@ -103,7 +103,7 @@ class SavedStorage:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether these are the bytes of `tensor`."""
-        same = self._elsewhere.cdata == tensor.untyped_storage()._cdata and not self._elsewhere.expired()
+        same = self._elsewhere.cdata == tensor.untyped_storage()._cdata  # no other has it while the reference lives
         return same and self.versions.is_current and self.versions.saved == tensor._version
 
     @property
@@ -164,7 +164,6 @@ class SavedStorage:
         if self._fetched is not None:
             self._not_asked.discard(saved)
             if not self._not_asked:
-                self._elsewhere = StorageWeakRef(storage)
                 self._fetch = self._fetched = None
         return tensor
 
