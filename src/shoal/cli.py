@@ -269,6 +269,9 @@ def _figures(made: Plan) -> dict[str, Any]:
         "kept_bytes": sum(storage.nbytes for storage in made.kept),
         "recomputed_storages": len(made.recomputed),
         "recomputed_bytes": sum(storage.nbytes for storage in made.recomputed),
+        "offloaded_storages": len(made.offloaded),
+        "host_bytes": made.host_bytes,
+        "stall_seconds": made.timeline.stall_seconds,
     }
 
 
