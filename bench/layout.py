@@ -1,7 +1,7 @@
 """Static addresses: how much larger than the most bytes in use is the arena, and are MiniMalloc's problems solved?
 
     python -m bench.layout               minutes on two cores
-    python -m bench.layout --quick       small inputs, and a second for each search
+    python -m bench.layout --quick       small inputs, and five seconds for each search
 
 The steps are those of `bench.budgets` at its batches, all kept and at half the bytes of that, planned for a P100;
 nothing of them is run. Every layout is checked pair by pair before its row is printed.
@@ -41,6 +41,7 @@ TARGET = 1.02  # arena over the most bytes in use, for every step
 MINIMALLOC_BYTES = 1048576
 MINIMALLOC_SECONDS = 60.0
 STEP_SECONDS = 20.0
+QUICK_SECONDS = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,10 +60,10 @@ def _run(asked: argparse.Namespace) -> int:
     console = tables.console()
     console.print(describe(found_conditions), highlight=False, markup=False)
     console.print("native search" if native.library() else "search in Python: the native library is not built")
-    seconds = 1.0 if asked.quick else STEP_SECONDS
+    seconds = QUICK_SECONDS if asked.quick else STEP_SECONDS
     rows = [_step_row(name, problem, seconds) for name, problem in _steps(asked.networks, quick=asked.quick)]
     console.print(_table("Training steps", rows))
-    seconds = 1.0 if asked.quick else MINIMALLOC_SECONDS
+    seconds = QUICK_SECONDS if asked.quick else MINIMALLOC_SECONDS
     given = sorted((data_dir() / "minimalloc").glob(f"*.{MINIMALLOC_BYTES}.csv"))
     solved = [_given_row(path, seconds) for path in given]
     if solved:

@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 2
+#define SHOAL_ABI_VERSION 3
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -31,9 +31,20 @@ enum ShoalLayoutOutcome : std::int32_t {
     SHOAL_LAYOUT_GAVE_UP = 2,  // out of nodes or seconds, or told to stop
 };
 
-// Addresses for `count` blocks, each of `size` bytes in use from `lower` to `upper` (excluded), below `capacity`. Among
-// blocks that could lie equally low the first is tried first, so their order matters. `stop` may be set from another
-// thread. `offsets` is written only where a layout was found.
+// The rules of the search that it is exact without, only slower: csrc/layout.cpp says what each is.
+enum ShoalLayoutRule : std::uint32_t {
+    SHOAL_LAYOUT_LOWEST = 1u << 0,
+    SHOAL_LAYOUT_PAIR = 1u << 1,
+    SHOAL_LAYOUT_GAP = 1u << 2,
+    SHOAL_LAYOUT_PARTS = 1u << 3,
+    SHOAL_LAYOUT_FAILURES = 1u << 4,
+};
+
+// Addresses for `count` blocks, each of `size` > 0 bytes in use from `lower` to `upper` (excluded), below `capacity`. Among
+// blocks that can lie equally low the first is tried first, so their order matters. `failures` has `count` elements: how
+// often the search failed in each section of time is added to them. They say where to begin: zeros at first, then what
+// the attempt before left. `stop` may be set from another thread. `offsets` is written only where a layout was found.
 SHOAL_API std::int32_t shoal_layout_search(std::int64_t count, const std::int64_t* lower, const std::int64_t* upper,
-                                           const std::int64_t* size, std::int64_t capacity, std::int64_t most_nodes,
-                                           double seconds, const volatile std::int32_t* stop, std::int64_t* offsets);
+                                           const std::int64_t* size, std::int64_t capacity, std::uint32_t rules,
+                                           std::int64_t most_nodes, double seconds, const volatile std::int32_t* stop,
+                                           std::int64_t* failures, std::int64_t* offsets);

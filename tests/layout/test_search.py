@@ -9,16 +9,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from shoal import native
 from shoal.data.location import data_dir
+from shoal.layout import in_python
 from shoal.layout import search as searching
 from shoal.layout.check import check
 from shoal.layout.problem import Block, Problem
+from shoal.layout.rules import ALL_RULES, Outcome, Rules
 from shoal.layout.search import search, smallest
 from shoal.layout.table import read_problem
-from tests.layout.problems import problems, smallest_arena_bytes
+from tests.layout.problems import crowded_problems, fits, problems, smallest_arena_bytes
 from tests.random_steps import unhurried
 
 WAYS = pytest.mark.parametrize("way", ["native", "python"])
@@ -48,6 +51,74 @@ def test_it_finds_the_smallest_arena_there_is_and_proves_that_none_is_smaller(wa
     assert (best.layout.arena_bytes, best.proven) == (least_bytes, True)
 
 
+# No layout is as small as the 6 bytes in use, and no two blocks alone are why.
+AT_ODDS = Problem(
+    tuple(
+        Block(name, lower, upper, size_bytes)
+        for name, lower, upper, size_bytes in [
+            *(("low", 0, 3, 1), ("middle", 1, 4, 1), ("high", 2, 5, 2), ("large", 3, 4, 3)),
+            *(("t0", 0, 1, 5), ("t1", 1, 2, 4), ("t2", 2, 3, 2), ("t4", 4, 5, 4)),
+        ]
+    )
+)
+
+
+@WAYS
+@unhurried
+@given(problem=crowded_problems(), rules=st.integers(0, ALL_RULES).map(Rules))
+@example(problem=AT_ODDS, rules=ALL_RULES)
+@example(problem=AT_ODDS, rules=Rules(0))
+def test_it_is_exact_with_any_of_its_rules(way: str, problem: Problem, rules: Rules) -> None:
+    with by(way):
+        for capacity_bytes in (problem.highest_live_bytes, problem.highest_live_bytes + 1):
+            answer = search(problem, capacity_bytes, rules=rules)
+            assert (answer.layout is not None) == fits(problem, capacity_bytes)
+            assert answer.proven
+            if answer.layout is not None:
+                check(answer.layout, capacity_bytes)
+
+
+@WAYS
+def test_a_part_without_a_layout_is_not_tried_again_for_each_layout_of_another(way: str) -> None:
+    many_ways = [Block(f"{i}", 10 + i % 3, 15 + i % 2, 1) for i in range(6)]
+    blocks = (*AT_ODDS.blocks, *many_ways)
+    with by(way):
+        attempt = searching._natively if way == "native" else in_python.attempt
+        outcome, _ = attempt(blocks, 6, ALL_RULES, 40, 60.0, [0] * len(blocks))
+    assert outcome == Outcome.IMPOSSIBLE
+
+
+@unhurried
+@given(
+    problem=st.one_of(problems(most_blocks=30, most_bytes=30), crowded_problems(most_blocks=30, moments=12)),
+    share=st.sampled_from([1.0, 1.05, 1.2]),
+    rules=st.integers(0, ALL_RULES).map(Rules),
+    nodes=st.integers(1, 100),
+)
+def test_the_native_search_and_the_one_in_python_go_the_same_way(
+    problem: Problem, share: float, rules: Rules, nodes: int
+) -> None:
+    if native.library() is None:
+        pytest.skip("the native library is not built")
+    blocks = [block for block in problem.blocks if block.size_bytes]
+    capacity_bytes = int(share * problem.highest_live_bytes)
+    ways = []
+    for attempt in (searching._natively, in_python.attempt):
+        failures = list(range(len(blocks)))
+        outcome, offsets = attempt(blocks, capacity_bytes, rules, nodes, 60.0, failures)
+        ways.append((outcome, offsets if outcome == Outcome.FOUND else None, failures))
+    assert ways[0] == ways[1]
+
+
+@WAYS
+def test_blocks_without_end_need_no_stack_without_end(way: str) -> None:
+    stairs = Problem(tuple(Block(f"{i}", i, i + 2, 1 + i % 3) for i in range(700)))
+    with by(way):
+        answer = search(stairs, stairs.highest_live_bytes)
+    assert answer.layout is not None
+    check(answer.layout, stairs.highest_live_bytes)
+
+
 @WAYS
 @unhurried
 @given(problem=problems(most_blocks=14, most_bytes=30))
@@ -73,18 +144,25 @@ def test_when_the_time_is_over_it_says_that_nothing_is_proven() -> None:
 @WAYS
 def test_an_attempt_ends_when_its_nodes_or_seconds_are_spent(way: str) -> None:
     with by(way):
-        attempt = searching._natively if way == "native" else searching._in_python
+        attempt = searching._natively if way == "native" else in_python.attempt
         for nodes, seconds in ((3, 60.0), (10**9, 0.0)):
-            outcome, _ = attempt(TIGHT.blocks, TIGHT.highest_live_bytes, nodes, seconds)
-            assert outcome == searching._GAVE_UP
+            failures = [0] * len(TIGHT.blocks)
+            outcome, _ = attempt(TIGHT.blocks, TIGHT.highest_live_bytes, ALL_RULES, nodes, seconds, failures)
+            assert outcome == Outcome.GAVE_UP
+
+
+def test_most_attempts_are_short_and_some_are_long() -> None:
+    of_few, of_many = searching._nodes(10), searching._nodes(1000)
+    assert [next(of_few) // 300 for _ in range(15)] == [1, 1, 2, 1, 1, 2, 4, 1, 1, 2, 1, 1, 2, 4, 8]
+    assert next(of_many) >= 1000
 
 
 def test_an_interruption_stops_the_library_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless:
         def shoal_layout_search(self, *arguments: Any) -> int:
-            while not arguments[-2]._obj.value:
+            while not arguments[-3]._obj.value:
                 time.sleep(0.01)
-            return searching._GAVE_UP
+            return Outcome.GAVE_UP
 
     class Interrupted(threading.Thread):
         def join(self, timeout: float | None = None) -> None:
@@ -100,7 +178,7 @@ def test_an_interruption_stops_the_library_and_leaves_no_thread(monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["A", "B", "C", "D"])
+@pytest.mark.parametrize("name", ["A", "B", "C", "D", "E"])
 def test_minimallocs_problems_fit_their_capacity(name: str) -> None:
     path = data_dir() / "minimalloc" / f"{name}.1048576.csv"
     if not path.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 
 from shoal.layout.problem import Layout, Problem
@@ -17,21 +18,20 @@ def lay_out_in_order(problem: Problem, order: Sequence[int], *, tightest: bool) 
     """
     blocks = problem.blocks
     offsets = [0] * len(blocks)
-    placed: list[int] = []
+    placed: list[tuple[int, int, int, int]] = []  # begin, end, lower, upper; the lowest first
     for place in order:
         block = blocks[place]
-        taken = sorted(
-            (offsets[other], offsets[other] + blocks[other].size_bytes)
-            for other in placed
-            if blocks[other].lower < block.upper and block.lower < blocks[other].upper
-        )
-        end = 0
+        lower, upper, size_bytes = block.lower, block.upper, block.size_bytes
+        top = 0
         best: tuple[int, int] | None = None  # bytes of the gap, its offset
-        for lower, upper in taken:
-            gap_bytes = lower - end
-            if gap_bytes >= block.size_bytes and (best is None or (tightest and gap_bytes < best[0])):
-                best = gap_bytes, end
-            end = max(end, upper)
-        offsets[place] = end if best is None else best[1]
-        placed.append(place)
+        for begin, end, since, until in placed:
+            if since < upper and lower < until:
+                gap_bytes = begin - top
+                if gap_bytes >= size_bytes and (best is None or gap_bytes < best[0]):
+                    best = gap_bytes, top
+                    if not tightest:
+                        break
+                top = max(top, end)
+        offsets[place] = top if best is None else best[1]
+        insort(placed, (offsets[place], offsets[place] + size_bytes, lower, upper))
     return Layout(problem, tuple(offsets))
