@@ -101,6 +101,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 PROGRAM = """
 import os, sys, torch
+torch.set_num_threads(1)  # a child of fork hangs in the pool of its parent
 from shoal.errors import TransferError
 from shoal.runtime.links.open_link import open_link
 
