@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import InputError
-from shoal.sizes import format_bytes, parse_bytes
+from shoal.sizes import HOST_PAGE_BYTES, format_bytes, in_pages, parse_bytes
 from tests.random_steps import unhurried
 
 UNITS = {"": 1, "B": 1} | {
@@ -81,3 +81,9 @@ def test_what_is_written_for_people_reads_back_within_its_last_digit(count: int)
 )
 def test_units_change_at_powers_of_1024(count: float, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@given(st.integers(0, 10**12))
+def test_bytes_in_pages_are_the_next_whole_page(nbytes: int) -> None:
+    assert in_pages(nbytes) % HOST_PAGE_BYTES == 0
+    assert 0 <= in_pages(nbytes) - nbytes < HOST_PAGE_BYTES

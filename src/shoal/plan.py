@@ -91,8 +91,8 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in use on the host: all that is offloaded is there at once when the backward pass begins."""
-        return sum(storage.nbytes for storage in self.offloaded)
+        """Bytes in use on the host, in pages: all that is offloaded is there when the backward pass begins."""
+        return sum(storage.host_bytes for storage in self.offloaded)
 
     @property
     def kept(self) -> tuple[Storage, ...]:

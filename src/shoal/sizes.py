@@ -6,6 +6,8 @@ import re
 
 from shoal.errors import InputError
 
+HOST_PAGE_BYTES = 4096  # what direct I/O asks for, and how slots in a slab are aligned
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -19,6 +21,11 @@ _UNITS = {
     "tib": 2**40,
 }
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+
+
+def in_pages(nbytes: int) -> int:
+    """`nbytes` rounded up to whole pages of the host: what they take there."""
+    return -(-nbytes // HOST_PAGE_BYTES) * HOST_PAGE_BYTES
 
 
 def parse_bytes(size: int | str, what: str = "budget") -> int:

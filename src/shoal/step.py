@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shoal.hardware import Link
+from shoal.sizes import in_pages
 
 Phase = Literal["forward", "loss", "backward"]
 StorageKind = Literal[
@@ -55,6 +56,11 @@ class Storage:
     shape: tuple[int, ...]
     dtype: str
     tensors: tuple[str, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """What it takes on the host."""
+        return in_pages(self.nbytes)
 
 
 @dataclass(frozen=True)

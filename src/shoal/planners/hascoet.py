@@ -40,7 +40,7 @@ def hascoet(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     leaving = []
     host_bytes = 0
     for storage in inputs_of_layers(graph):
-        host_bytes += graph.storages[storage].nbytes
+        host_bytes += graph.storages[storage].host_bytes
         if link.host_bytes and host_bytes > link.host_bytes:
             break
         leaving.append(storage)

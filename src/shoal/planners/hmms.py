@@ -7,7 +7,8 @@ storage; the device waits for it only where, by the balance of bytes carried and
 The plan does not depend on the budget: where its peak is above it, there is none. It recomputes nothing. Serialising,
 storages and in-place execution are the captured step's (`shoal.capture`), where one storage serves all error terms of a
 sum. What it claims is a balance kept over whole stretches of ops; the order of copies within a stretch, and storages
-that outlive it because a skip reads them, can still make the device wait a little.
+that outlive it because a skip reads them, can still make the device wait a little. Where the link is the limit, its
+queue is not empty when the forward pass ends, and the device waits for the rest of it there.
 """
 
 from __future__ import annotations
@@ -88,14 +89,16 @@ def within_limit(graph: StepGraph, link: Link) -> tuple[int, ...]:
     The host's room is a limit too.
     """
     limit = theoretical_limit(graph, link)
-    seen_bytes = offloaded_bytes = 0
+    seen_bytes = offloaded_bytes = host_bytes = 0
     found = []
     for storage in offloadable(graph):
         nbytes = graph.storages[storage].nbytes
         seen_bytes += nbytes
-        fits = not link.host_bytes or offloaded_bytes + nbytes <= link.host_bytes
+        on_host_bytes = host_bytes + graph.storages[storage].host_bytes
+        fits = not link.host_bytes or on_host_bytes <= link.host_bytes
         if fits and offloaded_bytes + nbytes <= limit * seen_bytes:
             offloaded_bytes += nbytes
+            host_bytes = on_host_bytes
             found.append(storage)
     return tuple(found)
 
@@ -145,7 +148,8 @@ def prefetch_starts(graph: StepGraph, link: Link, leaving: Collection[int]) -> d
         for storage in read_first_by.get(op.id, ()):
             balance_bytes -= graph.storages[storage].nbytes
             to_fetch.append(storage)
-    starts.update(dict.fromkeys(to_fetch, backward[0].id))
+    if to_fetch:  # what the first op reads
+        starts.update(dict.fromkeys(to_fetch, backward[0].id))
     return starts
 
 

@@ -61,6 +61,7 @@ def solve(
     budget_bytes: int | None,
     *,
     early: bool = True,
+    whole: bool = True,
     start: Chosen | None = None,
     time_limit_seconds: float,
     gap: float = 0.002,
@@ -71,12 +72,14 @@ def solve(
         choice: the step's numbers.
         budget_bytes: most bytes in use at any position. None asks for the least possible peak instead.
         early: count what is back early. False gives the relaxation for the lower bound.
+        whole: take each storage for one thing. False lets parts of it be kept and offloaded, in a small part of the
+            time; each is then where most of it is.
         start: a choice to start from.
         time_limit_seconds: after it, the best found so far counts.
         gap: relative gap at which to stop.
     """
     program = _Program(choice, budget_bytes, early)
-    return program.run(start, time_limit_seconds, gap)
+    return program.run(start, time_limit_seconds, gap, whole)
 
 
 class _Program:
@@ -84,19 +87,23 @@ class _Program:
 
     def __init__(self, choice: RecomputeChoice, budget_bytes: int | None, early: bool) -> None:
         self.choice = choice
-        self.program = program = LinearProgram()
-        self.hopeless = False
         ops = choice.graph.ops
+        rerun = sorted({op for s in choice.candidates for op in choice.reruns[s]})
+        # A variable of added time is a second, not one rerun: all of them at 1 would be minutes, and so would the gap.
+        rerun_seconds = sum(ops[op].second.seconds for op in rerun)
+        self.program = program = LinearProgram(0.0 if choice.graph.link is None else max(rerun_seconds, 1e-12))
+        self.hopeless = False
         self.unit_bytes = budget_bytes or max(row.fixed_bytes for row in choice.rows)
         self.keep = {s: program.variable(binary=True) for s in choice.candidates}
-        self.link = add_link_rows(program, choice, self.unit_bytes) if choice.graph.link is not None else None
+        link = choice.graph.link
+        self.link = add_link_rows(program, choice, link, self.unit_bytes, relaxed=not early) if link else None
         self.off: Mapping[int, int] = self.link.off if self.link is not None else {}
-        rerun = sorted({op for s in choice.candidates for op in choice.reruns[s]})
         # With a link, what a rerun costs is told apart from where it falls: copies go on meanwhile.
         self.rerun = {op: program.variable(0.0 if self.link is not None else ops[op].second.seconds) for op in rerun}
         if self.link is not None:
             spent = {variable: -ops[op].second.seconds for op, variable in self.rerun.items()}
             program.at_least(0.0, {**dict.fromkeys(self.link.added, 1.0), **spent})
+        self.early = early
         self.saved = frozenset(choice.graph.saved).intersection(choice.candidates)
         self.back: dict[tuple[int, int], int] = {}
         self._add_reruns()
@@ -145,14 +152,17 @@ class _Program:
                         self.program.at_least(0.0, {**entries, self.back[reader, demand]: -1.0})
 
     def _add_memory(self, budget_bytes: int | None) -> None:
-        storages, program = self.choice.graph.storages, self.program
-        peak = None if budget_bytes else program.variable(program.total_cost * 1e3, most=math.inf)
-        for number, row in enumerate(self.choice.rows):
-            fixed_bytes = row.fixed_bytes if self.back else row.fixed_bytes - row.small_bytes
+        choice, program = self.choice, self.program
+        storages = choice.graph.storages
+        peak = None if budget_bytes else program.variable(program.unit_cost * 1e3, most=math.inf)
+        for number, row in enumerate(choice.rows):
+            fixed_bytes = row.fixed_bytes if self.early else row.least_bytes
             room = 0.0 if peak is not None else 1.0
             room -= fixed_bytes / self.unit_bytes
             entries: dict[int, float] = {}
             for storage in row.waiting:
+                if not self.early and storage not in self.saved and row.interval == choice.due[storage]:
+                    continue  # the recomputation that read it last is over
                 share = storages[storage].nbytes / self.unit_bytes
                 entries[self.keep[storage]] = -share
                 if (storage, row.interval) in self.back:
@@ -168,16 +178,22 @@ class _Program:
             elif may_bind or on_the_way:
                 program.at_least(-room, entries)
 
-    def run(self, start: Chosen | None, time_limit_seconds: float, gap: float) -> Solution:
+    def run(self, start: Chosen | None, time_limit_seconds: float, gap: float, whole: bool) -> Solution:
         if self.hopeless:
             return Solution(None, math.inf, math.inf)
         values = None
         if start is not None:
             values = {column: float(s in start.kept) for s, column in self.keep.items()}
             values.update({column: float(s in start.offloaded) for s, column in self.off.items()})
-        found = self.program.run(values, time_limit_seconds, gap)
+        found = self.program.run(values, time_limit_seconds, gap, whole=whole)
         if found.values is None:
             return Solution(None, found.cost, found.least_cost)
-        kept = frozenset(s for s, column in self.keep.items() if found.values[column] > 0.5)
-        offloaded = frozenset(s for s, column in self.off.items() if found.values[column] > 0.5) - kept
-        return Solution(Chosen(kept, offloaded), found.cost, found.least_cost)
+        kept, offloaded = set(), set()
+        for storage, column in self.keep.items():
+            here = found.values[column]
+            there = found.values[self.off[storage]] if storage in self.off else 0.0
+            if here >= max(there, 1 - here - there):
+                kept.add(storage)
+            elif there >= 1 - here - there:
+                offloaded.add(storage)
+        return Solution(Chosen(frozenset(kept), frozenset(offloaded)), found.cost, found.least_cost)

@@ -1,5 +1,7 @@
 """Use up the room that a plan leaves inside the budget: keep what it recomputes, or keep it between two uses.
 
+Where the step has a link, what is recomputed may go to the host instead, and what is there may be kept.
+
 Greedy, the most time per byte first, each change played exactly. No optimum is claimed.
 """
 
@@ -8,7 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 
-from shoal.residence import Keep, Recompute, Residence
+from shoal.hardware import Link
+from shoal.planners.transfer_places import TransferPlaces, placed_residences
+from shoal.residence import Keep, Offload, Recompute, Residence
 from shoal.schedule import schedule
 from shoal.simulate import peak_and_seconds
 from shoal.step import StepGraph
@@ -27,6 +31,8 @@ def keep_more(
     """
     deadline = time.perf_counter() + time_limit_seconds
     best = without_needless_runs(graph, residences)
+    if graph.link is not None:
+        return _keep_or_send_more(graph, graph.link, best, budget_bytes, deadline)
     _, best_seconds = peak_and_seconds(graph, schedule(graph, best))
     improved = True
     while improved:
@@ -42,6 +48,37 @@ def keep_more(
             peak_bytes, seconds = peak_and_seconds(graph, schedule(graph, changed))
             if peak_bytes <= budget_bytes and seconds < best_seconds:
                 best, best_seconds, improved = changed, seconds, True
+    return best
+
+
+def _keep_or_send_more(
+    graph: StepGraph, link: Link, start: dict[str, Residence], budget_bytes: int, deadline: float
+) -> dict[str, Residence]:
+    """The same where a storage can wait on the host too; all that do are placed anew with every change."""
+    best = start
+    _, best_seconds = peak_and_seconds(graph, schedule(graph, best))
+    kept: dict[str, Residence] = {name: Keep() if isinstance(r, Offload) else r for name, r in start.items()}
+    away = frozenset(s.id for s in graph.storages if isinstance(start.get(s.name), Offload))
+    by_name = {s.name: s.id for s in graph.storages}
+    improved = True
+    while improved:
+        improved = False
+        changes: list[tuple[dict[str, Residence], frozenset[int]]] = [(kept, away - {storage}) for storage in away]
+        for name, left_out in _changes(graph, kept):
+            now = kept[name]
+            assert isinstance(now, Recompute)
+            rest = Recompute(tuple(op for op in now.before if op != left_out))
+            changed = without_needless_runs(graph, {**kept, name: rest if left_out else Keep()})
+            changes += [(changed, away)] if left_out else [(changed, away), (changed, away | {by_name[name]})]
+        for changed, leaving in changes:
+            if time.perf_counter() > deadline:
+                return best
+            placed = TransferPlaces(graph, changed, budget_bytes).place(leaving)
+            there_is_room = not link.host_bytes or placed.host_bytes <= link.host_bytes
+            if placed.excess_bytes == 0 and there_is_room and placed.seconds < best_seconds:
+                kept, away, improved = changed, leaving, True
+                best, best_seconds = placed_residences(graph, kept, placed), placed.seconds
+                break
     return best
 
 

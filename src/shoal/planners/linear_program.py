@@ -26,9 +26,14 @@ class Optimum:
 
 
 class LinearProgram:
-    """Minimise the sum of costs such that every row is at least its bound. Variables are numbered as they are made."""
+    """Minimise the sum of costs such that every row is at least its bound. Variables are numbered as they are made.
 
-    def __init__(self) -> None:
+    Args:
+        unit_cost: a cost that counts as 1 for the solver's tolerances; 0 for what all variables at 1 cost.
+    """
+
+    def __init__(self, unit_cost: float = 0.0) -> None:
+        self._unit_cost = unit_cost
         self._costs: list[float] = []
         self._most: list[float] = []
         self._binary: list[bool] = []
@@ -52,19 +57,24 @@ class LinearProgram:
         self._starts.append(len(self._columns))
 
     @property
-    def total_cost(self) -> float:
-        """What all variables at 1 cost."""
-        return max(sum(self._costs), 1e-12)
+    def unit_cost(self) -> float:
+        """The cost that counts as 1."""
+        return self._unit_cost or max(sum(self._costs), 1e-12)
 
-    def run(self, start: Mapping[int, float] | None, time_limit_seconds: float, gap: float) -> Optimum:
-        """Solve it, at most for the time given, down to the relative gap given, from a start where there is one."""
-        scale = self.total_cost
+    def run(
+        self, start: Mapping[int, float] | None, time_limit_seconds: float, gap: float, *, whole: bool = True
+    ) -> Optimum:
+        """Solve it, at most for the time given, down to the relative gap given, from a start where there is one.
+
+        With `whole` False a binary may be any number between 0 and 1, which takes a small part of the time.
+        """
+        scale = self.unit_cost
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("time_limit", float(time_limit_seconds))
         solver.setOptionValue("mip_rel_gap", gap)
         solver.setOptionValue("mip_abs_gap", 1e-5)
-        solver.passModel(self._model(scale))
+        solver.passModel(self._model(scale, whole))
         if start is not None:
             places = np.array(list(start), dtype=np.int32)
             solver.setSolution(len(places), places, np.array(list(start.values()), dtype=float))
@@ -72,12 +82,16 @@ class LinearProgram:
         status, info = solver.getModelStatus(), solver.getInfo()
         if status == highspy.HighsModelStatus.kInfeasible:
             return Optimum(None, math.inf, math.inf)
-        least_cost = max(0.0, info.mip_dual_bound * scale) if math.isfinite(info.mip_dual_bound) else 0.0
+        if not whole:
+            optimal = status == highspy.HighsModelStatus.kOptimal
+            least_cost = max(0.0, info.objective_function_value * scale) if optimal else 0.0
+        else:
+            least_cost = max(0.0, info.mip_dual_bound * scale) if math.isfinite(info.mip_dual_bound) else 0.0
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return Optimum(None, math.inf, least_cost)
         return Optimum(solver.getSolution().col_value, info.objective_function_value * scale, least_cost)
 
-    def _model(self, scale: float) -> highspy.HighsLp:
+    def _model(self, scale: float, whole: bool) -> highspy.HighsLp:
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = len(self._costs), len(self._lower)
         model.col_cost_ = np.array(self._costs) / scale
@@ -89,6 +103,7 @@ class LinearProgram:
         model.a_matrix_.start_ = np.array(self._starts)
         model.a_matrix_.index_ = np.array(self._columns)
         model.a_matrix_.value_ = np.array(self._values)
-        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        model.integrality_ = [kinds[binary] for binary in self._binary]
+        if whole:
+            kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+            model.integrality_ = [kinds[binary] for binary in self._binary]
         return model

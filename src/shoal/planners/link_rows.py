@@ -9,13 +9,19 @@ stalls x included; it is empty when the forward pass ends:
 What of it no forward reader holds anyway is in use at j. The backward pass is the same read from its end: F_j is what
 must be back ahead of its first reader. A real copy frees its bytes at its end and takes them at its start, never
 earlier than the fluid does, so the rows are a relaxation for every plan that offloads.
+
+The latency of a copy counts as the bytes that the link could carry meanwhile. Those take no room on the device, so a
+relaxation has two backlogs, of bytes for the room and of both for the time. To choose by, the second does for both.
+
+Where the link does not overlap, a copy is added time and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.hardware import Link
 from shoal.planners.linear_program import LinearProgram
 from shoal.planners.recompute_choice import RecomputeChoice
 
@@ -35,108 +41,159 @@ class LinkRows:
     ahead: Mapping[int, Mapping[int, float]]
 
 
-def add_link_rows(program: LinearProgram, choice: RecomputeChoice, unit_bytes: float) -> LinkRows:
+def add_link_rows(
+    program: LinearProgram, choice: RecomputeChoice, link: Link, unit_bytes: float, *, relaxed: bool
+) -> LinkRows:
     """Add the variables and rows of both ways.
 
     Args:
         program: gets them.
-        choice: the step's numbers; its graph has a link.
+        choice: the step's numbers.
+        link: of the step.
         unit_bytes: bytes that count as 1 in the rows.
+        relaxed: be below every plan there is; else be near the plans that `transfer_places` makes.
     """
-    off = {s: program.variable(binary=True) for s in choice.candidates if s in choice.graph.saved}
-    link = choice.graph.link
-    assert link is not None  # asked for steps with a link alone
+    graph = choice.graph
+    saved = set(graph.saved)
+    leaving = [s for s in choice.candidates if relaxed or s in saved]
+    both_ways_seconds = {
+        s: link.to_host_seconds(graph.storages[s].nbytes) + link.to_device_seconds(graph.storages[s].nbytes)
+        for s in leaving
+    }
+    off = {s: program.variable(0.0 if link.overlaps else both_ways_seconds[s], binary=True) for s in leaving}
     if link.host_bytes:
-        entries = {off[s]: -choice.graph.storages[s].nbytes / unit_bytes for s in off}
-        program.at_least(-link.host_bytes / unit_bytes, entries)
-    starts = [0.0]
-    for op in choice.graph.ops:
-        starts.append(starts[-1] + op.seconds)
-    ahead: dict[int, dict[int, float]] = {}
-    _to_host(program, choice, off, unit_bytes, starts, ahead)
-    added = _to_device(program, choice, off, unit_bytes, starts, ahead)
-    return LinkRows(off, added, ahead)
+        program.at_least(
+            -link.host_bytes / unit_bytes, {off[s]: -graph.storages[s].host_bytes / unit_bytes for s in off}
+        )
+    most_seconds = sum(both_ways_seconds.values()) + sum(op.second.seconds for op in graph.ops[: graph.n_forward])
+    if not link.overlaps:
+        return LinkRows(off, (program.variable(1.0, most=most_seconds),), {})
+    ways = _Ways(program, choice, link, off, unit_bytes, most_seconds, relaxed)
+    ahead = ways.add_there()
+    added, ahead_back = ways.add_back()
+    return LinkRows(off, added, {**ahead, **ahead_back})
 
 
-def _to_host(
-    program: LinearProgram,
-    choice: RecomputeChoice,
-    off: Mapping[int, int],
-    unit_bytes: float,
-    starts: list[float],
-    ahead: dict[int, dict[int, float]],
-) -> None:
-    graph, link = choice.graph, choice.graph.link
-    assert link is not None
-    rate = link.to_host_bytes_per_second / unit_bytes
-    rows_at: dict[int, list[int]] = {}
-    for number, row in enumerate(choice.rows):
-        if row.op < graph.n_forward:
-            rows_at.setdefault(row.op, []).append(number)
-    born = sorted(off, key=graph.producer.__getitem__)
-    most_bytes = sum(graph.storages[s].nbytes for s in off) / unit_bytes
-    before, position, next_born = -1, 0, 0
-    for op in [*sorted(rows_at), graph.n_forward]:
-        stall = program.variable(1.0, most=most_bytes / rate)
-        backlog = program.variable(most=most_bytes if op < graph.n_forward else 0.0)
-        entries = {backlog: 1.0, stall: rate}
-        if before >= 0:
-            entries[before] = -1.0
-        while next_born < len(born) and graph.producer[born[next_born]] < op:
-            storage = born[next_born]
-            entries[off[storage]] = -graph.storages[storage].nbytes / unit_bytes
-            next_born += 1
-        program.at_least(-rate * (starts[op] - starts[position]), entries)
-        before, position = backlog, op
-        for number in rows_at.get(op, ()):
-            waiting = set(choice.rows[number].waiting)
-            in_use = program.variable(most=most_bytes)
-            held = {off[s]: graph.storages[s].nbytes / unit_bytes for s in born[:next_born] if s not in waiting}
-            program.at_least(0.0, {in_use: 1.0, backlog: -1.0, **held})
-            ahead[number] = {in_use: 1.0}
+class _Ways:
+    """The backlogs of both directions, each a chain of variables from one position to the next."""
 
+    def __init__(
+        self,
+        program: LinearProgram,
+        choice: RecomputeChoice,
+        link: Link,
+        off: Mapping[int, int],
+        unit_bytes: float,
+        most_seconds: float,
+        relaxed: bool,
+    ) -> None:
+        self._program = program
+        self._choice = choice
+        self._link = link
+        self._off = off
+        self._unit_bytes = unit_bytes
+        self._most_seconds = most_seconds
+        self._relaxed = relaxed
+        self._starts = [0.0]  # of each op, in the plain step
+        for op in choice.graph.ops:
+            self._starts.append(self._starts[-1] + op.seconds)
 
-def _to_device(
-    program: LinearProgram,
-    choice: RecomputeChoice,
-    off: Mapping[int, int],
-    unit_bytes: float,
-    starts: list[float],
-    ahead: dict[int, dict[int, float]],
-) -> tuple[int, ...]:
-    graph, link = choice.graph, choice.graph.link
-    assert link is not None
-    rate = link.to_device_bytes_per_second / unit_bytes
-    first = next(op.id for op in graph.ops if op.phase == "backward")
-    due: dict[int, list[int]] = {}
-    for storage in off:
-        due.setdefault(choice.demands[choice.due[storage] - 1], []).append(storage)
-    rows_at: dict[int, list[int]] = {}
-    for number, row in enumerate(choice.rows):
-        if row.op >= first:
-            rows_at.setdefault(row.op, []).append(number)
-    most_bytes = sum(graph.storages[s].nbytes for s in off) / unit_bytes
-    most_seconds = most_bytes / rate + sum(op.second.seconds for op in graph.ops[: graph.n_forward])
-    positions = sorted({*rows_at, *due, first}, reverse=True)
-    added = []
-    after, later = -1, positions[0]
-    for op in positions:
-        extra = program.variable(1.0, most=most_seconds)
-        added.append(extra)
-        fetched = program.variable(most=most_bytes)
-        entries = {fetched: 1.0, extra: rate}
-        if after >= 0:
-            entries[after] = -1.0
-            for storage in due.get(later, ()):
-                entries[off[storage]] = -graph.storages[storage].nbytes / unit_bytes
-        program.at_least(-rate * (starts[later] - starts[op]), entries)
-        after, later = fetched, op
-        for number in rows_at.get(op, ()):
-            ahead[number] = {fetched: 1.0}
-    # What the first backward op finds must have come before it: the device waits for all of it.
-    extra = program.variable(1.0, most=most_seconds)
-    added.append(extra)
-    entries = {extra: rate, after: -1.0}
-    entries.update({off[s]: -graph.storages[s].nbytes / unit_bytes for s in due.get(first, ())})
-    program.at_least(0.0, entries)
-    return tuple(added)
+    def add_there(self) -> dict[int, dict[int, float]]:
+        """The way to the host: row → entries to add to the bytes in use there."""
+        graph, program = self._choice.graph, self._program
+        rows_at = self._rows_at(0, graph.n_forward)
+        stops = [*sorted(rows_at), graph.n_forward]
+        seconds = [self._starts[b] - self._starts[a] for a, b in zip([0, *stops], stops, strict=False)]
+        stalls = [program.variable(1.0, most=self._most_seconds) for _ in stops]
+        born = sorted(self._off, key=graph.producer.__getitem__)
+        begins = [sum(graph.producer[s] < stop for s in born) for stop in stops]
+        comes = [born[a:b] for a, b in zip([0, *begins], begins, strict=False)]
+        backlogs = self._chains(self._link.to_host_bytes_per_second, seconds, stalls, comes)
+        ahead: dict[int, dict[int, float]] = {}
+        for backlog, op, n_born in zip(backlogs, stops, begins, strict=True):
+            for number in rows_at.get(op, ()):
+                waiting = set(self._choice.rows[number].waiting)
+                in_use = program.variable(most=self._most_bytes())
+                held = {self._off[s]: self._bytes(s) for s in born[:n_born] if s not in waiting}
+                program.at_least(0.0, {in_use: 1.0, backlog: -1.0, **held})
+                ahead[number] = {in_use: 1.0}
+        return ahead
+
+    def add_back(self) -> tuple[tuple[int, ...], dict[int, dict[int, float]]]:
+        """The way back, from the end of the step: variables of added time, and entries as of `add_there`."""
+        choice, program = self._choice, self._program
+        graph = choice.graph
+        first = next((op.id for op in graph.ops if op.phase == "backward"), len(graph.ops))
+        due: dict[int, list[int]] = {}
+        for storage in self._off:
+            due.setdefault(choice.demands[choice.due[storage] - 1], []).append(storage)
+        rows_at = self._rows_at(first, len(graph.ops))
+        stops = sorted({*rows_at, *due, first}, reverse=True)
+        # From one stop back to the one before; what the first op finds must come before it, while the device waits.
+        seconds = [0.0, *(self._starts[b] - self._starts[a] for a, b in zip(stops[1:], stops, strict=False)), 0.0]
+        comes = [[], *([*due.get(stop, ())] for stop in stops)]
+        added = [program.variable(1.0, most=self._most_seconds) for _ in comes]
+        backlogs = self._chains(self._link.to_device_bytes_per_second, seconds, added, comes)
+        ahead = {
+            number: {backlog: 1.0}
+            for backlog, op in zip(backlogs, stops, strict=False)
+            for number in rows_at.get(op, ())
+        }
+        return tuple(added), ahead
+
+    def _chains(
+        self,
+        bytes_per_second: float,
+        seconds: Sequence[float],
+        added: Sequence[int],
+        comes: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Variables of the bytes that the link still has to carry at each stop; at the last there are none.
+
+        Args:
+            bytes_per_second: what the link carries.
+            seconds: from each stop's predecessor to it.
+            added: variables of the time added meanwhile.
+            comes: the storages that there are to be carried since.
+        """
+        latency_bytes = self._link.latency_seconds * bytes_per_second / self._unit_bytes
+        if self._relaxed and latency_bytes:
+            self._chain(bytes_per_second, seconds, added, comes, latency_bytes)
+            latency_bytes = 0.0
+        return self._chain(bytes_per_second, seconds, added, comes, latency_bytes)
+
+    def _chain(
+        self,
+        bytes_per_second: float,
+        seconds: Sequence[float],
+        added: Sequence[int],
+        comes: Sequence[Sequence[int]],
+        latency_bytes: float,
+    ) -> list[int]:
+        rate = bytes_per_second / self._unit_bytes
+        most_bytes = self._most_bytes() + latency_bytes * len(self._off)
+        backlogs: list[int] = []
+        for number, (duration, extra, coming) in enumerate(zip(seconds, added, comes, strict=True)):
+            is_last = number == len(added) - 1
+            backlog = self._program.variable(most=0.0 if is_last else most_bytes)
+            entries = {backlog: 1.0, extra: rate}
+            if backlogs:
+                entries[backlogs[-1]] = -1.0
+            entries.update({self._off[s]: -self._bytes(s) - latency_bytes for s in coming})
+            self._program.at_least(-rate * duration, entries)
+            backlogs.append(backlog)
+        return backlogs
+
+    def _rows_at(self, first: int, end: int) -> dict[int, list[int]]:
+        """Op of first..end-1 → numbers of the rows there."""
+        found: dict[int, list[int]] = {}
+        for number, row in enumerate(self._choice.rows):
+            if first <= row.op < end:
+                found.setdefault(row.op, []).append(number)
+        return found
+
+    def _bytes(self, storage: int) -> float:
+        return self._choice.graph.storages[storage].nbytes / self._unit_bytes
+
+    def _most_bytes(self) -> float:
+        return sum(self._bytes(s) for s in self._off)

@@ -24,15 +24,17 @@ class Row:
     """What is in use at one position: `fixed_bytes`, plus every kept storage of `waiting`, plus what is back early.
 
     Attributes:
-        op: the position.
+        op: the position; of all at which the same storages wait the one with the most bytes.
         interval: how many demands lie at or before the position; 0 in the forward pass.
+        fixed_bytes: in a plan that keeps every storage about which there is no choice.
+        least_bytes: the same in any plan at all, at whichever of these positions that is most.
         waiting: storages that are alive here if kept, and else only if they are back early.
     """
 
     op: int
     interval: int
     fixed_bytes: int
-    small_bytes: int
+    least_bytes: int
     waiting: tuple[int, ...]
 
 
@@ -66,8 +68,13 @@ class RecomputeChoice:
         return self.always_kept.union(chosen)
 
 
-def recompute_choice(graph: StepGraph) -> RecomputeChoice:
-    """Read the choice off a step."""
+def recompute_choice(graph: StepGraph, *, every: bool = False) -> RecomputeChoice:
+    """Read the choice off a step.
+
+    Args:
+        graph: the step.
+        every: leave no storage out because keeping another one is as good: offloading it may be better.
+    """
     saved = set(graph.saved)
     saved_bytes = sum(graph.storages[s].nbytes for s in saved)
     producer = graph.producer
@@ -82,7 +89,7 @@ def recompute_choice(graph: StepGraph) -> RecomputeChoice:
     small = {s for s in free if s in saved and graph.storages[s].nbytes < _SMALL_SHARE * saved_bytes}
     fixed = {s.id for s in graph.storages if s.id not in free}
     backward_reads = {s: [r for r in graph.readers[s] if r >= graph.n_forward] for s in free}
-    candidates = {s for s in free - small if s in saved or not _follows(graph, s, saved)}
+    candidates = {s for s in free - small if s in saved or every or not _follows(graph, s, saved)}
     transients = free - small - candidates
 
     needs: dict[int, tuple[int, ...]] = {}
@@ -155,7 +162,8 @@ def _rows(
     alive_plain, alive_forward = _alive(graph)
     born = {s: graph.producer[s] for s in candidates}
     last_needed = {s: max(demands[due[s] - 1], first_read.get(s, 0)) for s in candidates}
-    highest: dict[tuple[int, tuple[int, ...]], tuple[int, int, int]] = {}
+    highest: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+    least: dict[tuple[int, tuple[int, ...]], int] = {}
     for op in graph.ops:
         interval = bisect_right(demands, op.id)
         if op.id < graph.n_forward:
@@ -164,12 +172,16 @@ def _rows(
             waiting = [s for s in candidates if op.id <= last_needed[s] and op.id < first_read.get(s, len(graph.ops))]
         counted = alive_plain[op.id]
         fixed_bytes = total_bytes[op.id] - sum(graph.storages[s].nbytes for s in waiting if s in counted)
-        small_bytes = sum(graph.storages[s].nbytes for s in small if s in counted)
+        avoided = {s for s in small if s in counted}
+        if op.overwrites in counted and op.overwrites not in waiting:
+            avoided.add(op.overwrites)  # kept, it must not be overwritten; given up, it may be
         key = (interval, tuple(sorted(waiting)))
-        highest[key] = max(highest.get(key, (0, 0, 0)), (fixed_bytes, small_bytes, op.id))
+        highest[key] = max(highest.get(key, (0, 0)), (fixed_bytes, op.id))
+        avoided_bytes = sum(graph.storages[s].nbytes for s in avoided)
+        least[key] = max(least.get(key, 0), fixed_bytes - avoided_bytes)
     return tuple(
-        Row(op, interval, fixed_bytes, small_bytes, waiting)
-        for (interval, waiting), (fixed_bytes, small_bytes, op) in highest.items()
+        Row(op, interval, fixed_bytes, least[interval, waiting], waiting)
+        for (interval, waiting), (fixed_bytes, op) in highest.items()
     )
 
 

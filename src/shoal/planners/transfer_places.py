@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.errors import PlanError
 from shoal.hardware import Link
@@ -32,12 +33,28 @@ class Placed:
         fetched: storage → the backward op before which its copy back begins.
         seconds: no less than the step takes with them; what it takes, but for copies back that begin early.
         excess_bytes: over the budget, added up over all places where even waiting does not get below it.
+        host_bytes: of all that is offloaded.
     """
 
     released: Mapping[int, int]
     fetched: Mapping[int, int]
     seconds: float
     excess_bytes: int
+    host_bytes: int
+
+
+class _FirstRead(NamedTuple):
+    """Where the backward pass reads a storage first.
+
+    Attributes:
+        group: number of the backward op that does, or for which the recomputation runs that does.
+        run: number of the run.
+        begin_seconds: from the first run of the group until that run.
+    """
+
+    group: int
+    run: int
+    begin_seconds: float
 
 
 @dataclass(frozen=True)
@@ -71,81 +88,108 @@ class TransferPlaces:
         if graph.link is None:
             raise PlanError("this step has no link to the host, so nothing can be offloaded")
         self._graph = graph
-        self._link: Link = graph.link
         runs = schedule(graph, residences)
         totals, _ = bytes_and_seconds(graph, runs)
         room = [budget_bytes - total for total in totals] if budget_bytes else [_NO_LIMIT] * len(totals)
-        n_forward = graph.n_forward
-        forward = zip(runs[:n_forward], room[:n_forward], strict=True)
-        self._forward = [_Unit(run.op, graph.ops[run.op].seconds, left) for run, left in forward]
-        self._backward: list[_Unit] = []
         self._between: list[_Unit] = []
-        self._first_read: dict[int, tuple[int, int]] = {}  # storage → its group, counted from the first; the run
-        self._begin: dict[int, float] = {}  # storage → seconds from the begin of that group to that run
-        self._split_backward(runs, room)
-        self._backward.reverse()
+        backward, read = self._groups(graph, runs, room)
+        backward.reverse()
+        self._nbytes = {
+            s.id: s.nbytes
+            for s in graph.storages
+            if s.kind == "activation" and s.id in read and graph.producer[s.id] < graph.n_forward
+            if s.id not in graph.held_for_second_runs
+        }
+        self._there = self._way_there(graph, graph.link, room)
+        self._back = self._way_back(graph.link, backward, read)
 
-    def _split_backward(self, runs: Sequence[Run], room: Sequence[int]) -> None:
-        """Each backward op with the recomputations that serve it is a unit: nothing is fetched amidst them."""
-        graph = self._graph
+    def _groups(
+        self, graph: StepGraph, runs: Sequence[Run], room: Sequence[int]
+    ) -> tuple[list[_Unit], dict[int, _FirstRead]]:
+        """The backward pass in units: each op with the recomputations that serve it, for nothing is fetched amidst."""
+        units: list[_Unit] = []
+        first: dict[int, _FirstRead] = {}
+        between: set[int] = set()  # what is read before the backward pass begins would be back too late
         seconds, least_room, read = 0.0, _NO_LIMIT, []
         for number in range(graph.n_forward, len(runs)):
-            run = runs[number]
-            op = run.of(graph)
-            read += [(storage, number, seconds) for storage in op.reads]
+            op = runs[number].of(graph)
+            read += [(storage, _FirstRead(len(units), number, seconds)) for storage in op.reads]
             seconds += op.seconds
             least_room = min(least_room, room[number])
-            if run.again:
+            if runs[number].again:
                 continue
-            backward = op.phase == "backward"
-            for storage, reader, begin in read:
-                # What is read between the passes is back for no backward op: it stays.
-                self._first_read.setdefault(storage, (len(self._backward) if backward else -1, reader))
-                self._begin.setdefault(storage, begin)
-            (self._backward if backward else self._between).append(_Unit(op.id, seconds, least_room))
+            if op.phase == "backward":
+                for storage, reader in read:
+                    first.setdefault(storage, reader)
+                units.append(_Unit(op.id, seconds, least_room))
+            else:
+                between.update(storage for storage, _ in read)
+                self._between.append(_Unit(op.id, seconds, least_room))
             seconds, least_room, read = 0.0, _NO_LIMIT, []
+        return units, {storage: reader for storage, reader in first.items() if storage not in between}
+
+    def _way_there(self, graph: StepGraph, link: Link, room: Sequence[int]) -> _Way:
+        written = sorted(self._nbytes, key=lambda s: (graph.producer[s], s))
+        copies = []
+        for s in written:
+            seconds = link.to_host_seconds(self._nbytes[s])
+            copies.append(_Copy(s, self._nbytes[s], seconds, graph.producer[s], last_forward_reader(graph, s)))
+        forward = zip(graph.ops[: graph.n_forward], room, strict=False)
+        return _Way([_Unit(op.id, op.seconds, left) for op, left in forward], copies, link.overlaps)
+
+    def _way_back(self, link: Link, backward: Sequence[_Unit], read: Mapping[int, _FirstRead]) -> _Way:
+        last_first = sorted(self._nbytes, key=lambda s: (read[s].run, s), reverse=True)
+        last = len(backward) - 1
+        copies = []
+        for s in last_first:
+            unit, seconds = last - read[s].group, link.to_device_seconds(self._nbytes[s])
+            copies.append(_Copy(s, self._nbytes[s], seconds, unit, unit, read[s].begin_seconds))
+        return _Way(backward, copies, link.overlaps)
+
+    @property
+    def seconds(self) -> float:
+        """How long the step takes with nothing offloaded."""
+        return sum(unit.seconds for units in (self._there.units, self._between, self._back.units) for unit in units)
 
     def can_leave(self, storage: int) -> bool:
-        """Whether it is an activation of the forward pass that the backward pass reads under these residences."""
-        written = self._graph.producer.get(storage, self._graph.n_forward) < self._graph.n_forward
-        activation = self._graph.storages[storage].kind == "activation"
-        return written and activation and self._first_read.get(storage, (-1, 0))[0] >= 0
+        """Whether it is an activation of the forward pass that the backward pass alone reads under these residences."""
+        return storage in self._nbytes
 
     def place(self, offloaded: Collection[int]) -> Placed:
         """Where those of `offloaded` that can leave do so, and come back."""
-        graph, link = self._graph, self._link
-        leaving = [s for s in offloaded if self.can_leave(s)]
-        there = _Way(
-            self._forward,
-            {s: graph.producer[s] for s in leaving},
-            {s: last_forward_reader(graph, s) for s in leaving},
-            {},
-            {s: link.to_host_seconds(graph.storages[s].nbytes) for s in leaving},
-        )
-        last = len(self._backward) - 1
-        read_in = {s: last - self._first_read[s][0] for s in leaving}
-        back = _Way(
-            self._backward,
-            read_in,
-            read_in,
-            self._begin,
-            {s: link.to_device_seconds(graph.storages[s].nbytes) for s in leaving},
-        )
-        nbytes = {s: graph.storages[s].nbytes for s in leaving}
-        there_ends, there_seconds, there_excess = there.carry(
-            sorted(leaving, key=lambda s: (graph.producer[s], s)), nbytes, link.overlaps
-        )
-        back_ends, back_seconds, back_excess = back.carry(
-            sorted(leaving, key=lambda s: (self._first_read[s][1], s), reverse=True), nbytes, link.overlaps
-        )
-        away_bytes = sum(nbytes.values())
+        wanted = set(offloaded)
+        there_ends, there_seconds, there_excess = self._there.carry(wanted)
+        back_ends, back_seconds, back_excess = self._back.carry(wanted)
+        away_bytes = sum(self._nbytes[s] for s in there_ends)
         between_excess = sum(max(0, -unit.room_bytes - away_bytes) for unit in self._between)
         return Placed(
-            {s: self._forward[end].op for s, end in there_ends.items()},
-            {s: self._backward[end].op for s, end in back_ends.items()},
+            {s: self._there.units[end].op for s, end in there_ends.items()},
+            {s: self._back.units[end].op for s, end in back_ends.items()},
             there_seconds + sum(unit.seconds for unit in self._between) + back_seconds,
             there_excess + between_excess + back_excess,
+            sum(self._graph.storages[s].host_bytes for s in there_ends),
         )
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """One storage on its way in one direction, units counted in that direction's time.
+
+    Attributes:
+        storage: its id.
+        nbytes: its size.
+        seconds: how long its copy takes.
+        arrives: unit at whose end its copy can begin.
+        stays: last unit in which it must be on the device.
+        early: how many seconds before the end of `arrives` its copy can begin.
+    """
+
+    storage: int
+    nbytes: int
+    seconds: float
+    arrives: int
+    stays: int
+    early: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -154,59 +198,54 @@ class _Way:
 
     Attributes:
         units: in this direction's time.
-        arrives: storage → unit at whose end its copy can begin.
-        stays: storage → last unit in which it must be on the device.
-        early: storage → how many seconds before that unit's end its copy can begin; absent for none.
-        copy_seconds: of each storage.
+        copies: of all that can take this way, in the order in which they would.
+        overlaps: whether the device goes on meanwhile.
     """
 
     units: Sequence[_Unit]
-    arrives: Mapping[int, int]
-    stays: Mapping[int, int]
-    early: Mapping[int, float]
-    copy_seconds: Mapping[int, float]
+    copies: Sequence[_Copy]
+    overlaps: bool
 
-    def carry(
-        self, queue: Sequence[int], nbytes: Mapping[int, int], overlaps: bool
-    ) -> tuple[dict[int, int], float, int]:
-        """Storage → unit at whose end it is gone; seconds until all are; bytes over the room in all units."""
+    def carry(self, wanted: Collection[int]) -> tuple[dict[int, int], float, int]:
+        """Storage → unit at whose end it is gone; seconds until all are; bytes over the room, of all units."""
+        queue = [copy for copy in self.copies if copy.storage in wanted]
         ends: dict[int, int] = {}
-        waiting: list[tuple[int, float]] = []  # storage and the time at which its copy has ended, in that order
+        waiting: list[tuple[float, _Copy]] = []  # with the time at which the copy has ended, in that order
         freed_bytes = excess_bytes = arrived = 0
         now = link_until = 0.0
         for number, unit in enumerate(self.units):
             short_bytes = -unit.room_bytes - freed_bytes
             while short_bytes > 0:
-                ready = next((entry for entry in waiting if self.stays[entry[0]] < number), None)
+                ready = next((entry for entry in waiting if entry[1].stays < number), None)
                 if ready is None:
                     excess_bytes += short_bytes
                     break
-                storage, done = ready
                 waiting.remove(ready)
-                ends[storage] = number - 1
-                freed_bytes += nbytes[storage]
-                short_bytes -= nbytes[storage]
+                done, copy = ready
+                ends[copy.storage] = number - 1
+                freed_bytes += copy.nbytes
+                short_bytes -= copy.nbytes
                 now = max(now, done)
             now += unit.seconds
-            while arrived < len(queue) and self.arrives[queue[arrived]] == number:
-                storage = queue[arrived]
+            while arrived < len(queue) and queue[arrived].arrives == number:
+                copy = queue[arrived]
                 arrived += 1
-                begin = now - self.early.get(storage, 0.0) if overlaps else now
-                link_until = max(begin, link_until) + self.copy_seconds[storage]
-                waiting.append((storage, link_until))
-                if not overlaps:
+                begin = now - copy.early if self.overlaps else now
+                link_until = max(begin, link_until) + copy.seconds
+                waiting.append((link_until, copy))
+                if not self.overlaps:
                     now = link_until
-            if waiting and waiting[0][1] <= now:
+            if waiting and waiting[0][0] <= now:
                 left = []
-                for storage, done in waiting:
-                    if done <= now and self.stays[storage] <= number:
-                        ends[storage] = number
-                        freed_bytes += nbytes[storage]
+                for done, copy in waiting:
+                    if done <= now and copy.stays <= number:
+                        ends[copy.storage] = number
+                        freed_bytes += copy.nbytes
                     else:
-                        left.append((storage, done))
+                        left.append((done, copy))
                 waiting = left
-        for storage, done in waiting:
-            ends[storage] = len(self.units) - 1
+        for done, copy in waiting:
+            ends[copy.storage] = len(self.units) - 1
             now = max(now, done)
         return ends, now, excess_bytes
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.runtime.links.copy import Copy
 from shoal.runtime.links.open_link import OpenLink
-from shoal.runtime.links.slab import aligned
+from shoal.sizes import in_pages
 
 
 def size_class_bytes(nbytes: int) -> int:
@@ -24,7 +24,7 @@ def size_class_bytes(nbytes: int) -> int:
     (1048576, 1310720)
     """
     step = 1 << max(0, (nbytes - 1).bit_length() - 3)
-    return aligned(-(-nbytes // step) * step)
+    return in_pages(-(-nbytes // step) * step)
 
 
 class VersionCounter:

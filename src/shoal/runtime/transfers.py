@@ -20,8 +20,8 @@ import torch
 from shoal.errors import InputError, TransferError
 from shoal.runtime.links.copy import Copy
 from shoal.runtime.links.open_link import OpenLink
-from shoal.runtime.links.slab import ALIGNMENT_BYTES, Lease, aligned
-from shoal.sizes import format_bytes
+from shoal.runtime.links.slab import Lease
+from shoal.sizes import HOST_PAGE_BYTES, format_bytes, in_pages
 
 _tickets = itertools.count(1)
 
@@ -86,8 +86,8 @@ class Transfers:
         self._link = link
         self._overlaps = overlaps
         self._slot_bytes = tuple(slot_bytes)
-        *self._offsets, total = accumulate(map(aligned, self._slot_bytes), initial=0)
-        self.host_bytes = max(total, ALIGNMENT_BYTES)
+        *self._offsets, total = accumulate(map(in_pages, self._slot_bytes), initial=0)
+        self.host_bytes = max(total, HOST_PAGE_BYTES)
         self.last = Traffic()
         self._steps: weakref.WeakValueDictionary[int, _Step] = weakref.WeakValueDictionary()
         link.pool.reserve(self.host_bytes)
@@ -201,7 +201,7 @@ class Transfers:
             raise InputError(f"slot {slot} is none of the {len(self._slot_bytes)} there are")
         # What PyTorch foretells of a result is not always what a kernel gives: a batch norm's statistics in half
         # precision come in float32. The rest of the last page serves for that.
-        if nbytes > aligned(max(1, self._slot_bytes[slot])):
+        if nbytes > in_pages(max(1, self._slot_bytes[slot])):
             raise InputError(
                 f"slot {slot} has {format_bytes(self._slot_bytes[slot])}; a storage of {format_bytes(nbytes)} was given"
             )

@@ -7,6 +7,7 @@ holds the generators' states.
 
 from __future__ import annotations
 
+import gc
 import signal
 import statistics
 import threading
@@ -308,6 +309,7 @@ def _device(name: str) -> torch.device:
 
 def _raise_wall(stack: ExitStack, device: torch.device, enforce: bool) -> Wall | None:
     """A wall without a limit yet, which counts; None where it is not asked for and cannot be had."""
+    gc.collect()  # what an earlier run in this process has left would count
     try:
         return stack.enter_context(wall(None, device))
     except InputError:

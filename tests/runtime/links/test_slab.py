@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import TransferError
 from shoal.runtime.links.host import HostSlab
-from shoal.runtime.links.slab import Lease, SlabPool, aligned
+from shoal.runtime.links.slab import Lease, SlabPool
 from tests.random_steps import unhurried
 
 PAGE = 4096
@@ -18,11 +18,6 @@ PAGE = 4096
 
 def pool_of(pages: int | None = None) -> SlabPool:
     return SlabPool(HostSlab, "host memory", None if pages is None else pages * PAGE)
-
-
-@given(st.integers(0, 10**12))
-def test_aligned_is_the_next_page(nbytes: int) -> None:
-    assert aligned(nbytes) % PAGE == 0 and 0 <= aligned(nbytes) - nbytes < PAGE
 
 
 def test_one_step_after_another_has_the_same_slab() -> None:

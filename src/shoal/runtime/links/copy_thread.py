@@ -16,8 +16,8 @@ import torch
 
 from shoal.errors import TransferError
 from shoal.runtime.links.copy import Copy
-from shoal.runtime.links.slab import Slab, aligned
-from shoal.sizes import format_bytes
+from shoal.runtime.links.slab import Slab
+from shoal.sizes import format_bytes, in_pages
 
 _LARGEST_PART_BYTES = 8 << 20
 _PART_SECONDS = 0.02  # of a rehearsed copy, so that it loads the memory as evenly as the copy it stands for
@@ -46,7 +46,7 @@ class Pace:
         """How many bytes to move in one go: whole pages."""
         if self.bytes_per_second is None:
             return _LARGEST_PART_BYTES
-        return aligned(max(1, int(min(_LARGEST_PART_BYTES, self.bytes_per_second * _PART_SECONDS))))
+        return in_pages(max(1, int(min(_LARGEST_PART_BYTES, self.bytes_per_second * _PART_SECONDS))))
 
     def due(self, began: float, done_bytes: int) -> float:
         """When so many bytes of a copy have arrived."""

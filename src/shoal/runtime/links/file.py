@@ -16,8 +16,8 @@ import weakref
 from pathlib import Path
 
 from shoal.errors import TransferError
-from shoal.runtime.links.slab import ALIGNMENT_BYTES, Slab, aligned
-from shoal.sizes import format_bytes
+from shoal.runtime.links.slab import Slab
+from shoal.sizes import HOST_PAGE_BYTES, format_bytes, in_pages
 
 _BOUNCE_BYTES = 4 << 20
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
@@ -86,7 +86,7 @@ class SpillFile:
         for done in range(0, nbytes, _BOUNCE_BYTES):
             part = min(_BOUNCE_BYTES, nbytes - done)
             ctypes.memmove(self._out.address, address + done, part)
-            view, at = self._out.view[: aligned(part)], position + done
+            view, at = self._out.view[: in_pages(part)], position + done
             while view:
                 count = os.pwritev(self._fd, [view], at)
                 view, at = view[count:], at + count
@@ -96,7 +96,7 @@ class SpillFile:
         """Read into memory what `write` wrote."""
         for done in range(0, nbytes, _BOUNCE_BYTES):
             part = min(_BOUNCE_BYTES, nbytes - done)
-            view, at = self._back.view[: aligned(part)], position + done
+            view, at = self._back.view[: in_pages(part)], position + done
             while view:
                 count = os.preadv(self._fd, [view], at)
                 if count == 0:
@@ -143,9 +143,9 @@ class SpillFile:
 
     def _takes_direct(self) -> bool:
         """Some file systems grant direct I/O when a file is opened and refuse it when it is used."""
-        page = self._out.view[:ALIGNMENT_BYTES]
+        page = self._out.view[:HOST_PAGE_BYTES]
         try:
-            return os.pwritev(self._fd, [page], 0) == ALIGNMENT_BYTES and os.preadv(self._fd, [page], 0) > 0
+            return os.pwritev(self._fd, [page], 0) == HOST_PAGE_BYTES and os.preadv(self._fd, [page], 0) > 0
         except OSError:
             return False
 

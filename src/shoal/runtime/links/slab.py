@@ -16,13 +16,6 @@ from shoal.errors import TransferError
 from shoal.runtime.links.copy import Copy
 from shoal.sizes import format_bytes
 
-ALIGNMENT_BYTES = 4096  # a page, and what direct I/O asks for
-
-
-def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment of slots in a slab."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
 
 class Slab(ABC):
     """A block of host bytes.

@@ -1,0 +1,144 @@
+"""The joint planner where the host is a residence too: legal, inside both budgets, never above a plan it knows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shoal.check import check
+from shoal.errors import BudgetError
+from shoal.hardware import Device, Hardware, Link
+from shoal.planners.hascoet import hascoet
+from shoal.planners.hmms import hmms
+from shoal.planners.integer_program import solve
+from shoal.planners.joint import joint
+from shoal.planners.just_in_time import just_in_time
+from shoal.planners.keep_all import keep_all
+from shoal.planners.layerwise import layerwise
+from shoal.planners.recompute_choice import recompute_choice
+from shoal.residence import Offload, Residence
+from shoal.schedule import schedule
+from shoal.simulate import peak_and_seconds
+from shoal.step import StepGraph
+from tests.random_steps import Builder, legal_offloads, resnet_like, steps, unhurried
+
+HERE = Hardware("here", Device("cpu", 1 << 34, 1e11, 1e10, 1e-6), Link("none", 1e10, 1e10, 1e-6), "made up")
+MOST_PLANS = 1500
+
+links = st.builds(
+    Link,
+    st.just("link"),
+    st.sampled_from([1.0, 5.0, 40.0, 1000.0]),
+    st.sampled_from([1.0, 5.0, 40.0, 1000.0]),
+    st.sampled_from([0.0, 0.25, 2.0]),
+    host_bytes=st.sampled_from([0, 0, 2 * 4096]),
+    overlaps=st.booleans(),
+)
+
+
+def every_plan(graph: StepGraph) -> Iterator[dict[str, Residence]]:
+    """Every plan that keeps, recomputes as late as possible, or offloads from and to any legal place."""
+    forward = [s.id for s in graph.storages if s.kind == "activation" and graph.producer[s.id] < graph.n_forward]
+    for n in range(len(forward) + 1):
+        for stays in itertools.combinations(forward, n):
+            kept = just_in_time(graph, stays)
+            leave = list(legal_offloads(graph, kept, stays))
+            places = [[None, *itertools.product(ends, starts)] for _, ends, starts in leave]
+            for chosen in itertools.product(*places):
+                away = {
+                    name: Offload(place[0].name, place[1].name)
+                    for (name, _, _), place in zip(leave, chosen, strict=True)
+                    if place is not None
+                }
+                yield {**kept, **away}
+
+
+def least_seconds(graph: StepGraph, budget_bytes: int) -> float:
+    """The fastest plan inside the budget by trying all; the example is thrown away where there are too many."""
+    plans = list(itertools.islice(every_plan(graph), MOST_PLANS + 1))
+    assume(len(plans) <= MOST_PLANS)
+    limit = graph.link.host_bytes if graph.link else 0
+    fastest = float("inf")
+    for plan in plans:
+        host_bytes = sum(s.host_bytes for s in graph.storages if isinstance(plan.get(s.name), Offload))
+        if limit and host_bytes > limit:
+            continue
+        peak_bytes, seconds = peak_and_seconds(graph, schedule(graph, plan))
+        if peak_bytes <= budget_bytes:
+            fastest = min(fastest, seconds)
+    return fastest
+
+
+@unhurried
+@given(steps(max_ops=5), links, st.floats(0.3, 1.0))
+def test_the_lower_bound_is_below_every_plan_of_the_three_residences(
+    graph: StepGraph, link: Link, share: float
+) -> None:
+    graph = replace(graph, link=link)
+    plain = keep_all(graph, HERE, 0)
+    budget_bytes = int(share * plain.predicted_peak_bytes)
+    fastest = least_seconds(graph, budget_bytes)
+    bound = solve(recompute_choice(graph, every=True), budget_bytes, early=False, time_limit_seconds=20)
+    if fastest < float("inf"):
+        assert bound.bound_seconds <= fastest - plain.predicted_seconds + 1e-6
+
+
+@unhurried
+@given(steps(max_ops=8), links, st.floats(0.3, 1.0))
+def test_its_plan_is_legal_inside_both_budgets_and_never_above_what_the_papers_planners_find(
+    graph: StepGraph, link: Link, share: float
+) -> None:
+    graph = replace(graph, link=link)
+    budget_bytes = int(share * keep_all(graph, HERE, 0).predicted_peak_bytes)
+    try:
+        plan = joint(graph, HERE, budget_bytes)
+    except BudgetError as error:
+        assert error.least_feasible_bytes > budget_bytes
+        return
+    assert check(graph, plan.residences, schedule(graph, plan.residences), budget_bytes) == plan.predicted_peak_bytes
+    assert plan.predicted_peak_bytes <= budget_bytes
+    assert not link.host_bytes or plan.host_bytes <= link.host_bytes
+    assert plan.lower_bound_seconds <= plan.added_seconds + 1e-6
+    for planner in (hmms, layerwise, hascoet):
+        try:
+            theirs = planner(graph, HERE, budget_bytes).predicted_seconds
+        except BudgetError:
+            continue
+        assert plan.predicted_seconds <= theirs * 1.0021 + 1e-9
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_a_link_faster_than_the_device_saves_all_recomputation(share: float) -> None:
+    graph = replace(resnet_like(), link=Link("fast", 1e15, 1e15, 0.0))
+    budget_bytes = int(share * keep_all(graph, HERE, 0).predicted_peak_bytes)
+    plan = joint(graph, HERE, budget_bytes)
+    assert plan.offloaded and not plan.recomputed
+    assert plan.added_seconds == pytest.approx(0.0, abs=0.002 * plan.plain_seconds)
+
+
+def test_a_link_too_slow_to_carry_anything_changes_nothing() -> None:
+    alone = resnet_like()
+    budget_bytes = int(0.7 * keep_all(alone, HERE, 0).predicted_peak_bytes)
+    without = joint(alone, HERE, budget_bytes)
+    plan = joint(replace(alone, link=Link("slow", 1.0, 1.0, 0.0)), HERE, budget_bytes)
+    assert not plan.offloaded
+    assert plan.added_seconds <= without.added_seconds + 0.002 * plan.plain_seconds
+
+
+def test_the_least_that_fits_is_less_with_a_link_than_without() -> None:
+    b = Builder()
+    x = b.input(10)
+    for _ in range(6):
+        x = b.conv_bn_relu(x, 20)
+    alone = b.step(x)
+    least = {}
+    for name, link in (("without", None), ("with", Link("link", 100.0, 100.0, 0.0))):
+        with pytest.raises(BudgetError) as refused:
+            joint(replace(alone, link=link), HERE, alone.resident_bytes + 1)
+        least[name] = refused.value.least_feasible_bytes
+    assert least["with"] <= least["without"]
