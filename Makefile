@@ -1,7 +1,7 @@
 # `make demo` and `make test` each work alone on a fresh machine that has Python 3.11 or newer; a C++ compiler is used
 # where there is one. Both make .venv and install exactly what requirements/ pins.
 PYTHON ?= python3
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from inspect import isfunction
 from typing import Any
 
 import pytest
@@ -91,9 +92,14 @@ def test_every_form_that_overwrites_is_tried() -> None:
     assert {target for target, _ in CALLS} == {*inplace._OUT, *inplace._CALLS}
 
 
+def called(target: Any) -> str:
+    """A name that is the same in every process."""
+    return f"{target.__module__}.{target.__name__}" if isfunction(target) else str(target)
+
+
 @pytest.mark.parametrize(
     ("target", "arguments"),
-    [pytest.param(*call, id=str(call[0])) for call in CALLS],
+    [pytest.param(*call, id=called(call[0])) for call in CALLS],
 )
 @settings(deadline=None, max_examples=25)
 @given(

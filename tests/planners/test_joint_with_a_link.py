@@ -89,7 +89,7 @@ def test_the_lower_bound_is_below_every_plan_of_the_three_residences(
 
 
 @unhurried
-@given(steps(max_ops=8), links, st.floats(0.3, 1.0))
+@given(steps(max_ops=7), links, st.floats(0.3, 1.0))
 def test_its_plan_is_legal_inside_both_budgets_and_never_above_what_the_papers_planners_find(
     graph: StepGraph, link: Link, share: float
 ) -> None:

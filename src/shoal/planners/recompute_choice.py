@@ -175,6 +175,8 @@ def _rows(
         avoided = {s for s in small if s in counted}
         if op.overwrites in counted and op.overwrites not in waiting:
             avoided.add(op.overwrites)  # kept, it must not be overwritten; given up, it may be
+        if op.id >= graph.n_forward:  # given up again between two backward reads
+            avoided.update(s for s in candidates if s in counted and s not in waiting and s not in op.reads)
         key = (interval, tuple(sorted(waiting)))
         highest[key] = max(highest.get(key, (0, 0)), (fixed_bytes, op.id))
         avoided_bytes = sum(graph.storages[s].nbytes for s in avoided)
