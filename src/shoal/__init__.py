@@ -4,6 +4,7 @@ from shoal.compile import compile
 from shoal.errors import BudgetError, CaptureError, CodecError, ShoalError, TransferError
 from shoal.offload_activations import offload_activations
 from shoal.planning import plan
+from shoal.transforms.split import split
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "compile",
     "offload_activations",
     "plan",
+    "split",
 ]

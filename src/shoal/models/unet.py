@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.fx
 from torch import nn
 
 from shoal.errors import InputError
@@ -27,6 +28,9 @@ def check_spatial(spatial: Sequence[int], levels: int) -> None:
         raise InputError(
             f"a U-Net of {levels} levels got size {got}: every side must be a multiple of {multiple}; pad or crop"
         )
+
+
+torch.fx.wrap("check_spatial")  # asked when the network runs, not while it is traced
 
 
 class UNet(nn.Module):

@@ -1,0 +1,262 @@
+"""Split-CNN: the first layers of a network on independent patches of the image (Jin and Hong, ASPLOS'19, section 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from shoal.errors import CaptureError, InputError
+from shoal.transforms.patches import Region
+from shoal.transforms.split_graph import split_graph
+from shoal.transforms.split_plan import SplitPlan, plan_split
+from shoal.transforms.split_region import choose_region
+
+BatchNormMode = Literal["patch", "joint"]
+_REMEMBERED = 64  # sizes of inputs, or drawn cuts
+
+
+def split(
+    model: nn.Module,
+    depth: float = 0.5,
+    grid: Sequence[int] = (2, 2),
+    stochastic: float | None = None,
+    batch_norm: BatchNormMode = "patch",
+    join: str | None = None,
+    halo: Literal["exact"] | None = None,
+) -> SplitModule:
+    """Split the first layers of a network into patches that are computed one after the other.
+
+    Replaces, in plain PyTorch, a rewrite of the network's `forward` by hand: the image is cut into patches, the layers
+    run on one patch after the other, and the results are joined. Each patch pads its borders as the image would be
+    padded, so the function computed is another one (section 3; opt-in), unless `halo="exact"`. Workspaces and saved
+    activations come in small pieces, which `shoal.compile` keeps, moves or recomputes one by one.
+
+    Args:
+        model: a network that torch.fx can trace. Its parameters, buffers and modules are shared, not copied, under
+            their names; so are state dicts.
+        depth: share of the convolutional layers to split, 0 to 1, from the first on; joined at the next block boundary.
+        grid: patches along each spatial dimension, as many numbers as the convolutions have dimensions.
+        stochastic: omega of Stochastic Split-CNN (section 3.3), 0 or more and less than 0.5; 0.2 is the paper's. Every
+            training forward draws its cuts from torch's global generator of the CPU.
+        batch_norm: "patch" normalises each patch by itself, and running statistics see every patch (the paper);
+            "joint" normalises by the statistics of all patches, as the unsplit network does.
+        join: name of the module to join behind, instead of `depth`; "auto" for the last possible place where an op that
+            cannot run patch by patch comes first.
+        halo: "exact" for overlapping patches with joint batch norm statistics that reproduce the unsplit network to
+            rounding; what overlaps is computed twice.
+
+    Returns:
+        A module that runs split while it trains, and as the unsplit network in eval mode.
+
+    Raises:
+        InputError: an argument is out of range; in a forward pass: the input is too small for the grid.
+        CaptureError: torch.fx cannot trace the model, or an op before the join cannot run patch by patch; it is named.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+    >>> divided = split(net, depth=1.0, grid=(2, 2))
+    >>> divided(torch.ones(1, 3, 8, 8)).shape
+    torch.Size([1, 8, 8, 8])
+    >>> list(divided.state_dict()) == list(net.state_dict())
+    True
+    >>> print(divided.describe((8, 8)))
+    4 patches (2 x 2) of 8 x 8, joined at 8 x 8; batch norm by patch
+    layer  dim  patches      padding       of the layer
+    0      0    0:4, 4:8  1+1, 1+1  1+1
+    0      1    0:4, 4:8  1+1, 1+1  1+1
+    2      0    0:4, 4:8  1+1, 1+1  1+1
+    2      1    0:4, 4:8  1+1, 1+1  1+1
+
+    Limits: normalisations over space other than batch norm, adaptive pooling, transposed convolutions, circular padding
+    and reshapes cannot run patch by patch. Where layers halve the image often, few cuts fit them all: draws are coarse.
+    """
+    if not isinstance(depth, (int, float)) or isinstance(depth, bool) or not 0 <= depth <= 1:
+        raise InputError(f"depth={depth!r}: expected a share of the convolutional layers, 0 to 1")
+    if isinstance(grid, int) or not grid or any(not isinstance(n, int) or n < 1 for n in grid) or len(grid) > 3:
+        raise InputError(f"grid={grid!r}: expected one to three numbers of patches, each at least 1, such as (2, 2)")
+    if stochastic is not None and not 0 <= stochastic < 0.5:
+        raise InputError(f"stochastic={stochastic!r}: expected omega, at least 0 and less than 0.5, or None")
+    if batch_norm not in ("patch", "joint"):
+        raise InputError(f"batch_norm={batch_norm!r}: expected 'patch' or 'joint'")
+    if halo not in (None, "exact"):
+        raise InputError(f"halo={halo!r}: expected 'exact' or None")
+    if halo == "exact" and stochastic is not None:
+        raise InputError(
+            "stochastic moves the cuts, and with halo='exact' the cuts change nothing; give one of the two"
+        )
+    return SplitModule(model, float(depth), tuple(grid), stochastic, batch_norm, join, exact=halo == "exact")
+
+
+class SplitModule(nn.Module):
+    """A network that trains split; made by `split`, whose arguments it keeps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        depth: float,
+        grid: tuple[int, ...],
+        stochastic: float | None,
+        batch_norm: BatchNormMode,
+        join: str | None,
+        *,
+        exact: bool,
+    ) -> None:
+        super().__init__()
+        self.grid, self.stochastic, self.batch_norm = grid, stochastic, "joint" if exact else batch_norm
+        # Shared dicts: whatever is set, moved or loaded here is so there, and names stay.
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training = model.training
+        self._unsplit = (model,)  # in a tuple, so that it is no child
+        self._plan: SplitPlan | None = None
+        self._split: tuple[fx.GraphModule, ...] = ()
+        self._known: dict[Any, tuple[tuple[Region, ...], tuple[Region, ...]]] = {}
+        graph = _traced(model)
+        modules = dict(model.named_modules())
+        region = choose_region(graph, modules, dims=len(grid), depth=depth, join=join)
+        if region is not None and any(parts > 1 for parts in grid):
+            self._plan = plan_split(region, modules, grid, exact=exact)
+            joint = self.batch_norm == "joint"
+            self._split = (split_graph(model, graph, region, self._plan, joint=joint),)
+
+    @property
+    def unsplit(self) -> nn.Module:
+        """The network it was made from, with the same parameters."""
+        return self._unsplit[0]
+
+    @property
+    def plan(self) -> SplitPlan | None:
+        """What is split and how; None where nothing is."""
+        return self._plan
+
+    def train(self, mode: bool = True) -> SplitModule:
+        super().train(mode)
+        self.unsplit.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the network's own; split in training mode."""
+        plan = self._plan
+        if plan is None or not self.training:
+            return self.unsplit(*args, **kwargs)
+        sizes = tuple(args[0].shape[-len(self.grid) :])
+        cuts = plan.even_cuts(sizes) if self.stochastic is None else self.drawn_cuts(sizes)
+        regions, cores = self._regions(sizes, cuts)
+        return self._split[0](regions, cores, *args, **kwargs)
+
+    def drawn_cuts(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Inner cuts of the joined tensor, drawn anew (section 3.3).
+
+        The i-th of N parts of L rows of the input ends at a row drawn evenly from ceil((i - omega) * L / N) to
+        floor((i + omega) * L / N), or the nearest one at which all layers can be cut.
+
+        Args:
+            sizes: of the input.
+
+        Raises:
+            InputError: the joined tensor is too small for the grid.
+        """
+        plan, omega = self._plan, self.stochastic
+        assert plan is not None and omega is not None
+        even = plan.even_cuts(sizes)
+        found = []
+        for dim, (length, parts, joined) in enumerate(zip(sizes, self.grid, plan.joined(sizes), strict=True)):
+            scale, offset = plan.cuts[dim].scales[plan.extents[0]], plan.cuts[dim].offsets[plan.extents[0]]
+            cuts: list[int] = []
+            for i in range(1, parts):
+                least, most = math.ceil((i - omega) * length / parts), math.floor((i + omega) * length / parts)
+                row = int(torch.randint(least, most + 1, ())) if least <= most else scale * even[dim][i - 1] + offset
+                # One row of the joined tensor is left for every part.
+                below = cuts[-1] + 1 if cuts else 1
+                cuts.append(min(max(round((row - offset) / scale), below), joined - parts + i))
+            found.append(tuple(cuts))
+        return tuple(found)
+
+    def describe(self, sizes: Sequence[int]) -> str:
+        """A table of every split layer: where each of its patches begins and ends, and how it is padded.
+
+        Args:
+            sizes: the spatial size of an input, such as (224, 224). With drawn cuts, those of the even places are told.
+
+        Raises:
+            InputError: it is too small for the grid, or has another number of dimensions.
+        """
+        if self._plan is None:
+            return "nothing is split"
+        if len(sizes) != len(self.grid):
+            raise InputError(f"sizes={tuple(sizes)}: expected {len(self.grid)} numbers, as many as grid has")
+        return _described(self._plan, tuple(sizes), self.batch_norm)
+
+    def extra_repr(self) -> str:
+        drawn = "" if self.stochastic is None else f", stochastic={self.stochastic}"
+        halo = ", halo='exact'" if self._plan is not None and self._plan.exact else ""
+        return f"grid={self.grid}, batch_norm={self.batch_norm!r}{drawn}{halo}"
+
+    def _regions(
+        self, sizes: tuple[int, ...], cuts: tuple[tuple[int, ...], ...]
+    ) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
+        assert self._plan is not None
+        if torch.compiler.is_compiling():
+            cores = self._plan.cores(sizes, cuts)
+            return self._plan.regions(sizes, cores), cores
+        key = (sizes, cuts)
+        if key not in self._known:
+            if len(self._known) >= _REMEMBERED:
+                self._known.pop(next(iter(self._known)))
+            cores = self._plan.cores(sizes, cuts)
+            self._known[key] = self._plan.regions(sizes, cores), cores
+        return self._known[key]
+
+
+@contextmanager
+def _in_training(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _traced(model: nn.Module) -> fx.Graph:
+    try:
+        with _in_training(model):
+            return fx.Tracer().trace(model)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CaptureError(
+            f"torch.fx cannot trace {type(model).__name__}: {reason}; split a part of it that has no control flow over "
+            "tensors, and put that in its place"
+        ) from error
+
+
+def _described(plan: SplitPlan, sizes: tuple[int, ...], batch_norm: str) -> str:
+    cores = plan.cores(sizes, plan.even_cuts(sizes))
+    regions = plan.regions(sizes, cores)
+    rows = [("layer", "dim", "patches", "padding", "of the layer")]
+    for number, step in enumerate(plan.steps, 1):
+        if step.windows is None:
+            continue
+        for dim, window in enumerate(step.windows):
+            inputs, outputs = regions[step.inputs[0]][dim], regions[number][dim]
+            pads = [window.padding(*pair) for pair in zip(inputs, outputs, strict=True)]
+            spans = ", ".join(f"{begin}:{end}" for begin, end in inputs)
+            padding = ", ".join(f"{begin}+{end}" for begin, end in pads)
+            rows.append((step.name, str(dim), spans, padding, f"{window.begin}+{window.end}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    times = " x ".join(map(str, plan.grid)), " x ".join(map(str, sizes)), " x ".join(map(str, plan.joined(sizes)))
+    count = len(plan.patches)
+    mode = (
+        "overlapping, batch norm over all"
+        if plan.exact
+        else f"batch norm {'by patch' if batch_norm == 'patch' else 'over all'}"
+    )
+    lines = [f"{count} patches ({times[0]}) of {times[1]}, joined at {times[2]}; {mode}"]
+    for row in rows:
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return "\n".join(lines)
