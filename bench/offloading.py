@@ -10,8 +10,8 @@ against plain PyTorch before it is timed, peaks are those of the whole step, and
 `joint` is run inside the bytes of each other contender, so that every row of another has one of ours beside it. The
 columns: measured peak; added time measured, predicted, and how far the predicted step is off; what the copies take by
 themselves and what the device waits for them by the plan, in percent of the plain step; bytes on the host. Times are
-medians of ratios within a turn: to plain PyTorch for what is added, and for a prediction, which is about the plan and
-not about the engine, to Shoal's own step with everything kept, which has a row of its own.
+medians of ratios within a turn. A prediction is about the plan and not about the engine, so the predicted step is
+Shoal's own with everything kept, which has a row of its own, and the seconds that the plan adds.
 
 The threads that copy need a core: run it with OMP_NUM_THREADS one below the number of cores.
 """
@@ -227,11 +227,11 @@ def measure_network(
             "added_percent": 100 * (share(run, "plain") - 1),
         }
         if run.plan is not None:
-            # Ops were profiled in another minute than the steps were timed: what is predicted is the ratio.
-            predicted = run.plan.predicted_seconds / run.plan.plain_seconds
+            added_seconds = run.plan.predicted_seconds - run.plan.plain_seconds
+            off = [(one + added_seconds) / two for one, two in zip(taken[kept.name], taken[run.name], strict=True)]
             found["predicted_peak_bytes"] = run.plan.predicted_peak_bytes
-            found["predicted_added_percent"] = 100 * (predicted - 1)
-            found["predicted_off_percent"] = 100 * (predicted / share(run, kept.name) - 1)
+            found["predicted_added_percent"] = 100 * added_seconds / run.plan.plain_seconds
+            found["predicted_off_percent"] = 100 * (statistics.median(off) - 1)
             found["stall_percent"] = 100 * run.plan.timeline.stall_seconds / run.plan.plain_seconds
             copies = sum(transfer.seconds for transfer in run.plan.timeline.transfers)
             found["copies_percent"] = 100 * copies / run.plan.plain_seconds

@@ -232,6 +232,35 @@ def test_a_plan_as_json(planned: Callable[..., Result]) -> None:
     assert 0 < figures["predicted_peak_bytes"] <= figures["plain_peak_bytes"]
 
 
+@pytest.mark.parametrize("halo", [[], ["--halo", "exact"]])
+def test_a_split_network_saves_smaller_storages(here: Path, halo: list[str]) -> None:
+    arguments = ["plan", "--model", "vgg19", "--batch", "16", "--image", "64", "--hardware", "p100-nvlink"]
+    arguments += ["--planner", "keep_all", "--json"]
+    whole = json.loads(invoke(*arguments).stdout)
+    figures = json.loads(invoke(*arguments, "--split", "0.5", "--grid", "2x2", *halo).stdout)
+    assert figures["kept_storages"] > 2 * whole["kept_storages"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--split", "2"], "depth=2.0: expected a share"),
+        (["--split", "0.5", "--grid", "2by2"], "--grid 2by2: expected numbers of patches"),
+        (["--split", "0.5", "--grid", "99x1"], "grid=(99, 1) is finer than the feature map at the join"),
+        (["--halo", "exact"], "nothing is split; give --split too"),
+    ],
+)
+def test_a_mistake_about_splitting_is_told(arguments: list[str], said: str) -> None:
+    for command in (["plan", "--model", "resnet18", "--image", "64", "--budget", "1GiB"], ["train", *SMALL]):
+        budget = [] if command[0] == "plan" else ["--budget", "1GiB"]
+        assert said in told(invoke(*command, *budget, *arguments))
+
+
+def test_drawn_cuts_are_not_planned_yet(here: Path) -> None:
+    said = told(invoke("train", *SMALL, "--budget", "1GiB", "--split", "0.5", "--stochastic", "0.2"))
+    assert "train with --planner none" in said
+
+
 def test_without_a_budget_the_device_is_the_budget(here: Path) -> None:
     arguments = ["plan", "--model", "alexnet", "--image", "64", "--hardware", "titanx-pcie", "--planner", "keep_all"]
     figures = json.loads(invoke(*arguments, "--json").stdout)

@@ -11,8 +11,8 @@ from torch import nn
 
 import shoal
 from shoal import eager_kernels as module
+from shoal.capture_step import capture_step
 from shoal.eager_kernels import eager_kernels
-from shoal.planning import capture_step
 from tests.joint_graphs import batch
 from tests.training_laws import assert_same_training
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.planning import capture_step
+from shoal.capture_step import capture_step
 from shoal.scaled_step import scaled_step
 from shoal.step import StepGraph
 from tests.random_steps import conv_bn_relu_chain, steps, unhurried

@@ -76,6 +76,10 @@ def train(
     rehearse: Annotated[
         str | None, typer.Option(help="A preset of `shoal hardware`: copies take as long beside the CPU as there.")
     ] = None,
+    split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
+    grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
+    stochastic: Annotated[float | None, typer.Option(help="Draw the cuts anew in every step, by this omega.")] = None,
+    halo: Annotated[str | None, typer.Option(help="exact: patches overlap, and the function stays the same.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write arguments and outcome to this file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for checkpoint, report, plan, trace.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
@@ -124,6 +128,10 @@ def train(
             channels_last=channels_last,
             root=root,
             device=device,
+            split=split,
+            grid=_grid(grid),
+            stochastic=stochastic,
+            halo=halo,
             offload_to=None if offload_to == "none" else offload_to,
             host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
             rehearse=rehearse,
@@ -182,6 +190,9 @@ def plan(
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="Also find the largest batch that fits, with each planner.")
     ] = False,
+    split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
+    grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
+    halo: Annotated[str | None, typer.Option(help="exact: patches overlap, and the function stays the same.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print figures as JSON instead of a text.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for plan.json, plan.html and trace.json.")] = None,
 ) -> None:
@@ -201,6 +212,12 @@ def plan(
         with torch.device("cpu" if target is None else "meta"):
             network = shoal.models.build(model, seed=0)
             example = torch.empty(shape)
+        if split is not None:
+            divided = shoal.split(network, split, _grid(grid), halo=halo)  # type: ignore[arg-type]  # it checks
+            divided.describe(shape[2:])
+            network = divided
+        elif halo is not None:
+            raise InputError("nothing is split; give --split too, such as --split 0.5")
         owner = None if optimizer == "none" else optimizer_of(optimizer, network)
         figures: dict[str, Any] = {"model": model, "hardware": hardware, "budget_bytes": budget_bytes}
         failure: BudgetError | None = None
@@ -234,6 +251,13 @@ def plan(
             typer.echo(dumps(figures, indent=1))
         if failure is not None:
             raise failure
+
+
+def _grid(text: str) -> tuple[int, ...]:
+    parts = text.lower().split("x")
+    if not all(part.strip().isdigit() for part in parts):
+        raise InputError(f"--grid {text}: expected numbers of patches with an x in between, such as 2x2")
+    return tuple(int(part) for part in parts)
 
 
 def _budget_bytes(budget: str | None, target: Hardware | None) -> int:

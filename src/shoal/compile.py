@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -16,9 +15,12 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Un
 from shoal import inner as inner_compilers
 from shoal import planners, presets
 from shoal.backend import compile_step, wanted_offloading
+from shoal.capture_step import call_of, capture_error
+from shoal.choose_split import choose_split
 from shoal.errors import BudgetError, CaptureError, InputError, ShoalError
 from shoal.hardware import Hardware, Link
 from shoal.measure import measure
+from shoal.measure_links import link_to
 from shoal.offloading import AUTO, rehearsed
 from shoal.plan import Plan
 from shoal.session import Session, Status
@@ -40,6 +42,7 @@ def compile(
     offload_to: str | Path | None = AUTO,
     host_budget: int | str | None = None,
     rehearse: str | Hardware | None = None,
+    split: str | None = None,
     name: str | None = None,
 ) -> Module:
     """Make `model` train inside `budget` device bytes; then train as always.
@@ -67,6 +70,8 @@ def compile(
         host_budget: most bytes there, an int or a text. None: half of what is available now.
         rehearse: on the CPU, a preset's name or a `Hardware`: copies to the host are held to its link's speed, as much
             slower as this machine computes slower, so that what overlaps there overlaps here.
+        split: "auto" to run the first layers on overlapping patches (`shoal.split(..., halo="exact")`) where that makes
+            the faster plan; depth and grid are chosen at the first training step. None to leave the model whole.
         name: the model's name in tables and errors; by default its class.
 
     Returns:
@@ -96,6 +101,10 @@ def compile(
         raise InputError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan is a {type(plan).__name__}; expected a Plan: load a file with Plan.load(path)")
+    if split not in (None, AUTO):
+        raise InputError(f"split={split!r}: expected 'auto' or None; shoal.split() itself takes depth and grid")
+    if split == AUTO and (budget is None or plan is not None):
+        raise InputError("split='auto' chooses for a budget, by planning; give budget=, and no plan=")
     device_type = next((p.device.type for p in model.parameters()), "cpu")
     pace = _pace(rehearse, device_type) if rehearse is not None else None
     leaves = wanted_offloading(inner, offload_to, host_budget, device_type=device_type, pace=pace)
@@ -104,7 +113,7 @@ def compile(
     weakref.finalize(model, session.close)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
         _reject_hopeless(model, optimizer, session)
-    caller = _Caller(model, session, inner)
+    caller = _Caller(model, session, inner, choose=split == AUTO)
     forget = weakref.WeakMethod(caller.forget)
     session.on_repair = lambda: (method := forget()) and method()
     object.__setattr__(model, "shoal", status)
@@ -125,8 +134,9 @@ class _Caller:
     Gradients that are there when a step starts (accumulation) take room, so such steps have plans of their own.
     """
 
-    def __init__(self, model: nn.Module, session: Session, inner: str) -> None:
+    def __init__(self, model: nn.Module, session: Session, inner: str, *, choose: bool = False) -> None:
         self.model = model
+        self._divided: nn.Module | None = None if choose else model
         self.session = session
         self.inner = inner
         self._planned: dict[bool, Callable[..., Any]] = {}
@@ -139,11 +149,13 @@ class _Caller:
         model = self.model
         if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return model._call_impl(*args, **kwargs)
+        if self._divided is None:
+            self._divided = self._choose(args, kwargs)
         accumulating = any(p.grad is not None for p in model.parameters())
         planned = self._planned.get(accumulating)
         if planned is None:
             planned = self._planned[accumulating] = torch.compile(
-                call_of(model), backend=self._backend(), fullgraph=True, dynamic=False
+                call_of(self._divided), backend=self._backend(), fullgraph=True, dynamic=False
             )
         with dynamo_config.patch(
             optimize_ddp=False,  # DDP's own splitting of the graph would give every bucket the whole budget
@@ -165,6 +177,23 @@ class _Caller:
                     "plan of its own: pad or crop the batches to fewer shapes"
                 ) from None
 
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+        session = self.session
+        if kwargs:
+            raise InputError("split='auto' needs the model to be called with positional arguments alone")
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        link = link_to(session.offloading, device) if session.offloading is not None else None
+        return choose_split(
+            self.model,
+            args,
+            session.status.budget_bytes or 0,
+            measure(device),
+            standing=session.standing,
+            planner=session.planner,
+            link=link,
+            name=session.name,
+        )
+
     def _backend(self) -> Callable[..., Any]:
         session, inner = self.session, self.inner  # Dynamo keeps backends for good: this one must not hold the model
 
@@ -172,28 +201,6 @@ class _Caller:
             return compile_step(session, inner, gm, example_inputs)
 
         return shoal
-
-
-def call_of(model: nn.Module) -> Callable[..., Any]:
-    """The model's call, hooks included, as a function that Dynamo enters whatever class the model is of."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)
-
-    # Dynamo keeps and counts its graphs by code object: one of its own, so that no model uses up another's.
-    return FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-
-
-def capture_error(failure: Unsupported | UserError) -> CaptureError:
-    """What Dynamo could not capture, in one line: the reason, the place and the way out."""
-    frames = [frame for frame in failure.real_stack or () if frame.filename != __file__]
-    theirs = [frame for frame in frames if "/torch/" not in frame.filename] or frames  # else a layer of PyTorch's own
-    place = f"{theirs[-1].filename}:{theirs[-1].lineno} ({theirs[-1].line})" if theirs else "an unknown line"
-    what = str(failure.msg).strip().splitlines()[0]
-    return CaptureError(
-        f"the model cannot be captured as one graph: {what} at {place}; take data-dependent control flow, printing "
-        "and calls into other libraries out of forward(), or compile the submodule that is free of them"
-    )
 
 
 def _reject_hopeless(model: nn.Module, optimizer: torch.optim.Optimizer | None, session: Session) -> None:

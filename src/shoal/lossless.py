@@ -207,7 +207,7 @@ def _can_run_in_pieces(node: fx.Node) -> bool:
 
 
 def _copy_what_waits(graph: fx.Graph, backward: set[fx.Node]) -> None:
-    order = {node: number for number, node in enumerate(graph.nodes)}
+    order: dict[fx.Node, float] = {node: number for number, node in enumerate(graph.nodes)}
 
     def last_reader(node: fx.Node) -> fx.Node:
         readers = [last_reader(user) if _is_slice(user) else user for user in node.users]
@@ -228,6 +228,7 @@ def _copy_what_waits(graph: fx.Graph, backward: set[fx.Node]) -> None:
             view = graph.node_copy(longest)
         with graph.inserting_after(view):
             copy = graph.call_function(_aten.clone.default, (view,))
+        order[view] = order[copy] = order[done] + 0.5  # a slice of a slice looks for its last reader among them
         _describe(copy, longest.meta["val"].clone(), longest)
         longest.replace_all_uses_with(copy)
         graph.erase_node(longest)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
+from torch import nn
 
 from shoal import planners, presets
-from shoal.backend import parameter_places
-from shoal.capture import Captured, capture
-from shoal.compile import call_of, capture_error
+from shoal.capture_step import capture_step
 from shoal.cost import roofline
-from shoal.eager_kernels import eager_kernels
-from shoal.errors import CaptureError, InputError, ShoalError
+from shoal.errors import InputError
 from shoal.hardware import Hardware
 from shoal.measure import measure
 from shoal.measure_links import link_to
@@ -95,85 +90,3 @@ def plan(
         graph = replace(graph, link=link_to(leaves, device) if leaves is not None else None)
     made = (planner_function if budget_bytes else planners.get("keep_all"))(graph, target, budget_bytes)
     return replace(made, planning_seconds=time.perf_counter() - started)
-
-
-def capture_step(
-    model: nn.Module,
-    example: torch.Tensor | Sequence[Any],
-    *,
-    name: str,
-    runs_here: bool = True,
-    rewrites: bool = True,
-) -> tuple[Captured, torch.device]:
-    """The step of `model` at the shape of `example`, captured in training mode and not run.
-
-    Args:
-        model, example, name: as for `plan`.
-        runs_here: whether it will run on the device that it is captured on.
-        rewrites: as for `capture`.
-
-    Raises:
-        CaptureError: the model is not one graph, or no output of it needs a gradient.
-    """
-    arguments = (example,) if isinstance(example, torch.Tensor) else tuple(example)
-    modes = [(module, module.training) for module in model.modules()]
-    if not model.training:
-        model.train()
-    try:
-        with torch.enable_grad():
-            stop = _stop_after_capture(name, runs_here, rewrites)
-            torch.compile(call_of(model), backend=stop, fullgraph=True, dynamic=False)(*arguments)
-    except BackendCompilerFailed as failure:
-        if isinstance(failure.inner_exception, _Done):
-            return failure.inner_exception.captured, failure.inner_exception.device
-        if isinstance(failure.inner_exception, ShoalError):
-            raise failure.inner_exception from None
-        raise
-    except (Unsupported, UserError) as failure:
-        raise capture_error(failure) from None
-    finally:
-        for module, training in modes:
-            module.training = training
-    raise CaptureError("no output of the model needs a gradient, so there is no training step to plan")
-
-
-class _Done(Exception):
-    """Carries the captured step out of the compiler, which then compiles nothing."""
-
-    def __init__(self, captured: Captured, device: torch.device) -> None:
-        self.captured = captured
-        self.device = device
-
-
-def _stop_after_capture(name: str, runs_here: bool, rewrites: bool) -> Callable[..., Any]:
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        parameters = parameter_places(gm)
-
-        def partition(
-            joint: fx.GraphModule,
-            joint_inputs: Any,
-            *,
-            num_fwd_outputs: int,
-            static_lifetime_input_indices: Collection[int] | None = None,
-            **unused: Any,
-        ) -> Any:
-            static = static_lifetime_input_indices or ()
-            captured = capture(
-                joint,
-                num_fwd_outputs,
-                static,
-                model=name,
-                parameters=parameters,
-                cpu_kernels=runs_here,
-                rewrites=rewrites,
-            )
-            raise _Done(captured, captured.device)
-
-        with eager_kernels():
-            return aot_autograd(fw_compiler=_never, partition_fn=partition)(gm, example_inputs)
-
-    return backend
-
-
-def _never(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    return module.forward

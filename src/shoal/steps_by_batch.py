@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchRuntimeError
 
+from shoal.capture_step import capture_step
 from shoal.cost import roofline
 from shoal.errors import CaptureError
 from shoal.hardware import Hardware
-from shoal.planning import capture_step
 from shoal.scaled_step import scaled_step
 from shoal.standing import Standing
 from shoal.step import StepGraph
@@ -34,6 +33,7 @@ class StepsByBatch:
         hardware: whose rates give the times, and whose link the host is reached by.
         optimizer: the optimizer whose state counts.
         name: the model's name in tables and errors; by default its class.
+        rewrites: False for the step as PyTorch has it, without Shoal's lossless rewrites.
 
     Example:
         >>> from shoal import models, presets
@@ -52,12 +52,14 @@ class StepsByBatch:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         name: str | None = None,
+        rewrites: bool = True,
     ) -> None:
         self._model = model
         self._shape_of = shape_of
         self._hardware = hardware
         self._standing = Standing(model, optimizer)
         self._name = name or type(model).__name__
+        self._rewrites = rewrites
         self._captured: dict[int, StepGraph] = {}
         self._timed: dict[int, StepGraph] = {}
 
@@ -88,17 +90,6 @@ class StepsByBatch:
     def _capture(self, batch: int) -> StepGraph:
         if batch not in self._captured:
             example = torch.empty(self._shape_of(batch), device="meta")
-            try:
-                captured, _ = capture_step(self._model, example, name=self._name, runs_here=False)
-            except TorchRuntimeError as failure:
-                reason = str(_origin(failure)).strip().splitlines()[0]
-                raise CaptureError(f"{self._name} cannot take a batch of {batch}: {reason}") from None
+            captured, _ = capture_step(self._model, example, name=self._name, runs_here=False, rewrites=self._rewrites)
             self._captured[batch] = captured.graph
         return self._captured[batch]
-
-
-def _origin(failure: BaseException) -> BaseException:
-    """What the network itself raised, before Dynamo wrapped it."""
-    while deeper := failure.__cause__ or failure.__context__:
-        failure = deeper
-    return failure

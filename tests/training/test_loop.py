@@ -86,7 +86,10 @@ def test_an_interrupted_run_continues_bit_for_bit(tiny: Options, tmp_path: Path,
     assert_same_training(run(replace(part, resume=True)), whole)
 
 
-@pytest.mark.parametrize("change", [{"optimizer": "adamw"}, {"workers": 1}, {"amp": "fp16"}])
+DRAWN = {"split": 0.5, "grid": (2, 1), "stochastic": 0.4, "planner": "none"}
+
+
+@pytest.mark.parametrize("change", [{"optimizer": "adamw"}, {"workers": 1}, {"amp": "fp16"}, DRAWN])
 def test_so_does_one_with(tiny: Options, tmp_path: Path, change: dict[str, Any]) -> None:
     whole = run(tiny(**change, out=tmp_path / "whole"))
     part = tiny(**change, out=tmp_path / "parts")

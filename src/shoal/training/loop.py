@@ -35,6 +35,7 @@ from shoal.training import checkpoint
 from shoal.training.optimizers import learning_rate, optimizer_of
 from shoal.training.options import ArenaOutcome, Outcome, Progress, TrainOptions
 from shoal.training.results import check_writable, versions
+from shoal.transforms.split import SplitModule
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,6 +75,7 @@ def train(options: TrainOptions, watcher: Watcher) -> Outcome:
             options.model, num_classes=data.num_classes, in_channels=data.in_channels, seed=options.seed
         )
         model.to(device=device, memory_format=layout)  # type: ignore[call-overload]  # its stub knows no memory_format
+        model = _divided(options, model)
         arena = _open_arena(device) if options.arena else None
         if arena is not None:
             stack.callback(arena.close)
@@ -350,12 +352,21 @@ def _check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
         with torch.device("meta"), torch.no_grad():
             network = shoal.models.build(options.model, num_classes=data.num_classes, in_channels=data.in_channels)
             network.eval()(torch.empty(shape))
+            divided = _divided(options, network)
     except RuntimeError as error:
         raise InputError(
             f"{options.model} cannot take images of {data.image} pixels a side "
             f"({str(error).strip().splitlines()[0]}); give a larger --image"
         ) from error
+    if isinstance(divided, SplitModule):
+        divided.describe(shape[2:])  # which tells what is too small for its grid
     return shape
+
+
+def _divided(options: TrainOptions, model: nn.Module) -> nn.Module:
+    if options.split is None:
+        return model
+    return shoal.split(model, options.split, options.grid, options.stochastic, halo=options.halo)  # type: ignore[arg-type]
 
 
 def _layout(options: TrainOptions, shape: tuple[int, ...]) -> torch.memory_format:

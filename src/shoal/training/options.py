@@ -43,6 +43,8 @@ class TrainOptions:
         channels_last: lay images out with channels innermost: faster, and convolutions need no scratch on the CPU.
         root: folder of the data set, None for its usual place.
         device: "cpu", "cuda", or "auto" for CUDA where there is one.
+        split, grid, stochastic, halo: as `depth`, `grid`, `stochastic`, `halo` of `shoal.split`; split is None for the
+            network as it is.
         offload_to, host_budget_bytes, rehearse: as `offload_to`, `host_budget` and `rehearse` of `shoal.compile`.
         out: folder of everything the run writes.
         resume: continue from the checkpoint in `out`.
@@ -68,6 +70,10 @@ class TrainOptions:
     channels_last: bool = True
     root: str | None = None
     device: str = "auto"
+    split: float | None = None
+    grid: tuple[int, ...] = (2, 2)
+    stochastic: float | None = None
+    halo: str | None = None
     offload_to: str | None = "auto"
     host_budget_bytes: int | None = None
     rehearse: str | None = None
@@ -90,6 +96,13 @@ class TrainOptions:
         for name in ("lr", "momentum", "weight_decay"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InputError(f"{name}={getattr(self, name)}: it must be a finite number of at least 0")
+        if self.split is None and (self.stochastic is not None or self.halo is not None):
+            raise InputError("nothing is split; give --split too, such as --split 0.5")
+        if self.stochastic is not None and self.planner != "none":
+            raise InputError(
+                "drawn cuts give every step other shapes, which no plan covers yet; train with --planner none, or give "
+                "--split without --stochastic"
+            )
         offloads = self.offload_to not in ("auto", None) or self.rehearse is not None
         if self.planner == "none" and offloads:
             raise InputError("planner 'none' is plain PyTorch, which offloads nothing; choose another planner")
@@ -102,7 +115,7 @@ class TrainOptions:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dump`."""
-        return {**asdict(self), "out": str(self.out)}
+        return {**asdict(self), "out": str(self.out), "grid": list(self.grid)}
 
 
 @dataclass(frozen=True)

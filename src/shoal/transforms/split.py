@@ -92,7 +92,13 @@ def split(
 
 
 class SplitModule(nn.Module):
-    """A network that trains split; made by `split`, whose arguments it keeps."""
+    """A network that trains split; made by `split`, whose arguments it keeps.
+
+    Attributes:
+        grid, stochastic, batch_norm: as for `split`.
+        split_in_eval: whether it is split in eval mode too, at the even cuts; False unless set. What a model gives
+            to `F.dropout` as `training=self.training` stays as it was in training.
+    """
 
     def __init__(
         self,
@@ -107,6 +113,7 @@ class SplitModule(nn.Module):
     ) -> None:
         super().__init__()
         self.grid, self.stochastic, self.batch_norm = grid, stochastic, "joint" if exact else batch_norm
+        self.split_in_eval = False
         # Shared dicts: whatever is set, moved or loaded here is so there, and names stay.
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
@@ -117,7 +124,9 @@ class SplitModule(nn.Module):
         self._known: dict[Any, tuple[tuple[Region, ...], tuple[Region, ...]]] = {}
         graph = _traced(model)
         modules = dict(model.named_modules())
-        region = choose_region(graph, modules, dims=len(grid), depth=depth, join=join)
+        region = choose_region(
+            graph, modules, dims=len(grid), depth=depth, join=join, before_pooling=stochastic is not None
+        )
         if region is not None and any(parts > 1 for parts in grid):
             self._plan = plan_split(region, modules, grid, exact=exact)
             joint = self.batch_norm == "joint"
@@ -141,10 +150,11 @@ class SplitModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the network's own; split in training mode."""
         plan = self._plan
-        if plan is None or not self.training:
+        if plan is None or not (self.training or self.split_in_eval):
             return self.unsplit(*args, **kwargs)
         sizes = tuple(args[0].shape[-len(self.grid) :])
-        cuts = plan.even_cuts(sizes) if self.stochastic is None else self.drawn_cuts(sizes)
+        drawn = self.stochastic is not None and self.training
+        cuts = self.drawn_cuts(sizes) if drawn else plan.even_cuts(sizes)
         regions, cores = self._regions(sizes, cuts)
         return self._split[0](regions, cores, *args, **kwargs)
 

@@ -29,7 +29,13 @@ class SplitRegion:
 
 
 def choose_region(
-    graph: fx.Graph, modules: dict[str, nn.Module], *, dims: int, depth: float, join: str | None
+    graph: fx.Graph,
+    modules: dict[str, nn.Module],
+    *,
+    dims: int,
+    depth: float,
+    join: str | None,
+    before_pooling: bool = False,
 ) -> SplitRegion | None:
     """The region that holds the first `depth` of the convolutions, up to the next place where few tensors cross.
 
@@ -40,6 +46,7 @@ def choose_region(
         depth: share of the convolutions, 0 to 1.
         join: None for the next block boundary; a module's name to join behind it; "auto" for the last block boundary
             before an op that cannot run patch by patch, where that comes first.
+        before_pooling: join no later than at the next pooling: behind it there are fewer places to cut at.
 
     Returns:
         None where there is nothing to split.
@@ -58,7 +65,7 @@ def choose_region(
         wanted = round(depth * len(convolutions))
         if wanted == 0:
             return None
-        last = _after(order, can_split, convolutions, wanted, anything=join == AUTO)
+        last = _after(order, can_split, convolutions, wanted, anything=join == AUTO, before_pooling=before_pooling)
     if last < 0:
         return None
     inside = {node: kind for node, kind in can_split.items() if order.index(node) <= last}
@@ -105,6 +112,7 @@ def _after(
     wanted: int,
     *,
     anything: bool,
+    before_pooling: bool,
 ) -> int:
     """Where to join: behind `wanted` convolutions, at the first place that as few tensors cross as any later one."""
     inside = [node for node in convolutions if node in can_split]
@@ -126,7 +134,8 @@ def _after(
     last = next(at for at in range(begin, end + 1) if crossing[at] == min(crossing[q] for q in range(at, end + 1)))
     for at in range(last + 1, end + 1):  # what costs nothing more: activations, pooling
         node = order[at]
-        if node not in can_split or can_split[node] == "convolution" or crossing[at] > crossing[last]:
+        kind = can_split.get(node, "convolution")
+        if kind == "convolution" or crossing[at] > crossing[last] or (before_pooling and kind == "pooling"):
             break
         last = at
     return last

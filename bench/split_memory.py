@@ -1,0 +1,197 @@
+"""Figure 10 of the Split-CNN paper: the largest batch in a P100, split into four patches, and what it costs.
+
+    python -m bench.split_memory             some ten minutes on two cores
+    python -m bench.split_memory --quick     small images, and no steps that run: does it run?
+
+Two parts. *Simulated*: VGG-19 and ResNet-18 at 224 pixels on the paper's machine (the calibrated roofline of
+`bench.hmms`), depth 75 %, 2 x 2 patches. Plain is the step with the storages that PyTorch has; the others are Shoal's.
+The paper's ResNet-18 recomputes its batch norms, and so `hmms` on it waits for that. *Rehearsed*: the same on this CPU
+at a reduced size behind a wall: the largest batch of which plain PyTorch and Shoal's plans each run a whole step inside
+as many bytes, and images a second. `exact` is `halo="exact"`, the unsplit network's function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+
+import shoal
+from bench import tables
+from bench.budgets import make_folder
+from bench.conditions import conditions, describe, file_name
+from bench.hmms import paper_machine
+from bench.workload import make_workload
+from shoal import models
+from shoal.check import check
+from shoal.errors import BudgetError, InputError
+from shoal.files import write_json
+from shoal.max_batch import largest_batch
+from shoal.runtime.wall import wall
+from shoal.schedule import schedule
+from shoal.sizes import format_bytes
+from shoal.steps_by_batch import StepsByBatch
+
+PAPER = {"vgg19": (6.0, 1.5), "resnet18": (2.0, 4.9)}  # times the plain batch, loss of throughput in percent
+DEPTH, GRID = 0.75, (2, 2)
+CONTENDERS = (  # name, how it is split (None for not), planner
+    ("hmms", None, "hmms"),
+    ("joint", None, "joint"),
+    ("split, kept", {}, "keep_all"),
+    ("split, hmms", {}, "hmms"),
+    ("split, joint", {}, "joint"),
+    ("exact, joint", {"halo": "exact"}, "joint"),
+)
+REHEARSED = {"vgg19_cifar": (32, 8), "resnet18_cifar": (32, 8)}  # pixels, plain batch that sets the wall
+_REPEATS = 3
+
+
+def network_of(name: str, how: dict[str, Any] | None) -> nn.Module:
+    model = models.build(name, seed=0)
+    return model if how is None else shoal.split(model, DEPTH, GRID, **how)
+
+
+def simulated(name: str, image: int, memory_bytes: int) -> list[dict[str, Any]]:
+    """The largest batch of every contender on the paper's machine."""
+    machine = paper_machine()
+
+    def steps(how: dict[str, Any] | None, *, rewrites: bool = True) -> StepsByBatch:
+        with torch.device("meta"):
+            model = network_of(name, how)
+        return StepsByBatch(
+            model, lambda batch: models.example_shape(name, batch, image), machine, name=name, rewrites=rewrites
+        )
+
+    found = []
+    ways: dict[str, StepsByBatch] = {}
+    for contender, how, planner in (("plain PyTorch", None, "keep_all"), *CONTENDERS):
+        key = contender if contender == "plain PyTorch" else str(how)
+        ways.setdefault(key, steps(how, rewrites=contender != "plain PyTorch"))
+        answer = largest_batch(ways[key], machine, memory_bytes, planner)
+        row = {"contender": contender, "batch": answer.batch, "images_per_second": answer.images_per_second}
+        if answer.plan is not None:
+            graph, residences = answer.plan.graph, answer.plan.residences
+            row["peak_bytes"] = check(graph, residences, schedule(graph, residences), memory_bytes)
+            row["recomputed"], row["offloaded"] = len(answer.plan.recomputed), len(answer.plan.offloaded)
+        found.append(row)
+    return with_ratios(found)
+
+
+def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each row with its batch and its loss of throughput beside the first one's.
+
+    >>> rows = [{"batch": 2, "images_per_second": 10.0}, {"batch": 6, "images_per_second": 9.0}]
+    >>> [(row["times"], row["loss_percent"]) for row in with_ratios(rows)]
+    [(1.0, 0.0), (3.0, 10.0)]
+    """
+    plain = rows[0]
+    for row in rows:
+        row["times"] = row["batch"] / plain["batch"] if plain["batch"] else 0.0
+        rate = row["images_per_second"] / plain["images_per_second"] if plain["images_per_second"] else 0.0
+        row["loss_percent"] = 100 * (1 - rate)
+    return rows
+
+
+def rehearsed(name: str, image: int, plain_batch: int) -> dict[str, Any]:
+    """The largest batches that run a whole step behind the wall that plain PyTorch just passes with `plain_batch`."""
+    plain = make_workload(name, plain_batch, image)
+    limit_bytes = plain.peak_bytes(plain.twin())
+    ways: list[tuple[str, dict[str, Any] | None, str | None]] = [
+        ("plain PyTorch", None, None),
+        ("joint", None, "joint"),
+        ("split, joint", {}, "joint"),
+        ("exact, joint", {"halo": "exact"}, "joint"),
+    ]
+    rows = []
+    for contender, how, planner in ways:
+        batch, seconds = largest_that_runs(name, image, how, planner, limit_bytes, plain_batch)
+        rows.append({"contender": contender, "batch": batch, "images_per_second": batch / seconds if batch else 0.0})
+    return {"network": name, "image": image, "limit_bytes": limit_bytes, "rows": with_ratios(rows)}
+
+
+def largest_that_runs(
+    name: str, image: int, how: dict[str, Any] | None, planner: str | None, limit_bytes: int, first: int
+) -> tuple[int, float]:
+    """Batch and seconds a step: doubled while it runs, then halved down to an eighth of the first."""
+
+    def seconds_of(batch: int) -> float | None:
+        workload = make_workload(name, batch, image, model=network_of(name, how))
+        try:
+            forward: Callable[..., Any] = workload.twin()
+            if planner is not None:
+                forward = shoal.compile(forward, limit_bytes, planner=planner, offload_to=None)  # type: ignore[arg-type]
+            inside = limit_bytes - workload.resident_bytes  # which was allocated before the wall
+            with wall(inside if inside > 0 else 1):
+                return statistics.median(workload.seconds(forward) for _ in range(_REPEATS))
+        except (BudgetError, torch.OutOfMemoryError):
+            return None
+
+    fits, found, step = 0, 0.0, first
+    while step >= max(1, first // 8):
+        seconds = seconds_of(fits + step)
+        if seconds is not None:
+            fits, found = fits + step, seconds
+            step = step * 2 if fits == step else step // 2 if step < fits else step
+            continue
+        step //= 2
+    return fits, found
+
+
+def table(title: str, rows: Sequence[dict[str, Any]], paper: tuple[float, float] | None) -> Table:
+    shown = Table(title=title)
+    for column in ("contender", "batch", "times", "images/s", "loss"):
+        shown.add_column(column, justify="left" if column == "contender" else "right")
+    for row in rows:
+        if not row["batch"]:
+            shown.add_row(row["contender"], "none fits")
+            continue
+        cells = [str(row["batch"]), f"{row['times']:.2f}", f"{row['images_per_second']:.1f}"]
+        shown.add_row(row["contender"], *cells, f"{row['loss_percent']:.1f} %")
+    if paper is not None:
+        shown.add_row("Split-CNN + HMMS: paper, measured", "", f"{paper[0]:.0f}", "", f"{paper[1]:.1f} %")
+    return shown
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 0 unless an argument was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m bench.split_memory", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small images, and no steps that run: does it run?")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
+    asked = parser.parse_args(arguments)
+    image, memory_bytes = (64, 2**30) if asked.quick else (224, paper_machine().device.memory_bytes)
+    networks = ("resnet18",) if asked.quick else tuple(PAPER)
+    try:
+        out = make_folder(asked.out)
+    except InputError as error:
+        print(f"bench.split_memory: {error}", file=sys.stderr)
+        return 2
+    found = conditions(torch.device("cpu"), 0)
+    console = tables.console()
+    console.print(describe(found), highlight=False, markup=False)
+    result: dict[str, Any] = {"conditions": found, "simulated": {}, "rehearsed": []}
+    for name in networks:
+        rows = result["simulated"][name] = simulated(name, image, memory_bytes)
+        title = (
+            f"{name}, {image} pixels, simulated in {format_bytes(memory_bytes)}: {DEPTH:.0%} of the convolutions, 2 x 2"
+        )
+        console.print(table(title, rows, None if asked.quick else PAPER[name]))
+    for name, (pixels, batch) in {} if asked.quick else REHEARSED.items():
+        ran = rehearsed(name, pixels, batch)
+        result["rehearsed"].append(ran)
+        title = f"{name}, {pixels} pixels, run on this CPU behind a wall of {format_bytes(ran['limit_bytes'])}"
+        console.print(table(title, ran["rows"], None))
+    console.print(
+        f"Figures in {write_json(out / file_name('split_memory', torch.device('cpu')), result)}", highlight=False
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

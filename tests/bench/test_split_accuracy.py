@@ -1,0 +1,55 @@
+"""The accuracy benchmark trains what it says, evaluates unsplit and as trained, and tells no difference from noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import split_accuracy
+from bench.split_accuracy import CONDITIONS, Condition, Pace, errors_of, finding
+
+PACE = Pace(images=40, epochs=1, batch=20, rate=0.05)
+
+
+@pytest.fixture
+def data() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return {
+        name: (torch.randn(n, 3, 32, 32, generator=draw), torch.randint(10, (n,), generator=draw))
+        for name, n in (("train", 40), ("test", 30))
+    }
+
+
+@pytest.mark.parametrize("network", list(split_accuracy.NARROW))
+@pytest.mark.parametrize("condition", [CONDITIONS[0], CONDITIONS[4], CONDITIONS[5], CONDITIONS[-1]], ids=str)
+def test_every_kind_trains_and_the_same_seed_gives_the_same_errors(
+    data: dict[str, tuple[torch.Tensor, torch.Tensor]], network: str, condition: Condition
+) -> None:
+    build = split_accuracy.NARROW[network]
+    first, again = (errors_of(build, condition, PACE, data, seed=1) for _ in range(2))
+    assert first == again
+    assert all(0 <= error <= 100 for error in first.values())
+    if condition.depth == 0:
+        assert first["unsplit"] == first["split"]
+
+
+def test_depths_split_as_many_convolutions_as_they_say() -> None:
+    for build in split_accuracy.NARROW.values():
+        for condition in CONDITIONS[1:5]:
+            plan = split_accuracy.shoal.split(build(), condition.depth, condition.grid).plan
+            assert plan is not None
+            convolutions = sum(step.windows is not None and step.windows[0].kernel == 3 for step in plan.steps)
+            assert condition.depth * 16 <= convolutions <= condition.depth * 17 + 2
+
+
+def test_what_is_within_two_standard_errors_is_no_finding() -> None:
+    assert finding([10.0, 12.0], [10.5, 11.4]) == "none"
+    assert finding([15.0, 15.2], [10.0, 10.2]) == "+5.0"
+
+
+@pytest.mark.parametrize("arguments", [["--networks", "lenet"], ["--seeds", "0"], ["--device", "abacus"]])
+def test_a_mistake_is_one_line(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert split_accuracy.main([*arguments, "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("bench.split_accuracy: ")
