@@ -289,9 +289,7 @@ def batch_table(rows: Sequence[dict[str, Any]], memory_bytes: int) -> Table:
                 cells = [str(found["batch"]), f"{found['times']:.2f}", f"{found['images_per_second']:.0f}"]
                 table.add_row(row["network"], plan, *cells, f"{found['loss_percent']:.1f} %")
         times, loss = f"{row['paper_times']:.0f}", f"{row['paper_loss_percent']:.1f} %"
-        table.add_row(
-            row["network"], "Split-CNN + HMMS: paper, measured; ours: bench.split_memory", "", times, "", loss
-        )
+        table.add_row(row["network"], "Split-CNN + HMMS: the paper's; see bench.split_memory", "", times, "", loss)
     return table
 
 

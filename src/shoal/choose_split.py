@@ -40,9 +40,9 @@ def choose_split(
 ) -> nn.Module:
     """The model, or the model with overlapping patches, whichever has the fastest plan inside the budget.
 
-    Depths of 50 and 75 % and two to four patches a side are planned with `halo="exact"`, so that the function stays what
-    it is. No step runs, but each distinct op does, to be profiled. Where the unsplit step adds next to nothing it is
-    taken at once.
+    Depths of 50 and 75 % and two to four patches a side are planned with `halo="exact"`, so that the function stays
+    what it is. No step runs, but each distinct op does, to be profiled. Where the unsplit step adds next to nothing it
+    is taken at once.
 
     Raises:
         BudgetError: no plan of any of them fits; the one that came nearest.
