@@ -15,6 +15,7 @@ from shoal.backend import parameter_places
 from shoal.capture import Captured, capture
 from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, ShoalError
+from shoal.transforms.split import SplitModule
 
 
 def capture_step(
@@ -33,7 +34,7 @@ def capture_step(
         rewrites: as for `capture`.
 
     Raises:
-        CaptureError: the model is not one graph, or no output of it needs a gradient.
+        CaptureError: the model is not one graph, is split at drawn cuts, or has no output that needs a gradient.
     """
     arguments = (example,) if isinstance(example, torch.Tensor) else tuple(example)
     modes = [(module, module.training) for module in model.modules()]
@@ -62,7 +63,16 @@ def capture_step(
 
 
 def call_of(model: nn.Module) -> Callable[..., Any]:
-    """The model's call, hooks included, as a function that Dynamo enters whatever class the model is of."""
+    """The model's call, hooks included, as a function that Dynamo enters whatever class the model is of.
+
+    Raises:
+        CaptureError: the model is split at drawn cuts.
+    """
+    if any(isinstance(module, SplitModule) and module.stochastic is not None for module in model.modules()):
+        raise CaptureError(
+            "the model is split with stochastic=, which gives every step other shapes, and no plan covers them yet; "
+            "train it without shoal.compile, or split it without stochastic"
+        )
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)

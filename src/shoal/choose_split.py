@@ -80,7 +80,7 @@ def _candidates(model: nn.Module, arguments: Sequence[Any]) -> Iterator[tuple[nn
         for parts in _PARTS:
             try:
                 divided: SplitModule = split(model, depth, (parts,) * dims, halo="exact")
-                divided.describe(tuple(arguments[0].shape[2:]))
+                divided.check(arguments[0].shape[2:])
             except (CaptureError, InputError):
                 continue
             if divided.plan is not None:

@@ -214,7 +214,7 @@ def plan(
             example = torch.empty(shape)
         if split is not None:
             divided = shoal.split(network, split, _grid(grid), halo=halo)  # type: ignore[arg-type]  # it checks
-            divided.describe(shape[2:])
+            divided.check(shape[2:])
             network = divided
         elif halo is not None:
             raise InputError("nothing is split; give --split too, such as --split 0.5")

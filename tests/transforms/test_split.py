@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+import shoal
 from shoal import models
 from shoal.errors import CaptureError, InputError
 from shoal.transforms.patches import Region
 from shoal.transforms.split import SplitModule, split
 from tests.random_steps import unhurried
-
-POOLS = (nn.MaxPool2d, nn.AvgPool2d)
 
 
 def convolution(inputs: int, outputs: int, kernel: int = 3, **changes: Any) -> nn.Conv2d:
@@ -425,3 +424,11 @@ def test_an_earlier_join_is_found_when_asked_for() -> None:
     assert divided.plan is not None
     assert [divided.plan.name_of(tensor) for tensor in divided.plan.leaving] == ["first"]
     assert divided(torch.randn(2, 3, 8, 8)).shape == (2, 3, 8, 8)
+
+
+def test_a_plan_refuses_drawn_cuts_in_a_sentence() -> None:
+    divided = split(models.build("vgg19_cifar", seed=0), stochastic=0.2)
+    with pytest.raises(CaptureError, match=r"split with stochastic=.* train it without shoal\.compile"):
+        shoal.plan(divided, torch.empty(2, 3, 32, 32))
+    with pytest.raises(CaptureError, match="split with stochastic="):
+        shoal.compile(divided)(torch.randn(2, 3, 32, 32))

@@ -359,7 +359,7 @@ def _check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
             f"({str(error).strip().splitlines()[0]}); give a larger --image"
         ) from error
     if isinstance(divided, SplitModule):
-        divided.describe(shape[2:])  # which tells what is too small for its grid
+        divided.check(shape[2:])
     return shape
 
 

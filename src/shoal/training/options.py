@@ -115,7 +115,7 @@ class TrainOptions:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dump`."""
-        return {**asdict(self), "out": str(self.out), "grid": list(self.grid)}
+        return {**asdict(self), "out": str(self.out)}
 
 
 @dataclass(frozen=True)

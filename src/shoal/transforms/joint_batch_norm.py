@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.transforms.patches import Region, crop
+from shoal.transforms.patches import Region, at, crop
 
 
 def joint_batch_norm(
@@ -46,19 +46,10 @@ def joint_batch_norm(
         _move_running_statistics(layer, mean, squares, count)
         inverse = torch.rsqrt(variance + layer.eps)
     spans = [
-        tuple((w[0] - h[0], w[1] - h[0]) for h, w in zip(*pair, strict=True)) for pair in _pairs(have, core, places)
+        tuple((wants[0] - has[0], wants[1] - has[0]) for has, wants in zip(at(have, p), at(core, p), strict=True))
+        for p in places
     ]
     return _JointBatchNorm.apply(mean, inverse, layer.weight, layer.bias, count, spans, *patches)
-
-
-def _pairs(have: Region, core: Region, places: Sequence[Sequence[int]]) -> list[tuple[Any, Any]]:
-    return [
-        (
-            [spans[i] for spans, i in zip(have, place, strict=True)],
-            [spans[i] for spans, i in zip(core, place, strict=True)],
-        )
-        for place in places
-    ]
 
 
 def _move_running_statistics(layer: _BatchNorm, mean: torch.Tensor, squares: torch.Tensor, count: int) -> None:

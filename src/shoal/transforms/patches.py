@@ -60,7 +60,7 @@ def join(patches: Sequence[torch.Tensor], grid: Sequence[int]) -> torch.Tensor:
 def convolve(x: torch.Tensor, layer: _ConvNd, inputs: Region, outputs: Region, patch: Sequence[int]) -> torch.Tensor:
     """A convolution of one patch."""
     windows = windows_of(layer, len(inputs))
-    begins = _native_padding(x, windows, inputs, outputs, patch)
+    begins = _native_padding(windows, inputs, outputs, patch)
     if layer.padding_mode == "zeros" and begins is not None:
         if begins == layer.padding:
             return layer(x)
@@ -86,11 +86,11 @@ def pool(x: torch.Tensor, layer: nn.Module, inputs: Region, outputs: Region, pat
     if isinstance(layer, (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)):
         return _average(x, layer, windows, inputs, outputs, patch)
     dilation = [w.dilation for w in windows]
-    begins = _native_padding(x, windows, inputs, outputs, patch)
+    begins = _native_padding(windows, inputs, outputs, patch)
     run = _MAX_POOLS[len(windows)]
     if begins is not None and all(2 * b <= k for b, k in zip(begins, kernel, strict=True)):
         return run(x, kernel, stride, begins, dilation)
-    if _is_native(x, windows, inputs, outputs, patch):
+    if _is_native(windows, inputs, outputs, patch):
         return layer(x)
     x = _padded(x, windows, inputs, outputs, patch, "constant", _least_value(x))
     return run(x, kernel, stride, 0, dilation)
@@ -104,7 +104,7 @@ def _average(
     outputs: Region,
     patch: Sequence[int],
 ) -> torch.Tensor:
-    if _is_native(x, windows, inputs, outputs, patch) and not any(w.begin or w.end or w.ceil for w in windows):
+    if _is_native(windows, inputs, outputs, patch) and not any(w.begin or w.end or w.ceil for w in windows):
         return layer(x)
     spans = zip(windows, at(inputs, patch), at(outputs, patch), inputs, strict=True)
     counts = [_counts(w, i, o, every[-1][1], layer.count_include_pad) for w, i, o, every in spans]
@@ -137,9 +137,7 @@ def _counts(window: Window, inputs: Span, outputs: Span, length: int, include_pa
     return found
 
 
-def _is_native(
-    x: torch.Tensor, windows: Sequence[Window], inputs: Region, outputs: Region, patch: Sequence[int]
-) -> bool:
+def _is_native(windows: Sequence[Window], inputs: Region, outputs: Region, patch: Sequence[int]) -> bool:
     """Whether the layer as it is does right by the patch: same padding in front, same number of windows."""
     for window, has, makes in zip(windows, at(inputs, patch), at(outputs, patch), strict=True):
         begin, _ = window.padding(has, makes)
@@ -149,7 +147,7 @@ def _is_native(
 
 
 def _native_padding(
-    x: torch.Tensor, windows: Sequence[Window], inputs: Region, outputs: Region, patch: Sequence[int]
+    windows: Sequence[Window], inputs: Region, outputs: Region, patch: Sequence[int]
 ) -> tuple[int, ...] | None:
     """The padding, the same on both sides, with which a kernel makes the outputs; None where there is none."""
     begins = []

@@ -67,7 +67,7 @@ def propagate(ties: Sequence[Tie], reference: int, extents: Sequence[int]) -> Cu
         # One that is tied to something settled, the last first; a residual stream settles before what it is made of.
         ready = next((e for e in pending if any(_other(tie, e) in offsets for tie in ties)), pending[0])
         pending.remove(ready)
-        offsets[ready] = _offset(ready, ties, scales, offsets)
+        offsets[ready] = _offset(ready, ties, offsets)
     return Cuts(scales, offsets)
 
 
@@ -99,7 +99,7 @@ def _scales(ties: Sequence[Tie], reference: int, extents: Sequence[int]) -> dict
     return {extent: scales.get(extent, 1) for extent in extents}
 
 
-def _offset(extent: int, ties: Sequence[Tie], scales: Mapping[int, int], offsets: Mapping[int, int]) -> int:
+def _offset(extent: int, ties: Sequence[Tie], offsets: Mapping[int, int]) -> int:
     """The offset nearest to that of the readers among those that lose nothing."""
     wanted: list[int] = []
     least, most = -(1 << 40), 1 << 40

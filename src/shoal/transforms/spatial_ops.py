@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -94,7 +94,7 @@ def each(value: int | Sequence[int] | None, dims: int) -> tuple[int, ...]:
     return (value,) * dims if isinstance(value, int) else tuple(int(v) for v in value)
 
 
-def layer_of(node: fx.Node, modules: dict[str, nn.Module]) -> nn.Module | None:
+def layer_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
     """The module that a node calls; for a pooling function, a module that does the same."""
     if node.op == "call_module":
         return modules[str(node.target)]
@@ -106,7 +106,7 @@ def layer_of(node: fx.Node, modules: dict[str, nn.Module]) -> nn.Module | None:
     return None
 
 
-def is_convolution(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+def is_convolution(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     """Whether it counts among the convolutional layers of the network."""
     return node.op == "call_module" and isinstance(modules[str(node.target)], _ConvNd)
 
@@ -119,7 +119,7 @@ def dims_of(layer: nn.Module) -> int | None:
     return int(name[-2]) if is_bound and name[-1:] == "d" and name[-2:-1].isdigit() else None
 
 
-def kind_of(node: fx.Node, modules: dict[str, nn.Module], dims: int) -> SpatialKind | None:
+def kind_of(node: fx.Node, modules: Mapping[str, nn.Module], dims: int) -> SpatialKind | None:
     """What the op is to a tensor of `dims` spatial dimensions; None where it cannot run patch by patch."""
     layer = layer_of(node, modules)
     if layer is not None:

@@ -65,7 +65,7 @@ def split(
     True
     >>> print(divided.describe((8, 8)))
     4 patches (2 x 2) of 8 x 8, joined at 8 x 8; batch norm by patch
-    layer  dim  patches      padding       of the layer
+    layer  dim  patches   padding   of the layer
     0      0    0:4, 4:8  1+1, 1+1  1+1
     0      1    0:4, 4:8  1+1, 1+1  1+1
     2      0    0:4, 4:8  1+1, 1+1  1+1
@@ -186,6 +186,17 @@ class SplitModule(nn.Module):
             found.append(tuple(cuts))
         return tuple(found)
 
+    def check(self, sizes: Sequence[int]) -> None:
+        """Whether an input of this spatial size can be split, without running anything.
+
+        Raises:
+            InputError: it is too small for the grid, or has another number of dimensions.
+        """
+        if len(sizes) != len(self.grid):
+            raise InputError(f"sizes={tuple(sizes)}: expected {len(self.grid)} numbers, as many as grid has")
+        if self._plan is not None:
+            self._plan.cores(sizes, self._plan.even_cuts(sizes))
+
     def describe(self, sizes: Sequence[int]) -> str:
         """A table of every split layer: where each of its patches begins and ends, and how it is padded.
 
@@ -197,8 +208,7 @@ class SplitModule(nn.Module):
         """
         if self._plan is None:
             return "nothing is split"
-        if len(sizes) != len(self.grid):
-            raise InputError(f"sizes={tuple(sizes)}: expected {len(self.grid)} numbers, as many as grid has")
+        self.check(sizes)
         return _described(self._plan, tuple(sizes), self.batch_norm)
 
     def extra_repr(self) -> str:

@@ -6,7 +6,8 @@ batch norm has joint statistics all patches meet in it, and are depth-first in b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator
 from itertools import groupby
 
 from torch import fx, nn
@@ -62,9 +63,9 @@ class _Builder:
             if node.op in ("placeholder", "get_attr"):
                 self.outside[node] = self.out.node_copy(node)
         for tensor in range(len(self.plan.steps) + 1):
-            self.have[tensor] = self.out.call_function(_item, (regions, tensor))
+            self.have[tensor] = self.out.call_function(operator.getitem, (regions, tensor))
             if self.joint or tensor in self.plan.leaving:
-                self.core[tensor] = self.out.call_function(_item, (cores, tensor))
+                self.core[tensor] = self.out.call_function(operator.getitem, (cores, tensor))
         for stretch in self._stretches():
             if self.joint and self.region.nodes[stretch[0]] == "batch norm":
                 self._normalise_jointly(stretch[0])
@@ -126,7 +127,7 @@ class _Builder:
         arguments = (patches, self._layer(node), self.have[at], self.core[at], self.plan.patches)
         results = self.out.call_function(joint_batch_norm, arguments)
         for place, patch in enumerate(self.plan.patches):
-            y = self.out.call_function(_item, (results, place))
+            y = self.out.call_function(operator.getitem, (results, place))
             if self.plan.exact:
                 y = self.out.call_function(crop, (y, self.have[at], self.have[tensor], patch))
             self.patch_of[node, patch] = y
@@ -157,7 +158,3 @@ class _Builder:
                     value = getattr(value, part)
                 found[str(node.target)] = value
         return found
-
-
-def _item(values: Sequence[object], place: int) -> object:
-    return values[place]

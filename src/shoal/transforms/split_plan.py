@@ -151,7 +151,7 @@ def plan_split(region: SplitRegion, modules: Mapping[str, nn.Module], grid: Sequ
 
     for node, kind in region.nodes.items():
         inputs = tuple(number[n] for n in node.all_input_nodes if n in number)
-        layer = layer_of(node, dict(modules))
+        layer = layer_of(node, modules)
         windows = None
         if kind in ("convolution", "pooling", "padding"):
             assert layer is not None

@@ -30,7 +30,7 @@ class SplitRegion:
 
 def choose_region(
     graph: fx.Graph,
-    modules: dict[str, nn.Module],
+    modules: Mapping[str, nn.Module],
     *,
     dims: int,
     depth: float,
@@ -84,7 +84,7 @@ def _source(graph: fx.Graph) -> fx.Node:
 
 
 def _splittable(
-    order: Sequence[fx.Node], source: fx.Node, modules: dict[str, nn.Module], dims: int
+    order: Sequence[fx.Node], source: fx.Node, modules: Mapping[str, nn.Module], dims: int
 ) -> dict[fx.Node, SpatialKind]:
     found: dict[fx.Node, SpatialKind] = {}
     for node in order:
@@ -174,7 +174,7 @@ def _blocker(order: Sequence[fx.Node], wanted: fx.Node, can_split: Mapping[fx.No
     return next(calls, wanted)
 
 
-def _cannot_split(node: fx.Node, modules: dict[str, nn.Module], dims: int) -> CaptureError:
+def _cannot_split(node: fx.Node, modules: Mapping[str, nn.Module], dims: int) -> CaptureError:
     layer = layer_of(node, modules)
     what = f"{node.target} ({type(layer).__name__})" if layer is not None else str(node.target)
     return CaptureError(
