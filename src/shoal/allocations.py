@@ -32,6 +32,7 @@ def record(run: Callable[[], Result]) -> tuple[Result, list[int]]:
     Raises:
         InputError: a profiler is already running on this thread.
 
+    >>> import torch
     >>> record(lambda: torch.ones(256).relu())[1]
     [1024, 1024, -1024]
     """

@@ -90,6 +90,7 @@ def largest_batch(
         InputError: there is no such planner, or a number is not positive.
 
     Example:
+        >>> import torch
         >>> from shoal import models, presets
         >>> from shoal.steps_by_batch import StepsByBatch
         >>> with torch.device("meta"):

@@ -68,7 +68,7 @@ def arena_problem(steps: Sequence[RecordedStep]) -> ArenaProblem:
     Raises:
         InputError: their sizes differ.
 
-    >>> made = arena_problem([RecordedStep((100, 100, 7), (2, 4, None))])
+    >>> made = arena_problem([RecordedStep((100, 100, 7), (2, 3, None))])
     >>> [(block.lower, block.upper, block.size_bytes) for block in made.problem.blocks], made.allocations
     ([(0, 2, 128), (1, 3, 128)], (0, 1))
     """

@@ -68,6 +68,7 @@ class Transfers:
     Raises:
         TransferError: the host has no room for the slab, or may not use so much.
 
+    >>> from shoal.runtime.links.open_link import open_link
     >>> transfers = Transfers(open_link("cpu"), [12])
     >>> x = torch.arange(3.0)
     >>> receipt = transfers.begin()

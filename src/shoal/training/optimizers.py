@@ -32,7 +32,7 @@ def learning_rate(highest: float, step: int, steps: int) -> float:
     """Up linearly over the first tenth of all steps, then down to zero along a cosine. `step` counts from 0.
 
     >>> [round(learning_rate(1.0, step, 20), 2) for step in (0, 1, 10, 19)]
-    [0.5, 1.0, 0.59, 0.01]
+    [0.5, 1.0, 0.54, 0.01]
     """
     rising = max(1, steps // 10)
     if step < rising:
