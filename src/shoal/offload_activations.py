@@ -62,6 +62,7 @@ class offload_activations:
     >>> offloading.offloaded_bytes
     1048576
     >>> loss.backward()
+    >>> offloading.close()
 
     Limits: a tensor that the caller holds as well (the input, an output, a residual) is copied and frees nothing. What
     is written through `.data`, which autograd does not see, is not seen here. The backward pass is taken to ask for
