@@ -353,6 +353,14 @@ def test_a_fetch_that_nobody_finished_may_not_read_the_next_steps_bytes() -> Non
     assert late.tolist() == [1, 2]
 
 
+@pytest.fixture
+def _ctrl_c_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it puts behind
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c_interrupts")
 @pytest.mark.parametrize("where", ["offload", "fetch"])
 def test_ctrl_c_while_waiting_leaks_nothing(where: str) -> None:
     host = RehearsedHost()

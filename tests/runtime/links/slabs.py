@@ -13,6 +13,9 @@ from shoal.runtime.links.host import HostSlab
 from shoal.runtime.links.thread_link import ThreadLink
 
 
+_PATIENCE_SECONDS = 60
+
+
 class RehearsedHost:
     """What the slabs of one link have in common.
 
@@ -40,7 +43,8 @@ class RehearsedHost:
     def pass_gate(self) -> None:
         if not self.gate.is_set():
             self.at_gate.set()
-            self.gate.wait()
+            if not self.gate.wait(_PATIENCE_SECONDS):  # the test failed before it opened the gate
+                raise OSError(errno.ETIMEDOUT, "the gate stayed closed")
 
 
 class _Slab(HostSlab):
