@@ -256,11 +256,6 @@ def test_a_mistake_about_splitting_is_told(arguments: list[str], said: str) -> N
         assert said in told(invoke(*command, *budget, *arguments))
 
 
-def test_drawn_cuts_are_not_planned_yet(here: Path) -> None:
-    said = told(invoke("train", *SMALL, "--budget", "1GiB", "--split", "0.5", "--stochastic", "0.2"))
-    assert "train with --planner none" in said
-
-
 def test_without_a_budget_the_device_is_the_budget(here: Path) -> None:
     arguments = ["plan", "--model", "alexnet", "--image", "64", "--hardware", "titanx-pcie", "--planner", "keep_all"]
     figures = json.loads(invoke(*arguments, "--json").stdout)

@@ -93,7 +93,7 @@ def costs_that_do_not_matter() -> Iterator[None]:
     """No profiling: plans are made with times and workspaces of 0. For tests that measure no peak."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "shoal.session.profile", lambda nodes, **_: Costs(dict.fromkeys(nodes, 0.0), dict.fromkeys(nodes, 0))
+            "shoal.profile.profile", lambda nodes, **_: Costs(dict.fromkeys(nodes, 0.0), dict.fromkeys(nodes, 0))
         )
         yield
 

@@ -25,6 +25,7 @@ from shoal.runtime.wall import lifted
 from shoal.session import Session, Status
 from shoal.sizes import parse_bytes
 from shoal.standing import Standing
+from shoal.transforms.split import CUTS_ARGUMENT
 
 _METERED_STEPS = 2  # of each plan: the first, and one with everything warm
 
@@ -200,11 +201,21 @@ def _reject_graph_break(gm: fx.GraphModule) -> None:
 
 
 def _make_static(gm: fx.GraphModule) -> None:
-    """Ask for the number behind each symbolic size: Dynamo then guards on it, and every shape gets its own plan."""
+    """Ask for the number behind each symbolic size: Dynamo then guards on it, and every shape gets its own plan.
+
+    The cuts that `shoal.split` draws stay symbols: one plan is for all of them.
+    """
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
-        if isinstance(value, torch.SymInt):
-            int(value)
-        elif isinstance(value, torch.Tensor):
-            for size in (*value.shape, *value.stride()):
+        sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt) and not _is_drawn(size):
                 int(size)
+
+
+def _is_drawn(size: torch.SymInt) -> bool:
+    sources = size.node.shape_env.var_to_sources
+    return all(
+        any(CUTS_ARGUMENT in source.name for source in sources.get(symbol, ()))
+        for symbol in size.node.expr.free_symbols
+    )

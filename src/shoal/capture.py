@@ -22,7 +22,8 @@ from shoal.cost import flops, moved_bytes, signature, target_name
 from shoal.errors import CaptureError
 from shoal.lossless import save_fewer_bytes
 from shoal.rerun import can_run_again, is_random, moves_statistics, second_call, second_node
-from shoal.step import RESIDENT, Again, Op, StepGraph, Storage, StorageKind
+from shoal.step import RESIDENT, Again, Op, StepGraph, Storage, StorageKind, at_largest
+from shoal.varying_sizes import largest_numbers, usual_numbers, with_numbers, write_constants_out
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Captured:
         storage_of: tensor node → storage id, views included.
         forward_outputs, backward_outputs: what each of the two graphs hands back, in order; None for no gradient.
         device: where the step's tensors live.
+        usual_nodes: op name → node with numbers for all sizes; as `node_of` where no size varies.
+        largest_nodes: the same at the largest the op can be; empty where no size varies.
     """
 
     graph: StepGraph
@@ -45,15 +48,26 @@ class Captured:
     forward_outputs: tuple[Any, ...]
     backward_outputs: tuple[Any, ...]
     device: torch.device
+    usual_nodes: Mapping[str, fx.Node]
+    largest_nodes: Mapping[str, fx.Node]
 
     def distinct_nodes(self) -> dict[str, fx.Node]:
         """One node for each signature of the step, second runs included, for the profiler."""
-        nodes = {op.signature: self.node_of[op.name] for op in self.graph.ops if op.name in self.node_of}
-        for op in self.graph.ops:
-            second = second_node(self.node_of[op.name]) if op.again else None
-            if second is not None and op.again is not None:
-                nodes[op.again.signature] = second
-        return nodes
+        firsts = [*self.usual_nodes.values(), *self.largest_nodes.values()]
+        seconds = [second for node in firsts if (second := second_node(node)) is not None]
+        return {signature(node): node for node in [*firsts, *seconds]}
+
+    def with_costs(self, seconds: Mapping[str, float], workspace_bytes: Mapping[str, int]) -> StepGraph:
+        """The step with times and workspaces by op signature: times at the usual sizes, workspaces at the largest."""
+        graph = self.graph.with_costs(seconds, workspace_bytes)
+        if not self.largest_nodes:
+            return graph
+        at_most = {name: workspace_bytes.get(signature(node), 0) for name, node in self.largest_nodes.items()}
+        again = {name: second_node(node) for name, node in self.largest_nodes.items()}
+        at_most_again = {
+            name: workspace_bytes.get(signature(node), 0) for name, node in again.items() if node is not None
+        }
+        return graph.with_least_workspaces(at_most, at_most_again)
 
 
 def capture(
@@ -82,28 +96,40 @@ def capture(
         rewrites: False leaves out the lossless rewrites, for a look at what PyTorch itself saves.
 
     Raises:
-        CaptureError: the graph has symbolic shapes.
+        CaptureError: the graph has symbolic shapes that nothing bounds.
     """
-    _write_sizes_out(joint.graph)
+    write_constants_out(joint.graph)
     outputs = tuple(next(node for node in reversed(joint.graph.nodes) if node.op == "output").args[0])
     backward = _backward_nodes(joint.graph, outputs[:n_forward_outputs])
     if rewrites:
         save_fewer_bytes(joint, backward, aten_only=aten_only, cpu_kernels=cpu_kernels)
-    outputs = tuple(next(node for node in reversed(joint.graph.nodes) if node.op == "output").args[0])
-    reader = _Reader(backward, outputs[:n_forward_outputs], outputs[n_forward_outputs:], static_inputs, parameters)
-    reader.overwritten = _overwritten_inputs(joint.graph)
-    reader.replays = not aten_only
-    for node in joint.graph.nodes:
-        reader.visit(node)
-    graph = StepGraph(model, *reader.finish(), standing_bytes)
+    backward_names = {node.name for node in backward}
+
+    def read(graph: fx.Graph) -> tuple[StepGraph, _Reader]:
+        outputs: tuple[Any, ...] = graph.output_node().args[0]  # type: ignore[assignment]
+        parts = outputs[:n_forward_outputs], outputs[n_forward_outputs:]
+        reader = _Reader({n for n in graph.nodes if n.name in backward_names}, *parts, static_inputs, parameters)
+        reader.overwritten = _overwritten_inputs(graph)
+        reader.replays = not aten_only
+        for node in graph.nodes:
+            reader.visit(node)
+        return StepGraph(model, *reader.finish(), standing_bytes), reader
+
+    numbers = usual_numbers(joint.graph)
+    step, reader = read(with_numbers(joint, numbers) if numbers else joint.graph)
+    others = [read(with_numbers(joint, largest)) for largest in largest_numbers(joint.graph)] if numbers else []
+    node = {node.name: node for node in joint.graph.nodes}
+    outputs = tuple(joint.graph.output_node().args[0])  # type: ignore[arg-type]
     return Captured(
-        graph,
+        at_largest(step, [graph for graph, _ in others]),
         joint,
-        reader.node_of,
-        reader.storage_of,
+        {op: node[one.name] for op, one in reader.node_of.items()},
+        {node[one.name]: storage for one, storage in reader.storage_of.items()},
         outputs[:n_forward_outputs],
         outputs[n_forward_outputs:],
         next((n.meta["val"].device for n in reader.storage_of if n.op != "placeholder"), torch.device("cpu")),
+        reader.node_of,
+        {op: _largest_of([other.node_of[op] for _, other in others]) for op in reader.node_of} if others else {},
     )
 
 
@@ -120,26 +146,6 @@ def layer_path(node: fx.Node) -> str:
         pass  # how torch.fx writes the children of a Sequential, one in the other
     source = re.sub(r"^.*\b_split\.0\b", "", source)  # `shoal.split` calls the network's layers under their names
     return source.replace("._modules", "").strip(".")
-
-
-def _write_sizes_out(graph: fx.Graph) -> None:
-    """Put the number in place of each symbolic size that has only one."""
-    for node in list(graph.nodes):
-        value = node.meta.get("val")
-        if not isinstance(value, torch.SymInt | torch.SymFloat):
-            continue
-        exact = value.node.shape_env.simplify(value.node.expr)
-        if not exact.is_number:
-            raise CaptureError(
-                f"the step has a symbolic size ({node.name}); compile with dynamic=False so that each shape gets "
-                "its plan"
-            )
-        number = float(exact) if isinstance(value, torch.SymFloat) else int(exact)
-        for user in list(node.users):
-            if user.op != "output":
-                user.replace_input_with(node, number)
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
 
 
 def _backward_nodes(graph: fx.Graph, forward_outputs: Iterable[Any]) -> set[fx.Node]:
@@ -159,6 +165,10 @@ def _overwritten_inputs(graph: fx.Graph) -> set[fx.Node]:
     notes = graph.output_node().meta.get("desc") or ()
     changed = [note.mutated_input for note in notes if isinstance(note, InputMutationAOTOutput)]
     return {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed}
+
+
+def _largest_of(nodes: Sequence[fx.Node]) -> fx.Node:
+    return max(nodes, key=moved_bytes)
 
 
 class _Reader:

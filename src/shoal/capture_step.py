@@ -10,12 +10,15 @@ import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported, UserError
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from shoal.backend import parameter_places
 from shoal.capture import Captured, capture
 from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, ShoalError
-from shoal.transforms.split import SplitModule
+from shoal.transforms.split import CUTS_ARGUMENT, SplitModule
+
+UNCAPTURED = (Unsupported, UserError, ConstraintViolationError)
 
 
 def capture_step(
@@ -34,7 +37,7 @@ def capture_step(
         rewrites: as for `capture`.
 
     Raises:
-        CaptureError: the model is not one graph, is split at drawn cuts, or has no output that needs a gradient.
+        CaptureError: the model is not one graph, or has no output that needs a gradient.
     """
     arguments = (example,) if isinstance(example, torch.Tensor) else tuple(example)
     modes = [(module, module.training) for module in model.modules()]
@@ -43,14 +46,16 @@ def capture_step(
     try:
         with torch.enable_grad():
             stop = _stop_after_capture(name, runs_here, rewrites)
-            torch.compile(call_of(model), backend=stop, fullgraph=True, dynamic=False)(*arguments)
+            with torch.random.fork_rng(devices=[]):
+                drawn = drawn_for(model, arguments)
+            torch.compile(call_of(model), backend=stop, fullgraph=True, dynamic=False)(*arguments, **drawn)
     except BackendCompilerFailed as failure:
         if isinstance(failure.inner_exception, _Done):
             return failure.inner_exception.captured, failure.inner_exception.device
         if isinstance(failure.inner_exception, ShoalError):
             raise failure.inner_exception from None
         raise
-    except (Unsupported, UserError) as failure:
+    except UNCAPTURED as failure:
         raise capture_error(failure) from None
     except TorchRuntimeError as failure:
         shapes = ", ".join(str(tuple(a.shape)) for a in arguments if isinstance(a, torch.Tensor))
@@ -66,12 +71,12 @@ def call_of(model: nn.Module) -> Callable[..., Any]:
     """The model's call, hooks included, as a function that Dynamo enters whatever class the model is of.
 
     Raises:
-        CaptureError: the model is split at drawn cuts.
+        CaptureError: a part of the model is split at drawn cuts.
     """
-    if any(isinstance(module, SplitModule) and module.stochastic is not None for module in model.modules()):
+    if any(_draws(module) for module in model.modules() if module is not model):
         raise CaptureError(
-            "the model is split with stochastic=, which gives every step other shapes, and no plan covers them yet; "
-            "train it without shoal.compile, or split it without stochastic"
+            "a part of the model is split with stochastic=, whose cuts are drawn outside the compiled step; split the "
+            "whole model, with depth= or join= to say how far, or compile that part by itself"
         )
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -81,8 +86,23 @@ def call_of(model: nn.Module) -> Callable[..., Any]:
     return FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
 
 
-def capture_error(failure: Unsupported | UserError) -> CaptureError:
+def drawn_for(model: nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:
+    """What the call needs beside its arguments: the cuts drawn for this step, where the model is split at such."""
+    cuts = model.draw(*arguments) if isinstance(model, SplitModule) else None
+    return {} if cuts is None else {CUTS_ARGUMENT: cuts}
+
+
+def _draws(module: nn.Module) -> bool:
+    return isinstance(module, SplitModule) and module.stochastic is not None
+
+
+def capture_error(failure: Unsupported | UserError | ConstraintViolationError) -> CaptureError:
     """What Dynamo could not capture, in one line: the reason, the place and the way out."""
+    if isinstance(failure, ConstraintViolationError):
+        return CaptureError(
+            "an op of the split part has one size only when it is compiled, so drawn cuts cannot reach it; join before "
+            "it, with join= the name of an earlier module, or split without stochastic="
+        )
     frames = [frame for frame in failure.real_stack or () if frame.filename != __file__]
     theirs = [frame for frame in frames if "/torch/" not in frame.filename] or frames  # else a layer of PyTorch's own
     place = f"{theirs[-1].filename}:{theirs[-1].lineno} ({theirs[-1].line})" if theirs else "an unknown line"

@@ -15,7 +15,7 @@ from shoal.capture_step import capture_step
 from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.hardware import Hardware, Link
 from shoal.plan import Plan
-from shoal.profile import profile
+from shoal.profile import profile_step
 from shoal.sizes import format_bytes
 from shoal.standing import Standing
 from shoal.transforms.split import SplitModule, split
@@ -98,7 +98,6 @@ def _planned(
     name: str,
 ) -> Plan:
     captured, device = capture_step(model, tuple(arguments), name=name)
-    costs = profile(captured.distinct_nodes(), device=device)
-    graph = captured.graph.with_costs(costs.seconds, costs.workspace_bytes)
+    graph = profile_step(captured, device)
     graph = replace(graph, standing_bytes=standing.bytes_beside(graph), link=link)
     return planners.get(planner)(graph, hardware, budget_bytes)

@@ -192,6 +192,7 @@ def plan(
     ] = False,
     split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
     grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
+    stochastic: Annotated[float | None, typer.Option(help="Plan for cuts drawn in every step, by this omega.")] = None,
     halo: Annotated[str | None, typer.Option(help="exact: patches overlap, and the function stays the same.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print figures as JSON instead of a text.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for plan.json, plan.html and trace.json.")] = None,
@@ -213,10 +214,10 @@ def plan(
             network = shoal.models.build(model, seed=0)
             example = torch.empty(shape)
         if split is not None:
-            divided = shoal.split(network, split, _grid(grid), halo=halo)  # type: ignore[arg-type]  # it checks
+            divided = shoal.split(network, split, _grid(grid), stochastic, halo=halo)  # type: ignore[arg-type]
             divided.check(shape[2:])
             network = divided
-        elif halo is not None:
+        elif halo is not None or stochastic is not None:
             raise InputError("nothing is split; give --split too, such as --split 0.5")
         owner = None if optimizer == "none" else optimizer_of(optimizer, network)
         figures: dict[str, Any] = {"model": model, "hardware": hardware, "budget_bytes": budget_bytes}

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 
 from shoal import inner as inner_compilers
 from shoal import planners, presets
 from shoal.backend import compile_step, wanted_offloading
-from shoal.capture_step import call_of, capture_error
+from shoal.capture_step import UNCAPTURED, call_of, capture_error, drawn_for
 from shoal.choose_split import choose_split
 from shoal.errors import BudgetError, CaptureError, InputError, ShoalError
 from shoal.hardware import Hardware, Link
@@ -164,12 +164,12 @@ class _Caller:
             fail_on_recompile_limit_hit=True,
         ):
             try:
-                return planned(*args, **kwargs)
+                return planned(*args, **kwargs, **drawn_for(self._divided, args))
             except BackendCompilerFailed as failure:
                 if isinstance(failure.inner_exception, ShoalError):
                     raise failure.inner_exception from None
                 raise
-            except (Unsupported, UserError) as failure:
+            except UNCAPTURED as failure:
                 raise capture_error(failure) from None
             except FailOnRecompileLimitHit:
                 raise CaptureError(

@@ -8,7 +8,7 @@ is not here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -101,14 +101,19 @@ def flops(node: fx.Node) -> int:
     if packet in _CONVOLUTIONS:
         inputs, weight = args[:2]
         transposed = packet is not _aten.cudnn_convolution and args[6]
-        return _convolution_flops(inputs, weight, _value(node), transposed)
+        return int(_convolution_flops(inputs, weight, _value(node), transposed))
     if packet is _aten.convolution_backward:
-        grad, inputs, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
-        one_way = _convolution_flops(inputs, weight, grad, transposed)
-        return one_way * (bool(mask[0]) + bool(mask[1])) + (grad.numel() if mask[2] else 0)
+        return int(convolution_backward_flops(args))
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=_value(node)))
     return max((int(tensor.numel()) for tensor in (*_operands(node), *_tensors(_value(node)))), default=0)
+
+
+def convolution_backward_flops(args: Sequence[Any]) -> int | torch.SymInt:
+    """`flops` of `aten.convolution_backward` of these arguments, tensors for nodes; of symbolic sizes, a symbol."""
+    grad, inputs, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
+    one_way = _convolution_flops(inputs, weight, grad, transposed)
+    return one_way * (bool(mask[0]) + bool(mask[1])) + (grad.numel() if mask[2] else 0)
 
 
 def moved_bytes(node: fx.Node) -> int:
@@ -198,10 +203,12 @@ def _passes(target: str) -> float:
     return 1.0
 
 
-def _convolution_flops(inputs: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, transposed: bool) -> int:
+def _convolution_flops(
+    inputs: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, transposed: bool
+) -> int | torch.SymInt:
     # Each element of one side meets one weight slice; with groups the weight's own shape is already the slice.
     meets = inputs if transposed else output
-    return 2 * int(meets.numel()) * (int(weight.numel()) // max(int(weight.shape[0]), 1))
+    return 2 * meets.numel() * (int(weight.numel()) // max(int(weight.shape[0]), 1))
 
 
 def _packet(node: fx.Node) -> Any:

@@ -33,7 +33,7 @@ from torch import fx
 
 from shoal.aliasing import is_view
 from shoal.codecs import pool_index
-from shoal.cost import flops
+from shoal.cost import convolution_backward_flops
 from shoal.runtime.batch_norm import WORTH_PIECES_BYTES, backward_repeats_bits
 from shoal.runtime.batch_norm import backward as batch_norm_backward
 from shoal.runtime.convolution import input_gradient, weight_gradient, weight_gradient_pieces
@@ -41,6 +41,7 @@ from shoal.runtime.dropout import dropout, dropout_backward
 from shoal.runtime.pooling import backward as pool_backward
 from shoal.runtime.pooling import forward as pool_forward
 from shoal.runtime.rectifier import backward as rectifier_backward
+from shoal.varying_sizes import as_arguments, usual
 
 _aten = torch.ops.aten
 _STATISTICS_OF_BATCH_NORM = (3, 4)
@@ -123,11 +124,10 @@ def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx
     if not cpu_kernels or x.device.type != "cpu" or not dense:
         return
     (of_input,) = node.users
-    counted_flops = flops(node)
+    counted_flops = _flops(node)
     with graph.inserting_before(node):
-        alone = graph.call_function(
-            input_gradient, (arguments[0], arguments[2], list(x.shape), list(x.stride()), *arguments[4:])
-        )
+        shape, stride = as_arguments(graph, x.shape), as_arguments(graph, x.stride())
+        alone = graph.call_function(input_gradient, (arguments[0], arguments[2], shape, stride, *arguments[4:]))
     _describe(alone, of_input.meta["val"], node)
     alone.meta["flops"] = counted_flops
     of_input.replace_all_uses_with(alone)
@@ -156,7 +156,7 @@ def _cut_weight_gradient(node: fx.Node) -> None:
     operands, options = _args(node)[:3], _args(node)[3:]
     pieces = weight_gradient_pieces(*(operand.meta["val"] for operand in operands), *options)
     if pieces is not None:
-        node.meta["flops"] = flops(node)
+        node.meta["flops"] = _flops(node)
         node.target, node.args = weight_gradient, (*node.args, pieces)
 
 
@@ -201,7 +201,7 @@ def _can_run_in_pieces(node: fx.Node) -> bool:
         layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
         if x.dim() == 3 or not x.is_contiguous(memory_format=layout):
             return False
-    elif x.untyped_storage().nbytes() < WORTH_PIECES_BYTES:
+    elif _held_bytes(x) < WORTH_PIECES_BYTES:
         return False
     return backward_repeats_bits(x.dtype, x.device, x.dim(), int(x.shape[1]), channels_last)
 
@@ -213,15 +213,15 @@ def _copy_what_waits(graph: fx.Graph, backward: set[fx.Node]) -> None:
         readers = [last_reader(user) if _is_slice(user) else user for user in node.users]
         return max(readers, key=order.__getitem__)
 
-    for node in list(backward):
+    for node in [node for node in graph.nodes if node in backward]:  # in order: names are given in turn
         parts = [user for user in node.users if _is_slice(user) and user.users]
         if len(parts) < 2 or len(parts) < len(node.users):
             continue
         *sooner, longest = sorted(parts, key=lambda part: order[last_reader(part)])
         done = last_reader(sooner[-1])
         first_read = min(order[user] for user in longest.users)
-        part_bytes = longest.meta["val"].numel() * longest.meta["val"].element_size()
-        whole_bytes = node.meta["val"].untyped_storage().nbytes()
+        part_bytes = usual(longest.meta["val"].numel()) * longest.meta["val"].element_size()
+        whole_bytes = _held_bytes(node.meta["val"])
         if first_read - order[done] < _LONG_WAIT_NODES or part_bytes > _PART_OF_WHOLE * whole_bytes:
             continue
         with graph.inserting_after(done):
@@ -263,8 +263,10 @@ def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Nod
     indices.meta["val"] = codes_value
     layout = torch.channels_last if dims == 2 else torch.channels_last_3d
     channels_last = value.is_contiguous(memory_format=layout) and not value.is_contiguous()
+    with graph.inserting_before(node):
+        shape = as_arguments(graph, value.shape)
     node.target = pool_backward
-    node.args = (grad, indices, list(value.shape), channels_last, *pool.args[1:])
+    node.args = (grad, indices, shape, channels_last, *pool.args[1:])
     # A dilated window may lie in the padding altogether: its index is then of no maximum.
     rectified = all(step == 1 for step in dilation) and _take_in_rectifier(graph, node, pool_input, backward)
     pool.args, node.args = (*pool.args, rectified), (*node.args, rectified)
@@ -295,7 +297,7 @@ def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bo
             continue
         value = output.meta["val"]
         last = max(others, key=order.__getitem__, default=output)
-        if others and (value.untyped_storage().nbytes() < _WORTH_A_MASK_BYTES or last.next is node):
+        if others and (_held_bytes(value) < _WORTH_A_MASK_BYTES or last.next is node):
             continue
         with graph.inserting_after(last):
             mask = graph.call_function(_aten.ne.Scalar, (output, 0))  # not equal: a NaN lets its gradient through
@@ -305,6 +307,15 @@ def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bo
         node.target, node.args = (
             (_aten.where.ScalarOther, (mask, grad, 0)) if aten_only else (rectifier_backward, (grad, mask))
         )
+
+
+def _flops(node: fx.Node) -> int | torch.SymInt:
+    arguments: Any = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
+    return convolution_backward_flops(arguments)
+
+
+def _held_bytes(value: torch.Tensor) -> int:
+    return usual(value.untyped_storage().nbytes())
 
 
 def _args(node: fx.Node) -> tuple[Any, ...]:

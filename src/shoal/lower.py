@@ -22,6 +22,7 @@ from shoal.residence import Offload, Residence
 from shoal.runtime.generator import generator_state, replaying
 from shoal.schedule import Run, schedule
 from shoal.step import StepGraph, Storage
+from shoal.varying_sizes import is_size
 
 if TYPE_CHECKING:
     from shoal.runtime.transfers import Transfers
@@ -43,8 +44,8 @@ def lower(
         transfers: carries what is offloaded; it has one slot for each storage of `offloaded_storages`, in that order.
 
     Returns:
-        The forward module, whose outputs are the step's forward outputs and then the saved tensors, and the backward
-        module, whose inputs are those saved tensors and then the tangents.
+        The forward module, whose outputs are the step's forward outputs, the saved tensors and the saved sizes, and the
+        backward module, whose inputs are those sizes, those tensors and the tangents.
 
     Raises:
         PlanError: the residences do not fit the step.
@@ -72,7 +73,7 @@ def lower(
         forward.begin_transfers()
     for run in forward_runs:
         forward.write(run)
-    forward.finish([*captured.forward_outputs, *backward.saved])
+    forward.finish([*captured.forward_outputs, *backward.saved, *backward.saved_sizes])
     return forward.module(), backward.module()
 
 
@@ -115,6 +116,7 @@ class _Writer:
         self.replayed = replayed
         self.out = fx.Graph(captured.joint)
         self.saved: list[fx.Node | _State | _Receipt] = []
+        self.saved_sizes: list[fx.Node] = []
         self.saves_before: fx.Node | None = None  # backward only: where inputs for saved tensors go
         self._written: dict[fx.Node, fx.Node] = {}
         self._states: dict[str, fx.Node] = {}
@@ -208,6 +210,10 @@ class _Writer:
             return self._written[node]
         if node.op == "get_attr":
             self._written[node] = self.out.node_copy(node)
+        elif is_size(node) and node.op == "placeholder":
+            self._written[node] = self._read_size(node)
+        elif is_size(node):
+            self._written[node] = self.out.node_copy(node, self._value)
         elif is_view(node) or (node.target is operator.getitem and is_view(node.args[0])):  # type: ignore[arg-type]
             for operand in node.all_input_nodes:
                 self._value(operand)
@@ -220,6 +226,15 @@ class _Writer:
         else:
             raise PlanError(f"{node.name} is needed before it is computed; this is a mistake in the plan's schedule")
         return self._written[node]
+
+    def _read_size(self, node: fx.Node) -> fx.Node:
+        """A size as an input of the backward graph: AOTAutograd hands sizes over before tensors."""
+        after = {saved.name for saved in self.saved_sizes}
+        with self.out.inserting_before(next(n for n in self.out.nodes if n.name not in after)):
+            size = _same_name(self.out.placeholder(node.name))
+        size.meta = dict(node.meta)
+        self.saved_sizes.append(node)
+        return size
 
     def _write_state(self, node: fx.Node) -> fx.Node:
         state = self.out.call_function(generator_state, (_device(node),))

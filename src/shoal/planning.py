@@ -20,7 +20,7 @@ from shoal.measure import measure
 from shoal.measure_links import link_to
 from shoal.offloading import AUTO, offloading
 from shoal.plan import Plan
-from shoal.profile import profile
+from shoal.profile import profile_step
 from shoal.sizes import parse_bytes
 from shoal.standing import Standing
 
@@ -84,8 +84,8 @@ def plan(
         graph = replace(graph, link=None if offload_to is None else replace(target.link, host_bytes=host_bytes))
     else:
         device = torch.device("cpu") if device.type == "meta" else device
-        costs = profile(captured.distinct_nodes(), device=device)
-        graph, target = graph.with_costs(costs.seconds, costs.workspace_bytes), measure(device)
+        graph = replace(profile_step(captured, device), standing_bytes=graph.standing_bytes)
+        target = measure(device)
         leaves = offloading(offload_to, host_budget, device_type=device.type)
         graph = replace(graph, link=link_to(leaves, device) if leaves is not None else None)
     made = (planner_function if budget_bytes else planners.get("keep_all"))(graph, target, budget_bytes)

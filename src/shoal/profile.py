@@ -20,9 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import fx
 
 from shoal import allocations, machine
+from shoal.capture import Captured
 from shoal.cost import target_name
 from shoal.errors import InputError
 from shoal.operands import OperandFactory
+from shoal.step import StepGraph
 from shoal.undisturbed import undisturbed
 
 _LEAST_RUNS = 3
@@ -102,6 +104,12 @@ def profile(
         seconds={key: seconds for key, (seconds, _) in found.items()},
         workspace_bytes={key: workspace for key, (_, workspace) in found.items()},
     )
+
+
+def profile_step(captured: Captured, device: torch.device) -> StepGraph:
+    """The captured step with the times and workspaces of its ops on a device that is here; see `profile`."""
+    costs = profile(captured.distinct_nodes(), device=device)
+    return captured.with_costs(costs.seconds, costs.workspace_bytes)
 
 
 def _measure(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int]:

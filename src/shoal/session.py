@@ -17,7 +17,7 @@ from shoal.measure import measure
 from shoal.measure_links import link_to
 from shoal.offloading import Offloading
 from shoal.plan import Plan
-from shoal.profile import profile
+from shoal.profile import profile_step
 from shoal.runtime.links.open_link import OpenLink, open_link
 from shoal.runtime.step_meter import Measured
 from shoal.runtime.transfers import Transfers
@@ -97,10 +97,9 @@ class Session:
         """
         started = time.perf_counter()
         with lifted():
-            costs = profile(captured.distinct_nodes(), device=device)
+            graph = profile_step(captured, device)
             hardware = measure(device)
             link = link_to(self.offloading, device) if self.offloading is not None else None
-        graph = captured.graph.with_costs(costs.seconds, costs.workspace_bytes)
         set_aside_bytes = self.standing.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
         graph = replace(graph, standing_bytes=graph.standing_bytes + set_aside_bytes, link=link)
         plan = self._plan(graph, hardware)

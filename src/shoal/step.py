@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from shoal.errors import CaptureError
 from shoal.hardware import Link
 from shoal.sizes import in_pages
 
@@ -199,6 +200,17 @@ class StepGraph:
         ops = [replace(op, **cost(op), again=op.again and replace(op.again, **cost(op.again))) for op in self.ops]
         return replace(self, ops=tuple(ops))
 
+    def with_least_workspaces(self, first: Mapping[str, int], second: Mapping[str, int]) -> StepGraph:
+        """The same step with workspaces of at least so many bytes, by op name: of first runs and of second ones."""
+
+        def raised(op: Op) -> Op:
+            again = op.again and replace(
+                op.again, workspace_bytes=max(op.again.workspace_bytes, second.get(op.name, 0))
+            )
+            return replace(op, workspace_bytes=max(op.workspace_bytes, first.get(op.name, 0)), again=again)
+
+        return replace(self, ops=tuple(map(raised, self.ops)))
+
     @cached_property
     def held_for_second_runs(self) -> frozenset[int]:
         """Storages that a second run reads of what the first one wrote: they cannot be given up."""
@@ -220,6 +232,33 @@ class StepGraph:
         )
         link = value.get("link")
         return StepGraph(value["model"], ops, storages, value["standing_bytes"], link and Link(**link))
+
+
+def at_largest(usual: StepGraph, others: Sequence[StepGraph]) -> StepGraph:
+    """A step whose sizes vary, with the most that each storage takes: `usual` has the costs, `others` larger storages.
+
+    Raises:
+        CaptureError: they are not one step at several sizes.
+    """
+    if not others:
+        return usual
+    every = (usual, *others)
+    if len({tuple((op.name, op.reads, op.writes) for op in graph.ops) for graph in every}) > 1:
+        raise CaptureError("the step is another one at other cuts; split it without stochastic=")
+
+    def op_of(ops: Sequence[Op]) -> Op:
+        again = ops[0].again
+        if again is not None and len({op.second.overwrites for op in ops}) > 1:
+            again = replace(again, overwrites=-1)
+        overwrites = ops[0].overwrites if len({op.overwrites for op in ops}) == 1 else -1
+        workspace_bytes = max(op.workspace_bytes for op in ops)
+        return replace(ops[0], overwrites=overwrites, workspace_bytes=workspace_bytes, again=again)
+
+    def largest(storages: Sequence[Storage]) -> Storage:
+        return max(storages, key=lambda storage: storage.nbytes)
+
+    ops = tuple(map(op_of, zip(*(graph.ops for graph in every), strict=True)))
+    return replace(usual, ops=ops, storages=tuple(map(largest, zip(*(g.storages for g in every), strict=True))))
 
 
 def _again(value: Mapping[str, Any] | None) -> Again | None:

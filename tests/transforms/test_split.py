@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-import shoal
 from shoal import models
 from shoal.errors import CaptureError, InputError
 from shoal.transforms.patches import Region
@@ -324,30 +322,6 @@ def test_an_auxiliary_head_runs_on_the_whole() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-@unhurried
-@given(st.integers(12, 40), st.integers(2, 4), st.floats(0.0, 0.49), st.sampled_from([1, 2]))
-def test_drawn_cuts_lie_within_omega_of_the_even_ones_and_leave_no_patch_empty(
-    length: int, parts: int, omega: float, stride: int
-) -> None:
-    divided = split(nn.Sequential(nn.Conv2d(1, 1, 3, stride, 1)), 1.0, (parts, 1), stochastic=omega)
-    (cuts, none) = divided.drawn_cuts((length, 5))
-    assert none == ()
-    ends = [0, *cuts, -(-length // stride)]
-    assert all(a < b for a, b in pairwise(ends))
-    for i, cut in enumerate(cuts, 1):
-        assert abs(stride * cut - i * length / parts) <= omega * length / parts + stride
-
-
-def test_draws_come_from_torchs_generator_and_so_resume() -> None:
-    divided = split(models.build("vgg19_cifar", seed=0), 0.5, stochastic=0.2)
-    torch.manual_seed(5)
-    state = torch.get_rng_state()
-    first = [divided.drawn_cuts((32, 32)) for _ in range(20)]
-    torch.set_rng_state(state)
-    assert [divided.drawn_cuts((32, 32)) for _ in range(20)] == first
-    assert len(set(first)) > 1
-
-
 def test_the_table_names_every_layer_and_its_padding() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True))
     told = split(net, 1.0, (2, 1)).describe((33, 16))
@@ -424,11 +398,3 @@ def test_an_earlier_join_is_found_when_asked_for() -> None:
     assert divided.plan is not None
     assert [divided.plan.name_of(tensor) for tensor in divided.plan.leaving] == ["first"]
     assert divided(torch.randn(2, 3, 8, 8)).shape == (2, 3, 8, 8)
-
-
-def test_a_plan_refuses_drawn_cuts_in_a_sentence() -> None:
-    divided = split(models.build("vgg19_cifar", seed=0), stochastic=0.2)
-    with pytest.raises(CaptureError, match=r"split with stochastic=.* train it without shoal\.compile"):
-        shoal.plan(divided, torch.empty(2, 3, 32, 32))
-    with pytest.raises(CaptureError, match="split with stochastic="):
-        shoal.compile(divided)(torch.randn(2, 3, 32, 32))

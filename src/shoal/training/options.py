@@ -98,11 +98,6 @@ class TrainOptions:
                 raise InputError(f"{name}={getattr(self, name)}: it must be a finite number of at least 0")
         if self.split is None and (self.stochastic is not None or self.halo is not None):
             raise InputError("nothing is split; give --split too, such as --split 0.5")
-        if self.stochastic is not None and self.planner != "none":
-            raise InputError(
-                "drawn cuts give every step other shapes, which no plan covers yet; train with --planner none, or give "
-                "--split without --stochastic"
-            )
         offloads = self.offload_to not in ("auto", None) or self.rehearse is not None
         if self.planner == "none" and offloads:
             raise InputError("planner 'none' is plain PyTorch, which offloads nothing; choose another planner")

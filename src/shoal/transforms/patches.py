@@ -7,7 +7,7 @@ kernel does it; else the patch is padded first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -21,7 +21,22 @@ Span = tuple[int, int]
 Region = tuple[tuple[Span, ...], ...]
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+
+
+def _max_pool1d(
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool = False,
+) -> torch.Tensor:
+    """`F.max_pool1d` as it does it, but without fixing sizes that a compiler has for symbols."""
+    flat = (1, *kernel), (1, *stride), (0, *padding), (1, *dilation)
+    return F.max_pool2d(x.unsqueeze(-2), *flat, ceil_mode).squeeze(-2)
+
+
+_MAX_POOLS: dict[int, Callable[..., torch.Tensor]] = {1: _max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVG_POOLS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
@@ -91,9 +106,9 @@ def pool(x: torch.Tensor, layer: nn.Module, inputs: Region, outputs: Region, pat
     if begins is not None and all(2 * b <= k for b, k in zip(begins, kernel, strict=True)):
         return run(x, kernel, stride, begins, dilation)
     if _is_native(windows, inputs, outputs, patch):
-        return layer(x)
+        return run(x, kernel, stride, [w.begin for w in windows], dilation, windows[0].ceil)
     x = _padded(x, windows, inputs, outputs, patch, "constant", _least_value(x))
-    return run(x, kernel, stride, 0, dilation)
+    return run(x, kernel, stride, [0] * len(windows), dilation)
 
 
 def _average(
@@ -107,7 +122,7 @@ def _average(
     if _is_native(windows, inputs, outputs, patch) and not any(w.begin or w.end or w.ceil for w in windows):
         return layer(x)
     spans = zip(windows, at(inputs, patch), at(outputs, patch), inputs, strict=True)
-    counts = [_counts(w, i, o, every[-1][1], layer.count_include_pad) for w, i, o, every in spans]
+    counts = [_counts(w, i, o, every[-1][1], layer.count_include_pad, x.device) for w, i, o, every in spans]
     kernel, stride = [w.kernel for w in windows], [w.stride for w in windows]
     padded = _padded(x, windows, inputs, outputs, patch, "constant")
     means = _AVG_POOLS[len(windows)](padded, kernel, stride)
@@ -120,21 +135,19 @@ def _average(
     for dim, count in enumerate(counts):
         shape = [1] * len(counts)
         shape[dim] = -1
-        means = means * (windows[dim].kernel / torch.tensor(count, dtype=x.dtype, device=x.device)).reshape(shape)
+        means = means * (windows[dim].kernel / count.to(x.dtype)).reshape(shape)
     return means
 
 
-def _counts(window: Window, inputs: Span, outputs: Span, length: int, include_padding: bool) -> list[int]:
+def _counts(
+    window: Window, inputs: Span, outputs: Span, length: int, include_padding: bool, device: torch.device
+) -> torch.Tensor:
     """What each window of a patch divides by, along one dimension."""
-    found = []
-    for output in range(*outputs):
-        first = output * window.stride - window.begin
-        last = first + window.kernel
-        if include_padding:
-            found.append(min(last, length + window.end) - first)
-        else:
-            found.append(max(1, min(last, inputs[1]) - max(first, inputs[0])))
-    return found
+    first = torch.arange(*outputs, device=device) * window.stride - window.begin
+    last = first + window.kernel
+    if include_padding:
+        return last.clamp(max=length + window.end) - first
+    return (last.clamp(max=inputs[1]) - first.clamp(min=inputs[0])).clamp(min=1)
 
 
 def _is_native(windows: Sequence[Window], inputs: Region, outputs: Region, patch: Sequence[int]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -11,12 +10,14 @@ import torch
 from torch import fx, nn
 
 from shoal.errors import CaptureError, InputError
+from shoal.transforms import drawn_cuts
 from shoal.transforms.patches import Region
 from shoal.transforms.split_graph import split_graph
 from shoal.transforms.split_plan import SplitPlan, plan_split
 from shoal.transforms.split_region import choose_region
 
 BatchNormMode = Literal["patch", "joint"]
+CUTS_ARGUMENT = "shoal_cuts"  # of `SplitModule.forward`
 _REMEMBERED = 64  # sizes of inputs, or drawn cuts
 
 
@@ -147,44 +148,35 @@ class SplitModule(nn.Module):
         self.unsplit.training = mode
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the network's own; split in training mode."""
+    def forward(self, *args: Any, shoal_cuts: Any = None, **kwargs: Any) -> Any:
+        """As the network's own; split in training mode, at `shoal_cuts` of `draw` where they are given."""
         plan = self._plan
         if plan is None or not (self.training or self.split_in_eval):
             return self.unsplit(*args, **kwargs)
         sizes = tuple(args[0].shape[-len(self.grid) :])
-        drawn = self.stochastic is not None and self.training
-        cuts = self.drawn_cuts(sizes) if drawn else plan.even_cuts(sizes)
+        if shoal_cuts is not None:
+            cuts = drawn_cuts.from_sizes(shoal_cuts)
+        elif self.stochastic is not None and self.training:
+            cuts = drawn_cuts.draw(plan, sizes, self.stochastic)
+        else:
+            cuts = plan.even_cuts(sizes)
         regions, cores = self._regions(sizes, cuts)
         return self._split[0](regions, cores, *args, **kwargs)
 
-    def drawn_cuts(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Inner cuts of the joined tensor, drawn anew (section 3.3).
-
-        The i-th of N parts of L rows of the input ends at a row drawn evenly from ceil((i - omega) * L / N) to
-        floor((i + omega) * L / N), or the nearest one at which all layers can be cut.
+    def draw(self, *args: Any) -> tuple[tuple[drawn_cuts.Carrier, ...], ...] | None:
+        """The cuts of the next step, to be given to `forward` as `shoal_cuts`; None where none are drawn.
 
         Args:
-            sizes: of the input.
+            args: what the step will be called with.
 
         Raises:
-            InputError: the joined tensor is too small for the grid.
+            InputError: the input is too small for the grid.
         """
-        plan, omega = self._plan, self.stochastic
-        assert plan is not None and omega is not None
-        even = plan.even_cuts(sizes)
-        found = []
-        for dim, (length, parts, joined) in enumerate(zip(sizes, self.grid, plan.joined(sizes), strict=True)):
-            scale, offset = plan.cuts[dim].scales[plan.extents[0]], plan.cuts[dim].offsets[plan.extents[0]]
-            cuts: list[int] = []
-            for i in range(1, parts):
-                least, most = math.ceil((i - omega) * length / parts), math.floor((i + omega) * length / parts)
-                row = int(torch.randint(least, most + 1, ())) if least <= most else scale * even[dim][i - 1] + offset
-                # One row of the joined tensor is left for every part.
-                below = cuts[-1] + 1 if cuts else 1
-                cuts.append(min(max(round((row - offset) / scale), below), joined - parts + i))
-            found.append(tuple(cuts))
-        return tuple(found)
+        if self._plan is None or self.stochastic is None or not self.training:
+            return None
+        sizes = tuple(args[0].shape[-len(self.grid) :])
+        cuts = drawn_cuts.draw(self._plan, sizes, self.stochastic)
+        return drawn_cuts.as_sizes(cuts, *drawn_cuts.limits(self._plan, sizes, self.stochastic))
 
     def check(self, sizes: Sequence[int]) -> None:
         """Whether an input of this spatial size can be split, without running anything.

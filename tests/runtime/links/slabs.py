@@ -12,7 +12,6 @@ from shoal.runtime.links.copy_thread import Pace
 from shoal.runtime.links.host import HostSlab
 from shoal.runtime.links.thread_link import ThreadLink
 
-
 _PATIENCE_SECONDS = 60
 
 

@@ -1,0 +1,223 @@
+"""Sizes that differ from one step to the next: symbols of a captured graph, each with the least and the most it can be.
+
+Where the cuts of a split network are drawn for every mini-batch, one captured graph stands for all draws. It is read
+with numbers in place of its symbols: the usual ones for what a step does, and as few others as bring each tensor to its
+largest for what a step takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import py_sym_types
+from torch.utils._pytree import tree_map
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from shoal.errors import CaptureError
+
+Size = int | torch.SymInt
+Numbers = Mapping[Any, int]  # by symbol, of sympy
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node is a symbolic number, not a tensor."""
+    return isinstance(node.meta.get("val"), py_sym_types)
+
+
+def write_constants_out(graph: fx.Graph) -> None:
+    """Put the number in place of each symbolic size that has only one, in arguments and in the tensors' shapes.
+
+    Raises:
+        CaptureError: a symbol has no most that it can be.
+    """
+    for node in list(graph.nodes):
+        if not is_size(node):
+            if "val" in node.meta:
+                node.meta["val"] = tree_map(_settled, node.meta["val"])
+            continue
+        value: Any = node.meta["val"]
+        exact = _expression(value)
+        if not exact.free_symbols:
+            _replace(graph, node, _plain(value, exact))
+        elif unbounded := [symbol for symbol in exact.free_symbols if not is_bounded(value, symbol)]:
+            raise CaptureError(
+                f"the step has a symbolic size ({node.name}, of {unbounded[0]}); compile with dynamic=False so that "
+                "each shape gets its plan"
+            )
+
+
+def is_bounded(value: Any, symbol: Any) -> bool:
+    """Whether the symbol, of the same graph as `value`, is told to have a most."""
+    return bool(value.node.shape_env.var_to_range[symbol].upper < int_oo)
+
+
+def usual(value: Size) -> int:
+    """A size with every symbol halfway between its least and its most."""
+    if not isinstance(value, torch.SymInt):
+        return value
+    expression = _expression(value)
+    return int(expression.xreplace(_halfway(expression.free_symbols, value.node.shape_env)))
+
+
+def usual_numbers(graph: fx.Graph) -> Numbers:
+    """Every symbol of the graph halfway between its least and its most; empty where no size varies."""
+    found: dict[Any, int] = {}
+    for node in graph.nodes:
+        if is_size(node):
+            found |= _halfway(_expression(node.meta["val"]).free_symbols, node.meta["val"].node.shape_env)
+    return found
+
+
+def largest_numbers(graph: fx.Graph) -> list[Numbers]:
+    """Few choices of all numbers, such that each tensor of the graph has its largest storage in one of them.
+
+    Storages are products of patch lengths, and those are linear in the symbols: the largest lies at bounds.
+    """
+    chosen: list[dict[Any, int]] = []
+    for needed in _largest_of_each(graph):
+        for one in chosen:
+            if all(one.get(symbol, number) == number for symbol, number in needed.items()):
+                one |= needed
+                break
+        else:
+            chosen.append(needed)
+    middle = usual_numbers(graph)
+    return [{**middle, **one} for one in chosen]
+
+
+def with_numbers(joint: fx.GraphModule, numbers: Numbers) -> fx.Graph:
+    """A copy of the graph in which every size is a number; nodes keep their names. It is for reading, not running."""
+    copy = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def in_place_of(operand: fx.Node) -> Any:
+        return _number(operand.meta["val"], numbers) if is_size(operand) else copies[operand]
+
+    for node in joint.graph.nodes:
+        if is_size(node) and node.op != "placeholder":
+            continue
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), in_place_of)
+        made = copies[node] = copy.create_node(node.op, node.target, args, kwargs, node.name)
+        made.meta = dict(node.meta)
+        if made.name != node.name:
+            raise CaptureError(f"{node.name}: a name that torch.fx gives only once; rename that argument")
+        for key in ("val", "flops"):
+            if key in node.meta:
+                made.meta[key] = tree_map(lambda value: _with_numbers(value, numbers), node.meta[key])
+    return copy
+
+
+def as_arguments(graph: fx.Graph, sizes: Sequence[Size]) -> list[int | fx.Node]:
+    """Sizes to stand among the arguments of a node of the graph: numbers, or nodes that compute them.
+
+    The nodes go where the graph's cursor is.
+    """
+    symbols = {_expression(node.meta["val"]): node for node in graph.find_nodes(op="placeholder") if is_size(node)}
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+
+    def computed(size: Size) -> int | fx.Node:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expression = _expression(size)
+        known = {symbol: fx.Proxy(symbols[symbol], tracer) for symbol in expression.free_symbols}
+        node: fx.Node = sympy_interp(PythonReferenceAnalysis, known, expression).node
+        _value_of(node)
+        return node
+
+    return [computed(size) for size in sizes]
+
+
+def _value_of(node: fx.Node) -> Any:
+    """The symbolic number a node stands for; those that it is computed from are given theirs as well."""
+    if "val" not in node.meta:
+        compute: Any = node.target
+        node.meta["val"] = compute(*fx.node.map_arg(node.args, _value_of))
+    return node.meta["val"]
+
+
+def _expression(value: Any) -> Any:
+    return value.node.shape_env.simplify(value.node.expr)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, number: float) -> None:
+    for user in list(node.users):
+        if user.op != "output":
+            user.replace_input_with(node, number)  # type: ignore[arg-type]
+    if node.op == "call_function" and not node.users:
+        graph.erase_node(node)
+
+
+def _bounds(symbol: Any, shape_env: Any) -> tuple[int, int]:
+    span = shape_env.var_to_range[symbol]
+    return int(span.lower), int(span.upper)
+
+
+def _halfway(symbols: Iterable[Any], shape_env: Any) -> dict[Any, int]:
+    return {symbol: sum(_bounds(symbol, shape_env)) // 2 for symbol in symbols}
+
+
+def _largest_of_each(graph: fx.Graph) -> Iterator[dict[Any, int]]:
+    seen: set[Any] = set()
+    for node in graph.nodes:
+        for tensor in _tensors(node.meta.get("val")):
+            nbytes = tensor.untyped_storage().nbytes()
+            if not isinstance(nbytes, torch.SymInt) or (expression := _expression(nbytes)) in seen:
+                continue
+            seen.add(expression)
+            symbols = sorted(expression.free_symbols, key=str)
+            corners = product(*(_bounds(symbol, nbytes.node.shape_env) for symbol in symbols))
+            choices = [dict(zip(symbols, corner, strict=True)) for corner in corners]
+            if choices[0]:
+                yield max(choices, key=lambda choice: int(expression.xreplace(choice)))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _number(value: Any, numbers: Numbers) -> Any:
+    if not isinstance(value, py_sym_types):
+        return value
+    return _plain(value, _expression(value).xreplace(numbers))
+
+
+def _plain(value: Any, exact: Any) -> float:
+    """An exact number as Python has it, of the kind that `value` is."""
+    kind = {torch.SymFloat: float, torch.SymBool: bool}.get(type(value), int)
+    return kind(exact)
+
+
+def _with_numbers(value: Any, numbers: Numbers) -> Any:
+    if not isinstance(value, torch.Tensor) or not _varies(value):
+        return _number(value, numbers)
+    shape, strides = ([_number(size, numbers) for size in sizes] for sizes in (value.shape, value.stride()))
+    storage_elems = _number(value.untyped_storage().nbytes(), numbers) // value.element_size()
+    with value.fake_mode:  # type: ignore[attr-defined]
+        whole = torch.empty(storage_elems, dtype=value.dtype, device=value.device)
+        return whole.as_strided(shape, strides, _number(value.storage_offset(), numbers))
+
+
+def _settled(value: Any) -> Any:
+    """A tensor whose symbolic sizes all have one number only, with those numbers; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or not _varies(value):
+        return value
+    return value if any(_expression(size).free_symbols for size in _symbolic(value)) else _with_numbers(value, {})
+
+
+def _varies(value: torch.Tensor) -> bool:
+    return any(True for _ in _symbolic(value))
+
+
+def _symbolic(value: torch.Tensor) -> Iterator[torch.SymInt]:
+    every = (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+    yield from (size for size in every if isinstance(size, torch.SymInt))
