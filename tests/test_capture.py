@@ -16,6 +16,7 @@ from shoal.capture import Captured, capture, is_view
 from shoal.cost import signature
 from shoal.errors import CaptureError
 from shoal.step import StepGraph
+from shoal.transforms.split import split
 from tests.joint_graphs import NETWORKS, Residual, batch, captured_step, operands
 
 
@@ -277,6 +278,12 @@ def test_standing_bytes_and_the_name_are_carried_along() -> None:
     joint = make_fx(lambda x, tangents_1: [x.sin(), x.cos() * tangents_1], tracing_mode="fake")(*[torch.ones(4)] * 2)
     graph = capture(joint, 1, model="sine", parameters=[0], standing_bytes=17).graph
     assert (graph.model, graph.standing_bytes, graph.storages[0].kind) == ("sine", 17, "parameter")
+
+
+def test_parameters_and_ops_on_padded_patches_have_their_layers() -> None:
+    graph = captured_step(split(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2, 1)), 1.0)).graph
+    assert {s.layer for s in graph.storages if s.kind == "parameter"} == {"0", "1"}
+    assert all(op.layer for op in graph.ops if "convolution" in op.target)
 
 
 def test_symbolic_sizes_are_refused_with_the_way_out() -> None:

@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal import planners
-from shoal.capture import capture
+from shoal.capture import capture, module_path
 from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, InputError
 from shoal.hardware import Link
@@ -88,7 +88,8 @@ def compile_step(session: Session, inner: str, gm: fx.GraphModule, example_input
     _reject_graph_break(gm)
     _make_static(gm)
     run_inner = compiler(inner)
-    step = PlannedStep(session, run_inner, parameter_places(gm), aten_only=inner == "inductor")
+    inputs = {"parameters": parameter_places(gm), "layers": input_layers(gm)}
+    step = PlannedStep(session, run_inner, inputs, aten_only=inner == "inductor")
     with eager_kernels():
         return aot_autograd(
             fw_compiler=step.compile_forward,
@@ -107,13 +108,23 @@ def parameter_places(gm: fx.GraphModule) -> set[int]:
     return named.union(range(n_own))
 
 
+def input_layers(gm: fx.GraphModule) -> dict[int, str]:
+    """Module paths of the layers whose parameters and buffers are inputs, by the places AOTAutograd will see."""
+    first_argument = len(list(gm.parameters())) + len(list(gm.buffers()))
+    sources = {
+        place: str(getattr(getattr(node, "_dynamo_source", None), "name", ""))
+        for place, node in enumerate(gm.graph.find_nodes(op="placeholder"), first_argument)
+    }
+    return {place: module_path(source) for place, source in sources.items() if "._modules" in source}
+
+
 class PlannedStep:
     """One step in the hands of AOTAutograd: partitioned by plan, compiled, metered while it is new."""
 
-    def __init__(self, session: Session, run_inner: Compiler, parameters: Collection[int], *, aten_only: bool) -> None:
+    def __init__(self, session: Session, run_inner: Compiler, inputs: Mapping[str, Any], *, aten_only: bool) -> None:
         self.session = session
         self.run_inner = run_inner
-        self.parameters = parameters
+        self.inputs = inputs  # what `capture` is told of them
         self.aten_only = aten_only
         self.plan: Plan | None = None
         self.meter: StepMeter | None = None
@@ -135,8 +146,8 @@ class PlannedStep:
                 num_fwd_outputs,
                 static_lifetime_input_indices or (),
                 model=self.session.name,
-                parameters=self.parameters,
                 aten_only=self.aten_only,
+                **self.inputs,
             )
         with unset_fake_temporarily():
             self.plan = self.session.make_plan(captured, captured.device)

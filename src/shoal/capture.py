@@ -77,6 +77,7 @@ def capture(
     *,
     model: str = "",
     parameters: Collection[int] = (),
+    layers: Mapping[int, str] | None = None,
     standing_bytes: int = 0,
     aten_only: bool = False,
     cpu_kernels: bool = True,
@@ -90,6 +91,7 @@ def capture(
         static_inputs: places of the inputs that outlive the step (parameters and buffers).
         model: a name for tables and errors.
         parameters: places of the inputs that are parameters; the other static inputs are buffers.
+        layers: module paths of the layers that inputs belong to, by their places.
         standing_bytes: see `StepGraph`.
         aten_only: leave out what Inductor does not know: rewrites to other ops, replay of random ones.
         cpu_kernels: False where the step will run on another device than it is captured on.
@@ -111,6 +113,7 @@ def capture(
         reader = _Reader({n for n in graph.nodes if n.name in backward_names}, *parts, static_inputs, parameters)
         reader.overwritten = _overwritten_inputs(graph)
         reader.replays = not aten_only
+        reader.layers = layers or {}
         for node in graph.nodes:
             reader.visit(node)
         return StepGraph(model, *reader.finish(), standing_bytes), reader
@@ -138,7 +141,16 @@ def layer_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""
-    source = str(next(reversed(stack.values()))[0])
+    return module_path(str(next(reversed(stack.values()))[0]))
+
+
+def module_path(source: str) -> str:
+    """A module's path in its model from how Dynamo writes it, or how it writes a parameter or a buffer of it.
+
+    >>> module_path("L['model']._modules['layer1']._modules['0']._parameters['weight']")
+    'layer1.0'
+    """
+    source = re.sub(r"\._(parameters|buffers)\['[^']*'\]$", "", source)
     source = re.sub(r"^L\['\w+'\]\.?", "", source)
     source = re.sub(r"_modules\['([^']*)'\]", r"\1", source)
     source = re.sub(r"\[(\d+)\]|\['([^']*)'\]", lambda m: f".{m.group(1) or m.group(2)}", source)
@@ -194,6 +206,7 @@ class _Reader:
         self._backward: list[dict[str, Any]] = []
         self._n_inputs = 0
         self.overwritten: set[fx.Node] = set()
+        self.layers: Mapping[int, str] = {}
         self.replays = True  # whether a random op's second run can be given the first one's generator state
 
     def visit(self, node: fx.Node) -> None:
@@ -219,7 +232,8 @@ class _Reader:
         elif self._n_inputs in self.static_inputs:
             kind = "buffer"
         if isinstance(value, torch.Tensor):
-            self._add_storage(node, value, kind)
+            storage = self._add_storage(node, value, kind)
+            self._storages[storage]["layer"] = self.layers.get(self._n_inputs, "")
         self._n_inputs += 1
 
     def _visit_view(self, node: fx.Node, value: Any) -> None:
@@ -258,7 +272,7 @@ class _Reader:
                 "name": node.name,
                 "target": target_name(node.target),
                 "phase": "backward" if in_backward else "forward",
-                "layer": layer_path(node),
+                "layer": self._layer(node),
                 "reads": reads,
                 "writes": tuple(writes),
                 "overwrites": overwrites,
@@ -298,6 +312,11 @@ class _Reader:
         changed = {self.storage_of[node] for node in self.overwritten}
         return any(self.storage_of.get(operand) in changed for operand in read)
 
+    def _layer(self, node: fx.Node) -> str:
+        """The layer a node belongs to; where no module was called, as for a padded patch, that of its weight."""
+        own = (self._storages[self.storage_of[n]] for n in node.all_input_nodes if n in self.storage_of)
+        return layer_path(node) or next((s["layer"] for s in own if s["kind"] == "parameter"), "")
+
     def _items(self, node: fx.Node) -> dict[int, fx.Node]:
         place_and_item: Any = ((user.args[1], user) for user in node.users if user.target is operator.getitem)
         return dict(place_and_item)
@@ -313,7 +332,7 @@ class _Reader:
                 "name": node.name if own else name,
                 "nbytes": storage_bytes(value),
                 "kind": kind,
-                "layer": layer_path(producer or node),
+                "layer": self._layer(producer or node),
                 "shape": tuple(int(size) for size in value.shape),
                 "dtype": str(value.dtype).removeprefix("torch."),
                 "tensors": [],

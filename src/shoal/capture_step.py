@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported, UserError
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-from shoal.backend import parameter_places
+from shoal.backend import input_layers, parameter_places
 from shoal.capture import Captured, capture
 from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, ShoalError
@@ -130,7 +130,7 @@ class _Done(Exception):
 
 def _stop_after_capture(name: str, runs_here: bool, rewrites: bool) -> Callable[..., Any]:
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        parameters = parameter_places(gm)
+        parameters, layers = parameter_places(gm), input_layers(gm)
 
         def partition(
             joint: fx.GraphModule,
@@ -147,6 +147,7 @@ def _stop_after_capture(name: str, runs_here: bool, rewrites: bool) -> Callable[
                 static,
                 model=name,
                 parameters=parameters,
+                layers=layers,
                 cpu_kernels=runs_here,
                 rewrites=rewrites,
             )

@@ -213,9 +213,10 @@ def plan(
         with torch.device("cpu" if target is None else "meta"):
             network = shoal.models.build(model, seed=0)
             example = torch.empty(shape)
+        patches = None
         if split is not None:
             divided = shoal.split(network, split, _grid(grid), stochastic, halo=halo)  # type: ignore[arg-type]
-            divided.check(shape[2:])
+            patches = divided.patch_map(shape[2:])
             network = divided
         elif halo is not None or stochastic is not None:
             raise InputError("nothing is split; give --split too, such as --split 0.5")
@@ -235,7 +236,7 @@ def plan(
             figures |= _figures(made)
             if not json:
                 typer.echo(made.explain())
-            for path in save_plan(made, out) if out is not None else ():
+            for path in save_plan(made, out, patches) if out is not None else ():
                 typer.echo(str(path), err=json)
         if target is not None and max_batch:
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -54,3 +56,16 @@ def augment(image: NDArray[Any], padding: int, flip: bool, rng: np.random.Genera
 def normalise(image: NDArray[Any], mean: NDArray[np.float32], deviation: NDArray[np.float32]) -> NDArray[np.float32]:
     """(image - mean) / deviation as contiguous float32; mean and deviation broadcast against (channels, *spatial)."""
     return np.ascontiguousarray((image.astype(np.float32) - mean) / deviation)
+
+
+def picture(image: NDArray[Any]) -> str:
+    """An image of any range as a PNG in an address that begins with "data:", for a page.
+
+    Args:
+        image: (1 or 3 channels, height, width); the least value becomes black and the largest white.
+    """
+    least, most = float(image.min()), float(image.max())
+    scaled = (255 * (image - least) / (most - least or 1.0)).astype(np.uint8)
+    file = BytesIO()
+    Image.fromarray(scaled[0] if len(scaled) == 1 else scaled.transpose(1, 2, 0)).save(file, "PNG")
+    return "data:image/png;base64," + b64encode(file.getvalue()).decode("ascii")

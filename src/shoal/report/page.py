@@ -13,9 +13,11 @@ from shoal.errors import InputError
 from shoal.files import write_text
 from shoal.plan import Plan
 from shoal.report.charts import chart_data
+from shoal.report.patches import patch_drawing
 from shoal.report.tables import largest_storages, parts_of_model
 from shoal.report.words import fillings, glossary, headline, lede, name_of, outcomes, scales, settings, tiles
 from shoal.timeline import Timeline
+from shoal.transforms.patch_map import PatchMap
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Report:
         title: what the page is called; the model's name if empty.
         settings: what was run, as shown: model, data, batch, versions, seed, threads. "batch" also enters the headline.
         outcome: what came of it, as shown: test accuracy, images per second.
+        patches: where the patches of a split network lie in its input.
+        image: an input to draw them over, as an address that begins with "data:"; drawn over nothing if empty.
     """
 
     timeline: Timeline
@@ -41,6 +45,8 @@ class Report:
     title: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
     outcome: Mapping[str, str] = field(default_factory=dict)
+    patches: PatchMap | None = None
+    image: str = ""
 
 
 def render(report: Report) -> str:
@@ -67,6 +73,7 @@ def render(report: Report) -> str:
         outcomes=outcomes(report),
         settings=settings(report),
         glossary=glossary(report),
+        patches=patch_drawing(report),
         charts=chart_data(report),
         plotly=_plotly(),
     )

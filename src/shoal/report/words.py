@@ -35,6 +35,8 @@ GLOSSARY: Mapping[str, str] = {
     "Fetched": "an offloaded storage that is back on the device, or on its way.",
     "Link": "the way between device and host; each direction carries one copy at a time.",
     "Stall": "a time in which the device waits for a copy to end.",
+    "Patch": "a part of the input, on which the first layers run by themselves.",
+    "Join": "where the patches become one tensor again.",
     "Resident": "in memory all step: parameters, buffers, the input batch, optimizer state.",
     "Errors": "gradients that travel from one backward op to the next.",
     "Gradients": "the gradients of the parameters, which the optimizer reads.",
@@ -47,6 +49,7 @@ GLOSSARY: Mapping[str, str] = {
     "MiB, GiB": "2\u00b2\u2070 and 2\u00b3\u2070 bytes.",
 }
 _OF_OFFLOADS = ("Offloaded", "Fetched", "Link", "Stall")  # words that a page without transfers does not need
+_OF_PATCHES = ("Patch", "Join")
 
 _PASS = {
     "forward": "in the forward pass",
@@ -342,8 +345,9 @@ def settings(report: Report) -> dict[str, str]:
 
 def glossary(report: Report) -> dict[str, str]:
     """The words this page uses and what they mean."""
-    offloads = bool(report.timeline.transfers)
-    return {word: meaning for word, meaning in GLOSSARY.items() if offloads or word not in _OF_OFFLOADS}
+    unused: tuple[str, ...] = () if report.timeline.transfers else _OF_OFFLOADS
+    unused += () if report.patches else _OF_PATCHES
+    return {word: meaning for word, meaning in GLOSSARY.items() if word not in unused}
 
 
 def _sentence(key: str) -> str:

@@ -26,6 +26,7 @@ import shoal.data
 import shoal.models
 from shoal.data import Data
 from shoal.data.loaders import Loader
+from shoal.data.pixels import picture
 from shoal.errors import InputError
 from shoal.machine import device_of
 from shoal.runtime.arena import Arena
@@ -260,7 +261,16 @@ class _Run:
             signal=stopped_by if self.position.epoch < self.options.epochs else 0,
             versions=versions(self.options),
             arena=self._arena_outcome(),
+            **self._drawing(),
         )
+
+    def _drawing(self) -> dict[str, Any]:
+        """Where the patches lie, and an image to draw them over; nothing where nothing is split."""
+        if not isinstance(self.model, SplitModule):
+            return {}
+        image, _ = self.data.test.dataset[0]
+        shown = picture(image.numpy()) if image.dim() == 3 and len(image) in (1, 3) else ""
+        return {"patches": self.model.patch_map(image.shape[1:]), "image": shown}
 
     def _arena_outcome(self) -> ArenaOutcome | None:
         arena = self.arena

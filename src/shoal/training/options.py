@@ -10,6 +10,7 @@ from shoal.errors import InputError
 
 if TYPE_CHECKING:
     from shoal.plan import Plan
+    from shoal.transforms.patch_map import PatchMap
 
 PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "layerwise", "hascoet", "none")
 OPTIMIZERS = ("sgd", "adamw")
@@ -168,6 +169,8 @@ class Outcome:
         signal: what stopped the run before its end, 0 for nothing.
         versions: torch, python, shoal, and the threads and seed the run had.
         arena: what its arena came to; None without one.
+        patches: where the patches of a split network lie in its images.
+        image: the first test image as an address that begins with "data:", to draw them over.
     """
 
     losses: tuple[float, ...]
@@ -182,6 +185,8 @@ class Outcome:
     signal: int
     versions: dict[str, Any]
     arena: ArenaOutcome | None = None
+    patches: PatchMap | None = None
+    image: str = ""
 
     @property
     def test_accuracy(self) -> float | None:

@@ -15,6 +15,7 @@ from shoal.files import write_json, write_text
 from shoal.plan import Plan
 from shoal.report.page import Report, save_html
 from shoal.training.options import Outcome, TrainOptions
+from shoal.transforms.patch_map import PatchMap
 
 
 def result(options: TrainOptions, outcome: Outcome) -> dict[str, Any]:
@@ -67,19 +68,21 @@ def save_results(options: TrainOptions, outcome: Outcome, json_path: Path | None
             "test accuracy": "not tested" if accuracy is None else f"{accuracy:.1%}",
             "images per second": f"{outcome.images_per_second:.0f}",
         },
+        patches=outcome.patches,
+        image=outcome.image,
     )
     return save_html(report, options.out / "report.html")
 
 
-def save_plan(plan: Plan, folder: Path) -> tuple[Path, Path, Path]:
-    """Write plan.json, plan.html and trace.json.
+def save_plan(plan: Plan, folder: Path, patches: PatchMap | None = None) -> tuple[Path, Path, Path]:
+    """Write plan.json, plan.html, which draws the patches of a split network, and trace.json.
 
     Raises:
         InputError: a file cannot be written.
     """
     return (
         plan.save(folder / "plan.json"),
-        save_html(Report(timeline=plan.timeline, plan=plan), folder / "plan.html"),
+        save_html(Report(timeline=plan.timeline, plan=plan, patches=patches), folder / "plan.html"),
         plan.timeline.save_trace(folder / "trace.json"),
     )
 

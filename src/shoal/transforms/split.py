@@ -11,7 +11,8 @@ from torch import fx, nn
 
 from shoal.errors import CaptureError, InputError
 from shoal.transforms import drawn_cuts
-from shoal.transforms.patches import Region
+from shoal.transforms.patch_map import PatchMap
+from shoal.transforms.patches import Region, Span
 from shoal.transforms.split_graph import split_graph
 from shoal.transforms.split_plan import SplitPlan, plan_split
 from shoal.transforms.split_region import choose_region
@@ -188,6 +189,33 @@ class SplitModule(nn.Module):
             raise InputError(f"sizes={tuple(sizes)}: expected {len(self.grid)} numbers, as many as grid has")
         if self._plan is not None:
             self._plan.cores(sizes, self._plan.even_cuts(sizes))
+
+    def patch_map(self, sizes: Sequence[int]) -> PatchMap | None:
+        """Where the patches lie in an input of this spatial size; None where nothing is split.
+
+        Raises:
+            InputError: it is too small for the grid, or has another number of dimensions.
+        """
+        plan = self._plan
+        if plan is None:
+            return None
+        self.check(sizes)
+        cores = plan.cores(sizes, plan.even_cuts(sizes))
+        drawn: tuple[tuple[Span, ...], ...] = ()
+        if self.stochastic is not None:
+            ends = [plan.cores(sizes, cuts)[0] for cuts in drawn_cuts.limits(plan, sizes, self.stochastic)]
+            drawn = tuple(
+                tuple((low[1], high[1]) for low, high in zip(least[:-1], most[:-1], strict=True))
+                for least, most in zip(*ends, strict=True)
+            )
+        return PatchMap(
+            tuple(sizes),
+            cores[0],
+            plan.regions(sizes, cores)[0],
+            drawn,
+            plan.name_of(plan.leaving[-1]),
+            plan.joined(sizes),
+        )
 
     def describe(self, sizes: Sequence[int]) -> str:
         """A table of every split layer: where each of its patches begins and ends, and how it is padded.
