@@ -97,7 +97,7 @@ def narrow_resnet() -> nn.Module:
 
 
 def narrow_vgg() -> nn.Module:
-    """The eight convolutions of VGG-11, half to a fifth as wide, with batch norm: VGG-19 learns nothing in this time."""
+    """The eight convolutions of VGG-11, half to a fifth as wide, and batch norm: VGG-19 learns nothing in that time."""
     layers: list[nn.Module] = []
     inputs = 3
     for width, convolutions in zip(_WIDTHS, _CONVOLUTIONS, strict=True):

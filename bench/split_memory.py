@@ -1,6 +1,6 @@
 """Figure 10 of the Split-CNN paper: the largest batch in a P100, split into four patches, and what it costs.
 
-    python -m bench.split_memory             some ten minutes on two cores
+    python -m bench.split_memory             about an hour on two cores; --parts takes one of the two
     python -m bench.split_memory --quick     small images, and no steps that run: does it run?
 
 Two parts. *Simulated*: VGG-19 and ResNet-18 at 224 pixels on the paper's machine (the calibrated roofline of
@@ -49,7 +49,7 @@ CONTENDERS = (  # name, how it is split (None for not), planner
     ("split, joint", {}, "joint"),
     ("exact, joint", {"halo": "exact"}, "joint"),
 )
-REHEARSED = {"vgg19_cifar": (32, 8), "resnet18_cifar": (32, 8)}  # pixels, plain batch that sets the wall
+REHEARSED = {"vgg19_cifar": (32, 16), "resnet18_cifar": (32, 16)}  # pixels, plain batch that sets the wall
 _REPEATS = 3
 
 
@@ -162,11 +162,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 0 unless an argument was wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.split_memory", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small images, and no steps that run: does it run?")
+    parser.add_argument("--parts", default="simulated,rehearsed", help="of simulated, rehearsed")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
     asked = parser.parse_args(arguments)
     image, memory_bytes = (64, 2**30) if asked.quick else (224, paper_machine().device.memory_bytes)
     networks = ("resnet18",) if asked.quick else tuple(PAPER)
+    parts = asked.parts.split(",")
     try:
+        if not set(parts) <= {"simulated", "rehearsed"}:
+            raise InputError(f"--parts {asked.parts}: give simulated, rehearsed or both")
         out = make_folder(asked.out)
     except InputError as error:
         print(f"bench.split_memory: {error}", file=sys.stderr)
@@ -175,13 +179,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = tables.console()
     console.print(describe(found), highlight=False, markup=False)
     result: dict[str, Any] = {"conditions": found, "simulated": {}, "rehearsed": []}
-    for name in networks:
+    for name in networks if "simulated" in parts else ():
         rows = result["simulated"][name] = simulated(name, image, memory_bytes)
         title = (
             f"{name}, {image} pixels, simulated in {format_bytes(memory_bytes)}: {DEPTH:.0%} of the convolutions, 2 x 2"
         )
         console.print(table(title, rows, None if asked.quick else PAPER[name]))
-    for name, (pixels, batch) in {} if asked.quick else REHEARSED.items():
+    for name, (pixels, batch) in REHEARSED.items() if "rehearsed" in parts and not asked.quick else ():
         ran = rehearsed(name, pixels, batch)
         result["rehearsed"].append(ran)
         title = f"{name}, {pixels} pixels, run on this CPU behind a wall of {format_bytes(ran['limit_bytes'])}"

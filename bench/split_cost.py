@@ -1,0 +1,121 @@
+"""What splitting costs on the CPU: a step of the split network beside a step of the network.
+
+    python -m bench.split_cost           some minutes on two cores
+    python -m bench.split_cost --quick   one network, small images, one turn: does it run?
+
+Half the convolutions in 2 x 2 patches, forward and backward in eager PyTorch, in both memory formats. `twin` is the
+network once more: what it differs from 1 by is the machine's noise. `exact` is `halo="exact"`, which computes what
+overlaps twice; its gradients are held against the network's. All contenders of a row take turns in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+from torch.nn import functional as F
+
+import shoal
+from bench import tables
+from bench.budgets import make_folder
+from bench.conditions import conditions, describe, file_name
+from bench.workload import Workload, in_turns, make_workload
+from shoal.errors import InputError
+from shoal.files import write_json
+
+NETWORKS = {"resnet18": (8, 224), "vgg16_bn": (4, 224), "densenet121": (4, 224)}  # images, pixels
+LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "twin": lambda model: model,
+    "split": lambda model: shoal.split(model, 0.5, (2, 2)),
+    "exact": lambda model: shoal.split(model, 0.5, (2, 2), halo="exact"),
+}
+TARGET = 1.05
+
+
+def ratios(workload: Workload, turns: int) -> dict[str, Any]:
+    """Median over the turns of each way's seconds, divided by the network's own in the same turn."""
+    ways: dict[Any, Any] = {"plain": workload.twin(), **{name: make(workload.twin()) for name, make in WAYS.items()}}
+    seconds = in_turns(workload, ways, turns, 1)
+    found = {
+        name: statistics.median(ours / plain for ours, plain in zip(seconds[name], seconds["plain"], strict=True))
+        for name in WAYS
+    }
+    return {"plain_seconds": statistics.median(seconds["plain"]), "ratios": found}
+
+
+def assert_same_gradients(name: str) -> None:
+    """Overlapping patches compute the network's own gradients, in float64 on small images.
+
+    Raises:
+        AssertionError: they do not.
+    """
+    workload = make_workload(name, 2, 64)
+    workload.model.double()
+    workload.images = workload.images.double()
+    plain = workload.model
+    gradients = []
+    for model in (plain, WAYS["exact"](workload.twin())):
+        workload.reset()
+        loss = F.cross_entropy(model(workload.images), workload.target)
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(plain.parameters()))]))
+    off = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+    assert off < 1e-6, f"{name}: halo='exact' has gradients that are {off:.1e} off"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    shown = Table(title=f"A step beside the network's own; the target of split is {TARGET:.2f}")
+    for column in ("network", "memory format", "plain step", *WAYS):
+        shown.add_column(column, justify="left" if column in ("network", "memory format") else "right")
+    for row in rows:
+        cells = [f"{row['ratios'][name]:.3f}" for name in WAYS]
+        shown.add_row(row["network"], row["layout"], f"{1e3 * row['plain_seconds']:.0f} ms", *cells)
+    return shown
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 0 unless an argument was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m bench.split_cost", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one network, small images, one turn: does it run?")
+    parser.add_argument("--networks", default=",".join(NETWORKS), help=f"of {', '.join(NETWORKS)}")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
+    asked = parser.parse_args(arguments)
+    names = asked.networks.split(",")
+    try:
+        if not set(names) <= set(NETWORKS) or asked.turns < 1:
+            raise InputError(
+                f"--networks {asked.networks} --turns {asked.turns}: give some of {', '.join(NETWORKS)} and 1 or more"
+            )
+        out = make_folder(asked.out)
+    except InputError as error:
+        print(f"bench.split_cost: {error}", file=sys.stderr)
+        return 2
+    found = conditions(torch.device("cpu"), 0)
+    console = tables.console()
+    console.print(describe(found), highlight=False, markup=False)
+    rows = []
+    for name in names[:1] if asked.quick else names:
+        assert_same_gradients(name)
+        images, pixels = (2, 64) if asked.quick else NETWORKS[name]
+        for layout, memory_format in LAYOUTS.items():
+            workload = make_workload(name, images, pixels)
+            workload.model.to(memory_format=memory_format)  # type: ignore[call-overload]
+            workload.images = workload.images.contiguous(memory_format=memory_format)
+            measured = ratios(workload, 1 if asked.quick else asked.turns)
+            rows.append({"network": name, "images": images, "pixels": pixels, "layout": layout, **measured})
+    console.print(table(rows))
+    path = write_json(out / file_name("split_cost", torch.device("cpu")), {"conditions": found, "rows": rows})
+    console.print(f"Figures in {path}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
