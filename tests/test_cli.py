@@ -232,12 +232,12 @@ def test_a_plan_as_json(planned: Callable[..., Result]) -> None:
     assert 0 < figures["predicted_peak_bytes"] <= figures["plain_peak_bytes"]
 
 
-@pytest.mark.parametrize("halo", [[], ["--halo", "exact"]])
-def test_a_split_network_saves_smaller_storages(here: Path, halo: list[str]) -> None:
+@pytest.mark.parametrize("how", [[], ["--halo", "exact"], ["--stochastic", "0.2"]])
+def test_a_split_network_saves_smaller_storages(here: Path, how: list[str]) -> None:
     arguments = ["plan", "--model", "vgg19", "--batch", "16", "--image", "64", "--hardware", "p100-nvlink"]
     arguments += ["--planner", "keep_all", "--json"]
     whole = json.loads(invoke(*arguments).stdout)
-    figures = json.loads(invoke(*arguments, "--split", "0.5", "--grid", "2x2", *halo).stdout)
+    figures = json.loads(invoke(*arguments, "--split", "0.5", "--grid", "2x2", *how).stdout)
     assert figures["kept_storages"] > 2 * whole["kept_storages"]
 
 
@@ -248,6 +248,8 @@ def test_a_split_network_saves_smaller_storages(here: Path, halo: list[str]) -> 
         (["--split", "0.5", "--grid", "2by2"], "--grid 2by2: expected numbers of patches"),
         (["--split", "0.5", "--grid", "99x1"], "grid=(99, 1) is finer than the feature map at the join"),
         (["--halo", "exact"], "nothing is split; give --split too"),
+        (["--stochastic", "0.2"], "nothing is split; give --split too"),
+        (["--split", "0.5", "--stochastic", "0.5"], "stochastic=0.5: expected omega"),
     ],
 )
 def test_a_mistake_about_splitting_is_told(arguments: list[str], said: str) -> None:

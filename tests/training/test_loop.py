@@ -87,14 +87,23 @@ def test_an_interrupted_run_continues_bit_for_bit(tiny: Options, tmp_path: Path,
 
 
 DRAWN = {"split": 0.5, "grid": (2, 1), "stochastic": 0.4, "planner": "none"}
+DRAWN_AND_PLANNED = {**DRAWN, "planner": "joint", "budget_bytes": ROOMY}
 
 
-@pytest.mark.parametrize("change", [{"optimizer": "adamw"}, {"workers": 1}, {"amp": "fp16"}, DRAWN])
+@pytest.mark.parametrize("change", [{"optimizer": "adamw"}, {"workers": 1}, {"amp": "fp16"}, DRAWN, DRAWN_AND_PLANNED])
 def test_so_does_one_with(tiny: Options, tmp_path: Path, change: dict[str, Any]) -> None:
     whole = run(tiny(**change, out=tmp_path / "whole"))
     part = tiny(**change, out=tmp_path / "parts")
     run(part, stop_after=2)
     assert_same_training(run(replace(part, resume=True)), whole)
+
+
+def test_a_split_run_knows_its_patches_and_an_image(tiny: Options) -> None:
+    outcome = run(tiny(**DRAWN))
+    assert outcome.patches is not None
+    assert [len(spans) for spans in outcome.patches.cores] == [2, 1]
+    assert outcome.image.startswith("data:image/png;base64,")
+    assert run(tiny()).patches is None
 
 
 def test_a_finished_run_has_nothing_left_to_do(tiny: Options) -> None:
