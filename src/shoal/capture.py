@@ -101,14 +101,14 @@ def capture(
         CaptureError: the graph has symbolic shapes that nothing bounds.
     """
     write_constants_out(joint.graph)
-    outputs = tuple(next(node for node in reversed(joint.graph.nodes) if node.op == "output").args[0])
+    outputs: Any = joint.graph.output_node().args[0]
     backward = _backward_nodes(joint.graph, outputs[:n_forward_outputs])
     if rewrites:
         save_fewer_bytes(joint, backward, aten_only=aten_only, cpu_kernels=cpu_kernels)
     backward_names = {node.name for node in backward}
 
     def read(graph: fx.Graph) -> tuple[StepGraph, _Reader]:
-        outputs: tuple[Any, ...] = graph.output_node().args[0]  # type: ignore[assignment]
+        outputs: Any = graph.output_node().args[0]
         parts = outputs[:n_forward_outputs], outputs[n_forward_outputs:]
         reader = _Reader({n for n in graph.nodes if n.name in backward_names}, *parts, static_inputs, parameters)
         reader.overwritten = _overwritten_inputs(graph)
@@ -122,14 +122,14 @@ def capture(
     step, reader = read(with_numbers(joint, numbers) if numbers else joint.graph)
     others = [read(with_numbers(joint, largest)) for largest in largest_numbers(joint.graph)] if numbers else []
     node = {node.name: node for node in joint.graph.nodes}
-    outputs = tuple(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+    outputs = joint.graph.output_node().args[0]
     return Captured(
         at_largest(step, [graph for graph, _ in others]),
         joint,
         {op: node[one.name] for op, one in reader.node_of.items()},
         {node[one.name]: storage for one, storage in reader.storage_of.items()},
-        outputs[:n_forward_outputs],
-        outputs[n_forward_outputs:],
+        tuple(outputs[:n_forward_outputs]),
+        tuple(outputs[n_forward_outputs:]),
         next((n.meta["val"].device for n in reader.storage_of if n.op != "placeholder"), torch.device("cpu")),
         reader.node_of,
         {op: _largest_of([other.node_of[op] for _, other in others]) for op in reader.node_of} if others else {},
