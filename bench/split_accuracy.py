@@ -14,6 +14,7 @@ told as none.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
@@ -217,6 +218,23 @@ def error_percent(model: nn.Module, test: tuple[torch.Tensor, torch.Tensor]) -> 
     return 100 * wrong / len(test[0])
 
 
+def finished(path: Path, pace: Pace) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """The errors of an earlier run: by network, condition and way of evaluating, one for each seed.
+
+    Raises:
+        InputError: the file cannot be read, or is of another pace.
+    """
+    try:
+        earlier = json.loads(path.read_text())
+        theirs, errors = earlier["pace"], earlier["errors_percent"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"--resume {path}: {error}; give a file that bench.split_accuracy wrote") from error
+    ours = json.loads(json.dumps(vars(pace)))
+    if theirs != ours:
+        raise InputError(f"--resume {path}: its runs had {theirs}, these have {ours}; ask for the same, or run anew")
+    return errors
+
+
 def finding(errors: list[float], baseline: list[float]) -> str:
     """How a condition differs from the baseline, in points, where it does by more than two standard errors.
 
@@ -257,6 +275,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--images", type=int, help="training images; by default as fits the pace")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--resume", type=Path, help="a file of figures of the same pace: what is in it is not run again"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
     asked = parser.parse_args(arguments)
     pace = QUICK if asked.quick else WHOLE if asked.full else SHORT
@@ -269,6 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"--networks {asked.networks} --seeds {asked.seeds}: give vgg, resnet or both, and 1 or more"
             )
         out = make_folder(asked.out)
+        known = finished(asked.resume, pace) if asked.resume else {}
         data = images_of(device)
     except InputError as error:
         print(f"bench.split_accuracy: {error}", file=sys.stderr)
@@ -287,8 +309,11 @@ def main(arguments: list[str] | None = None) -> int:
     path = out / file_name("split_accuracy", device)
     for network in asked.networks.split(","):
         rows: dict[str, dict[str, list[float]]] = {kind.name: {"unsplit": [], "split": []} for kind in kinds}
+        rows |= {kind: errors for kind, errors in known.get(network, {}).items() if kind in rows}
         for seed in range(asked.seeds if not asked.quick else 1):
             for kind in kinds:
+                if seed < len(rows[kind.name]["unsplit"]):
+                    continue
                 for how, error in errors_of(networks[network], kind, pace, data, seed).items():
                     rows[kind.name][how].append(error)
                 result["errors_percent"][network] = rows

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +47,31 @@ def test_depths_split_as_many_convolutions_as_they_say() -> None:
             assert plan is not None
             convolutions = sum(step.windows is not None and step.windows[0].kernel == 3 for step in plan.steps)
             assert condition.depth * total <= convolutions <= condition.depth * total + 2  # to the end of a block
+
+
+def test_what_is_finished_is_not_run_again(
+    data: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = []
+
+    def errors_of(build: Any, condition: Condition, pace: Pace, data: Any, seed: int) -> dict[str, float]:
+        trained.append((condition.name, seed))
+        return {"unsplit": 10.0 + seed, "split": 11.0 + seed}
+
+    monkeypatch.setattr(split_accuracy, "errors_of", errors_of)
+    monkeypatch.setattr(split_accuracy, "images_of", lambda device: data)
+    arguments = ["--networks", "vgg", "--images", "40", "--epochs", "1"]
+    assert split_accuracy.main([*arguments, "--seeds", "2", "--out", str(tmp_path / "a")]) == 0
+    (first,) = (tmp_path / "a").glob("*.json")
+    trained.clear()
+    arguments += ["--seeds", "3", "--resume", str(first), "--out", str(tmp_path / "b")]
+    assert split_accuracy.main(arguments) == 0
+    assert trained == [(condition.name, 2) for condition in CONDITIONS]
+    (second,) = (tmp_path / "b").glob("*.json")
+    rows = json.loads(second.read_text())["errors_percent"]["vgg"]
+    assert all(errors["unsplit"] == [10.0, 11.0, 12.0] for errors in rows.values())
+    assert split_accuracy.main([*arguments, "--images", "41"]) == 2
+    assert "ask for the same" in capsys.readouterr().err
 
 
 def test_what_is_within_two_standard_errors_is_no_finding() -> None:
