@@ -398,3 +398,11 @@ def test_an_earlier_join_is_found_when_asked_for() -> None:
     assert divided.plan is not None
     assert [divided.plan.name_of(tensor) for tensor in divided.plan.leaving] == ["first"]
     assert divided(torch.randn(2, 3, 8, 8)).shape == (2, 3, 8, 8)
+
+
+def test_images_come_first_and_have_a_batch() -> None:
+    divided = split(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1)), 1.0)
+    with pytest.raises(InputError, match=r"keyword arguments alone; expected its images first"):
+        divided(input=torch.randn(1, 3, 8, 8))
+    with pytest.raises(InputError, match=r"Tensor of shape \(8, 8\); expected .* a tensor of 4 dimensions"):
+        divided(torch.randn(8, 8))

@@ -44,7 +44,8 @@ def split(
         depth: share of the convolutional layers to split, 0 to 1, from the first on; joined at the next block boundary.
         grid: patches along each spatial dimension, as many numbers as the convolutions have dimensions.
         stochastic: omega of Stochastic Split-CNN (section 3.3), 0 or more and less than 0.5; 0.2 is the paper's. Every
-            training forward draws its cuts from torch's global generator of the CPU.
+            training forward draws its cuts from torch's global generator of the CPU. `shoal.compile` makes one plan for
+            all draws, which takes some times as long to capture.
         batch_norm: "patch" normalises each patch by itself, and running statistics see every patch (the paper);
             "joint" normalises by the statistics of all patches, as the unsplit network does.
         join: name of the module to join behind, instead of `depth`; "auto" for the last possible place where an op that
@@ -154,7 +155,7 @@ class SplitModule(nn.Module):
         plan = self._plan
         if plan is None or not (self.training or self.split_in_eval):
             return self.unsplit(*args, **kwargs)
-        sizes = tuple(args[0].shape[-len(self.grid) :])
+        sizes = self._sizes_of(args)
         if shoal_cuts is not None:
             cuts = drawn_cuts.from_sizes(shoal_cuts)
         elif self.stochastic is not None and self.training:
@@ -175,7 +176,7 @@ class SplitModule(nn.Module):
         """
         if self._plan is None or self.stochastic is None or not self.training:
             return None
-        sizes = tuple(args[0].shape[-len(self.grid) :])
+        sizes = self._sizes_of(args)
         cuts = drawn_cuts.draw(self._plan, sizes, self.stochastic)
         return drawn_cuts.as_sizes(cuts, *drawn_cuts.limits(self._plan, sizes, self.stochastic))
 
@@ -235,6 +236,17 @@ class SplitModule(nn.Module):
         drawn = "" if self.stochastic is None else f", stochastic={self.stochastic}"
         halo = ", halo='exact'" if self._plan is not None and self._plan.exact else ""
         return f"grid={self.grid}, batch_norm={self.batch_norm!r}{drawn}{halo}"
+
+    def _sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:
+        dims = len(self.grid)
+        if not args or not isinstance(args[0], torch.Tensor) or args[0].dim() < dims + 1:
+            got = type(args[0]).__name__ if args else "keyword arguments alone"
+            shape = f" of shape {tuple(args[0].shape)}" if args and isinstance(args[0], torch.Tensor) else ""
+            raise InputError(
+                f"a split network was called with {got}{shape}; expected its images first, as a tensor of {dims + 2} "
+                "dimensions: batch, channels, then the split ones"
+            )
+        return tuple(args[0].shape[-dims:])
 
     def _regions(
         self, sizes: tuple[int, ...], cuts: tuple[tuple[int, ...], ...]
