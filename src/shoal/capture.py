@@ -132,7 +132,9 @@ def capture(
         tuple(outputs[n_forward_outputs:]),
         next((n.meta["val"].device for n in reader.storage_of if n.op != "placeholder"), torch.device("cpu")),
         reader.node_of,
-        {op: _largest_of([other.node_of[op] for _, other in others]) for op in reader.node_of} if others else {},
+        {op: max((other.node_of[op] for _, other in others), key=moved_bytes) for op in reader.node_of}
+        if others
+        else {},
     )
 
 
@@ -177,10 +179,6 @@ def _overwritten_inputs(graph: fx.Graph) -> set[fx.Node]:
     notes = graph.output_node().meta.get("desc") or ()
     changed = [note.mutated_input for note in notes if isinstance(note, InputMutationAOTOutput)]
     return {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed}
-
-
-def _largest_of(nodes: Sequence[fx.Node]) -> fx.Node:
-    return max(nodes, key=moved_bytes)
 
 
 class _Reader:

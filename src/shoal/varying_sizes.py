@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import py_sym_types
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -165,7 +165,9 @@ def _halfway(symbols: Iterable[Any], shape_env: Any) -> dict[Any, int]:
 def _largest_of_each(graph: fx.Graph) -> Iterator[dict[Any, int]]:
     seen: set[Any] = set()
     for node in graph.nodes:
-        for tensor in _tensors(node.meta.get("val")):
+        for tensor in tree_leaves(node.meta.get("val")):
+            if not isinstance(tensor, torch.Tensor):
+                continue
             nbytes = tensor.untyped_storage().nbytes()
             if not isinstance(nbytes, torch.SymInt) or (expression := _expression(nbytes)) in seen:
                 continue
@@ -175,14 +177,6 @@ def _largest_of_each(graph: fx.Graph) -> Iterator[dict[Any, int]]:
             choices = [dict(zip(symbols, corner, strict=True)) for corner in corners]
             if choices[0]:
                 yield max(choices, key=lambda choice: int(expression.xreplace(choice)))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _number(value: Any, numbers: Numbers) -> Any:
