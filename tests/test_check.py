@@ -86,24 +86,24 @@ def damages(runs: list[Run]) -> Iterator[tuple[str, list[Run]]]:
             yield f"run {i + 1} and its reads come too early", [*before, after[0], run, *after[1:]]
         for storage in run.writes:
             fewer = tuple(s for s in run.writes if s != storage)
-            yield f"run {i} does not write {storage}", [*before, replace(run, writes=fewer), *after]
+            yield f"run {i} does not write {storage}", [*before, run._replace(writes=fewer), *after]
         for storage in run.frees:
             taken = -1 if run.takes_over == storage else run.takes_over
-            kept = replace(run, frees=tuple(s for s in run.frees if s != storage), takes_over=taken)
+            kept = run._replace(frees=tuple(s for s in run.frees if s != storage), takes_over=taken)
             yield f"run {i} does not free {storage}", [*before, kept, *after]
             if taken != run.takes_over:
-                alive = replace(kept, takes_over=run.takes_over)
+                alive = kept._replace(takes_over=run.takes_over)
                 yield f"run {i} takes over {storage}, which lives on", [*before, alive, *after]
             for j, other in enumerate(runs):
                 if j != i:
                     moved = list(runs)
-                    moved[i], moved[j] = kept, replace(other, frees=(*other.frees, storage))
+                    moved[i], moved[j] = kept, other._replace(frees=(*other.frees, storage))
                     yield f"{storage} dies at run {j}, not at {i}", moved
             for j in range(i, len(runs)):
                 if j > i and storage in runs[j].writes:
                     break
                 twice = list(runs)
-                twice[j] = replace(runs[j], frees=(*runs[j].frees, storage))
+                twice[j] = runs[j]._replace(frees=(*runs[j].frees, storage))
                 yield f"{storage} dies again at run {j}", twice
 
 
@@ -125,11 +125,11 @@ def misplaced_transfers(runs: list[Run]) -> Iterator[tuple[str, list[Run]]]:
         for i, run in enumerate(runs):
             for storage in getattr(run, kind):
                 less = list(runs)
-                less[i] = replace(run, **{kind: tuple(s for s in getattr(run, kind) if s != storage)})
+                less[i] = run._replace(**{kind: tuple(s for s in getattr(run, kind) if s != storage)})
                 yield f"{kind} of {storage} at run {i} left out", less
                 for j, other in enumerate(runs):
                     moved = list(runs) if j == i else list(less)
-                    moved[j] = replace(other, **{kind: (*getattr(other, kind), storage)})
+                    moved[j] = other._replace(**{kind: (*getattr(other, kind), storage)})
                     yield f"{kind} of {storage} at run {j}, {'again' if j == i else f'not at {i}'}", moved
 
 
@@ -139,7 +139,7 @@ def test_a_block_of_another_size_is_not_taken_over() -> None:
     y = b.forward("shrink", (x,), [("out", 4)], 1.0, overwrites=x)[0]
     graph = b.step(b.conv(y, 4))
     runs = list(schedule(graph, {}))
-    runs[1] = replace(runs[1], frees=(x,), takes_over=x)
+    runs[1] = runs[1]._replace(frees=(x,), takes_over=x)
     with pytest.raises(PlanError, match="another size"):
         check(graph, {}, runs)
 

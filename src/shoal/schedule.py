@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from shoal.errors import PlanError
@@ -20,8 +21,7 @@ from shoal.step import RESIDENT, Op, StepGraph
 STAYS = RESIDENT | {"output", "tangent", "gradient"}  # kinds that nothing in the step frees
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One execution of an op, and the transfers that begin and are waited for around it.
 
     In time: `fetches`, `awaits`, the op itself, `offloads`, `frees`, `releases`.
@@ -89,13 +89,12 @@ def schedule(graph: StepGraph, residences: Mapping[str, Residence]) -> tuple[Run
 
 def _given_up(graph: StepGraph, residences: Mapping[str, Residence]) -> tuple[dict[int, Recompute], dict[int, Offload]]:
     """Storage id → residence, for those that are recomputed and those that are offloaded."""
-    by_name = {s.name: s for s in graph.storages}
     recomputed: dict[int, Recompute] = {}
     offloaded: dict[int, Offload] = {}
     for name, residence in residences.items():
         if not isinstance(residence, Recompute | Offload):
             continue
-        storage = by_name.get(name)
+        storage = graph.storage_called.get(name)
         if storage is None:
             raise PlanError(f"the plan names a storage {name!r} that this step does not have; plan this step anew")
         what = "recomputed" if isinstance(residence, Recompute) else "offloaded"
@@ -117,17 +116,18 @@ def _given_up(graph: StepGraph, residences: Mapping[str, Residence]) -> tuple[di
 def _executions(graph: StepGraph, recomputed: Mapping[int, Recompute]) -> list[_Execution]:
     """The runs in order, recomputations included."""
     again: dict[int, dict[int, list[int]]] = {}
-    backward = {op.name: op.id for op in graph.ops if op.phase != "forward"}
     for storage, residence in recomputed.items():
+        producer = graph.producer[storage]
         for op_name in residence.before:
-            if op_name not in backward:
+            before = graph.op_called.get(op_name)
+            if before is None or before.phase == "forward":
                 name = graph.storages[storage].name
                 raise PlanError(f"{name!r} is to be recomputed before {op_name!r}, no backward op of this step")
-            again.setdefault(backward[op_name], {}).setdefault(graph.producer[storage], []).append(storage)
+            again.setdefault(before.id, {}).setdefault(producer, []).append(storage)
     sequence: list[_Execution] = []
     for op in graph.ops:
-        for rerun, storages in sorted(again.get(op.id, {}).items()):
-            sequence.append(_Execution(rerun, True, tuple(storages)))
+        if op.id in again:
+            sequence += [_Execution(rerun, True, tuple(written)) for rerun, written in sorted(again[op.id].items())]
         sequence.append(_Execution(op.id, False, op.writes))
     return sequence
 
@@ -136,16 +136,14 @@ def _reject_missing_reads(
     graph: StepGraph, sequence: Sequence[_Execution], recomputed: Mapping[int, Recompute]
 ) -> None:
     """A recomputed storage must be there again when the backward pass reads it."""
-    back: set[int] = set()
-    for run in sequence:
+    gone = set(recomputed)
+    for run in sequence[graph.n_forward :]:
         op = run.of(graph)
-        if run.again or op.phase != "forward":
-            for storage in op.reads:
-                if storage in recomputed and storage not in back:
-                    name = graph.storages[storage].name
-                    raise PlanError(f"{op.name!r} reads {name!r}, which was given up and is not recomputed before it")
+        if not gone.isdisjoint(op.reads):
+            name = graph.storages[next(storage for storage in op.reads if storage in gone)].name
+            raise PlanError(f"{op.name!r} reads {name!r}, which was given up and is not recomputed before it")
         if run.again:
-            back.update(run.writes)
+            gone.difference_update(run.writes)
 
 
 def _transfers(graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload]) -> _Transfers:
@@ -153,7 +151,6 @@ def _transfers(graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapp
     found = _Transfers()
     if not offloaded:
         return found
-    ops = {op.name: op for op in graph.ops}
     first_reader: dict[int, int] = {}  # storage → place in the sequence of its first reader of the backward pass
     group: dict[int, int] = {}  # backward op → place of the first recomputation for it, or its own
     n_forward, begins = graph.n_forward, graph.n_forward
@@ -166,7 +163,8 @@ def _transfers(graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapp
             begins = place + 1
     for storage, residence in offloaded.items():
         name = graph.storages[storage].name
-        leaves, returns = ops.get(residence.free_after), ops.get(residence.fetch_before)
+        leaves = graph.op_called.get(residence.free_after)
+        returns = graph.op_called.get(residence.fetch_before)
         if leaves is None or leaves.phase != "forward":
             raise PlanError(f"{name!r} is to be freed after {residence.free_after!r}, no forward op of this step")
         if returns is None or returns.phase != "backward":
@@ -195,45 +193,51 @@ def _transfers(graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapp
 def _with_frees(
     graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload], transfers: _Transfers
 ) -> tuple[Run, ...]:
-    stays = [s.kind in STAYS for s in graph.storages]
     runs: list[Run] = []
+    stays = {s.id for s in graph.storages if s.kind in STAYS}
     read_later: set[int] = set()  # storages whose instance at this point is read further on
-    crossing = _crossing(graph, sequence, offloaded)
-    for place, run in reversed(list(enumerate(sequence))):
-        op_id, again, writes = run
+    held_until = _held_until(graph, sequence, offloaded)
+    for place in range(len(sequence) - 1, -1, -1):
+        op_id, again, writes = run = sequence[place]
         op = run.of(graph)
         released = offloaded if place < graph.n_forward else ()  # these the residence frees, not their last reader
-        frees = [s for s in writes if s not in read_later and not stays[s] and s not in released]
+        frees = [s for s in writes if s not in read_later and s not in stays and s not in released]
         read_later.difference_update(writes)
         takes_over = -1
         for storage in op.reads:
-            if storage not in read_later and not stays[storage] and storage not in released:
+            if storage not in read_later and storage not in stays and storage not in released:
                 frees.append(storage)
-                if storage == op.overwrites and op.writes[0] in writes and storage not in crossing[place]:
+                if (
+                    storage == op.overwrites
+                    and op.writes[0] in writes
+                    and not graph.n_forward <= place < held_until.get(storage, 0)
+                ):
                     takes_over = storage
         read_later.update(op.reads)
+        dead = tuple(dict.fromkeys(frees)) if len(frees) > 1 else tuple(frees)
         if not offloaded:
-            runs.append(Run(op_id, again, writes, tuple(dict.fromkeys(frees)), takes_over))
+            runs.append(Run(op_id, again, writes, dead, takes_over))
             continue
         moved = (transfers.fetches, transfers.awaits, transfers.offloads, transfers.releases)
         here = [tuple(kind.get(place, ())) for kind in moved]
-        runs.append(Run(op_id, again, writes, tuple(dict.fromkeys(frees)), takes_over, *here))
+        runs.append(Run(op_id, again, writes, dead, takes_over, *here))
         read_later.difference_update(here[0])
     runs.reverse()
     return tuple(runs)
 
 
-def _crossing(graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload]) -> list[set[int]]:
-    """For each run of the backward pass, the storages still held from the forward pass.
+def _held_until(
+    graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload]
+) -> Mapping[int, float]:
+    """Place in the sequence up to which the backward pass finds a storage of the forward pass.
 
-    They are autograd's saved tensors, which must not be overwritten: the backward pass may be asked for twice. What
-    was offloaded comes back as a tensor of this pass alone.
+    It is autograd's saved tensor until then, and must not be overwritten: the backward pass may be asked for twice.
+    What was offloaded or recomputed comes back as a tensor of this pass alone.
     """
-    held = {storage for op in graph.ops[: graph.n_forward] for storage in op.writes}.difference(offloaded)
-    nothing: set[int] = set()
-    crossing = []
-    for run in sequence:
-        if run.again:
-            held = held.difference(run.writes)
-        crossing.append(nothing if graph.ops[run.op].phase == "forward" and not run.again else held)
-    return crossing
+    until: dict[int, float] = {s: inf for op in graph.ops[: graph.n_forward] for s in op.writes if s not in offloaded}
+    for place in range(graph.n_forward, len(sequence)):
+        if sequence[place].again:
+            for storage in sequence[place].writes:
+                if until.get(storage) == inf:
+                    until[storage] = place
+    return until

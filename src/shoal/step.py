@@ -153,6 +153,16 @@ class StepGraph:
         return sum(op.phase == "forward" for op in self.ops)
 
     @cached_property
+    def op_called(self) -> Mapping[str, Op]:
+        """Name → op."""
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def storage_called(self) -> Mapping[str, Storage]:
+        """Name → storage."""
+        return {storage.name: storage for storage in self.storages}
+
+    @cached_property
     def producer(self) -> Mapping[int, int]:
         """Storage id → id of the op that writes it."""
         return {storage: op.id for op in self.ops for storage in op.writes}

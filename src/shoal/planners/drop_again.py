@@ -12,8 +12,10 @@ where every future reader is known. No optimum is claimed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from shoal.errors import PlanError
 from shoal.residence import Recompute, Residence
@@ -48,14 +50,18 @@ class _Wait:
     op: int
 
 
-def drop_again(graph: StepGraph, residences: Mapping[str, Residence], budget_bytes: int) -> dict[str, Residence] | None:
-    """Residences derived from `residences` whose peak fits, or None where dropping more does not get there.
+def drop_again(
+    graph: StepGraph, residences: Mapping[str, Residence], budget_bytes: int, time_limit_seconds: float = inf
+) -> dict[str, Residence] | None:
+    """Residences derived from `residences` whose peak fits, or None where dropping more does not get there in time.
 
     Args:
         graph: the step.
         residences: a plan whose peak is over the budget.
         budget_bytes: most bytes in use at any position.
+        time_limit_seconds: of the search; a change to the plan of a step of thousands of ops takes a second.
     """
+    deadline = time.perf_counter() + time_limit_seconds
     current = _play(graph, residences)
     for _ in range(_MOST_DROPS):
         over_bytes = current.excess_bytes(budget_bytes)
@@ -72,7 +78,7 @@ def drop_again(graph: StepGraph, residences: Mapping[str, Residence], budget_byt
                 gain = less_bytes / max(played.seconds - current.seconds, 1e-9)
                 if best is None or gain > best[0]:
                     best = (gain, played)
-        if best is None:
+        if best is None or time.perf_counter() > deadline:
             return None
         current = best[1]
     return None

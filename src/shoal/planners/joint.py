@@ -52,6 +52,7 @@ _EXCHANGE_SECONDS = 7.0
 _SET_ASIDE = (0.5, 1.0, 0.25, 0.0)  # of the largest storage: a copy frees nothing until it has ended
 _SOLVE_SECONDS = 10.0
 _KEEP_MORE_SECONDS = 2.0
+_DROP_SECONDS = 10.0
 _LEAST_SECONDS = 10.0  # after which the least plan found so far counts
 _CLOSE_ENOUGH = 0.002  # of the plain step's time: nearer to the lower bound no other planner is asked
 _FAR_OFF = 0.03
@@ -201,7 +202,10 @@ def _dropped_again(choice: RecomputeChoice, hardware: Hardware, budget_bytes: in
     """The fastest of what dropping makes of the least plans that recompute once and several times, and of `_narrow`."""
     graph = choice.graph
     starts = [least_peak(graph, hardware).residences, _least_once(choice), _narrow(choice)]
-    found = [drop_again(graph, start, budget_bytes) for start in starts if start is not None]
+    deadline = time.perf_counter() + _DROP_SECONDS
+    found = [
+        drop_again(graph, start, budget_bytes, deadline - time.perf_counter()) for start in starts if start is not None
+    ]
     played = [_with_more_kept(graph, budget_bytes, _exactly(graph, r)) for r in found if r is not None]
     return min((one for one in played if one is not None), key=lambda one: one.seconds, default=None)
 
@@ -238,7 +242,8 @@ def _least(graph: StepGraph, hardware: Hardware) -> Plan:
     least = min(plans, key=lambda plan: plan.predicted_peak_bytes)
     for start in plans:
         while time.perf_counter() < deadline:
-            lower = drop_again(graph, start.residences, int(0.98 * least.predicted_peak_bytes))
+            aim_bytes = int(0.98 * least.predicted_peak_bytes)
+            lower = drop_again(graph, start.residences, aim_bytes, deadline - time.perf_counter())
             if lower is None:
                 break
             least = start = Plan(graph, lower, "joint", hardware.name)
