@@ -1,6 +1,7 @@
 """What splitting costs on the CPU: a step of the split network beside a step of the network.
 
     python -m bench.split_cost           some minutes on two cores
+    python -m bench.split_cost --images 16 --networks densenet121    larger ops: less lost to many small ones
     python -m bench.split_cost --quick   one network, small images, one turn: does it run?
 
 Half the convolutions in 2 x 2 patches, forward and backward in eager PyTorch, in both memory formats. `twin` is the
@@ -72,11 +73,11 @@ def assert_same_gradients(name: str) -> None:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     shown = Table(title=f"A step beside the network's own; the target of split is {TARGET:.2f}")
-    for column in ("network", "memory format", "plain step", *WAYS):
+    for column in ("network", "memory format", "images", "plain step", *WAYS):
         shown.add_column(column, justify="left" if column in ("network", "memory format") else "right")
     for row in rows:
         cells = [f"{row['ratios'][name]:.3f}" for name in WAYS]
-        shown.add_row(row["network"], row["layout"], f"{1e3 * row['plain_seconds']:.0f} ms", *cells)
+        shown.add_row(row["network"], row["layout"], str(row["images"]), f"{1e3 * row['plain_seconds']:.0f} ms", *cells)
     return shown
 
 
@@ -85,15 +86,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.split_cost", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one network, small images, one turn: does it run?")
     parser.add_argument("--networks", default=",".join(NETWORKS), help=f"of {', '.join(NETWORKS)}")
+    parser.add_argument(
+        "--images", type=int, help="in a batch; default: " + ", ".join(f"{n} {i}" for n, (i, _) in NETWORKS.items())
+    )
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
     asked = parser.parse_args(arguments)
     names = asked.networks.split(",")
     try:
-        if not set(names) <= set(NETWORKS) or asked.turns < 1:
-            raise InputError(
-                f"--networks {asked.networks} --turns {asked.turns}: give some of {', '.join(NETWORKS)} and 1 or more"
-            )
+        if not set(names) <= set(NETWORKS):
+            raise InputError(f"--networks {asked.networks}: give some of {', '.join(NETWORKS)}")
+        if asked.turns < 1 or (asked.images is not None and asked.images < 1):
+            raise InputError(f"--turns {asked.turns} --images {asked.images}: give 1 or more")
         out = make_folder(asked.out)
     except InputError as error:
         print(f"bench.split_cost: {error}", file=sys.stderr)
@@ -104,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for name in names[:1] if asked.quick else names:
         assert_same_gradients(name)
-        images, pixels = (2, 64) if asked.quick else NETWORKS[name]
+        images, pixels = (2, 64) if asked.quick else (asked.images or NETWORKS[name][0], NETWORKS[name][1])
         for layout, memory_format in LAYOUTS.items():
             workload = make_workload(name, images, pixels)
             workload.model.to(memory_format=memory_format)  # type: ignore[call-overload]
