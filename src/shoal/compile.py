@@ -59,8 +59,8 @@ def compile(
         budget: device bytes at the peak of a step, forward and backward: an int of bytes or a text such as "2GiB".
             Parameters, gradients, optimizer state, buffers, the batch and workspaces count. None keeps everything and
             only reports.
-        planner: "joint" (default), "chain", "sqrt", "keep_all", "hmms", "layerwise", "hascoet", or a function
-            (StepGraph, Hardware, budget_bytes) → Plan.
+        planner: "joint" (default), "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", or a
+            function (StepGraph, Hardware, budget_bytes) → Plan.
         optimizer: the optimizer that will train the model, so that its state counts, also before its first step.
         inner: what runs the planned graphs: "eager" (PyTorch's kernels, no compiler needed) or "inductor".
         plan: a saved plan to use as it is instead of planning; see `shoal.plan`.

@@ -12,7 +12,7 @@ from shoal.plan import Plan
 from shoal.step import StepGraph
 
 Planner = Callable[[StepGraph, Hardware, int], Plan]
-NAMES = ("joint", "chain", "sqrt", "keep_all", "hmms", "layerwise", "hascoet")
+NAMES = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet")
 
 
 def get(name: str | Planner) -> Planner:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shoal.plan import Plan
     from shoal.transforms.patch_map import PatchMap
 
-PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "layerwise", "hascoet", "none")
+PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", "none")
 OPTIMIZERS = ("sgd", "adamw")
 PRECISIONS = ("none", "bf16", "fp16")
 INNERS = ("eager", "inductor")
