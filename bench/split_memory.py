@@ -8,8 +8,9 @@ Two parts. *Simulated*: VGG-19 and ResNet-18 at 224 pixels on the paper's machin
 `bench.hmms`), depth 75 %, 2 x 2 patches. Plain is the step with the storages that PyTorch has; the others are Shoal's.
 The paper's ResNet-18 recomputes its batch norms, as `hmms_recompute` does. *Rehearsed*: the same on this CPU at a
 reduced size behind a wall: the largest batch of which plain PyTorch and Shoal's plans each run whole steps inside as
-many bytes, the plans with 5 % of added time or less, and images a second. `exact` is `halo="exact"`, the unsplit
-network's function. The threads that copy need a core: run it with OMP_NUM_THREADS one below the number of cores.
+many bytes, the plans with 5 % of added time or less and up to eight times the plain batch, and images a second. `exact`
+is `halo="exact"`, the unsplit network's function. The threads that copy need a core: run it with OMP_NUM_THREADS one
+below the number of cores.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ REHEARSED_WAYS: tuple[tuple[str, dict[str, Any] | None, str | None], ...] = (
     ("split, joint", {}, "joint"),
 )
 _STEPS_BEHIND_THE_WALL = 2  # the first may be a trial that is planned anew
+_MOST_TIMES = 8  # of the plain batch: beyond it none is tried
 _MOST_ADDED = 0.05  # of the plain step, by the plan: waiting for the link, far more images would fit
 _REPEATS = 3
 
@@ -132,7 +134,8 @@ def rehearsed(name: str, image: int, plain_batch: int, *, exact: bool = False) -
             return workload, shoal.compile(model, limit_bytes, planner=planner, rehearse=target)
 
         largest = max((row["batch"] for row in rows), default=0)
-        batch = largest_that_runs(at, limit_bytes, largest or plain_batch, max(1, plain_batch // 4))
+        apart, most = max(1, plain_batch // 4), _MOST_TIMES * plain_batch
+        batch = largest_that_runs(at, limit_bytes, largest or plain_batch, apart, most)
         rows.append({"contender": contender, "batch": batch, "images_per_second": 0.0})
         if batch:
             ran[contender] = at(batch)
@@ -149,7 +152,7 @@ def rehearsed(name: str, image: int, plain_batch: int, *, exact: bool = False) -
 
 
 def largest_that_runs(
-    at: Callable[[int], tuple[Workload, Forward]], limit_bytes: int, first: int, apart: int | None = None
+    at: Callable[[int], tuple[Workload, Forward]], limit_bytes: int, first: int, apart: int, most: int
 ) -> int:
     """The largest batch that runs behind a wall, by a plan that adds no more than 5 %; 0 for none.
 
@@ -157,9 +160,9 @@ def largest_that_runs(
         at: batch → the step, and what runs its forward pass.
         limit_bytes: of the wall, with what was there before it was raised.
         first: the batch to begin with. Half as many are added, doubling while they run, then halving.
-        apart: images; a quarter of `first`.
+        apart: as many images more do not run.
+        most: images; more are not tried.
     """
-    apart = apart or max(1, first // 4)
 
     def runs(batch: int) -> bool:
         workload, forward = at(batch)
@@ -176,10 +179,11 @@ def largest_that_runs(
         return plan is None or plan.added_seconds <= _MOST_ADDED * plan.plain_seconds
 
     fits, stride, growing = 0, first, True
-    while stride >= apart:
-        ran = runs(fits + stride)
+    while stride >= apart and fits < most:
+        batch = min(fits + stride, most)
+        ran = runs(batch)
         growing = growing and ran
-        began, fits = fits == 0, fits + (stride if ran else 0)
+        began, fits = fits == 0, batch if ran else fits
         stride = stride * 2 if growing and not began else stride // 2
     return fits
 
