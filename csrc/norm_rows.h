@@ -8,14 +8,6 @@ namespace {
 
 constexpr int kRowsOfSums = 256;  // in floats before they are added to the doubles
 
-// at(channel, how to read and write there) for each vector of channels
-template <typename At>
-inline void each_vector(std::int64_t channels, At at) {
-    std::int64_t c = 0;
-    for (; c + kLanes <= channels; c += kLanes) at(c, Whole{});
-    if (c < channels) at(c, Some{int(channels - c)});
-}
-
 template <int R>
 inline void add_rows(const float* x, std::int64_t ld, std::int64_t channels, const float* pivot, float* sums,
                      float* squares) {

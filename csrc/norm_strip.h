@@ -159,29 +159,40 @@ inline void add_weight_grad(const Convolution& of, const Strip& strip, const std
     }
 }
 
-// Of one vector of channels: grad_x = masked da * scale, and the sums of masked da and of it times x - mean.
-template <typename There>
-inline void finish_channels(const ShoalNormConv& call, const Strip& strip, int channel, int lanes, There there,
-                            const float* da, double* total, double* centred) {
-    const Vector mean = there.get(call.mean + channel), scale = there.get(call.scale + channel),
-                 shift = there.get(call.shift + channel);
+// at(channel, how to read and write there) for each vector of channels
+template <typename At>
+inline void each_vector(std::int64_t channels, At at) {
+    std::int64_t c = 0;
+    for (; c + kLanes <= channels; c += kLanes) at(c, Whole{});
+    if (c < channels) at(c, Some{int(channels - c)});
+}
+
+// Of one depth block: grad_x = masked da * scale, and the sums of masked da and of it times x - mean.
+inline void finish_input(const ShoalNormConv& call, const Strip& strip, int from, int count, Scratch& scratch) {
     const std::int64_t pixels = std::int64_t{strip.segments} * strip.width;
-    const float* x = call.x + strip.first * call.ld_x + channel;
-    float* grad_x = call.grad_x + strip.first * call.ld_grad_x + channel;
-    Vector sum = {}, product = {};
-    for (std::int64_t p = 0; p < pixels; ++p, x += call.ld_x, grad_x += call.ld_grad_x, da += kPitch) {
-        const Vector off = there.get(x) - mean, value = off * scale + shift;
-        Vector grad = load(da);
-        if (call.rectify) grad = value <= Vector{} ? Vector{} : grad;
-        sum += grad;
-        product += grad * off;
-        Vector result = grad * scale;
-        if (call.accumulate) result += there.get(grad_x);
-        there.put(grad_x, result);
+    const float *mean = call.mean + from, *scale = call.scale + from, *shift = call.shift + from;
+    float *sums = scratch.sum, *products = scratch.square;
+    const bool rectify = call.rectify, accumulate = call.accumulate;
+    std::memset(sums, 0, (count + kLanes - 1) / kLanes * kLanes * sizeof(float));
+    std::memset(products, 0, (count + kLanes - 1) / kLanes * kLanes * sizeof(float));
+    for (std::int64_t pixel = 0; pixel < pixels; ++pixel) {
+        const float* x = call.x + (strip.first + pixel) * call.ld_x + from;
+        const float* da = scratch.grad_input + pixel * kPitch;
+        float* grad_x = call.grad_x + (strip.first + pixel) * call.ld_grad_x + from;
+        each_vector(count, [=](std::int64_t c, auto there) {
+            const Vector off = there.get(x + c) - there.get(mean + c), factor = there.get(scale + c);
+            Vector grad = load(da + c);
+            if (rectify) grad = off * factor + there.get(shift + c) <= Vector{} ? Vector{} : grad;
+            store(sums + c, load(sums + c) + grad);
+            store(products + c, load(products + c) + grad * off);
+            Vector result = grad * factor;
+            if (accumulate) result += there.get(grad_x + c);
+            there.put(grad_x + c, result);
+        });
     }
-    for (int lane = 0; lane < lanes; ++lane) {
-        total[channel + lane] += sum[lane];
-        centred[channel + lane] += product[lane];
+    for (int c = 0; c < count; ++c) {
+        scratch.total[from + c] += sums[c];
+        scratch.centred[from + c] += products[c];
     }
 }
 
@@ -207,14 +218,7 @@ void backward_strip(const Convolution& of, const Strip& strip, Scratch& scratch)
                                 of.taps * (std::ptrdiff_t{block} * in_tiles + std::ptrdiff_t{tile} * depth) * kColumns,
                             scratch.grad_input + column, kPitch, kColumns, nullptr, block > 0, nullptr);
             }
-        for (int c = 0; c < count; c += kLanes) {
-            const int lanes = least(kLanes, count - c);
-            const float* da = scratch.grad_input + c;
-            if (lanes == kLanes)
-                finish_channels(call, strip, from + c, lanes, Whole{}, da, scratch.total, scratch.centred);
-            else
-                finish_channels(call, strip, from + c, lanes, Some{lanes}, da, scratch.total, scratch.centred);
-        }
+        finish_input(call, strip, from, count, scratch);
     }
 }
 
