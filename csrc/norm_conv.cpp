@@ -41,7 +41,9 @@ public:
         grad_input_floats = backward ? height_of_strip * width_of_strip * level.pitch : 0;
     }
 
-    Strip operator[](std::int64_t number) const {
+    // Strip `number`; one without segments from `end` on.
+    Strip operator()(std::int64_t number, std::int64_t end) const {
+        if (number >= end) return {0, 0, 0, false, false};
         if (!halo) {
             const std::int64_t first = number * width_of_strip;
             return {first, 1, int(std::min(width_of_strip, pixels_ - first)), false, false};
@@ -172,7 +174,7 @@ void forward(const ShoalNormConv& call, const Level& level) {
         std::fill_n(own.moments.squares, call.out_channels, 0.0);
         const std::int64_t last = work.cut.strips * (thread + 1) / work.threads;
         for (std::int64_t strip = work.cut.strips * thread / work.threads; strip < last; ++strip)
-            level.forward(work.of, work.cut[strip], own);
+            level.forward(work.of, work.cut(strip, last), work.cut(strip + 1, last), own);
     });
     if (!call.mean_y) return;
     std::vector<Moments> parts;
@@ -205,7 +207,7 @@ void backward(const ShoalNormConv& call, const Level& level) {
         std::fill_n(own.centred, in, 0.0);
         const std::int64_t last = work.cut.strips * (thread + 1) / work.threads;
         for (std::int64_t strip = work.cut.strips * thread / work.threads; strip < last; ++strip)
-            level.backward(work.of, work.cut[strip], own);
+            level.backward(work.of, work.cut(strip, last), work.cut(strip + 1, last), own);
     });
     const std::int64_t rows = call.out_channels * work.of.taps;
     on_threads(work.threads, [&](int thread) {

@@ -45,8 +45,9 @@ struct Rows {
 struct Level {
     int rows, columns;  // of the register tile
     int depth, pitch;   // of a panel
-    void (*forward)(const Convolution&, const Strip&, Scratch&);
-    void (*backward)(const Convolution&, const Strip&, Scratch&);
+    // The strip to come, for which memory is asked meanwhile, has no segments after the last.
+    void (*forward)(const Convolution&, const Strip& strip, const Strip& next, Scratch&);
+    void (*backward)(const Convolution&, const Strip& strip, const Strip& next, Scratch&);
     void (*statistics)(const ShoalNormPass&, Rows, Scratch&);
     void (*activate)(const ShoalNormPass&, Rows);
     void (*activate_backward)(const ShoalNormPass&, Rows, Scratch&);

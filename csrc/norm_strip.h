@@ -1,7 +1,7 @@
 // One strip of a fused convolution, forward and backward: normalised into a padded panel, then nothing but tiles.
 #pragma once
 
-#include "norm_tile.h"
+#include "norm_ahead.h"
 
 namespace shoal {
 namespace {
@@ -77,10 +77,16 @@ inline void tap_offsets(const Convolution& of, const Strip& strip, bool flipped,
     }
 }
 
+// How many tiles column_tile runs.
+inline std::int64_t tiles_of_column(const Convolution& of, const Strip& strip, int depth) {
+    const int at_once = taps_a_pass(of.taps, depth);
+    return std::int64_t{of.taps / at_once} * strip.segments * ((strip.width + kTileRows - 1) / kTileRows);
+}
+
 // out[pixel][columns] = sum over taps and one depth block, for one column tile. The first pass starts from `start`.
 inline void column_tile(const Convolution& of, const Strip& strip, const float* panel, const std::ptrdiff_t* offsets,
                         int depth, const float* weight, float* out, std::ptrdiff_t ld_out, int columns,
-                        const float* start, bool go_on, TileSums* sums) {
+                        const float* start, bool go_on, TileSums* sums, Ahead& ahead) {
     const int at_once = taps_a_pass(of.taps, depth);
     const std::ptrdiff_t row_pitch = std::ptrdiff_t{strip.width + 2 * of.halo} * kPitch;
     alignas(64) float edge[kTileRows * kColumns] = {};
@@ -92,6 +98,7 @@ inline void column_tile(const Convolution& of, const Strip& strip, const float* 
                 float* to = out + (std::ptrdiff_t{s} * strip.width + first) * ld_out;
                 const float* tile_weight = weight + std::ptrdiff_t{tap} * depth * kColumns;
                 TileSums* tile_sums = last ? sums : nullptr;
+                ahead.step();
                 if (columns == kColumns) {
                     AllTiles::rows[rows - 1](from, offsets + tap, at_once, depth, tile_weight, to, ld_out,
                                              from_out ? to : start, from_out ? ld_out : 0, tile_sums);
@@ -109,7 +116,7 @@ inline void column_tile(const Convolution& of, const Strip& strip, const float* 
     }
 }
 
-void forward_strip(const Convolution& of, const Strip& strip, Scratch& scratch) {
+void forward_strip(const Convolution& of, const Strip& strip, const Strip& next, Scratch& scratch) {
     const ShoalNormConv& call = *of.call;
     const int in = call.in_channels, out = call.out_channels, tiles = (out + kColumns - 1) / kColumns;
     std::ptrdiff_t offsets[9];
@@ -117,6 +124,12 @@ void forward_strip(const Convolution& of, const Strip& strip, Scratch& scratch) 
     for (int from = 0; from < in; from += kDepth) {
         const int depth = least(kDepth, in - from);
         fill_input(of, strip, from, depth, scratch.input);
+        Ahead ahead;
+        if (from + kDepth < in)
+            ahead.add(call.x + from + kDepth, call.ld_x, least(kDepth, in - from - kDepth), strip);
+        else
+            ahead.add(call.x, call.ld_x, least(kDepth, in), next);
+        ahead.deal(tiles * tiles_of_column(of, strip, depth));
         for (int tile = 0; tile < tiles; ++tile) {
             const int column = tile * kColumns;
             TileSums sums = {scratch.pivot + column, scratch.sum + column, scratch.square + column, true};
@@ -124,7 +137,7 @@ void forward_strip(const Convolution& of, const Strip& strip, Scratch& scratch) 
                         of.forward_weight + of.taps * (std::ptrdiff_t{from} * tiles + std::ptrdiff_t{tile} * depth) * kColumns,
                         call.y + strip.first * call.ld_y + column, call.ld_y, least(kColumns, out - column),
                         of.bias ? of.bias + column : nullptr, from > 0,
-                        call.mean_y && from + depth == in ? &sums : nullptr);
+                        call.mean_y && from + depth == in ? &sums : nullptr, ahead);
         }
     }
     if (call.mean_y)
@@ -196,7 +209,7 @@ inline void finish_input(const ShoalNormConv& call, const Strip& strip, int from
     }
 }
 
-void backward_strip(const Convolution& of, const Strip& strip, Scratch& scratch) {
+void backward_strip(const Convolution& of, const Strip& strip, const Strip& next, Scratch& scratch) {
     const ShoalNormConv& call = *of.call;
     const int in = call.in_channels, out = call.out_channels, in_tiles = (in + kColumns - 1) / kColumns;
     const std::ptrdiff_t panel_pitch =
@@ -210,13 +223,23 @@ void backward_strip(const Convolution& of, const Strip& strip, Scratch& scratch)
         const int count = least(kDepth, in - from);
         fill_input(of, strip, from, count, scratch.input);
         add_weight_grad(of, strip, offsets, from, count, scratch);
+        Ahead ahead;
+        if (from + kDepth < in) {
+            ahead.add(call.x + from + kDepth, call.ld_x, least(kDepth, in - from - kDepth), strip);
+        } else {
+            ahead.add(call.grad_y, call.ld_grad_y, out, next);
+            if (of.grad_constant) ahead.add(call.y, call.ld_y, out, next);
+            ahead.add(call.x, call.ld_x, least(kDepth, in), next);
+        }
+        ahead.deal((count + kColumns - 1) / kColumns * ((out + kDepth - 1) / kDepth) *
+                   tiles_of_column(of, strip, least(kDepth, out)));
         for (int column = 0; column < count; column += kColumns)
             for (int block = 0; block < out; block += kDepth) {
                 const int depth = least(kDepth, out - block), tile = (from + column) / kColumns;
                 column_tile(of, strip, scratch.grad + block / kDepth * panel_pitch, flipped, depth,
                             of.backward_weight +
                                 of.taps * (std::ptrdiff_t{block} * in_tiles + std::ptrdiff_t{tile} * depth) * kColumns,
-                            scratch.grad_input + column, kPitch, kColumns, nullptr, block > 0, nullptr);
+                            scratch.grad_input + column, kPitch, kColumns, nullptr, block > 0, nullptr, ahead);
             }
         finish_input(call, strip, from, count, scratch);
     }
