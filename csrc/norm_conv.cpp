@@ -8,8 +8,8 @@
 namespace shoal {
 namespace {
 
-// Half of the smallest second cache in use: the other half is for the weight and what streams by.
-constexpr std::int64_t kPanelBytes = 256 << 10;
+// A third of the smallest second cache in use: the weight, the result and what streams by need room too.
+constexpr std::int64_t kPanelBytes = 160 << 10;
 
 std::int64_t up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from functools import cache
+from typing import cast
 
 import torch
 
@@ -49,22 +51,22 @@ def pitch(x: torch.Tensor) -> int | None:
     if x.numel() == 0:
         return None
     images, channels, height, width = x.shape
-    if channels > 1 and x.stride(1) != 1:
+    over_images, over_channels, over_rows, over_columns = x.stride()
+    if channels > 1 and over_channels != 1:
         return None
-    found = channels
     # A dimension of size one may have any stride: the first that is longer tells.
-    for size, stride, pixels in (
-        (width, x.stride(3), 1),
-        (height, x.stride(2), width),
-        (images, x.stride(0), height * width),
-    ):
-        if size > 1:
-            found = stride // pixels
-            break
-    expected = ((width, x.stride(3), 1), (height, x.stride(2), width), (images, x.stride(0), height * width))
-    if found < channels or any(size > 1 and stride != pixels * found for size, stride, pixels in expected):
-        return None
-    return found
+    if width > 1:
+        found = over_columns
+    elif height > 1:
+        found = over_rows
+    else:
+        found = over_images if images > 1 else channels
+    fits = (
+        found >= channels
+        and (height == 1 or over_rows == width * found)
+        and (images == 1 or over_images == height * width * found)
+    )
+    return found if fits else None
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +83,7 @@ def empty_rows(images: int, channels: int, height: int, width: int) -> torch.Ten
 
 def vector(values: torch.Tensor) -> torch.Tensor:
     """`values`, (C,), dense and in float32."""
-    return values.detach().to(torch.float32).contiguous()
+    return values if values.dtype == torch.float32 and values.is_contiguous() else values.float().contiguous()
 
 
 def place(tensor: torch.Tensor | None) -> int | None:
@@ -96,10 +98,7 @@ def workspace(bytes_: int) -> torch.Tensor:
 
 def run(call: str, argument: ctypes.Structure) -> None:
     """Calls a function of the native library; ctypes gives the interpreter's lock away meanwhile."""
-    native = library()
-    if native is None:
-        raise InputError("the native library was not built; use the torch reference")
-    if getattr(native, call)(ctypes.byref(argument)) != 0:
+    if _function(call)(ctypes.byref(argument)) != 0:
         raise InputError(
             f"{call}: this processor does not run the level asked for; choose one of {', '.join(levels())}"
         )
@@ -107,9 +106,14 @@ def run(call: str, argument: ctypes.Structure) -> None:
 
 def bytes_of(call: str, *arguments: object) -> int:
     """What a function of the native library that returns bytes says."""
+    return int(_function(call)(*arguments))
+
+
+@cache
+def _function(name: str) -> Callable[..., int]:
     native = library()
     if native is None:
         raise InputError("the native library was not built; use the torch reference")
-    function = getattr(native, call)
-    function.restype = ctypes.c_int64
-    return int(function(*arguments))
+    found = getattr(native, name)
+    found.restype = ctypes.c_int64 if name.endswith("_bytes") else ctypes.c_int32
+    return cast(Callable[..., int], found)
