@@ -1,7 +1,8 @@
 """Fused normalise + ReLU + convolution + statistics, layer by layer, against PyTorch's own in channels_last.
 
-`python -m bench.norm_conv [--batch 4] [--threads 1] [--layers densenet,resnet] [--cpu-time]`. Interleaved medians; PyTorch's side is
-`batch_norm` in training mode, `relu` and `conv2d`, which measures what it reads, where ours measures what it writes.
+`python -m bench.norm_conv [--batch 4] [--threads 1] [--layers densenet,resnet] [--cpu-time]`. Interleaved medians;
+PyTorch's side is `batch_norm` in training mode, `relu` and `conv2d`, which measures what it reads, where ours measures
+what it writes.
 """
 
 from __future__ import annotations
