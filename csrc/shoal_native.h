@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 3
+#define SHOAL_ABI_VERSION 4
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -48,3 +48,73 @@ SHOAL_API std::int32_t shoal_layout_search(std::int64_t count, const std::int64_
                                            const std::int64_t* size, std::int64_t capacity, std::uint32_t rules,
                                            std::int64_t most_nodes, double seconds, const volatile std::int32_t* stop,
                                            std::int64_t* failures, std::int64_t* offsets);
+
+// Instruction sets the normalising kernels are built for; a negative level is the best this processor runs.
+enum ShoalLevel : std::int32_t { SHOAL_PORTABLE = 0, SHOAL_AVX2_LEVEL = 1, SHOAL_AVX512_LEVEL = 2 };
+
+SHOAL_API std::int32_t shoal_norm_conv_level();
+
+enum ShoalOutcome : std::int32_t { SHOAL_DONE = 0, SHOAL_NO_SUCH_LEVEL = 1 };
+
+// y = convolution(act((x - mean) * scale + shift)) of stride 1 that keeps height and width, float32. Pixels of x, y and their
+// gradients lie in NHWC order, `ld_` floats apart. An element of the weight is at out * weight_out + in * weight_in +
+// tap * weight_tap, the taps counted along rows. `workspace` holds as many bytes as shoal_norm_conv_workspace_bytes says
+// for the same sizes, threads and level, and begins at a multiple of 64. Nothing written may overlap anything read.
+struct ShoalNormConv {
+    std::int64_t images, height, width, in_channels, out_channels;
+    std::int32_t kernel, rectify;  // kernel: 1 or 3
+    std::int32_t threads, level;
+    const float* x;
+    std::int64_t ld_x;
+    const float *mean, *scale, *shift;
+    const float* weight;
+    std::int64_t weight_out, weight_in, weight_tap;
+    const float* bias;  // may be null
+    float* y;           // backward reads it where grad_mean_y is given
+    std::int64_t ld_y;
+    float *mean_y, *variance_y;  // null in forward: no statistics
+    // Backward only from here. The whole gradient of y is grad_y + grad_mean_y / pixels
+    // + 2 * grad_variance_y / pixels * (y - mean_y), grad_y alone where the two are null.
+    const float* grad_y;
+    std::int64_t ld_grad_y;
+    const float *grad_mean_y, *grad_variance_y;
+    float* grad_x;
+    std::int64_t ld_grad_x;
+    std::int32_t accumulate, unused;  // accumulate: added to grad_x
+    float* grad_weight;               // (out, tap, in), dense
+    float *grad_scale, *grad_shift;   // sum(da * (x - mean)) and sum(da)
+    void* workspace;
+};
+
+SHOAL_API std::int64_t shoal_norm_conv_workspace_bytes(const ShoalNormConv* call, std::int32_t backward);
+SHOAL_API std::int32_t shoal_norm_conv_forward(const ShoalNormConv* call);
+SHOAL_API std::int32_t shoal_norm_conv_backward(const ShoalNormConv* call);
+
+// Passes over `rows` pixels of an NHWC tensor. `out` of activate = act((x - mean) * scale + shift + residual); its backward
+// gives grad_x = da * scale, grad_residual = da and the sums of da and da * (x - mean), where da is `grad`, zero where
+// rectify is set and `out` is not positive. Null: residual, grad_residual. out may be x or residual, grad_x may be grad.
+struct ShoalNormPass {
+    std::int64_t rows, channels;
+    std::int32_t rectify, accumulate, threads, level;  // accumulate: grad_x is added to
+    const float* x;
+    std::int64_t ld_x;
+    const float *mean, *scale, *shift;
+    const float* residual;
+    std::int64_t ld_residual;
+    float* out;
+    std::int64_t ld_out;
+    const float* grad;
+    std::int64_t ld_grad;
+    float* grad_x;
+    std::int64_t ld_grad_x;
+    float* grad_residual;
+    std::int64_t ld_grad_residual;
+    float *sum_of_centred, *sum;          // of backward
+    float *statistic_mean, *statistic_variance;  // of statistics
+    void* workspace;
+};
+
+SHOAL_API std::int64_t shoal_norm_pass_workspace_bytes(const ShoalNormPass* call);
+SHOAL_API std::int32_t shoal_statistics(const ShoalNormPass* call);
+SHOAL_API std::int32_t shoal_norm_act(const ShoalNormPass* call);
+SHOAL_API std::int32_t shoal_norm_act_backward(const ShoalNormPass* call);

@@ -1,0 +1,38 @@
+// AVX2: sixteen registers: twelve sums, the columns of the weight and one element of the panel.
+#if defined(__x86_64__)
+
+#include <cstring>
+#include <utility>
+
+#include "norm_conv.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+
+namespace shoal {
+namespace {
+
+constexpr int kLanes = 8, kTileRows = 6, kTileVectors = 2, kDepth = 256;
+
+}  // namespace
+}  // namespace shoal
+
+#include "norm_rows.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace shoal {
+
+const Level& avx2_level() { return kLevel; }
+
+}  // namespace shoal
+
+#endif

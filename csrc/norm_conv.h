@@ -1,0 +1,69 @@
+// What the drivers of the fused convolutions and passes share with the code of each instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "shoal_native.h"
+
+namespace shoal {
+
+// Count, mean and sum of squared deviations of every channel, fed block by block (Chan, Golub, LeVeque 1979).
+struct Moments {
+    std::int64_t count;
+    double *mean, *squares;
+};
+
+// One thread's part of the workspace. Pixels of panels are `pitch` floats apart, whatever their channels.
+struct Scratch {
+    float *input, *grad, *grad_input, *weight_grad;
+    float *pivot, *sum, *square;  // of one strip, before they are added to the doubles
+    Moments moments;              // of y
+    double *total, *centred;      // sum(da) and sum(da * (x - mean))
+};
+
+// Rows of pixels that are worked on while they are in the cache: `segments` rows of one image, or a run of pixels.
+struct Strip {
+    std::int64_t first;  // its first pixel's number
+    int segments, width;
+    bool above, below;  // whether the image goes on there
+};
+
+struct Convolution {
+    const ShoalNormConv* call;
+    int halo, taps;
+    const float *forward_weight, *backward_weight;  // packed: depth block, column tile, tap, depth, column
+    const float* bias;                              // filled up to a whole tile, or null
+    const float *grad_constant, *grad_slope;        // g = grad_y + constant + slope * (y - mean_y)
+};
+
+// Rows first to last (excluded) of a pass over an NHWC tensor.
+struct Rows {
+    std::int64_t first, last;
+};
+
+struct Level {
+    int rows, columns;  // of the register tile
+    int depth, pitch;   // of a panel
+    // The strip to come, for which memory is asked meanwhile, has no segments after the last.
+    void (*forward)(const Convolution&, const Strip& strip, const Strip& next, Scratch&);
+    void (*backward)(const Convolution&, const Strip& strip, const Strip& next, Scratch&);
+    void (*statistics)(const ShoalNormPass&, Rows, Scratch&);
+    void (*activate)(const ShoalNormPass&, Rows);
+    void (*activate_backward)(const ShoalNormPass&, Rows, Scratch&);
+};
+
+const Level& portable_level();
+#if defined(__x86_64__)
+const Level& avx2_level();
+const Level& avx512_level();
+#endif
+
+// The kernels of a level, of the best this processor runs for a negative one; null where it runs no such level.
+const Level* level_of(std::int32_t level);
+
+void add_block(Moments&, std::int64_t channels, std::int64_t rows, const float* pivot, const float* sum,
+               const float* square);
+void finish(const Moments* parts, int count, std::int64_t channels, float* mean, float* variance);
+
+}  // namespace shoal

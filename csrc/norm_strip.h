@@ -1,0 +1,249 @@
+// One strip of a fused convolution, forward and backward: normalised into a padded panel, then nothing but tiles.
+#pragma once
+
+#include "norm_ahead.h"
+
+namespace shoal {
+namespace {
+
+inline Vector rectified(Vector value) { return Vector{} > value ? Vector{} : value; }
+
+inline Vector activate(Vector x, Vector mean, Vector scale, Vector shift, bool rectify) {
+    const Vector value = (x - mean) * scale + shift;
+    return rectify ? rectified(value) : value;
+}
+
+// The panel's pixels in order, those outside the image zero: write(pixel's number, where, whether it is there)
+template <typename Write>
+inline void each_panel_pixel(const Strip& strip, int halo, int channels, float* panel, Write write) {
+    const int filled = (channels + kColumns - 1) / kColumns * kColumns;
+    for (int s = -halo; s < strip.segments + halo; ++s) {
+        const bool row_there = (s >= 0 || strip.above) && (s < strip.segments || strip.below);
+        for (int w = -halo; w < strip.width + halo; ++w, panel += kPitch) {
+            const bool there = row_there && w >= 0 && w < strip.width;
+            if (there)
+                write(strip.first + std::int64_t{s} * strip.width + w, panel);
+            else
+                std::memset(panel, 0, filled * sizeof(float));
+        }
+    }
+}
+
+inline void fill_input(const Convolution& of, const Strip& strip, int from, int count, float* panel) {
+    const ShoalNormConv& call = *of.call;
+    const float *mean = call.mean + from, *scale = call.scale + from, *shift = call.shift + from;
+    const int whole = count / kLanes * kLanes, rest = count - whole;
+    const bool rectify = call.rectify;
+    each_panel_pixel(strip, of.halo, count, panel, [=, &call](std::int64_t pixel, float* to) {
+        const float* x = call.x + pixel * call.ld_x + from;
+        for (int c = 0; c < whole; c += kLanes)
+            store(to + c, activate(load(x + c), load(mean + c), load(scale + c), load(shift + c), rectify));
+        if (!rest) return;
+        store(to + whole, activate(load_some(x + whole, rest), load_some(mean + whole, rest),
+                                   load_some(scale + whole, rest), load_some(shift + whole, rest), rectify));
+        for (int c = whole + kLanes; c % kColumns; c += kLanes) store(to + c, Vector{});
+    });
+}
+
+inline void fill_grad(const Convolution& of, const Strip& strip, int from, int count, float* panel) {
+    const ShoalNormConv& call = *of.call;
+    const int whole = count / kLanes * kLanes, rest = count - whole;
+    if (!of.grad_constant) {
+        each_panel_pixel(strip, of.halo, count, panel, [=, &call](std::int64_t pixel, float* to) {
+            std::memcpy(to, call.grad_y + pixel * call.ld_grad_y + from, count * sizeof(float));
+        });
+        return;
+    }
+    const float *mean = call.mean_y + from, *constant = of.grad_constant + from, *slope = of.grad_slope + from;
+    each_panel_pixel(strip, of.halo, count, panel, [=, &call](std::int64_t pixel, float* to) {
+        const float *y = call.y + pixel * call.ld_y + from, *grad = call.grad_y + pixel * call.ld_grad_y + from;
+        for (int c = 0; c < whole; c += kLanes)
+            store(to + c, load(grad + c) + (load(y + c) - load(mean + c)) * load(slope + c) + load(constant + c));
+        for (int c = whole; c < whole + rest; ++c) to[c] = grad[c] + (y[c] - mean[c]) * slope[c] + constant[c];
+    });
+}
+
+// As many taps at a time as leave their weights in the first cache; between passes the sums wait in `out`.
+inline int taps_a_pass(int taps, int depth) {
+    if (taps == 1 || depth <= 32) return taps;
+    return depth <= kDepth / 4 ? 3 : 1;
+}
+
+inline void tap_offsets(const Convolution& of, const Strip& strip, bool flipped, std::ptrdiff_t* offsets) {
+    const int side = 2 * of.halo + 1;
+    for (int tap = 0; tap < of.taps; ++tap) {
+        const int at = flipped ? of.taps - 1 - tap : tap;
+        offsets[tap] = (std::ptrdiff_t{at / side} * (strip.width + 2 * of.halo) + at % side) * kPitch;
+    }
+}
+
+// How many tiles column_tile runs.
+inline std::int64_t tiles_of_column(const Convolution& of, const Strip& strip, int depth) {
+    const int at_once = taps_a_pass(of.taps, depth);
+    return std::int64_t{of.taps / at_once} * strip.segments * ((strip.width + kTileRows - 1) / kTileRows);
+}
+
+// out[pixel][columns] = sum over taps and one depth block, for one column tile. The first pass starts from `start`.
+inline void column_tile(const Convolution& of, const Strip& strip, const float* panel, const std::ptrdiff_t* offsets,
+                        int depth, const float* weight, float* out, std::ptrdiff_t ld_out, int columns,
+                        const float* start, bool go_on, TileSums* sums, Ahead& ahead) {
+    const int at_once = taps_a_pass(of.taps, depth);
+    const std::ptrdiff_t row_pitch = std::ptrdiff_t{strip.width + 2 * of.halo} * kPitch;
+    alignas(64) float edge[kTileRows * kColumns] = {};
+    for (int tap = 0; tap < of.taps; tap += at_once) {
+        const bool from_out = go_on || tap, last = tap + at_once >= of.taps;
+        for (int s = 0; s < strip.segments; ++s) {
+            each_tile(strip.width, [&](int first, int rows) {
+                const float* from = panel + s * row_pitch + std::ptrdiff_t{first} * kPitch;
+                float* to = out + (std::ptrdiff_t{s} * strip.width + first) * ld_out;
+                const float* tile_weight = weight + std::ptrdiff_t{tap} * depth * kColumns;
+                TileSums* tile_sums = last ? sums : nullptr;
+                ahead.step();
+                if (columns == kColumns) {
+                    AllTiles::rows[rows - 1](from, offsets + tap, at_once, depth, tile_weight, to, ld_out,
+                                             from_out ? to : start, from_out ? ld_out : 0, tile_sums);
+                } else {
+                    for (int r = 0; from_out && r < rows; ++r)
+                        std::memcpy(edge + r * kColumns, to + r * ld_out, columns * sizeof(float));
+                    AllTiles::rows[rows - 1](from, offsets + tap, at_once, depth, tile_weight, edge, kColumns,
+                                             from_out ? edge : start, from_out ? kColumns : 0, tile_sums);
+                    for (int r = 0; r < rows; ++r)
+                        std::memcpy(to + r * ld_out, edge + r * kColumns, columns * sizeof(float));
+                }
+                if (tile_sums) tile_sums->first = false;
+            });
+        }
+    }
+}
+
+void forward_strip(const Convolution& of, const Strip& strip, const Strip& next, Scratch& scratch) {
+    const ShoalNormConv& call = *of.call;
+    const int in = call.in_channels, out = call.out_channels, tiles = (out + kColumns - 1) / kColumns;
+    std::ptrdiff_t offsets[9];
+    tap_offsets(of, strip, false, offsets);
+    for (int from = 0; from < in; from += kDepth) {
+        const int depth = least(kDepth, in - from);
+        fill_input(of, strip, from, depth, scratch.input);
+        Ahead ahead;
+        if (from + kDepth < in)
+            ahead.add(call.x + from + kDepth, call.ld_x, least(kDepth, in - from - kDepth), strip);
+        else
+            ahead.add(call.x, call.ld_x, least(kDepth, in), next);
+        ahead.deal(tiles * tiles_of_column(of, strip, depth));
+        for (int tile = 0; tile < tiles; ++tile) {
+            const int column = tile * kColumns;
+            TileSums sums = {scratch.pivot + column, scratch.sum + column, scratch.square + column, true};
+            column_tile(of, strip, scratch.input, offsets, depth,
+                        of.forward_weight + of.taps * (std::ptrdiff_t{from} * tiles + std::ptrdiff_t{tile} * depth) * kColumns,
+                        call.y + strip.first * call.ld_y + column, call.ld_y, least(kColumns, out - column),
+                        of.bias ? of.bias + column : nullptr, from > 0,
+                        call.mean_y && from + depth == in ? &sums : nullptr, ahead);
+        }
+    }
+    if (call.mean_y)
+        add_block(scratch.moments, out, std::int64_t{strip.segments} * strip.width, scratch.pivot, scratch.sum,
+                  scratch.square);
+}
+
+// Pixels of a strip whose gradients and inputs both stay in the first cache while every tile of the weight is visited.
+constexpr int kPixelsAtOnce = 128;
+
+inline void add_weight_grad(const Convolution& of, const Strip& strip, const std::ptrdiff_t* offsets, int from, int depth,
+                            Scratch& scratch) {
+    const ShoalNormConv& call = *of.call;
+    const int in_tiles = (int(call.in_channels) + kColumns - 1) / kColumns, out = call.out_channels;
+    const std::ptrdiff_t row_pitch = std::ptrdiff_t{strip.width + 2 * of.halo} * kPitch;
+    const std::ptrdiff_t panel_pitch = (strip.segments + 2 * of.halo) * row_pitch;
+    const std::ptrdiff_t inner = of.halo * (row_pitch + kPitch), ld = std::ptrdiff_t{of.taps} * in_tiles * kColumns;
+    const int segments = least(strip.segments, strip.width < kPixelsAtOnce ? kPixelsAtOnce / strip.width : 1);
+    for (int s = 0; s < strip.segments; s += segments) {
+        const int count = least(segments, strip.segments - s);
+        for (int tap = 0; tap < of.taps; ++tap)
+            for (int column = 0; column < depth; column += kColumns)
+                for (int block = 0; block < out; block += kDepth)
+                    each_tile(least(kDepth, out - block), [&](int first, int rows) {
+                        AllTiles::pixels[rows - 1](
+                            scratch.grad + block / kDepth * panel_pitch + inner + s * row_pitch + first,
+                            scratch.input + s * row_pitch + offsets[tap] + column, count, strip.width, row_pitch,
+                            scratch.weight_grad + (block + first) * ld + std::ptrdiff_t{tap} * in_tiles * kColumns +
+                                from + column,
+                            ld);
+                    });
+    }
+}
+
+// at(channel, how to read and write there) for each vector of channels
+template <typename At>
+inline void each_vector(std::int64_t channels, At at) {
+    std::int64_t c = 0;
+    for (; c + kLanes <= channels; c += kLanes) at(c, Whole{});
+    if (c < channels) at(c, Some{int(channels - c)});
+}
+
+// Of one depth block: grad_x = masked da * scale, and the sums of masked da and of it times x - mean.
+inline void finish_input(const ShoalNormConv& call, const Strip& strip, int from, int count, Scratch& scratch) {
+    const std::int64_t pixels = std::int64_t{strip.segments} * strip.width;
+    const float *mean = call.mean + from, *scale = call.scale + from, *shift = call.shift + from;
+    float *sums = scratch.sum, *products = scratch.square;
+    const bool rectify = call.rectify, accumulate = call.accumulate;
+    std::memset(sums, 0, (count + kLanes - 1) / kLanes * kLanes * sizeof(float));
+    std::memset(products, 0, (count + kLanes - 1) / kLanes * kLanes * sizeof(float));
+    for (std::int64_t pixel = 0; pixel < pixels; ++pixel) {
+        const float* x = call.x + (strip.first + pixel) * call.ld_x + from;
+        const float* da = scratch.grad_input + pixel * kPitch;
+        float* grad_x = call.grad_x + (strip.first + pixel) * call.ld_grad_x + from;
+        each_vector(count, [=](std::int64_t c, auto there) {
+            const Vector off = there.get(x + c) - there.get(mean + c), factor = there.get(scale + c);
+            Vector grad = load(da + c);
+            if (rectify) grad = off * factor + there.get(shift + c) <= Vector{} ? Vector{} : grad;
+            store(sums + c, load(sums + c) + grad);
+            store(products + c, load(products + c) + grad * off);
+            Vector result = grad * factor;
+            if (accumulate) result += there.get(grad_x + c);
+            there.put(grad_x + c, result);
+        });
+    }
+    for (int c = 0; c < count; ++c) {
+        scratch.total[from + c] += sums[c];
+        scratch.centred[from + c] += products[c];
+    }
+}
+
+void backward_strip(const Convolution& of, const Strip& strip, const Strip& next, Scratch& scratch) {
+    const ShoalNormConv& call = *of.call;
+    const int in = call.in_channels, out = call.out_channels, in_tiles = (in + kColumns - 1) / kColumns;
+    const std::ptrdiff_t panel_pitch =
+        std::ptrdiff_t{strip.segments + 2 * of.halo} * (strip.width + 2 * of.halo) * kPitch;
+    std::ptrdiff_t offsets[9], flipped[9];
+    tap_offsets(of, strip, false, offsets);
+    tap_offsets(of, strip, true, flipped);
+    for (int block = 0; block < out; block += kDepth)
+        fill_grad(of, strip, block, least(kDepth, out - block), scratch.grad + block / kDepth * panel_pitch);
+    for (int from = 0; from < in; from += kDepth) {
+        const int count = least(kDepth, in - from);
+        fill_input(of, strip, from, count, scratch.input);
+        add_weight_grad(of, strip, offsets, from, count, scratch);
+        Ahead ahead;
+        if (from + kDepth < in) {
+            ahead.add(call.x + from + kDepth, call.ld_x, least(kDepth, in - from - kDepth), strip);
+        } else {
+            ahead.add(call.grad_y, call.ld_grad_y, out, next);
+            if (of.grad_constant) ahead.add(call.y, call.ld_y, out, next);
+            ahead.add(call.x, call.ld_x, least(kDepth, in), next);
+        }
+        ahead.deal((count + kColumns - 1) / kColumns * ((out + kDepth - 1) / kDepth) *
+                   tiles_of_column(of, strip, least(kDepth, out)));
+        for (int column = 0; column < count; column += kColumns)
+            for (int block = 0; block < out; block += kDepth) {
+                const int depth = least(kDepth, out - block), tile = (from + column) / kColumns;
+                column_tile(of, strip, scratch.grad + block / kDepth * panel_pitch, flipped, depth,
+                            of.backward_weight +
+                                of.taps * (std::ptrdiff_t{block} * in_tiles + std::ptrdiff_t{tile} * depth) * kColumns,
+                            scratch.grad_input + column, kPitch, kColumns, nullptr, block > 0, nullptr, ahead);
+            }
+        finish_input(call, strip, from, count, scratch);
+    }
+}
+
+}  // namespace
+}  // namespace shoal
