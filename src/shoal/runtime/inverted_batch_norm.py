@@ -26,6 +26,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 Optional = torch.Tensor | None
 
 _PIECE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a piece stay in the second cache
+_LEAST_PIECES = 16  # so that temporaries are small beside small tensors too
+_LEAST_ELEMS = 1 << 12
 _SCHEMA = (
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? variance, float eps, str activation, float slope)"
     " -> (Tensor, Tensor, Tensor)"
@@ -317,7 +319,9 @@ def _undo_activation(
 def _pieces(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """Views of it that cover it, each with the shape in which a vector of its channels is broadcast over it."""
     channels = tensor.shape[1]
-    elems = _PIECE_ELEMS if tensor.device.type == "cpu" else tensor.numel()
+    elems = tensor.numel()
+    if tensor.device.type == "cpu":
+        elems = min(_PIECE_ELEMS, max(_LEAST_ELEMS, elems // _LEAST_PIECES))
     rows = tensor.movedim(1, -1)
     if tensor.numel() == 0:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -420,10 +420,17 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
+class _Tracer(fx.Tracer):
+    """Leaves batch norms of other libraries whole, too."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, _BatchNorm) or super().is_leaf_module(m, module_qualified_name)
+
+
 def _traced(model: nn.Module, *, training: bool) -> fx.Graph:
     try:
         with _in_mode(model, training):
-            return fx.Tracer().trace(model)
+            return _Tracer().trace(model)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CaptureError(
@@ -433,7 +440,7 @@ def _traced(model: nn.Module, *, training: bool) -> fx.Graph:
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    is_whole: Callable[..., bool] = fx.Tracer().is_leaf_module
+    is_whole = _Tracer().is_leaf_module
     for name, module in model.named_modules():
         if (name == "" or not is_whole(module, name)) and _is_hooked(module):
             raise InputError(
