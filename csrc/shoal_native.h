@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 3
+#define SHOAL_ABI_VERSION 4
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -48,3 +48,21 @@ SHOAL_API std::int32_t shoal_layout_search(std::int64_t count, const std::int64_
                                            const std::int64_t* size, std::int64_t capacity, std::uint32_t rules,
                                            std::int64_t most_nodes, double seconds, const volatile std::int32_t* stop,
                                            std::int64_t* failures, std::int64_t* offsets);
+
+// Backward of LeakyReLU(slope) after batch norm, from the result y of the two, float32. Pixels in NHWC order where
+// channels_last is set, else in NCHW order. With dz the gradient before the activation and z - shift what the result says
+// was scaled: `sums` writes sum(dz) and sum(dz * (z - shift)) of each channel, and `result` writes
+// (dz - slide - (z - shift) * tilt) * steep, which may lie over the gradient.
+struct ShoalInvertedBatchNorm {
+    std::int64_t images, channels, pixels;
+    std::int32_t channels_last, threads;
+    std::int32_t level;  // 0 portable, 1 no more than AVX2, negative the best this processor runs
+    float slope;         // more than 0; 1 for no activation
+    const float *grad, *y, *shift;
+    double *sum, *centred, *workspace;  // of `sums`; workspace: 2 * threads * channels
+    const float *slide, *tilt, *steep;  // of `result`
+    float* result;
+};
+
+SHOAL_API void shoal_inverted_batch_norm_sums(const ShoalInvertedBatchNorm* call);
+SHOAL_API void shoal_inverted_batch_norm_result(const ShoalInvertedBatchNorm* call);

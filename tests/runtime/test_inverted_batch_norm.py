@@ -243,14 +243,17 @@ def test_who_else_needs_what_was_written_over_is_told_by_autograd() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the second has no native kernel
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_no_more_is_allocated_than_the_result_and_some_pieces(
-    channels_last: bool, monkeypatch: pytest.MonkeyPatch
+    channels_last: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inverted, "_PIECE_ELEMS", 512)
-    x, grad = (layout(torch.randn(8, 16, 12, 12), channels_last) for _ in range(2))
-    small_bytes = 4 * 4 * 16 * 12 * 12 + 20 * 8 * 16  # four pieces, of one image each at least, and vectors
-    arguments = (torch.ones(16), torch.zeros(16))
+    x, grad = (layout(torch.randn(8, 16, 12, 12, dtype=dtype), channels_last) for _ in range(2))
+    small_bytes = (
+        4 * dtype.itemsize * 16 * 12 * 12 + 20 * 8 * 16
+    )  # four pieces, of one image each at least, and vectors
+    arguments = (torch.ones(16, dtype=dtype), torch.zeros(16, dtype=dtype))
     options = (1e-5, "leaky_relu", 0.01)
     taken = x.clone()
     (y, _, variance), changes = allocations.record(lambda: forward_(taken, *arguments, None, None, *options))

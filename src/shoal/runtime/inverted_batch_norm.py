@@ -23,6 +23,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.runtime import inverted_batch_norm_native
+
 Optional = torch.Tensor | None
 
 _PIECE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a piece stay in the second cache
@@ -269,8 +271,33 @@ def _backward(
     ones = torch.ones_like(inverse_deviation)
     scale = ones if weight is None else kept_from_zero(weight.to(wide), eps)
     shift = torch.zeros_like(ones) if bias is None else bias.to(wide)
-    inverse_scale = scale.reciprocal()
-    of_bias, of_weight = torch.zeros_like(ones, dtype=torch.float64), torch.zeros_like(ones, dtype=torch.float64)
+    if inverted_batch_norm_native.can(grad, y, activation):
+        slope = 1.0 if activation == "identity" else slope
+        of_weight, of_bias = inverted_batch_norm_native.backward_into(
+            grad, result, y, scale.contiguous(), shift.contiguous(), inverse_deviation.contiguous(), frozen, slope
+        )
+    else:
+        of_weight, of_bias = _backward_into(grad, result, y, scale, shift, inverse_deviation, frozen, activation, slope)
+    return (
+        of_weight.to(wide if weight is None else weight.dtype),
+        of_bias.to(wide if bias is None else bias.dtype),
+    )
+
+
+def _backward_into(
+    grad: torch.Tensor,
+    result: torch.Tensor,
+    y: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    inverse_deviation: torch.Tensor,
+    frozen: bool,
+    activation: str,
+    slope: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The torch reference: gradients of scale and shift, (C,) float64."""
+    wide, inverse_scale = scale.dtype, scale.reciprocal()
+    of_shift, of_scale = (torch.zeros_like(scale, dtype=torch.float64) for _ in range(2))
 
     def undone(y_piece: torch.Tensor, grad_piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         z, of_z = _undo_activation(y_piece.to(wide), grad_piece.to(wide), activation, slope)
@@ -279,20 +306,17 @@ def _backward(
     for (y_piece, shape), (grad_piece, _) in zip(_pieces(y), _pieces(grad), strict=True):
         normalised, of_z = undone(y_piece, grad_piece)
         dims = [dim for dim in range(y_piece.dim()) if shape[dim] == 1]
-        of_bias += of_z.sum(dims)
-        of_weight += normalised.mul_(of_z).sum(dims)
+        of_shift += of_z.sum(dims)
+        of_scale += normalised.mul_(of_z).sum(dims)
     rows = y.numel() // y.shape[1]
-    slide, tilt = (of_bias / rows).to(wide), (of_weight / rows).to(wide)
+    slide, tilt = (of_shift / rows).to(wide), (of_scale / rows).to(wide)
     steep = scale * inverse_deviation
     for (y_piece, shape), (grad_piece, _), (target, _) in zip(_pieces(y), _pieces(grad), _pieces(result), strict=True):
         normalised, of_z = undone(y_piece, grad_piece)
         if not frozen:
             of_z = of_z.sub_(slide.view(shape)).sub_(normalised.mul_(tilt.view(shape)))
         target.copy_(of_z.mul_(steep.view(shape)))
-    return (
-        of_weight.to(wide if weight is None else weight.dtype),
-        of_bias.to(wide if bias is None else bias.dtype),
-    )
+    return of_scale, of_shift
 
 
 def _activate_(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
