@@ -1,5 +1,6 @@
-// Backward of batch norm and LeakyReLU from the pair's result y: z = y / slope below zero and y elsewhere, dz likewise
-// from the gradient. Two sweeps over y and the gradient, the sums first, then the result, which may lie over the gradient.
+// Batch norm and LeakyReLU as one sweep, and their backward from the pair's result y: z = y / slope below zero and y
+// elsewhere, dz likewise from the gradient. Two sweeps over y and the gradient, the sums first, then the result, which may
+// lie over the gradient.
 //
 // Sums run in floats over a block of pixels and in doubles from block to block.
 #include <algorithm>
@@ -74,6 +75,35 @@ SHOAL_INLINE void row_result(const Call& call, std::int64_t first, std::int64_t 
     }
 }
 
+SHOAL_INLINE void row_forward(const Call& call, std::int64_t first, std::int64_t last) {
+    const std::int64_t channels = call.channels;
+    const float slope = call.slope;
+    const float *shift = call.shift, *steep = call.steep;
+    for (std::int64_t row = first; row < last; ++row) {
+        const float* x = call.y + row * channels;
+        float* result = call.result + row * channels;
+        SHOAL_EACH_BY_ITSELF
+        for (std::int64_t c = 0; c < channels; ++c) {
+            const float z = x[c] * steep[c] + shift[c];
+            result[c] = z > 0 ? z : z * slope;
+        }
+    }
+}
+
+SHOAL_INLINE void plane_forward(const Call& call, std::int64_t channel) {
+    const float slope = call.slope, shift = call.shift[channel], steep = call.steep[channel];
+    for (std::int64_t image = 0; image < call.images; ++image) {
+        const std::int64_t start = (image * call.channels + channel) * call.pixels;
+        const float* x = call.y + start;
+        float* result = call.result + start;
+        SHOAL_EACH_BY_ITSELF
+        for (std::int64_t pixel = 0; pixel < call.pixels; ++pixel) {
+            const float z = x[pixel] * steep + shift;
+            result[pixel] = z > 0 ? z : z * slope;
+        }
+    }
+}
+
 // One channel of images in NCHW order.
 SHOAL_INLINE void plane_sums(const Call& call, std::int64_t channel) {
     const float slope = call.slope, inverse_slope = 1.0f / slope, shift = call.shift[channel];
@@ -119,22 +149,36 @@ SHOAL_INLINE void plane_result(const Call& call, std::int64_t channel) {
 
 // The bodies above, built for one instruction set each.
 struct Kernels {
+    void (*row_forward)(const Call&, std::int64_t, std::int64_t);
+    void (*plane_forward)(const Call&, std::int64_t);
     void (*row_sums)(const Call&, std::int64_t, std::int64_t, double*, double*);
     void (*row_result)(const Call&, std::int64_t, std::int64_t);
     void (*plane_sums)(const Call&, std::int64_t);
     void (*plane_result)(const Call&, std::int64_t);
 };
 
-#define SHOAL_KERNELS(name, target)                                                                                  \
-    target void name##_row_sums(const Call& call, std::int64_t first, std::int64_t last, double* sum, double* centred) { \
-        row_sums(call, first, last, sum, centred);                                                                   \
-    }                                                                                                                \
-    target void name##_row_result(const Call& call, std::int64_t first, std::int64_t last) {                         \
-        row_result(call, first, last);                                                                               \
-    }                                                                                                                \
-    target void name##_plane_sums(const Call& call, std::int64_t channel) { plane_sums(call, channel); }             \
-    target void name##_plane_result(const Call& call, std::int64_t channel) { plane_result(call, channel); }         \
-    constexpr Kernels name = {name##_row_sums, name##_row_result, name##_plane_sums, name##_plane_result};
+#define SHOAL_KERNELS(name, target)                                                              \
+    target void name##_row_forward(const Call& call, std::int64_t first, std::int64_t last) {    \
+        row_forward(call, first, last);                                                          \
+    }                                                                                            \
+    target void name##_plane_forward(const Call& call, std::int64_t channel) {                   \
+        plane_forward(call, channel);                                                            \
+    }                                                                                            \
+    target void name##_row_sums(const Call& call, std::int64_t first, std::int64_t last,         \
+                                double* sum, double* centred) {                                  \
+        row_sums(call, first, last, sum, centred);                                               \
+    }                                                                                            \
+    target void name##_row_result(const Call& call, std::int64_t first, std::int64_t last) {     \
+        row_result(call, first, last);                                                           \
+    }                                                                                            \
+    target void name##_plane_sums(const Call& call, std::int64_t channel) {                      \
+        plane_sums(call, channel);                                                               \
+    }                                                                                            \
+    target void name##_plane_result(const Call& call, std::int64_t channel) {                    \
+        plane_result(call, channel);                                                             \
+    }                                                                                            \
+    constexpr Kernels name = {name##_row_forward, name##_plane_forward, name##_row_sums,         \
+                              name##_row_result,  name##_plane_sums,    name##_plane_result};
 
 SHOAL_KERNELS(portable, )
 #if defined(__x86_64__)
@@ -152,6 +196,20 @@ const Kernels& kernels(std::int32_t level) {
 #endif
     (void)level;
     return portable;
+}
+
+// Every element once: threads share out pixels in NHWC order, channels in NCHW order.
+void sweep(const Call& call, void (*rows_of)(const Call&, std::int64_t, std::int64_t),
+           void (*plane_of)(const Call&, std::int64_t)) {
+    if (!call.channels_last) {
+#pragma omp parallel for num_threads(call.threads) schedule(static)
+        for (std::int64_t channel = 0; channel < call.channels; ++channel) plane_of(call, channel);
+        return;
+    }
+    const std::int64_t rows = call.images * call.pixels, parts = call.threads;
+#pragma omp parallel for num_threads(call.threads) schedule(static, 1)
+    for (std::int64_t part = 0; part < parts; ++part)
+        rows_of(call, rows * part / parts, rows * (part + 1) / parts);
 }
 
 }  // namespace
@@ -182,16 +240,12 @@ SHOAL_API void shoal_inverted_batch_norm_sums(const ShoalInvertedBatchNorm* whol
     }
 }
 
-SHOAL_API void shoal_inverted_batch_norm_result(const ShoalInvertedBatchNorm* whole) {
-    const Call& call = *whole;
-    const Kernels& run = kernels(call.level);
-    if (!call.channels_last) {
-#pragma omp parallel for num_threads(call.threads) schedule(static)
-        for (std::int64_t channel = 0; channel < call.channels; ++channel) run.plane_result(call, channel);
-        return;
-    }
-    const std::int64_t rows = call.images * call.pixels, parts = call.threads;
-#pragma omp parallel for num_threads(call.threads) schedule(static, 1)
-    for (std::int64_t part = 0; part < parts; ++part)
-        run.row_result(call, rows * part / parts, rows * (part + 1) / parts);
+SHOAL_API void shoal_inverted_batch_norm_result(const ShoalInvertedBatchNorm* call) {
+    const Kernels& run = kernels(call->level);
+    sweep(*call, run.row_result, run.plane_result);
+}
+
+SHOAL_API void shoal_inverted_batch_norm_forward(const ShoalInvertedBatchNorm* call) {
+    const Kernels& run = kernels(call->level);
+    sweep(*call, run.row_forward, run.plane_forward);
 }

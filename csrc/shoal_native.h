@@ -49,7 +49,7 @@ SHOAL_API std::int32_t shoal_layout_search(std::int64_t count, const std::int64_
                                            std::int64_t most_nodes, double seconds, const volatile std::int32_t* stop,
                                            std::int64_t* failures, std::int64_t* offsets);
 
-// Backward of LeakyReLU(slope) after batch norm, from the result y of the two, float32. Pixels in NHWC order where
+// LeakyReLU(slope) after batch norm: `forward` writes LeakyReLU(y * steep + shift), which may lie over y. Its backward, from the result y of the two, float32. Pixels in NHWC order where
 // channels_last is set, else in NCHW order. With dz the gradient before the activation and z - shift what the result says
 // was scaled: `sums` writes sum(dz) and sum(dz * (z - shift)) of each channel, and `result` writes
 // (dz - slide - (z - shift) * tilt) * steep, which may lie over the gradient.
@@ -60,9 +60,10 @@ struct ShoalInvertedBatchNorm {
     float slope;         // more than 0; 1 for no activation
     const float *grad, *y, *shift;
     double *sum, *centred, *workspace;  // of `sums`; workspace: 2 * threads * channels
-    const float *slide, *tilt, *steep;  // of `result`
-    float* result;
+    const float *slide, *tilt, *steep;  // of `result`; steep also of `forward`
+    float* result;                      // of `result` and `forward`
 };
 
+SHOAL_API void shoal_inverted_batch_norm_forward(const ShoalInvertedBatchNorm* call);
 SHOAL_API void shoal_inverted_batch_norm_sums(const ShoalInvertedBatchNorm* call);
 SHOAL_API void shoal_inverted_batch_norm_result(const ShoalInvertedBatchNorm* call);

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal import native
 from shoal.runtime import inverted_batch_norm as reference
-from shoal.runtime.inverted_batch_norm_native import BEST, backward_into, can
+from shoal.runtime.inverted_batch_norm_native import BEST, backward_into, can, forward_into
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native library is not built")
 LEVELS = (0, 1, BEST)
@@ -68,6 +68,27 @@ def test_it_is_as_close_to_float64_as_the_reference(
     for mine, other, exact in zip(ours, theirs, right, strict=True):
         allowed = 2 * (other.double() - exact).abs().max() + 1e-5 * exact.abs().max() + 1e-5
         assert (mine.double() - exact).abs().max() <= allowed
+
+
+@settings(deadline=None, max_examples=40)
+@given(operands(), st.sampled_from(LEVELS), st.sampled_from([0.01, 1.0]), st.booleans(), st.integers(1, 3))
+def test_forward_is_the_plain_formula(
+    pair: tuple[torch.Tensor, torch.Tensor], level: int, slope: float, over: bool, threads: int
+) -> None:
+    x = pair[0]
+    generator = torch.Generator().manual_seed(1)
+    scale, shift = (torch.randn(x.shape[1], generator=generator) for _ in range(2))
+    right = torch.empty_like(x, dtype=torch.float64)
+    reference._forward_into(x.double(), right, scale.double(), shift.double(), "leaky_relu", slope)
+    source = x.clone()
+    result = source if over else torch.empty_like(x)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        forward_into(source, result, scale, shift, slope, level)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(result.double(), right, rtol=1e-5, atol=1e-6)
 
 
 def test_what_it_does_not_take_is_left_to_torch() -> None:

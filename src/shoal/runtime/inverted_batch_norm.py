@@ -9,8 +9,8 @@ gives the normalised input back. So one tensor is saved where PyTorch saves two.
 compilers; `forward_` and `backward_` are the same over their first operand; `run` is a layer's call. On the CPU all of
 them work in pieces that stay in the cache, so that little but the result is allocated.
 
-The backward sweeps are a native kernel for float32 on the CPU (`inverted_batch_norm_native`), else pointwise ops of
-PyTorch. Not yet good: double backward is refused; on CUDA each pointwise op is a sweep of its own.
+The sweeps are native kernels for float32 on the CPU (`inverted_batch_norm_native`), else pointwise ops of PyTorch. Not
+yet good: double backward is refused; on CUDA each pointwise op is a sweep of its own.
 """
 
 from __future__ import annotations
@@ -236,23 +236,34 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
     if mean is None or variance is None:
-        # PyTorch's own sums, without a result; given wide running statistics, which momentum 0 leaves alone.
-        unused = torch.zeros(x.shape[1], dtype=wide, device=x.device)
-        mean, variance = torch.ops.aten.batch_norm_update_stats(x, unused, unused.clone(), 0.0)
+        # PyTorch's own sums, without a result; wide if given wide running statistics, which momentum 0 leaves alone.
+        given = (None, None) if x.dtype == wide else tuple(torch.zeros(2, x.shape[1], dtype=wide, device=x.device))
+        mean, variance = torch.ops.aten.batch_norm_update_stats(x, *given, 0.0)
     else:
         mean, variance = mean.to(wide, copy=True), variance.to(wide, copy=True)
     scale = torch.rsqrt(variance + eps)
     if weight is not None:
         scale = scale * kept_from_zero(weight.to(wide), eps)
     shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias.to(wide), mean, scale, value=-1)
+    if inverted_batch_norm_native.can(x, y, activation):
+        slope = 1.0 if activation == "identity" else slope
+        inverted_batch_norm_native.forward_into(x, y, scale.contiguous(), shift.contiguous(), slope)
+    else:
+        _forward_into(x, y, scale, shift, activation, slope)
+    return mean, variance
+
+
+def _forward_into(
+    x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str, slope: float
+) -> None:
+    """The torch reference."""
     for (source, _), (target, per_channel) in zip(_pieces(x), _pieces(y), strict=True):
-        if x.dtype == wide:
+        if x.dtype == scale.dtype:
             torch.addcmul(shift.view(per_channel), source, scale.view(per_channel), out=target)
             _activate_(target, activation, slope)
         else:
-            z = torch.addcmul(shift.view(per_channel), source.to(wide), scale.view(per_channel))
+            z = torch.addcmul(shift.view(per_channel), source.to(scale.dtype), scale.view(per_channel))
             target.copy_(_activate_(z, activation, slope))
-    return mean, variance
 
 
 def _backward(

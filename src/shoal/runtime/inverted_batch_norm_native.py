@@ -1,4 +1,4 @@
-"""The two sweeps of `inverted_batch_norm_backward` in `csrc/inverted_batch_norm.cpp`, for float32 on the CPU.
+"""The sweeps of `inverted_batch_norm` and its backward in `csrc/inverted_batch_norm.cpp`, for float32 on the CPU.
 
 ELU, other dtypes and other layouts are left to the torch reference in `shoal.runtime.inverted_batch_norm`.
 """
@@ -30,11 +30,22 @@ class _Call(ctypes.Structure):
     )
 
 
-def can(grad: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
+def can(source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
     """Whether the kernel is here and takes these operands, which have one layout."""
-    if y.device.type != "cpu" or not y.dtype == grad.dtype == torch.float32 or activation == "elu" or not y.numel():
+    if y.device.type != "cpu" or not y.dtype == source.dtype == torch.float32 or activation == "elu" or not y.numel():
         return False
     return native.library() is not None and (_is_channels_last(y) or y.is_contiguous())
+
+
+def forward_into(
+    x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, slope: float, level: int = BEST
+) -> None:
+    """Write LeakyReLU(x * scale + shift) into `y`, which may be `x`; operands as for `backward_into`."""
+    library = native.library()
+    assert library is not None
+    call = _call(x, y, slope, level)
+    call.shift, call.steep = shift.data_ptr(), scale.data_ptr()
+    library.shoal_inverted_batch_norm_forward(ctypes.byref(call))
 
 
 def backward_into(
@@ -62,24 +73,11 @@ def backward_into(
     """
     library = native.library()
     assert library is not None
-    channels, threads = y.shape[1], torch.get_num_threads()
-    sums = torch.empty(2 * threads + 2, channels, dtype=torch.float64)
-    call = _Call(
-        images=len(y),
-        channels=channels,
-        pixels=y.numel() // (len(y) * channels),
-        channels_last=_is_channels_last(y),
-        threads=threads,
-        level=level,
-        slope=slope,
-        grad=grad.data_ptr(),
-        y=y.data_ptr(),
-        shift=shift.data_ptr(),
-        sum=sums[0].data_ptr(),
-        centred=sums[1].data_ptr(),
-        workspace=sums[2:].data_ptr(),
-        result=result.data_ptr(),
-    )
+    channels = y.shape[1]
+    call = _call(y, result, slope, level)
+    sums = torch.empty(2 * call.threads + 2, channels, dtype=torch.float64)
+    call.grad, call.shift = grad.data_ptr(), shift.data_ptr()
+    call.sum, call.centred, call.workspace = (sums[place:].data_ptr() for place in range(3))
     library.shoal_inverted_batch_norm_sums(ctypes.byref(call))
     of_shift = sums[0]
     of_scale = sums[1] / scale
@@ -91,6 +89,21 @@ def backward_into(
     call.slide, call.tilt, call.steep = slide.data_ptr(), tilt.data_ptr(), steep.data_ptr()
     library.shoal_inverted_batch_norm_result(ctypes.byref(call))
     return of_scale, of_shift
+
+
+def _call(y: torch.Tensor, result: torch.Tensor, slope: float, level: int) -> _Call:
+    images, channels = y.shape[:2]
+    return _Call(
+        images=images,
+        channels=channels,
+        pixels=y.numel() // (images * channels),
+        channels_last=_is_channels_last(y),
+        threads=torch.get_num_threads(),
+        level=level,
+        slope=slope,
+        y=y.data_ptr(),
+        result=result.data_ptr(),
+    )
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
