@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -301,6 +302,20 @@ def test_compiled_it_is_one_op_and_the_same(activation: tuple[str, float], train
         trained(compiled, ours, x, *activation), trained(run, theirs, x, *activation), strict=True
     ):
         torch.testing.assert_close(found, expected)
+
+
+def test_whoever_traces_sees_the_ops() -> None:
+    layer = nn.BatchNorm2d(3).eval()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = run(layer, x * 1.0, "leaky_relu", 0.1, overwrite=True)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    x = torch.randn(2, 3, 4, 4, requires_grad=True)
+    traced = make_fx(step, tracing_mode="real")(x)
+    targets = {node.target for node in traced.graph.nodes}
+    assert {ops.inverted_batch_norm.default, ops.inverted_batch_norm_backward.default} <= targets
+    torch.testing.assert_close(traced(x + 1), step((x + 1).detach().requires_grad_()))
 
 
 def test_the_ops_keep_to_the_rules_of_custom_ops() -> None:

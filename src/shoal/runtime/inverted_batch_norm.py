@@ -94,10 +94,7 @@ def inverted_batch_norm(
         The result, of the dtype and layout of `x`; mean and biased variance that it was normalised by, (C,) float32, or
         float64 for a float64 `x`. The last two carry no gradient.
     """
-    y = torch.empty_like(x)
-    if y.stride() != x.stride():
-        x = y.copy_(x)
-    return y, *_forward(x, y, weight, bias, mean, variance, eps, activation, slope)
+    return _forward_anew(x, weight, bias, mean, variance, eps, activation, slope)
 
 
 @torch.library.custom_op("shoal::inverted_batch_norm_backward", mutates_args=(), schema=_BACKWARD_SCHEMA)
@@ -124,10 +121,7 @@ def inverted_batch_norm_backward(
     Returns:
         Gradients of x, in the layout of `y`, and of weight and bias, (C,) of their dtypes.
     """
-    result = torch.empty_like(y)
-    if grad.stride() != y.stride():
-        grad = result.copy_(grad)
-    return result, *_backward(grad, result, y, weight, bias, inverse_deviation, frozen, eps, activation, slope)
+    return _backward_anew(grad, y, weight, bias, inverse_deviation, frozen, eps, activation, slope)
 
 
 def backward_(
@@ -166,14 +160,11 @@ def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overw
         torch.nn.functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
     given = (None, None) if by_batch else (layer.running_mean, layer.running_var)
     arguments = (layer.weight, layer.bias, *given, layer.eps, activation, slope)
-    # A leaf and a view must not be overwritten, and compilers read functional ops.
-    if (
-        overwrite
-        and type(x) is torch.Tensor
-        and not (torch.compiler.is_compiling() or x._is_view())
-        and not (x.is_leaf and x.requires_grad)
-    ):
-        y, mean, variance = _Overwriting.apply(x, *arguments)
+    if _is_eager(x):
+        overwrite = (
+            overwrite and not x._is_view() and not (x.is_leaf and x.requires_grad)
+        )  # as torch's own in-place ops
+        y, mean, variance = _Eager.apply(x, overwrite, *arguments)
     else:
         y, mean, variance = inverted_batch_norm(x, *arguments)
     if layer.training and layer.running_mean is not None:
@@ -221,6 +212,29 @@ def reconstruction_error(
         lowest = reach if bias is None else (spread * scale - bias.detach().double()).clamp(min=0)
         error = error + rounding * torch.expm1(lowest)
     return error / scale
+
+
+def _is_eager(x: torch.Tensor) -> bool:
+    """Whether nobody looks on who reads functional ops: no compiler, no transform, no mode, no fake tensor."""
+    if type(x) is not torch.Tensor or torch.compiler.is_compiling():
+        return False
+    return not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
+
+
+def _forward_anew(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    y = torch.empty_like(x)
+    if y.stride() != x.stride():
+        x = y.copy_(x)
+    return y, *_forward(x, y, *arguments)
+
+
+def _backward_anew(
+    grad: torch.Tensor, y: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    result = torch.empty_like(y)
+    if grad.stride() != y.stride():
+        grad = result.copy_(grad)
+    return result, *_backward(grad, result, y, *arguments)
 
 
 def _forward(
@@ -396,9 +410,8 @@ def _gradients(
     if grad is None:
         return (None,) * 8
     y, weight, bias, inverse_deviation = ctx.saved_tensors
-    of_x, of_weight, of_bias = inverted_batch_norm_backward(
-        grad, y, weight, bias, inverse_deviation, ctx.frozen, *ctx.options
-    )
+    gradients = _backward_anew if _is_eager(grad) else inverted_batch_norm_backward
+    of_x, of_weight, of_bias = gradients(grad, y, weight, bias, inverse_deviation, ctx.frozen, *ctx.options)
     vectors = of_weight if weight is not None else None, of_bias if bias is not None else None
     return of_x, *vectors, None, None, None, None, None
 
@@ -422,17 +435,21 @@ def _(
 inverted_batch_norm.register_autograd(_gradients, setup_context=_setup)
 
 
-class _Overwriting(torch.autograd.Function):
-    """`inverted_batch_norm` over its input, in eager mode: torch has no autograd for custom ops that do so."""
+class _Eager(torch.autograd.Function):
+    """`inverted_batch_norm` without the custom op's dispatch, and over its input: custom ops have no autograd there."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        result = forward_(x, *arguments)
-        ctx.mark_dirty(x)
+    def forward(
+        ctx: Any, x: torch.Tensor, overwrite: bool, *arguments: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        result = (forward_ if overwrite else _forward_anew)(x, *arguments)
+        if overwrite:
+            ctx.mark_dirty(x)
         _setup(ctx, (x, *arguments), result)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Optional) -> Any:
-        return _gradients(ctx, *grads)
+        of_x, *others = _gradients(ctx, *grads)
+        return of_x, None, *others
