@@ -20,10 +20,16 @@ from shoal.schedule import schedule
 from tests.joint_graphs import NETWORKS, captured_step, operands, run_joint, run_lowered
 
 aten = torch.ops.aten
+inverted_batch_norm = torch.ops.shoal.inverted_batch_norm.default
+inverted_batch_norm_backward = torch.ops.shoal.inverted_batch_norm_backward.default
 
 
 def statistics(x: torch.Tensor) -> list[torch.Tensor]:
     return [torch.linspace(0.5, 2, x.shape[1], dtype=x.dtype) + place for place in range(4)]
+
+
+def wide_statistics(x: torch.Tensor) -> list[torch.Tensor]:
+    return [vector.float() for vector in statistics(x)]
 
 
 # Targets, and what each is called with, given two tensors of one layout.
@@ -53,6 +59,10 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (rectifier.backward, lambda x, y: (x, y > 0)),
     (batch_norm.normalise, lambda x, y: (x, *statistics(x))),
     (batch_norm.backward, lambda x, y: (x, y, *statistics(x)[:3])),
+    (inverted_batch_norm, lambda x, y: (x, *wide_statistics(x)[:2], None, None, 1e-5, "leaky_relu", 0.2)),
+    (inverted_batch_norm, lambda x, y: (x, None, None, *wide_statistics(x)[:2], 1e-5, "elu", 0.2)),
+    (inverted_batch_norm_backward, lambda x, y: (x, y, *wide_statistics(x)[:3], False, 1e-5, "leaky_relu", 0.2)),
+    (inverted_batch_norm_backward, lambda x, y: (x, y, *wide_statistics(x)[:3], True, 1e-5, "elu", 0.2)),
     (aten.add.Tensor, lambda x, y: (x, 0.3)),
     (aten.sub.Tensor, lambda x, y: (x, 0.3)),
     (aten.mul.Tensor, lambda x, y: (x, 0.3)),

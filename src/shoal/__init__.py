@@ -4,6 +4,7 @@ from shoal.compile import compile
 from shoal.errors import BudgetError, CaptureError, CodecError, ShoalError, TransferError
 from shoal.offload_activations import offload_activations
 from shoal.planning import plan
+from shoal.transforms.invert_batchnorm import invert_batchnorm, restore_batchnorm
 from shoal.transforms.split import split
 
 __version__ = "0.1.0"
@@ -14,7 +15,9 @@ __all__ = [
     "ShoalError",
     "TransferError",
     "compile",
+    "invert_batchnorm",
     "offload_activations",
     "plan",
+    "restore_batchnorm",
     "split",
 ]

@@ -16,6 +16,7 @@ from torch import fx
 
 from shoal.runtime.batch_norm import normalise, repeats_bits
 from shoal.runtime.dropout import dropout
+from shoal.runtime.inverted_batch_norm import inverted_batch_norm  # noqa: F401  registers the op
 
 _aten = torch.ops.aten
 _TRAINING = 5  # place of `training` among the arguments of batch norm
@@ -23,6 +24,7 @@ _BATCH_NORMS_THAT_CAN = (
     _aten._native_batch_norm_legit_functional.default,
     _aten._native_batch_norm_legit.no_stats,
     _aten._native_batch_norm_legit_no_training.default,
+    torch.ops.shoal.inverted_batch_norm.default,
 )
 
 

@@ -1,0 +1,455 @@
+"""Batch norm and its activation as one op that saves only its result (In-Place ABN: Rota Bulo, Porzi and Kontschieder,
+CVPR'18; the invertible block of CPU offloading, section 3).
+
+The input of a batch norm is saved for nothing but its backward pass, and its result for nothing but the activation's.
+An activation with an inverse makes both unnecessary: the result of the pair, which the next convolution saves anyway,
+gives the normalised input back. So one tensor is saved where PyTorch saves two.
+
+`inverted_batch_norm` and `inverted_batch_norm_backward` are custom ops of torch, `shoal::...`, single nodes for
+compilers; `forward_` and `backward_` are the same over their first operand; `run` is a layer's call. On the CPU all of
+them work in pieces that stay in the cache, so that little but the result is allocated.
+
+The sweeps are native kernels for float32 on the CPU (`inverted_batch_norm_native`), else pointwise ops of PyTorch. Not
+yet good: double backward is refused; on CUDA each pointwise op is a sweep of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.runtime import inverted_batch_norm_native
+
+Optional = torch.Tensor | None
+
+_PIECE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a piece stay in the second cache
+_LEAST_PIECES = 16  # so that temporaries are small beside small tensors too
+_LEAST_ELEMS = 1 << 12
+_SCHEMA = (
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? variance, float eps, str activation, float slope)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_BACKWARD_SCHEMA = (
+    "(Tensor grad, Tensor y, Tensor? weight, Tensor? bias, Tensor inverse_deviation, bool frozen, float eps,"
+    " str activation, float slope) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def kept_from_zero(weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The scale that is used for a weight (C,): as far from zero as |weight| + eps, on the weight's side; at 0, eps.
+
+    In-Place ABN uses |weight| + eps itself. Any scale that is not zero can be undone, so the sign stays: a trained
+    network with negative weights keeps its function. The derivative is 1 everywhere.
+
+    >>> kept_from_zero(torch.tensor([1.0, 0.0, -0.5]), 0.25)
+    tensor([ 1.2500,  0.2500, -0.7500])
+    """
+    return torch.where(weight < 0, weight - eps, weight + eps)
+
+
+def forward_(
+    x: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    mean: Optional,
+    variance: Optional,
+    eps: float,
+    activation: str,
+    slope: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`inverted_batch_norm` that writes over `x`."""
+    return x, *_forward(x, x, weight, bias, mean, variance, eps, activation, slope)
+
+
+@torch.library.custom_op("shoal::inverted_batch_norm", mutates_args=(), schema=_SCHEMA)
+def inverted_batch_norm(
+    x: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    mean: Optional,
+    variance: Optional,
+    eps: float,
+    activation: str,
+    slope: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalise, scale, shift and activate; saves the result and vectors for the backward pass.
+
+    Replaces `F.leaky_relu(F.batch_norm(x, mean, variance, scale, bias, ...), slope)` with
+    `scale = kept_from_zero(weight, eps)`.
+
+    Args:
+        x: (N, C, ...) of any floating dtype, contiguous or channels_last.
+        weight, bias: (C,), or None for 1 and 0.
+        mean, variance: (C,) of running statistics to normalise by; None for those of the batch.
+        eps: added to the variance, and to the scale's distance from zero.
+        activation: "leaky_relu", "elu" or "identity".
+        slope: LeakyReLU's negative slope or ELU's alpha, greater than 0.
+
+    Returns:
+        The result, of the dtype and layout of `x`; mean and biased variance that it was normalised by, (C,) float32, or
+        float64 for a float64 `x`. The last two carry no gradient.
+    """
+    return _forward_anew(x, weight, bias, mean, variance, eps, activation, slope)
+
+
+@torch.library.custom_op("shoal::inverted_batch_norm_backward", mutates_args=(), schema=_BACKWARD_SCHEMA)
+def inverted_batch_norm_backward(
+    grad: torch.Tensor,
+    y: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    inverse_deviation: torch.Tensor,
+    frozen: bool,
+    eps: float,
+    activation: str,
+    slope: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `inverted_batch_norm`, from its result.
+
+    Args:
+        grad: of the result, (N, C, ...).
+        y: the result.
+        weight, bias, eps, activation, slope: as there.
+        inverse_deviation: (C,), 1 / sqrt(variance + eps).
+        frozen: whether the statistics were given; otherwise they depend on the input.
+
+    Returns:
+        Gradients of x, in the layout of `y`, and of weight and bias, (C,) of their dtypes.
+    """
+    return _backward_anew(grad, y, weight, bias, inverse_deviation, frozen, eps, activation, slope)
+
+
+def backward_(
+    grad: torch.Tensor,
+    y: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    inverse_deviation: torch.Tensor,
+    frozen: bool,
+    eps: float,
+    activation: str,
+    slope: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`inverted_batch_norm_backward` that writes the gradient of x over `grad`, which has the layout of `y`."""
+    return grad, *_backward(grad, grad, y, weight, bias, inverse_deviation, frozen, eps, activation, slope)
+
+
+def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overwrite: bool = False) -> torch.Tensor:
+    """Call a batch norm layer and its activation in the inverted form.
+
+    Replaces `activation(layer(x))`. Running statistics move as the layer's own call moves them.
+
+    Args:
+        layer: with its parameters, running statistics, momentum and mode.
+        x: (N, C, ...).
+        activation, slope: as for `inverted_batch_norm`.
+        overwrite: whether the result may be written over `x`, for callers who know that nobody else reads it. Compilers
+            decide that for themselves.
+
+    Raises:
+        ValueError: as the layer: `x` has another number of dimensions, or one value per channel in training mode.
+    """
+    layer._check_input_dim(x)
+    by_batch = layer.training or layer.running_mean is None
+    if by_batch:
+        torch.nn.functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
+    given = (None, None) if by_batch else (layer.running_mean, layer.running_var)
+    arguments = (layer.weight, layer.bias, *given, layer.eps, activation, slope)
+    if _is_eager(x):
+        overwrite = (
+            overwrite and not x._is_view() and not (x.is_leaf and x.requires_grad)
+        )  # as torch's own in-place ops
+        y, mean, variance = _Eager.apply(x, overwrite, *arguments)
+    else:
+        y, mean, variance = inverted_batch_norm(x, *arguments)
+    if layer.training and layer.running_mean is not None:
+        _move_running_statistics(layer, mean.detach(), variance.detach(), x.numel() // x.shape[1])
+    return y
+
+
+def reconstruction_error(
+    weight: torch.Tensor,
+    bias: Optional,
+    eps: float,
+    activation: str,
+    slope: float,
+    dtype: torch.dtype,
+    spread: float = 4.0,
+) -> torch.Tensor:
+    """How far a normalised input that is made again from the result can be from what it was.
+
+    The result is rounded to its dtype, and that is all that is lost. A LeakyReLU keeps its relative accuracy whatever
+    the slope; undoing the shift costs |bias| / |scale|, so that a channel whose scale is small beside its shift is
+    inexact. ELU flattens out: undoing it at z < 0 costs exp(-z).
+
+    Args:
+        weight, bias: (C,).
+        eps, activation, slope: as for `inverted_batch_norm`.
+        dtype: of the activations.
+        spread: how far from 0 the normalised inputs are.
+
+    Returns:
+        (C,) float64, an upper bound of the absolute error of the normalised input, which has variance 1.
+
+    >>> weight, bias = torch.tensor([1.0, 1e-4]), torch.tensor([0.0, 1.0])
+    >>> error = reconstruction_error(weight, bias, 0.0, "leaky_relu", 0.01, torch.float32)
+    >>> [f"{e:.0e}" for e in error.tolist()]
+    ['3e-06', '8e-03']
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    scale = kept_from_zero(weight.detach().double(), eps).abs()
+    shift = torch.zeros_like(scale) if bias is None else bias.detach().double().abs()
+    reach = spread * scale + shift
+    # Rounded once to the dtype of the result; arithmetic there and back is in the wide one.
+    rounding = torch.finfo(dtype).eps / 2 + 6 * torch.finfo(wide).eps
+    error = rounding * reach
+    if activation == "elu":
+        lowest = reach if bias is None else (spread * scale - bias.detach().double()).clamp(min=0)
+        error = error + rounding * torch.expm1(lowest)
+    return error / scale
+
+
+def _is_eager(x: torch.Tensor) -> bool:
+    """Whether nobody looks on who reads functional ops: no compiler, no transform, no mode, no fake tensor."""
+    if type(x) is not torch.Tensor or torch.compiler.is_compiling():
+        return False
+    return not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
+
+
+def _forward_anew(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    y = torch.empty_like(x)
+    if y.stride() != x.stride():
+        x = y.copy_(x)
+    return y, *_forward(x, y, *arguments)
+
+
+def _backward_anew(
+    grad: torch.Tensor, y: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    result = torch.empty_like(y)
+    if grad.stride() != y.stride():
+        grad = result.copy_(grad)
+    return result, *_backward(grad, result, y, *arguments)
+
+
+def _forward(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    mean: Optional,
+    variance: Optional,
+    eps: float,
+    activation: str,
+    slope: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if mean is None or variance is None:
+        # PyTorch's own sums, without a result; wide if given wide running statistics, which momentum 0 leaves alone.
+        given = (None, None) if x.dtype == wide else tuple(torch.zeros(2, x.shape[1], dtype=wide, device=x.device))
+        mean, variance = torch.ops.aten.batch_norm_update_stats(x, *given, 0.0)
+    else:
+        mean, variance = mean.to(wide, copy=True), variance.to(wide, copy=True)
+    scale = torch.rsqrt(variance + eps)
+    if weight is not None:
+        scale = scale * kept_from_zero(weight.to(wide), eps)
+    shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias.to(wide), mean, scale, value=-1)
+    if inverted_batch_norm_native.can(x, y, activation):
+        slope = 1.0 if activation == "identity" else slope
+        inverted_batch_norm_native.forward_into(x, y, scale.contiguous(), shift.contiguous(), slope)
+    else:
+        _forward_into(x, y, scale, shift, activation, slope)
+    return mean, variance
+
+
+def _forward_into(
+    x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str, slope: float
+) -> None:
+    """The torch reference."""
+    for (source, _), (target, per_channel) in zip(_pieces(x), _pieces(y), strict=True):
+        if x.dtype == scale.dtype:
+            torch.addcmul(shift.view(per_channel), source, scale.view(per_channel), out=target)
+            _activate_(target, activation, slope)
+        else:
+            z = torch.addcmul(shift.view(per_channel), source.to(scale.dtype), scale.view(per_channel))
+            target.copy_(_activate_(z, activation, slope))
+
+
+def _backward(
+    grad: torch.Tensor,
+    result: torch.Tensor,
+    y: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    inverse_deviation: torch.Tensor,
+    frozen: bool,
+    eps: float,
+    activation: str,
+    slope: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = inverse_deviation.dtype
+    ones = torch.ones_like(inverse_deviation)
+    scale = ones if weight is None else kept_from_zero(weight.to(wide), eps)
+    shift = torch.zeros_like(ones) if bias is None else bias.to(wide)
+    if inverted_batch_norm_native.can(grad, y, activation):
+        slope = 1.0 if activation == "identity" else slope
+        of_weight, of_bias = inverted_batch_norm_native.backward_into(
+            grad, result, y, scale.contiguous(), shift.contiguous(), inverse_deviation.contiguous(), frozen, slope
+        )
+    else:
+        of_weight, of_bias = _backward_into(grad, result, y, scale, shift, inverse_deviation, frozen, activation, slope)
+    return (
+        of_weight.to(wide if weight is None else weight.dtype),
+        of_bias.to(wide if bias is None else bias.dtype),
+    )
+
+
+def _backward_into(
+    grad: torch.Tensor,
+    result: torch.Tensor,
+    y: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    inverse_deviation: torch.Tensor,
+    frozen: bool,
+    activation: str,
+    slope: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The torch reference: gradients of scale and shift, (C,) float64."""
+    wide, inverse_scale = scale.dtype, scale.reciprocal()
+    of_shift, of_scale = (torch.zeros_like(scale, dtype=torch.float64) for _ in range(2))
+
+    def undone(y_piece: torch.Tensor, grad_piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z, of_z = _undo_activation(y_piece.to(wide), grad_piece.to(wide), activation, slope)
+        return z.sub_(shift.view(shape)).mul_(inverse_scale.view(shape)), of_z
+
+    for (y_piece, shape), (grad_piece, _) in zip(_pieces(y), _pieces(grad), strict=True):
+        normalised, of_z = undone(y_piece, grad_piece)
+        dims = [dim for dim in range(y_piece.dim()) if shape[dim] == 1]
+        of_shift += of_z.sum(dims)
+        of_scale += normalised.mul_(of_z).sum(dims)
+    rows = y.numel() // y.shape[1]
+    slide, tilt = (of_shift / rows).to(wide), (of_scale / rows).to(wide)
+    steep = scale * inverse_deviation
+    for (y_piece, shape), (grad_piece, _), (target, _) in zip(_pieces(y), _pieces(grad), _pieces(result), strict=True):
+        normalised, of_z = undone(y_piece, grad_piece)
+        if not frozen:
+            of_z = of_z.sub_(slide.view(shape)).sub_(normalised.mul_(tilt.view(shape)))
+        target.copy_(of_z.mul_(steep.view(shape)))
+    return of_scale, of_shift
+
+
+def _activate_(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
+    if activation == "identity":
+        return z
+    return nn.functional.elu_(z, slope) if activation == "elu" else nn.functional.leaky_relu_(z, slope)
+
+
+def _undo_activation(
+    y: torch.Tensor, grad: torch.Tensor, activation: str, slope: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What was activated, and its gradient; both new."""
+    if activation == "identity":
+        return y.clone(), grad.clone()
+    if activation == "leaky_relu":
+        z = torch.ops.aten.leaky_relu(y, 1 / slope)
+        return z, torch.ops.aten.leaky_relu_backward(grad, y, slope, True)
+    # Rounded to -alpha, the result has no inverse: the least that has one stands for it.
+    least = torch.finfo(y.dtype).eps / 2 - 1
+    z = torch.where(y > 0, y, torch.log1p((y / slope).clamp_(min=least, max=0)))
+    return z, torch.ops.aten.elu_backward(grad, slope, 1, 1, True, y)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """Views of it that cover it, each with the shape in which a vector of its channels is broadcast over it."""
+    channels = tensor.shape[1]
+    elems = tensor.numel()
+    if tensor.device.type == "cpu":
+        elems = min(_PIECE_ELEMS, max(_LEAST_ELEMS, elems // _LEAST_PIECES))
+    rows = tensor.movedim(1, -1)
+    if tensor.numel() == 0:
+        return
+    if rows.is_contiguous():
+        rows = rows.view(-1, channels)
+        for piece in rows.split(max(1, elems // channels)):
+            yield piece, (1, channels)
+    elif tensor.is_contiguous():
+        images = tensor.view(len(tensor), channels, -1)
+        for piece in images.split(max(1, elems // images[0].numel())):
+            yield piece, (1, channels, 1)
+    else:
+        yield tensor, (1, channels, *[1] * (tensor.dim() - 2))
+
+
+def _move_running_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
+    assert layer.running_mean is not None and layer.running_var is not None and layer.num_batches_tracked is not None
+    with torch.no_grad():
+        layer.num_batches_tracked.add_(1)
+        share: Any = layer.momentum if layer.momentum is not None else 1.0 / layer.num_batches_tracked
+        for moved, seen in ((layer.running_mean, mean), (layer.running_var, variance * (count / (count - 1)))):
+            moved.mul_(1 - share).add_((seen * share).to(moved.dtype))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    _, weight, bias, mean, _, *options = inputs
+    y, used_mean, variance = output
+    ctx.frozen, ctx.options = mean is not None, tuple(options)
+    ctx.mark_non_differentiable(used_mean, variance)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(y, weight, bias, torch.rsqrt(variance + options[0]))
+
+
+def _gradients(
+    ctx: Any, grad: Optional, *unused: Optional
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None, None, None]:
+    if grad is None:
+        return (None,) * 8
+    y, weight, bias, inverse_deviation = ctx.saved_tensors
+    gradients = _backward_anew if _is_eager(grad) else inverted_batch_norm_backward
+    of_x, of_weight, of_bias = gradients(grad, y, weight, bias, inverse_deviation, ctx.frozen, *ctx.options)
+    vectors = of_weight if weight is not None else None, of_bias if bias is not None else None
+    return of_x, *vectors, None, None, None, None, None
+
+
+@inverted_batch_norm.register_fake
+def _(x: torch.Tensor, weight: Optional, *unused: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    vector = x.new_empty((x.shape[1],), dtype=wide)
+    return torch.empty_like(x), vector, torch.empty_like(vector)
+
+
+@inverted_batch_norm_backward.register_fake
+def _(
+    grad: torch.Tensor, y: torch.Tensor, weight: Optional, bias: Optional, inverse_deviation: torch.Tensor, *unused: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    vectors = (torch.empty_like(inverse_deviation if one is None else one) for one in (weight, bias))
+    of_weight, of_bias = vectors
+    return torch.empty_like(y), of_weight, of_bias
+
+
+inverted_batch_norm.register_autograd(_gradients, setup_context=_setup)
+
+
+class _Eager(torch.autograd.Function):
+    """`inverted_batch_norm` without the custom op's dispatch, and over its input: custom ops have no autograd there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, overwrite: bool, *arguments: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        result = (forward_ if overwrite else _forward_anew)(x, *arguments)
+        if overwrite:
+            ctx.mark_dirty(x)
+        _setup(ctx, (x, *arguments), result)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Optional) -> Any:
+        of_x, *others = _gradients(ctx, *grads)
+        return of_x, None, *others

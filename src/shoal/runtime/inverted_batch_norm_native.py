@@ -1,0 +1,110 @@
+"""The sweeps of `inverted_batch_norm` and its backward in `csrc/inverted_batch_norm.cpp`, for float32 on the CPU.
+
+ELU, other dtypes and other layouts are left to the torch reference in `shoal.runtime.inverted_batch_norm`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from shoal import native
+
+BEST = -1  # level: what this processor runs
+
+
+class _Call(ctypes.Structure):
+    """`ShoalInvertedBatchNorm` of csrc/shoal_native.h."""
+
+    _fields_ = (
+        ("images", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("pixels", ctypes.c_int64),
+        ("channels_last", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("level", ctypes.c_int32),
+        ("slope", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("grad", "y", "shift", "sum", "centred", "workspace")),
+        *((name, ctypes.c_void_p) for name in ("slide", "tilt", "steep", "result")),
+    )
+
+
+def can(source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
+    """Whether the kernel is here and takes these operands, which have one layout."""
+    if y.device.type != "cpu" or not y.dtype == source.dtype == torch.float32 or activation == "elu" or not y.numel():
+        return False
+    return native.library() is not None and (_is_channels_last(y) or y.is_contiguous())
+
+
+def forward_into(
+    x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, slope: float, level: int = BEST
+) -> None:
+    """Write LeakyReLU(x * scale + shift) into `y`, which may be `x`; operands as for `backward_into`."""
+    library = native.library()
+    assert library is not None
+    call = _call(x, y, slope, level)
+    call.shift, call.steep = shift.data_ptr(), scale.data_ptr()
+    library.shoal_inverted_batch_norm_forward(ctypes.byref(call))
+
+
+def backward_into(
+    grad: torch.Tensor,
+    result: torch.Tensor,
+    y: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    inverse_deviation: torch.Tensor,
+    frozen: bool,
+    slope: float,
+    level: int = BEST,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the gradient of x into `result`, which may be `grad`.
+
+    Args:
+        grad, result, y: (N, C, ...) float32 of one layout, for which `can` is true.
+        scale, shift, inverse_deviation: (C,) float32, contiguous.
+        frozen: whether the statistics were given.
+        slope: LeakyReLU's, 1 for the identity.
+        level: 0 for portable code, 1 for AVX2 at most.
+
+    Returns:
+        Gradients of scale and shift, (C,) float64.
+    """
+    library = native.library()
+    assert library is not None
+    channels = y.shape[1]
+    call = _call(y, result, slope, level)
+    sums = torch.empty(2 * call.threads + 2, channels, dtype=torch.float64)
+    call.grad, call.shift = grad.data_ptr(), shift.data_ptr()
+    call.sum, call.centred, call.workspace = (sums[place:].data_ptr() for place in range(3))
+    library.shoal_inverted_batch_norm_sums(ctypes.byref(call))
+    of_shift = sums[0]
+    of_scale = sums[1] / scale
+    rows = y.numel() // channels
+    slide, tilt = (of_shift / rows).float(), (of_scale / rows / scale).float()
+    if frozen:
+        slide, tilt = torch.zeros_like(slide), torch.zeros_like(tilt)
+    steep = scale * inverse_deviation
+    call.slide, call.tilt, call.steep = slide.data_ptr(), tilt.data_ptr(), steep.data_ptr()
+    library.shoal_inverted_batch_norm_result(ctypes.byref(call))
+    return of_scale, of_shift
+
+
+def _call(y: torch.Tensor, result: torch.Tensor, slope: float, level: int) -> _Call:
+    images, channels = y.shape[:2]
+    return _Call(
+        images=images,
+        channels=channels,
+        pixels=y.numel() // (images * channels),
+        channels_last=_is_channels_last(y),
+        threads=torch.get_num_threads(),
+        level=level,
+        slope=slope,
+        y=y.data_ptr(),
+        result=result.data_ptr(),
+    )
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.movedim(1, -1).is_contiguous()
