@@ -4,6 +4,7 @@ from shoal.compile import compile
 from shoal.errors import BudgetError, CaptureError, CodecError, ShoalError, TransferError
 from shoal.offload_activations import offload_activations
 from shoal.planning import plan
+from shoal.transforms.fuse_batchnorm import fuse_batchnorm
 from shoal.transforms.split import split
 
 __version__ = "0.1.0"
@@ -14,6 +15,7 @@ __all__ = [
     "ShoalError",
     "TransferError",
     "compile",
+    "fuse_batchnorm",
     "offload_activations",
     "plan",
     "split",

@@ -158,7 +158,7 @@ def module_path(source: str) -> str:
     source = re.sub(r"\[(\d+)\]|\['([^']*)'\]", lambda m: f".{m.group(1) or m.group(2)}", source)
     while source != (source := re.sub(r"getattr\(([^(),]+), '([^']*)'\)", r"\1.\2", source)):
         pass  # how torch.fx writes the children of a Sequential, one in the other
-    source = re.sub(r"^.*\b_split\.0\b", "", source)  # `shoal.split` calls the network's layers under their names
+    source = re.sub(r"^.*\b_(split|fused)\.0\b", "", source)  # transforms call the network's layers under their names
     return source.replace("._modules", "").strip(".")
 
 
