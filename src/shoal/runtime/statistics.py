@@ -42,8 +42,10 @@ def measure(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`statistics` without autograd."""
     dims = [0, *range(2, x.dim())]
     x = x.to(wide(x.dtype))
-    mean = x.mean(dims)
-    return mean, (x - by_channel(mean, x)).square_().mean(dims)
+    near = x.mean(dims)
+    centred = x - by_channel(near, x)
+    rest = centred.mean(dims)  # what rounding kept from the first sum
+    return near + rest, centred.square_().mean(dims) - rest.square_()
 
 
 def whole_gradient(

@@ -126,7 +126,7 @@ class FusedModule(nn.Module):
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             why = Left(type(model).__name__, f"torch.fx cannot trace it: {reason}")
-            self._fused, self.summary = (), FusionSummary(self._wanted or "rcf", (), (why,))
+            self._fused, self.summary = (), FusionSummary(self._wanted or "bnff", (), (why,))
             return
         graph_module, summary = fuse_graph(model, graph, self._wanted or _highest(model, graph))
         self._fused, self.summary = (graph_module,), summary
@@ -134,11 +134,8 @@ class FusedModule(nn.Module):
 
 def _highest(model: nn.Module, graph: fx.Graph) -> Level:
     """The lowest level that fuses all that can be."""
-    _, most = fuse_graph(model, graph, "icf")
-    _, without_concatenation = fuse_graph(model, graph, "bnff")
-    if most.fused != without_concatenation.fused:
-        return "icf"
-    return "bnff" if any(one.statistics for one in most.fused) else "rcf"
+    (_, most), (_, without_concatenations) = (fuse_graph(model, graph, level) for level in ("icf", "bnff"))
+    return "bnff" if most.fused == without_concatenations.fused else "icf"
 
 
 @contextmanager

@@ -230,7 +230,7 @@ class _Builder:
 
     def _names(self, nodes: Sequence[fx.Node] | dict[fx.Node, None]) -> str:
         names = [self._name(node) for node in nodes]
-        return ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)})"
+        return ", ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]} ({len(names)})"
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from shoal.runtime.batch_norm_vectors import batch_norm_scale, move_statistics
 from shoal.runtime.norm_act import joined, norm_act
 from shoal.runtime.norm_conv import Window, norm_conv
 from shoal.runtime.statistics import statistics, wide
@@ -58,30 +59,14 @@ class Affine(nn.Module):
         pairs = [pair for pair in moments if pair is not None]
         mean = joined_vectors([pair[0] for pair in pairs])
         variance = joined_vectors([pair[1] for pair in pairs])
-        self._move_running_statistics(mean.detach(), variance.detach(), count)
+        if layer.training and layer.track_running_stats and not _runs_again():
+            move_statistics(layer, mean, variance, count)
         return self._line(mean, variance)
 
     def _line(self, mean: torch.Tensor, variance: torch.Tensor) -> Vectors:
         layer = self.layer
-        inverse = torch.rsqrt(variance + layer.eps)
-        if layer.weight is None:
-            return mean, inverse, torch.zeros_like(mean)
-        return mean, inverse * layer.weight, layer.bias.to(mean.dtype)
-
-    @torch.no_grad()
-    def _move_running_statistics(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
-        layer = self.layer
-        if not (layer.training and layer.track_running_stats) or _runs_again():
-            return
-        share: float | torch.Tensor = layer.momentum if layer.momentum is not None else 0.0
-        if layer.num_batches_tracked is not None:
-            layer.num_batches_tracked.add_(1)
-            if layer.momentum is None:
-                share = 1.0 / layer.num_batches_tracked.to(mean.dtype)
-        unbiased = variance * (count / (count - 1))
-        for running, now in ((layer.running_mean, mean), (layer.running_var, unbiased)):
-            if running is not None:
-                running.add_((now - running) * share)
+        scale = batch_norm_scale(variance, layer.weight, layer.eps)
+        return mean, scale, torch.zeros_like(mean) if layer.bias is None else layer.bias.to(mean.dtype)
 
 
 class Normalise(nn.Module):
