@@ -46,12 +46,13 @@ def joined(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return xs[0] if len(xs) == 1 else torch.cat(list(xs), 1)
 
 
-def normalised(
-    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *, own: bool = False
-) -> torch.Tensor:
-    """(x - mean) * scale + shift, in the wide dtype; over `x` where it is the caller's `own` to lose."""
-    centred = x.sub_(by_channel(mean, x)) if own and x.dtype == mean.dtype else x - by_channel(mean, x)
-    return torch.addcmul(by_channel(shift, x), centred, by_channel(scale, x), out=centred)
+def normalised(x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """(x - mean) * scale + shift, in the dtype of `x`."""
+    # PyTorch's own in eval mode is one sweep; its variance is one here.
+    line: torch.Tensor = torch.ops.aten.native_batch_norm(
+        x, scale, shift, mean, torch.ones_like(mean), False, 0.0, 0.0
+    )[0]
+    return line
 
 
 def reduced(
@@ -95,10 +96,11 @@ def _forward(
     residual: torch.Tensor | None,
     rectify: bool,
 ) -> torch.Tensor:
-    z = normalised(joined(xs), mean, scale, shift, own=len(xs) > 1)
+    z = normalised(joined(xs), mean, scale, shift)
+    z = z.to(_kind(xs, residual))
     z = z if residual is None else z.add_(residual)
     z = z.relu_() if rectify else z
-    return z.to(_kind(xs, residual)).contiguous(memory_format=layout_of(xs[0]))
+    return z.contiguous(memory_format=layout_of(xs[0]))
 
 
 def _forward_fake(
