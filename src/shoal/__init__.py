@@ -4,6 +4,7 @@ from shoal.compile import compile
 from shoal.errors import BudgetError, CaptureError, CodecError, ShoalError, TransferError
 from shoal.offload_activations import offload_activations
 from shoal.planning import plan
+from shoal.transforms.fuse_batchnorm import fuse_batchnorm
 from shoal.transforms.invert_batchnorm import invert_batchnorm, restore_batchnorm
 from shoal.transforms.split import split
 
@@ -15,6 +16,7 @@ __all__ = [
     "ShoalError",
     "TransferError",
     "compile",
+    "fuse_batchnorm",
     "invert_batchnorm",
     "offload_activations",
     "plan",

@@ -1,0 +1,129 @@
+"""Batch norm's work on vectors, one op each: `shoal::batch_norm_scale` and `shoal::moved_statistics`.
+
+Plain PyTorch would do; but each batch norm would be twenty ops of a few elements in a captured step, and a planner
+looks at every one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Replaces `weight * torch.rsqrt(variance + eps)`, (C,), in the dtype of `variance`; differentiable once.
+
+    >>> batch_norm_scale(torch.tensor([3.0]), torch.tensor([8.0]), 1.0)
+    tensor([4.])
+    """
+    scale: torch.Tensor = torch.ops.shoal.batch_norm_scale(variance, weight, eps)
+    return scale
+
+
+@torch.no_grad()
+def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
+    """Running statistics and the number of batches, moved on as the layer's own forward in training mode moves them.
+
+    Args:
+        layer: a batch norm that tracks.
+        mean, variance: of the batch, (C,), the variance biased.
+        count: elements of a channel.
+    """
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+    if layer.running_mean is None or layer.running_var is None:
+        return
+    momentum = layer.momentum if layer.momentum is not None else 0.0
+    batches = layer.num_batches_tracked if layer.momentum is None else None
+    moved = torch.ops.shoal.moved_statistics(
+        layer.running_mean, layer.running_var, mean.detach(), variance.detach(), batches, momentum, count
+    )
+    layer.running_mean.copy_(moved[0])
+    layer.running_var.copy_(moved[1])
+
+
+def _scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    inverse = torch.rsqrt(variance + eps)
+    return inverse if weight is None else inverse.mul_(weight)
+
+
+def _scale_fake(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return torch.empty_like(variance)
+
+
+def _scale_backward(
+    grad: torch.Tensor, variance: torch.Tensor, weight: torch.Tensor | None, eps: float, needs: list[bool]
+) -> list[torch.Tensor]:
+    inverse = torch.rsqrt(variance + eps)
+    of_inverse = grad if weight is None else grad * weight
+    found = [of_inverse * inverse.pow(3) * -0.5] if needs[0] else []
+    return [*found, (grad * inverse).to(weight.dtype)] if needs[1] and weight is not None else found
+
+
+def _scale_backward_fake(
+    grad: torch.Tensor, variance: torch.Tensor, weight: torch.Tensor | None, eps: float, needs: list[bool]
+) -> list[torch.Tensor]:
+    found = [torch.empty_like(variance)] if needs[0] else []
+    return [*found, torch.empty_like(weight)] if needs[1] and weight is not None else found
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    variance, weight, ctx.eps = inputs
+    ctx.save_for_backward(variance, *([] if weight is None else [weight]))
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    variance, *weights = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:2])
+    weight = weights[0] if weights else None
+    taken = iter(torch.ops.shoal.batch_norm_scale_backward(grad, variance, weight, ctx.eps, needs))
+    return (*(next(taken) if needed else None for needed in needs), None)
+
+
+def _moved(
+    running_mean: torch.Tensor,
+    running_variance: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    batches: torch.Tensor | None,
+    momentum: float,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    share: Any = momentum if batches is None else 1.0 / batches.to(mean.dtype)
+    unbiased = variance * (count / (count - 1))
+    pairs = ((running_mean, mean), (running_variance, unbiased))
+    moved_mean, moved_variance = (running + ((now - running) * share).to(running.dtype) for running, now in pairs)
+    return moved_mean, moved_variance
+
+
+def _moved_fake(
+    running_mean: torch.Tensor,
+    running_variance: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    batches: torch.Tensor | None,
+    momentum: float,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(running_mean), torch.empty_like(running_variance)
+
+
+torch.library.define("shoal::batch_norm_scale", "(Tensor variance, Tensor? weight, float eps) -> Tensor")
+torch.library.define(
+    "shoal::batch_norm_scale_backward",
+    "(Tensor grad, Tensor variance, Tensor? weight, float eps, bool[] needs) -> Tensor[]",
+)
+torch.library.define(
+    "shoal::moved_statistics",
+    "(Tensor running_mean, Tensor running_variance, Tensor mean, Tensor variance, Tensor? batches, float momentum,"
+    " SymInt count) -> (Tensor, Tensor)",
+)
+torch.library.impl("shoal::batch_norm_scale", "CompositeExplicitAutograd", _scale)
+torch.library.impl("shoal::batch_norm_scale_backward", "CompositeExplicitAutograd", _scale_backward)
+torch.library.impl("shoal::moved_statistics", "CompositeExplicitAutograd", _moved)
+torch.library.register_fake("shoal::batch_norm_scale", _scale_fake)
+torch.library.register_fake("shoal::batch_norm_scale_backward", _scale_backward_fake)
+torch.library.register_fake("shoal::moved_statistics", _moved_fake)
+torch.library.register_autograd("shoal::batch_norm_scale", _differentiate, setup_context=_setup)

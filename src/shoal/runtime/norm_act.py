@@ -1,0 +1,194 @@
+"""`shoal::norm_act`: normalise, add a residual, rectify; for a batch norm that others than one convolution read.
+
+Saved for the backward pass: what was normalised and vectors. The normalised tensor is not; the result is only where a
+residual was added before the ReLU, since then nothing else tells which elements were cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shoal.runtime.statistics import by_channel, layout_of
+
+
+def norm_act(
+    xs: Sequence[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    rectify: bool = True,
+) -> torch.Tensor:
+    """Replaces `relu((torch.cat(xs, 1) - mean) * scale + shift + residual)`.
+
+    Args:
+        xs: tensors of (N, C_i, ...) that are normalised as one of C = sum of C_i channels.
+        mean, scale, shift: (C,), in float32 or float64.
+        residual: of the shape of the result, or None.
+        rectify: whether a ReLU follows.
+
+    Returns:
+        (N, C, ...), differentiable once.
+
+    >>> ones = torch.ones(1)
+    >>> norm_act([torch.tensor([[[1.0, 5.0]]])], 3 * ones, 2 * ones, ones)
+    tensor([[[0., 5.]]])
+    """
+    result: torch.Tensor = torch.ops.shoal.norm_act(list(xs), mean, scale, shift, residual, rectify)
+    return result
+
+
+def joined(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`xs` side by side; the one itself where it is alone."""
+    return xs[0] if len(xs) == 1 else torch.cat(list(xs), 1)
+
+
+def normalised(x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """(x - mean) * scale + shift, in the dtype of `x`."""
+    # PyTorch's own in eval mode is one sweep; its variance is one here.
+    line: torch.Tensor = torch.ops.aten.native_batch_norm(
+        x, scale, shift, mean, torch.ones_like(mean), False, 0.0, 0.0
+    )[0]
+    return line
+
+
+def reduced(
+    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of mean, scale and shift from that of the normalised tensor."""
+    ones = torch.ones_like(mean)
+    kind = torch.promote_types(grad.dtype, x.dtype)
+    # PyTorch's own sums of grad * (x - mean) and grad in one sweep, with nothing allocated.
+    _, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
+        grad.to(kind), x.to(kind), ones, None, None, mean, ones, True, 0.0, [False, True, True]
+    )
+    return -scale * of_shift, of_scale, of_shift
+
+
+def parted(grad: torch.Tensor, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradient of `joined(xs)` as one tensor for each, none of which looks at another's memory."""
+    if len(xs) == 1:
+        return [grad.to(xs[0].dtype).contiguous(memory_format=layout_of(xs[0]))]
+    parts = grad.split([x.shape[1] for x in xs], 1)
+    return [torch.empty_like(x, memory_format=layout_of(x)).copy_(part) for part, x in zip(parts, xs, strict=True)]
+
+
+def parted_fake(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What `parted` returns, in shapes."""
+    return [torch.empty_like(x, memory_format=layout_of(x)) for x in xs]
+
+
+def _kind(xs: Sequence[torch.Tensor], residual: torch.Tensor | None) -> torch.dtype:
+    kind = xs[0].dtype
+    for x in [*xs[1:], *([] if residual is None else [residual])]:
+        kind = torch.promote_types(kind, x.dtype)
+    return kind
+
+
+def _forward(
+    xs: list[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    residual: torch.Tensor | None,
+    rectify: bool,
+) -> torch.Tensor:
+    z = normalised(joined(xs), mean, scale, shift)
+    z = z.to(_kind(xs, residual))
+    z = z if residual is None else z.add_(residual)
+    z = z.relu_() if rectify else z
+    return z.contiguous(memory_format=layout_of(xs[0]))
+
+
+def _forward_fake(
+    xs: list[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    residual: torch.Tensor | None,
+    rectify: bool,
+) -> torch.Tensor:
+    shape = [xs[0].shape[0], sum(x.shape[1] for x in xs), *xs[0].shape[2:]]
+    z = xs[0].new_empty(shape, dtype=_kind(xs, residual))
+    return torch.empty_like(z, memory_format=layout_of(xs[0]))
+
+
+def _backward(
+    grad: torch.Tensor,
+    xs: list[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    z: torch.Tensor | None,
+    rectify: bool,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    """`needs`: of xs, of the vectors, of the residual after a ReLU. What is needed comes in that order."""
+    x = joined(xs)
+    if rectify:
+        z = normalised(x, mean, scale, shift) if z is None else z
+        grad = torch.where(z > 0, grad, torch.zeros((), dtype=grad.dtype, device=grad.device))
+        del z
+    grad = grad.contiguous(memory_format=layout_of(xs[0]))
+    found = list(reduced(grad, x, mean, scale)) if needs[1] else []
+    if needs[0]:
+        found = parted(grad * by_channel(scale, x), xs) + found
+    return [*found, grad] if needs[2] else found
+
+
+def _backward_fake(
+    grad: torch.Tensor,
+    xs: list[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    z: torch.Tensor | None,
+    rectify: bool,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    found = parted_fake(xs) if needs[0] else []
+    found += [torch.empty_like(vector) for vector in (mean, scale, shift)] if needs[1] else []
+    return [*found, torch.empty_like(grad, memory_format=layout_of(xs[0]))] if needs[2] else found
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    xs, mean, scale, shift, residual, rectify = inputs
+    keeps = rectify and residual is not None
+    ctx.rectify, ctx.n, ctx.residual_kind = rectify, len(xs), None if residual is None else residual.dtype
+    ctx.save_for_backward(*xs, mean, scale, shift, *([output] if keeps else []))
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    n = ctx.n
+    saved = ctx.saved_tensors
+    xs, (mean, scale, shift), z = list(saved[:n]), saved[n : n + 3], (saved[n + 3] if len(saved) > n + 3 else None)
+    of_xs, *of_vectors = ctx.needs_input_grad[:4]
+    of_residual = ctx.needs_input_grad[4]
+    needs = [any(of_xs), any(of_vectors), bool(of_residual and ctx.rectify)]
+    found: list[torch.Tensor] = []
+    if any(needs):
+        found = torch.ops.shoal.norm_act_backward(grad, xs, mean, scale, shift, z, ctx.rectify, needs)
+    taken = iter(found)
+    grads = [next(taken) for _ in xs] if needs[0] else [None] * n
+    vectors = [next(taken) for _ in range(3)] if needs[1] else [None] * 3
+    residual = (next(taken) if ctx.rectify else grad).to(ctx.residual_kind) if of_residual else None
+    return grads, *vectors, residual, None
+
+
+torch.library.define(
+    "shoal::norm_act",
+    "(Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? residual, bool rectify) -> Tensor",
+)
+torch.library.define(
+    "shoal::norm_act_backward",
+    "(Tensor grad, Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? z, bool rectify, bool[] needs)"
+    " -> Tensor[]",
+)
+torch.library.impl("shoal::norm_act", "CompositeExplicitAutograd", _forward)
+torch.library.impl("shoal::norm_act_backward", "CompositeExplicitAutograd", _backward)
+torch.library.register_fake("shoal::norm_act", _forward_fake)
+torch.library.register_fake("shoal::norm_act_backward", _backward_fake)
+torch.library.register_autograd("shoal::norm_act", _differentiate, setup_context=_setup)

@@ -1,0 +1,373 @@
+"""`shoal::norm_conv`: a convolution that normalises and rectifies what it reads and measures what it writes.
+
+Batch norm split in two (Jung et al., MLSys'19, section 3): the statistics of a convolution's result come from the
+convolution, and the normalisation happens where the next one reads. The backward pass makes the normalised tensor
+again, so that none is ever kept. Gradients of the statistics are summed over all their readers by autograd and reach
+the producer as two vectors, one affine map for all.
+
+Everything here is PyTorch's own kernels around its convolution. `KERNELS` is the one place for faster ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from shoal.runtime.norm_act import joined, normalised, parted, parted_fake, reduced
+from shoal.runtime.statistics import by_channel, layout_of, measure, whole_gradient, wide
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Window:
+    """How a convolution moves: each as `torch.nn.functional.conv2d` takes it, one number a dimension."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+
+
+class Kernel(Protocol):
+    """A faster implementation of the op for some cases; arguments as for `norm_conv` and `_backward`."""
+
+    def applies(
+        self,
+        x: torch.Tensor,
+        mean: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        window: Window,
+    ) -> bool:
+        """Whether it can do this case, forward and backward."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mean: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        shift: torch.Tensor | None,
+        rectify: bool,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        window: Window,
+        statistics: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Result, mean and variance; the last two (0,) where no statistics are wanted."""
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        of_mean: torch.Tensor | None,
+        of_variance: torch.Tensor | None,
+        x: torch.Tensor,
+        y: torch.Tensor | None,
+        mean_y: torch.Tensor | None,
+        mean: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        shift: torch.Tensor | None,
+        rectify: bool,
+        weight: torch.Tensor,
+        window: Window,
+        needs: Sequence[bool],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of x, mean, scale, shift, weight and bias; None for what `needs` leaves out (x, the three vectors,
+        weight, bias)."""
+
+
+KERNELS: list[Kernel] = []  # the first that applies is called; the reference where none does
+
+
+def norm_conv(
+    xs: Sequence[torch.Tensor],
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: Window,
+    statistics: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Replaces `y = conv(relu((torch.cat(xs, 1) - mean) * scale + shift))` and `torch.var_mean(y)`.
+
+    Args:
+        xs: tensors of (N, C_i, ...) that are read as one of C = sum of C_i channels; they are saved as they are.
+        mean, scale, shift: (C,), in float32 or float64; all None: nothing is normalised.
+        rectify: whether a ReLU comes before the convolution.
+        weight, bias: of the convolution; its dtype is that of the result.
+        window: of the convolution.
+        statistics: whether mean and biased variance of the result's channels are wanted.
+
+    Returns:
+        y, (N, K, ...), and its mean and variance, (K,), in float32 (float64 for float64); (0,) where not wanted.
+        Differentiable once.
+
+    Under autocast the convolution runs in its dtype, as PyTorch's own does; statistics stay in float32.
+
+    >>> window = Window([1], [0], [1], 1)
+    >>> x, weight, one = torch.tensor([[[1.0, 5.0]]]), torch.ones(1, 1, 1), torch.ones(1)
+    >>> norm_conv([x], 3 * one, 2 * one, one, True, weight, None, window, True)
+    (tensor([[[0., 5.]]]), tensor([2.5000]), tensor([6.2500]))
+    """
+    device = weight.device.type
+    if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+        kind = torch.get_autocast_dtype(device)
+        weight, bias = weight.to(kind), None if bias is None else bias.to(kind)
+    y, mean_y, variance_y = torch.ops.shoal.norm_conv(
+        list(xs),
+        mean,
+        scale,
+        shift,
+        rectify,
+        weight,
+        bias,
+        window.stride,
+        window.padding,
+        window.dilation,
+        window.groups,
+        statistics,
+    )
+    return y, mean_y, variance_y
+
+
+def _activated(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    if mean is not None and scale is not None and shift is not None:
+        a = normalised(x, mean, scale, shift)
+        return (a.relu_() if rectify else a).to(dtype)
+    return (x.relu() if rectify else x).to(dtype)
+
+
+def _kernel(
+    x: torch.Tensor, mean: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, window: Window
+) -> Kernel | None:
+    return next((kernel for kernel in KERNELS if kernel.applies(x, mean, weight, bias, window)), None)
+
+
+def _forward(
+    xs: list[torch.Tensor],
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    statistics: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, window = joined(xs), Window(stride, padding, dilation, groups)
+    kernel = _kernel(x, mean, weight, bias, window)
+    if kernel is not None:
+        y, mean_y, variance_y = kernel.forward(x, mean, scale, shift, rectify, weight, bias, window, statistics)
+        return y.contiguous(memory_format=layout_of(xs[0], weight)), mean_y, variance_y
+    a = _activated(x, mean, scale, shift, rectify, weight.dtype)
+    del x
+    y = torch.convolution(a, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    del a
+    y = y.contiguous(memory_format=layout_of(xs[0], weight))
+    if statistics:
+        return y, *measure(y)
+    return y, y.new_empty(0, dtype=wide(y.dtype)), y.new_empty(0, dtype=wide(y.dtype))
+
+
+def _forward_fake(
+    xs: list[torch.Tensor],
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    statistics: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    a = joined(xs).to(weight.dtype)
+    y = torch.convolution(a, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    y = torch.empty_like(y, memory_format=layout_of(xs[0], weight))
+    channels = y.shape[1] if statistics else 0
+    return y, y.new_empty(channels, dtype=wide(y.dtype)), y.new_empty(channels, dtype=wide(y.dtype))
+
+
+def _backward(
+    grad: torch.Tensor,
+    of_mean: torch.Tensor | None,
+    of_variance: torch.Tensor | None,
+    xs: list[torch.Tensor],
+    y: torch.Tensor | None,
+    mean_y: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    weight: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    """`needs`: of xs, of the vectors, of the weight, of the bias. What is needed comes in that order."""
+    x, window = joined(xs), Window(stride, padding, dilation, groups)
+    kernel = _kernel(x, mean, weight, weight.new_empty(weight.shape[0]) if needs[3] else None, window)
+    backward = _reference_backward if kernel is None else kernel.backward
+    of_x, *others = backward(
+        grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, rectify, weight, window, needs
+    )
+    found = [] if of_x is None else parted(of_x, xs)
+    return found + [gradient for gradient in others if gradient is not None]
+
+
+def _reference_backward(
+    grad: torch.Tensor,
+    of_mean: torch.Tensor | None,
+    of_variance: torch.Tensor | None,
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    mean_y: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    weight: torch.Tensor,
+    window: Window,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    if y is not None and mean_y is not None and of_mean is not None and of_variance is not None:
+        grad = whole_gradient(grad, y, mean_y, of_mean, of_variance).to(y.dtype)
+    a = _activated(x, mean, scale, shift, rectify, weight.dtype)
+    through = needs[0] or needs[1]
+    da, of_weight, of_bias = _aten.convolution_backward(
+        grad,
+        a,
+        weight,
+        [weight.shape[0]] if needs[3] else None,
+        window.stride,
+        window.padding,
+        window.dilation,
+        False,
+        [0] * len(window.stride),
+        window.groups,
+        [through, needs[2], needs[3]],
+    )
+    del grad
+    vectors: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if through:
+        if rectify:
+            da = _aten.threshold_backward(da, a, 0)
+        del a
+        da = da.contiguous(memory_format=layout_of(x))
+        if mean is not None and scale is not None:
+            vectors = reduced(da, x, mean, scale) if needs[1] else vectors
+            da = da.mul_(by_channel(scale, x)) if needs[0] else da
+    of_weight = of_weight.contiguous(memory_format=layout_of(weight)) if needs[2] else None
+    return da if needs[0] else None, *vectors, of_weight, of_bias if needs[3] else None
+
+
+def _backward_fake(
+    grad: torch.Tensor,
+    of_mean: torch.Tensor | None,
+    of_variance: torch.Tensor | None,
+    xs: list[torch.Tensor],
+    y: torch.Tensor | None,
+    mean_y: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    weight: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    found = parted_fake(xs) if needs[0] else []
+    found += [torch.empty_like(vector) for vector in (mean, scale, shift) if vector is not None] if needs[1] else []
+    found += [torch.empty_like(weight)] if needs[2] else []
+    return [*found, weight.new_empty(weight.shape[0])] if needs[3] else found
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    xs, mean, scale, shift, rectify, weight, _, *window, statistics = inputs
+    ctx.n, ctx.rectify, ctx.window = len(xs), rectify, window
+    ctx.normalises, ctx.statistics = mean is not None, statistics
+    vectors = [mean, scale, shift] if ctx.normalises else []
+    ctx.save_for_backward(*xs, weight, *vectors, *(output[:2] if statistics else ()))
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, of_mean: torch.Tensor, of_variance: torch.Tensor) -> tuple[Any, ...]:
+    saved = list(ctx.saved_tensors)
+    xs, weight, rest = saved[: ctx.n], saved[ctx.n], saved[ctx.n + 1 :]
+    vectors = [rest.pop(0) for _ in range(3)] if ctx.normalises else [None] * 3
+    y, mean_y = rest if ctx.statistics else (None, None)
+    of_xs, *of_vectors = ctx.needs_input_grad[:4]
+    of_weight, of_bias = ctx.needs_input_grad[5:7]
+    needs = [any(of_xs), any(of_vectors), of_weight, of_bias]
+    found = torch.ops.shoal.norm_conv_backward(
+        grad,
+        of_mean if ctx.statistics else None,
+        of_variance if ctx.statistics else None,
+        xs,
+        y,
+        mean_y,
+        *vectors,
+        ctx.rectify,
+        weight,
+        *ctx.window,
+        needs,
+    )
+    taken = iter(found)
+    grads = [next(taken) for _ in xs] if needs[0] else [None] * ctx.n
+    vector_grads = [next(taken) for _ in range(3)] if needs[1] else [None] * 3
+    weight_grad, bias_grad = (next(taken) if wanted else None for wanted in (of_weight, of_bias))
+    return grads, *vector_grads, None, weight_grad, bias_grad, None, None, None, None, None
+
+
+torch.library.define(
+    "shoal::norm_conv",
+    "(Tensor[] xs, Tensor? mean, Tensor? scale, Tensor? shift, bool rectify, Tensor weight, Tensor? bias,"
+    " SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, bool statistics)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "shoal::norm_conv_backward",
+    "(Tensor grad, Tensor? of_mean, Tensor? of_variance, Tensor[] xs, Tensor? y, Tensor? mean_y, Tensor? mean,"
+    " Tensor? scale, Tensor? shift, bool rectify, Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation,"
+    " SymInt groups, bool[] needs) -> Tensor[]",
+)
+torch.library.impl("shoal::norm_conv", "CompositeExplicitAutograd", _forward)
+torch.library.impl("shoal::norm_conv_backward", "CompositeExplicitAutograd", _backward)
+torch.library.register_fake("shoal::norm_conv", _forward_fake)
+torch.library.register_fake("shoal::norm_conv_backward", _backward_fake)
+torch.library.register_autograd("shoal::norm_conv", _differentiate, setup_context=_setup)
+
+
+@register_flop_formula(torch.ops.shoal.norm_conv, get_raw=True)
+def _flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    weight, y = args[5], out_val[0]
+    return 2 * y.numel() * (weight.numel() // max(weight.shape[0], 1))
+
+
+@register_flop_formula(torch.ops.shoal.norm_conv_backward, get_raw=True)
+def _backward_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    grad, weight, needs = args[0], args[10], args[15]
+    one_way = 2 * grad.numel() * (weight.numel() // max(weight.shape[0], 1))
+    return one_way * ((needs[0] or needs[1]) + needs[2]) + (grad.numel() if needs[3] else 0)

@@ -1,0 +1,149 @@
+"""BN fission-n-fusion: batch norms done by the convolutions around them (Jung et al., MLSys'19, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import compiler, fx, nn
+
+from shoal.errors import InputError
+from shoal.transforms.fuse_graph import LEVELS, Level, fuse_graph
+from shoal.transforms.fusion_ops import Tracer, hooked
+from shoal.transforms.fusion_summary import FusionSummary, Left
+
+_SHARED = (  # dicts of a module: whatever is set, moved, loaded or registered in one is so in the other
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def fuse_batchnorm(model: nn.Module, level: Level | None = None) -> FusedModule:
+    """Fuse batch norms and ReLUs with the convolutions before and after them, so that fewer activations are saved.
+
+    Replaces, in plain PyTorch, `relu(bn(conv(x)))` by a convolution that measures its result and one that normalises
+    and rectifies what it reads. The backward pass makes normalised tensors again. The function computed is the same, to
+    rounding. Chains are found in the traced graph, never by a layer's name.
+
+    Args:
+        model: a network. Its parameters, buffers and modules are shared, not copied, under their names; so are state
+            dicts and the hooks on the network itself.
+        level: how much is fused (section 4 of the paper); None for all that applies.
+            "rcf": a ReLU that only convolutions read is computed by them.
+            "mvf": and batch norms are a measurement and a pass of ours. Saves what "rcf" does.
+            "bnff": and convolutions measure their results, and normalise what they read: no normalised tensor is kept.
+            "icf": and tensors that are concatenated are measured once, by whoever makes them, and no concatenation is
+            kept that only batch norms read: a dense block saves each feature map once.
+
+    Returns:
+        A module that trains fused and in eval mode is the network itself. `summary` tells what was fused, what not
+        and why; print it.
+
+    Raises:
+        InputError: no such level, or `model` is no module.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+    >>> fused = fuse_batchnorm(net)
+    >>> print(fused.summary)
+    level bnff: 1 fused, 1 left
+    1  statistics by 0, applied by 3
+    4  left: no ReLU, convolution or residual addition follows it, but output
+    >>> list(fused.state_dict()) == list(net.state_dict())
+    True
+
+    Known limits: a network that torch.fx cannot trace stays as it was, and the summary says so; so do layers with
+    hooks, subclasses of batch norm, SyncBatchNorm, activations other than ReLU. Gradients of gradients are not
+    available. What a model does by `self.training` in its own code stays as in training. Give the result to
+    `shoal.compile`, not to `shoal.split`.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if level is not None and level not in LEVELS:
+        raise InputError(f"level={level!r}: expected one of {', '.join(map(repr, LEVELS))}, or None for the highest")
+    return FusedModule(model, level)
+
+
+class FusedModule(nn.Module):
+    """A network that trains with fused batch norms; made by `fuse_batchnorm`.
+
+    Attributes:
+        summary: what was fused, what was left and why.
+    """
+
+    summary: FusionSummary
+
+    def __init__(self, model: nn.Module, level: Level | None) -> None:
+        super().__init__()
+        for shared in _SHARED:
+            setattr(self, shared, getattr(model, shared))
+        self.training = model.training
+        self._wanted = level
+        self._unfused = (model,)  # in a tuple, so that it is no child
+        self._fused: tuple[fx.GraphModule, ...] = ()
+        self._fuse()
+
+    @property
+    def unfused(self) -> nn.Module:
+        """The network it was made from, with the same parameters."""
+        return self._unfused[0]
+
+    def train(self, mode: bool = True) -> FusedModule:
+        super().train(mode)
+        self.unfused.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the network's own; fused in training mode."""
+        if not self.training:
+            return self.unfused.forward(*args, **kwargs)
+        if not compiler.is_compiling() and hooked(self.unfused) != self._hooked:
+            self._fuse()
+        return (self._fused or self._unfused)[0].forward(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return f"level={self.summary.level!r}, {len(self.summary.fused)} fused, {len(self.summary.left)} left"
+
+    def _fuse(self) -> None:
+        model = self.unfused
+        self._hooked = hooked(model)
+        try:
+            with _in_training(model):
+                graph = Tracer().trace(model)
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            why = Left(type(model).__name__, f"torch.fx cannot trace it: {reason}")
+            self._fused, self.summary = (), FusionSummary(self._wanted or "bnff", (), (why,))
+            return
+        graph_module, summary = fuse_graph(model, graph, self._wanted or _highest(model, graph))
+        self._fused, self.summary = (graph_module,), summary
+
+
+def _highest(model: nn.Module, graph: fx.Graph) -> Level:
+    """The lowest level that fuses all that can be."""
+    (_, most), (_, without_concatenations) = (fuse_graph(model, graph, level) for level in ("icf", "bnff"))
+    return "bnff" if most.fused == without_concatenations.fused else "icf"
+
+
+@contextmanager
+def _in_training(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

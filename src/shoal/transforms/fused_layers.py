@@ -1,0 +1,139 @@
+"""What a fused network calls in place of its layers: batch norm in two halves, and a convolution that does its part.
+
+They hold the network's own layers and read parameters, buffers and modes from them at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from shoal.runtime.batch_norm_vectors import batch_norm_scale, move_statistics
+from shoal.runtime.norm_act import joined, norm_act
+from shoal.runtime.norm_conv import Window, norm_conv
+from shoal.runtime.statistics import statistics, wide
+
+Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # mean, scale, shift
+Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
+
+
+def measures(layer: _BatchNorm) -> bool:
+    """Whether a batch norm normalises by the statistics of the batch."""
+    return layer.training or layer.running_mean is None
+
+
+class Measure(nn.Module):
+    """Statistics in a sweep of their own, for batch norms whose input no fused convolution produced."""
+
+    def __init__(self, readers: Iterable[_BatchNorm]) -> None:
+        super().__init__()
+        self.readers = tuple(readers)
+
+    def forward(self, x: torch.Tensor) -> Moments | None:
+        """(N, C, ...) → mean and variance, (C,); None where every reader is frozen."""
+        return statistics(x) if any(measures(layer) for layer in self.readers) else None
+
+
+class Affine(nn.Module):
+    """The half of a batch norm over vectors: running statistics, and the line it draws through each channel."""
+
+    def __init__(self, layer: _BatchNorm) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, xs: Sequence[torch.Tensor], moments: Sequence[Moments | None]) -> Vectors:
+        """The tensors that are normalised side by side, and the statistics of each → mean, scale, shift, (C,)."""
+        layer, x = self.layer, xs[0]
+        layer._check_input_dim(x)
+        if not measures(layer):
+            assert layer.running_mean is not None and layer.running_var is not None
+            mean, variance = layer.running_mean.to(wide(x.dtype)), layer.running_var.to(wide(x.dtype))
+            return self._line(mean, variance)
+        count = x.numel() // x.shape[1]
+        if count == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+        pairs = [pair for pair in moments if pair is not None]
+        mean = joined_vectors([pair[0] for pair in pairs])
+        variance = joined_vectors([pair[1] for pair in pairs])
+        if layer.training and layer.track_running_stats and not _runs_again():
+            move_statistics(layer, mean, variance, count)
+        return self._line(mean, variance)
+
+    def _line(self, mean: torch.Tensor, variance: torch.Tensor) -> Vectors:
+        layer = self.layer
+        scale = batch_norm_scale(variance, layer.weight, layer.eps)
+        return mean, scale, torch.zeros_like(mean) if layer.bias is None else layer.bias.to(mean.dtype)
+
+
+class Normalise(nn.Module):
+    """The other half where more than convolutions read it: normalise, add a residual, rectify."""
+
+    def __init__(self, layer: _BatchNorm, rectify: bool) -> None:
+        super().__init__()
+        self.layer, self.rectify = layer, rectify
+
+    def forward(
+        self, xs: Sequence[torch.Tensor], vectors: Vectors, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `norm_act`."""
+        if residual is not None and residual.shape != _shape(xs):  # broadcast: the sum by itself
+            z = norm_act(xs, *vectors, None, False) + residual
+            return z.relu() if self.rectify else z
+        return norm_act(xs, *vectors, residual, self.rectify)
+
+
+class Convolve(nn.Module):
+    """A convolution with a normalisation and a ReLU before it, and statistics after it."""
+
+    def __init__(self, layer: _ConvNd, rectify: bool, readers: Iterable[_BatchNorm]) -> None:
+        super().__init__()
+        self.layer, self.rectify = layer, rectify
+        self.readers = tuple(readers)
+        stride, padding, dilation = (list(numbers) for numbers in (layer.stride, zero_padding(layer), layer.dilation))
+        self.window = Window(stride, padding, dilation, layer.groups)
+
+    def forward(
+        self, xs: Sequence[torch.Tensor], vectors: Vectors | None = None
+    ) -> tuple[torch.Tensor, Moments | None]:
+        """The result, and its statistics where a reader wants them."""
+        layer, wanted = self.layer, any(measures(reader) for reader in self.readers)
+        if xs[0].dim() != len(self.window.stride) + 2:  # one image without a batch
+            return layer(torch.relu(joined(xs)) if self.rectify else joined(xs)), None
+        mean, scale, shift = vectors or (None, None, None)
+        y, mean_y, variance_y = norm_conv(
+            xs, mean, scale, shift, self.rectify, layer.weight, layer.bias, self.window, wanted
+        )
+        return y, ((mean_y, variance_y) if wanted else None)
+
+
+def zero_padding(layer: _ConvNd) -> list[int]:
+    """The padding at each side; raises ValueError where the two sides differ or it is not zeros."""
+    if layer.padding_mode != "zeros":
+        raise ValueError(f"its padding is {layer.padding_mode!r}")
+    if layer.padding == "valid":
+        return [0] * len(layer.stride)
+    if layer.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        if any(total % 2 for total in totals):
+            raise ValueError("its padding is one more on one side than on the other")
+        return [total // 2 for total in totals]
+    return [int(padding) for padding in layer.padding]
+
+
+def joined_vectors(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Vectors of channels end to end."""
+    return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors))
+
+
+def _shape(xs: Sequence[torch.Tensor]) -> torch.Size:
+    channels = sum(x.shape[1] for x in xs)
+    return torch.Size([xs[0].shape[0], channels, *xs[0].shape[2:]])
+
+
+def _runs_again() -> bool:
+    """Whether a backward pass has called: checkpointing runs its forward again, and statistics have moved already."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,0 +1,66 @@
+"""What `shoal.fuse_batchnorm` fused, what it left and why: data, and a table of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A batch norm or a ReLU that others do now.
+
+    Attributes:
+        layer: its name in the network.
+        statistics: what measures its input; empty for a ReLU.
+        applied: what normalises or rectifies.
+    """
+
+    layer: str
+    statistics: str
+    applied: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """A layer that stays as it was, and why."""
+
+    layer: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FusionSummary:
+    """What was fused at which level, and what was left; printable as text and as a rich table.
+
+    >>> print(FusionSummary("bnff", (Fused("bn1", "conv1", "conv2"),), (Left("bn2", "it has forward hooks"),)))
+    level bnff: 1 fused, 1 left
+    bn1  statistics by conv1, applied by conv2
+    bn2  left: it has forward hooks
+    """
+
+    level: str
+    fused: tuple[Fused, ...]
+    left: tuple[Left, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            (one.layer, f"statistics by {one.statistics}, " * bool(one.statistics) + f"applied by {one.applied}")
+            for one in self.fused
+        ]
+        rows += [(one.layer, f"left: {one.reason}") for one in self.left]
+        width = max((len(layer) for layer, _ in rows), default=0)
+        head = f"level {self.level}: {len(self.fused)} fused, {len(self.left)} left"
+        return "\n".join([head, *(f"{layer.ljust(width)}  {what}" for layer, what in rows)])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title=f"fuse_batchnorm, level {self.level}: {len(self.fused)} fused, {len(self.left)} left")
+        for column in ("layer", "statistics by", "applied by", "left because"):
+            table.add_column(column)
+        for one in self.fused:
+            table.add_row(one.layer, one.statistics, one.applied, "")
+        for other in self.left:
+            table.add_row(other.layer, "", "", other.reason)
+        yield table

@@ -1,0 +1,147 @@
+"""`shoal::norm_conv`: gradients, layouts and dtypes, and no worse than the naive float32 path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from shoal.runtime import norm_conv as module
+from shoal.runtime.norm_conv import Kernel, Window, norm_conv
+
+_DOUBLE = torch.float64
+
+
+def _leaf(*shape: int, seed: int = 0, dtype: torch.dtype = _DOUBLE) -> torch.Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=_DOUBLE)
+    return drawn.to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("rectify", [False, True])
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("normalises", [False, True])
+def test_gradcheck(rectify: bool, statistics: bool, normalises: bool) -> None:
+    operands = [_leaf(2, 2, 4, 3, seed=1), _leaf(2, 2, 4, 3, seed=2), _leaf(4, 2, 3, 2, seed=3), _leaf(4, seed=4)]
+    vectors = [_leaf(4, seed=seed) for seed in (5, 6, 7)] if normalises else []
+
+    def call(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *rest: torch.Tensor) -> Any:
+        mean, scale, shift = rest or (None, None, None)
+        window = Window([2, 1], [1, 0], [1, 1], 2)
+        results = norm_conv([a, b], mean, scale, shift, rectify, weight, bias, window, statistics)
+        return results if statistics else results[0]
+
+    assert torch.autograd.gradcheck(call, [*operands, *vectors])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_what_the_compiler_believes_is_so(dtype: torch.dtype, layout: torch.memory_format) -> None:
+    xs = [_leaf(2, c, 4, 4, seed=c, dtype=dtype).detach().contiguous(memory_format=layout) for c in (2, 1)]
+    vectors = [_leaf(3, seed=seed, dtype=torch.float32) for seed in (5, 6, 7)]
+    weight, bias = _leaf(4, 3, 3, 3, seed=3, dtype=dtype), _leaf(4, seed=4, dtype=dtype)
+    arguments = ([x.requires_grad_() for x in xs], *vectors, True, weight, bias, [1, 1], [1, 1], [1, 1], 1, True)
+    torch.library.opcheck(torch.ops.shoal.norm_conv.default, arguments, atol=1e-2, rtol=1e-2)
+    y = torch.ops.shoal.norm_conv(*arguments)[0]
+    assert y.is_contiguous(memory_format=layout) and y.dtype == dtype
+
+
+def _results(dtype: torch.dtype, ours: bool, case: dict[str, Any]) -> list[torch.Tensor]:
+    """Result, statistics and gradients of batch norm, ReLU, convolution, in plain PyTorch or in ours."""
+    x = _leaf(case["batch"], case["channels"], case["size"], case["size"], seed=1)
+    x = (x.detach() + case["offset"]).float().to(dtype).requires_grad_()
+    gamma = (_leaf(case["channels"], seed=2).detach() * case["gain"]).float().to(dtype).requires_grad_()
+    beta = _leaf(case["channels"], seed=3).detach().float().to(dtype).requires_grad_()
+    groups = case["groups"]
+    shape = (3 * groups, case["channels"] // groups, case["kernel"], case["kernel"])
+    weight = _leaf(*shape, seed=4).detach().float().to(dtype).requires_grad_()
+    window = Window([case["stride"]] * 2, [case["kernel"] // 2] * 2, [1, 1], groups)
+    if ours:
+        mean, variance = torch.ops.shoal.statistics(x)
+        scale = gamma * torch.rsqrt(variance + 1e-5)
+        y, mean_y, variance_y = norm_conv([x], mean, scale, beta, True, weight, None, window, True)
+    else:
+        a = F.relu(F.batch_norm(x, None, None, gamma, beta, True, 0.1, 1e-5))
+        y = F.conv2d(a, weight, None, case["stride"], case["kernel"] // 2, 1, groups)
+        variance_y, mean_y = torch.var_mean(y, (0, 2, 3), correction=0)
+    loss = (y * torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y)).sum() + mean_y.square().sum()
+    (loss + variance_y.sum()).backward()
+    found = [y, mean_y, variance_y, x.grad, gamma.grad, beta.grad, weight.grad]
+    return [value.detach().double() for value in found if value is not None]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    groups=st.sampled_from([1, 1, 2, 3]),
+    slices=st.integers(1, 5),
+    size=st.integers(3, 7),
+    kernel=st.sampled_from([1, 3]),
+    stride=st.integers(1, 2),
+    offset=st.sampled_from([0.0, 0.0, 1000.0]),
+    gain=st.sampled_from([1.0, 0.0, -2.0]),
+)
+def test_no_worse_than_plain_float32(batch: int, groups: int, slices: int, **case: Any) -> None:
+    case |= {"batch": batch, "groups": groups, "channels": groups * slices}
+    truth = _results(_DOUBLE, False, case)
+    plain, ours = _results(torch.float32, False, case), _results(torch.float32, True, case)
+    for true, theirs, own in zip(truth, plain, ours, strict=True):
+        scale = float(true.abs().max()) + 1e-3
+        allowed = float((theirs - true).abs().max()) * 2 + scale * (2e-5 + 2e-7 * case["offset"])
+        assert float((own - true).abs().max()) <= allowed
+
+
+def test_saves_what_it_reads_and_vectors_alone() -> None:
+    x, weight = _leaf(2, 3, 8, 8, dtype=torch.float32), _leaf(3, 3, 1, 1, dtype=torch.float32)
+    vectors = [_leaf(3, seed=seed, dtype=torch.float32) for seed in (5, 6, 7)]
+    saved: dict[int, int] = {}
+    held = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor)
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y, *_ = norm_conv([x], *vectors, True, weight, None, Window([1, 1], [0, 0], [1, 1], 1), True)
+    large = sorted(nbytes for nbytes in saved.values() if nbytes > 1000)
+    assert large == [x.nbytes, y.nbytes]
+
+
+def test_a_kernel_that_applies_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting:
+        calls = 0
+
+        def applies(self, x: torch.Tensor, *rest: Any) -> bool:
+            return x.dtype == torch.float32
+
+        def forward(self, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            Counting.calls += 1
+            return F.conv2d(x.relu(), rest[4]), torch.empty(0), torch.empty(0)
+
+        def backward(self, *arguments: Any) -> tuple[torch.Tensor | None, ...]:
+            Counting.calls += 1
+            return module._reference_backward(*arguments)
+
+    kernel: Kernel = Counting()
+    monkeypatch.setattr(module, "KERNELS", [kernel])
+    window = Window([1, 1], [0, 0], [1, 1], 1)
+    for dtype, calls in ((_DOUBLE, 0), (torch.float32, 2)):
+        x, weight = _leaf(1, 2, 3, 3, dtype=dtype), _leaf(2, 2, 1, 1, dtype=dtype)
+        y, *_ = norm_conv([x], None, None, None, True, weight, None, window, False)
+        y.sum().backward()
+        assert Counting.calls == calls
+        assert weight.grad is not None
+
+
+def test_flops_are_those_of_the_convolution() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, weight = _leaf(1, 2, 4, 4), _leaf(3, 2, 1, 1)
+    with FlopCounterMode(display=False) as counter:
+        y, *_ = norm_conv([x], None, None, None, True, weight, None, Window([1, 1], [0, 0], [1, 1], 1), True)
+        y.sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * (3 * 16) * 2
