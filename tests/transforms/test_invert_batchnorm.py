@@ -385,9 +385,18 @@ def test_under_shoal_less_is_saved_and_the_prediction_holds() -> None:
     assert model.shoal.measured_peak_bytes == pytest.approx(model.shoal.predicted_peak_bytes, rel=0.02)
 
 
-def test_planned_training_has_the_bits_of_eager_training() -> None:
-    net = nn.Sequential(invert_batchnorm(small_resnet()))
-    assert_same_training(net, images(3, 4, 3, 12, 12))
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"around_forward": lambda: torch.autocast("cpu", torch.bfloat16)},
+        {"batches_a_step": 2},
+    ],
+)
+def test_planned_training_has_the_bits_of_eager_training(how: dict[str, Any]) -> None:
+    layout = torch.channels_last if "batches_a_step" in how else torch.contiguous_format
+    net = nn.Sequential(invert_batchnorm(small_resnet())).to(memory_format=layout)
+    assert_same_training(net, [batch.to(memory_format=layout) for batch in images(2, 4, 3, 12, 12)], **how)
 
 
 def test_networks_of_the_zoo_are_converted_or_left_and_run() -> None:

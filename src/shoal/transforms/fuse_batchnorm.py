@@ -67,8 +67,8 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None) -> FusedModule:
 
     Known limits: a network that torch.fx cannot trace stays as it was, and the summary says so; so do layers with
     hooks, subclasses of batch norm, SyncBatchNorm, activations other than ReLU. Gradients of gradients are not
-    available. What a model does by `self.training` in its own code stays as in training. Give the result to
-    `shoal.compile`, not to `shoal.split`.
+    available. Every op costs some Python beside its kernels, which shows where layers are small. What a model does by
+    `self.training` in its own code stays as in training. Give the result to `shoal.compile`, not to `shoal.split`.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
