@@ -1,7 +1,8 @@
 """Fused normalise + ReLU + convolution + statistics, layer by layer, against PyTorch's own in channels_last.
 
-`python -m bench.norm_conv [--batch 4] [--threads 1] [--layers densenet,resnet]`. Interleaved medians; PyTorch's side is
-`batch_norm` in training mode, `relu` and `conv2d`, which measures what it reads, where ours measures what it writes.
+`python -m bench.norm_conv [--batch 4] [--threads 1] [--layers densenet,resnet] [--cpu-time]`. Interleaved medians;
+PyTorch's side is `batch_norm` in training mode, `relu` and `conv2d`, which measures what it reads, where ours measures
+what it writes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Row:
     torch_backward_seconds: float
 
 
-def measure(network: str, layer: tuple[int, int, int, int], batch: int, rounds: int) -> Row:
+def measure(network: str, layer: tuple[int, int, int, int], batch: int, rounds: int, clock: Callable[[], float]) -> Row:
     """Both contenders on one layer, in turns, after one turn that does not count."""
     inner, outer, kernel, side = layer
     generator = torch.Generator().manual_seed(1)
@@ -99,10 +100,10 @@ def measure(network: str, layer: tuple[int, int, int, int], batch: int, rounds: 
     contenders: dict[str, Callable[[], Iterator[object]]] = {"ours": ours, "torch": eager}
     for turn in range(rounds + 1):
         for name, contender in contenders.items():
-            steps, start = contender(), time.perf_counter()
+            steps, start = contender(), clock()
             for part in range(2):
                 result = next(steps)
-                now = time.perf_counter()
+                now = clock()
                 if turn:
                     times[name][part].append(now - start)
                 start = now
@@ -138,10 +139,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", default="densenet,resnet")
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--cpu-time", action="store_true", help="of the one thread: for a machine that others use too")
     options = parser.parse_args()
+    if options.cpu_time and options.threads > 1:
+        parser.error("--cpu-time counts one thread's time; leave out --threads")
     torch.set_num_threads(options.threads)
     rows = [
-        measure(network, layer, options.batch, options.rounds)
+        measure(
+            network, layer, options.batch, options.rounds, time.thread_time if options.cpu_time else time.perf_counter
+        )
         for network in options.layers.split(",")
         for layer in LAYERS[network]
     ]

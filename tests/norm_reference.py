@@ -29,7 +29,7 @@ def row(values: torch.Tensor) -> torch.Tensor:
 def fused(case: Case, dtype: torch.dtype) -> list[torch.Tensor | None]:
     """y, its mean and variance, and the gradients of x, mean, scale, shift, weight and bias."""
     kept = (case.x, case.mean, case.scale, case.shift, case.weight, case.bias)
-    leaves = [None if tensor is None else tensor.to(dtype).requires_grad_() for tensor in kept]
+    leaves = [None if tensor is None else tensor.detach().to(dtype).requires_grad_() for tensor in kept]
     x, mean, scale, shift, weight, bias = leaves
     assert x is not None and weight is not None
     a = x if mean is None or scale is None or shift is None else (x - row(mean)) * row(scale) + row(shift)

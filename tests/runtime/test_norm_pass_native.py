@@ -65,7 +65,7 @@ def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
 
     def plain(dtype: torch.dtype) -> list[torch.Tensor | None]:
         kept = (x, mean, scale, shift, residual)
-        leaves = [None if tensor is None else tensor.to(dtype).requires_grad_() for tensor in kept]
+        leaves = [None if tensor is None else tensor.detach().to(dtype).requires_grad_() for tensor in kept]
         z = (leaves[0] - row(leaves[1])) * row(leaves[2]) + row(leaves[3])  # type: ignore[arg-type]
         z = z if leaves[4] is None else z + leaves[4]
         z = z.relu() if rectify else z

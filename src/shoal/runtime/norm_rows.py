@@ -83,7 +83,7 @@ def empty_rows(images: int, channels: int, height: int, width: int) -> torch.Ten
 
 def vector(values: torch.Tensor) -> torch.Tensor:
     """`values`, (C,), dense and in float32."""
-    return values if values.dtype == torch.float32 and values.is_contiguous() else values.float().contiguous()
+    return values.detach().float().contiguous()
 
 
 def place(tensor: torch.Tensor | None) -> int | None:
