@@ -65,7 +65,10 @@ def train(
     enforce: Annotated[bool, typer.Option("--enforce", help="Let what passes the budget die.")] = False,
     arena: Annotated[bool, typer.Option("--arena", help="Serve each step from one block of memory.")] = False,
     planner: Annotated[
-        str, typer.Option(help="joint, chain, sqrt, keep_all, hmms, hmms_recompute, layerwise, hascoet, or none for plain PyTorch.")
+        str,
+        typer.Option(
+            help="joint, chain, sqrt, keep_all, hmms, hmms_recompute, layerwise, hascoet, or none for plain PyTorch."
+        ),
     ] = "joint",
     offload_to: Annotated[
         str, typer.Option(help="Where saved tensors may wait: host, a folder, none, or auto for host on CUDA.")
