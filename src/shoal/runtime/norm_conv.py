@@ -5,7 +5,7 @@ convolution, and the normalisation happens where the next one reads. The backwar
 again, so that none is ever kept. Gradients of the statistics are summed over all their readers by autograd and reach
 the producer as two vectors, one affine map for all.
 
-Everything here is PyTorch's own kernels around its convolution. `KERNELS` is the one place for faster ones.
+The reference here is PyTorch's own kernels around its convolution. `KERNELS` are the faster ones.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from shoal.runtime import norm_conv_native
 from shoal.runtime.norm_act import joined, normalised, parted, parted_fake, reduced
 from shoal.runtime.statistics import by_channel, layout_of, measure, whole_gradient, wide
 
@@ -80,7 +81,7 @@ class Kernel(Protocol):
         weight, bias)."""
 
 
-KERNELS: list[Kernel] = []  # the first that applies is called; the reference where none does
+KERNELS: list[Kernel] = [norm_conv_native]  # the first that applies is called; the reference where none does
 
 
 def norm_conv(
@@ -228,11 +229,13 @@ def _backward(
     x, window = joined(xs), Window(stride, padding, dilation, groups)
     kernel = _kernel(x, mean, weight, weight.new_empty(weight.shape[0]) if needs[3] else None, window)
     backward = _reference_backward if kernel is None else kernel.backward
-    of_x, *others = backward(
+    of_x, *of_vectors, of_weight, of_bias = backward(
         grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, rectify, weight, window, needs
     )
     found = [] if of_x is None else parted(of_x, xs)
-    return found + [gradient for gradient in others if gradient is not None]
+    if of_weight is not None:
+        of_weight = of_weight.contiguous(memory_format=layout_of(weight))
+    return found + [gradient for gradient in (*of_vectors, of_weight, of_bias) if gradient is not None]
 
 
 def _reference_backward(
@@ -277,8 +280,7 @@ def _reference_backward(
         if mean is not None and scale is not None:
             vectors = reduced(da, x, mean, scale) if needs[1] else vectors
             da = da.mul_(by_channel(scale, x)) if needs[0] else da
-    of_weight = of_weight.contiguous(memory_format=layout_of(weight)) if needs[2] else None
-    return da if needs[0] else None, *vectors, of_weight, of_bias if needs[3] else None
+    return da if needs[0] else None, *vectors, of_weight if needs[2] else None, of_bias if needs[3] else None
 
 
 def _backward_fake(
