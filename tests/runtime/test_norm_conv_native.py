@@ -116,7 +116,11 @@ def expect(case: Case, level: str | None = None, gap: int = 0) -> None:
     exact, naive = fused(case, torch.float64), fused(case, torch.float32)
     if case.grads[1] is None:
         exact[1:3] = naive[1:3] = [None, None]
-    assert_no_worse(NAMES, native(case, level, gap), naive, exact)
+    # Every result but y and the gradient of x adds up pixels, whose own rounding may all go one way.
+    assert exact[0] is not None
+    largest, walk = float(exact[0].abs().max()), (case.x.numel() / case.x.shape[1]) ** 0.5
+    terms = dict.fromkeys(NAMES[4:], walk) | {"mean_y": largest, "variance_y": largest**2}
+    assert_no_worse(NAMES, native(case, level, gap), naive, exact, terms)
 
 
 @contextmanager
@@ -144,6 +148,7 @@ def threads(count: int) -> Iterator[None]:
     gap=st.sampled_from([0, 1, 16]),
     count=st.integers(1, 3),
 )
+@example(3, 1, (1, 1), (8, 11), 0, False, True, True, False, 0, 1)  # a mean that nearly cancels
 @example(1, 1, (1, 1), (1, 1), 0, True, True, True, True, 0, 2)
 @example(3, 1, (17, 33), (1, 1), 0, True, True, True, False, 0, 2)
 @example(3, 2, (8, 16), (1, 9), 0, True, True, True, False, 0, 1)
