@@ -329,7 +329,7 @@ def test_the_ops_keep_to_the_rules_of_custom_ops() -> None:
         torch.library.opcheck(ops.inverted_batch_norm.default, (x, *vectors, 1e-5, "leaky_relu", 0.1))
 
 
-def test_under_checkpointing_the_gradients_are_the_same() -> None:
+def test_under_checkpointing_the_gradients_are_the_same_and_statistics_move_once() -> None:
     conv, layer, x = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), torch.randn(2, 3, 8, 8)
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -337,7 +337,10 @@ def test_under_checkpointing_the_gradients_are_the_same() -> None:
 
     parameters = [*conv.parameters(), *layer.parameters()]
     expected = torch.autograd.grad(block(x).square().sum(), parameters)
+    once = copy.deepcopy(layer.state_dict())
+    layer.reset_running_stats()
     found = torch.autograd.grad(checkpoint(block, x, use_reentrant=False).square().sum(), parameters)
+    assert all(torch.equal(value, once[name]) for name, value in layer.state_dict().items())
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 

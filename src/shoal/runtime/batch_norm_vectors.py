@@ -26,11 +26,15 @@ def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: f
 def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
     """Running statistics and the number of batches, moved on as the layer's own forward in training mode moves them.
 
+    Where checkpointing runs a forward pass again they have moved already, and stay.
+
     Args:
         layer: a batch norm that tracks.
         mean, variance: of the batch, (C,), the variance biased.
         count: elements of a channel.
     """
+    if _runs_again():
+        return
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
     if layer.running_mean is None or layer.running_var is None:
@@ -42,6 +46,11 @@ def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tenso
     )
     layer.running_mean.copy_(moved[0])
     layer.running_var.copy_(moved[1])
+
+
+def _runs_again() -> bool:
+    """Whether a backward pass has called."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

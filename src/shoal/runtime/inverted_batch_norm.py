@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.runtime import inverted_batch_norm_native
-
-Optional = torch.Tensor | None
+from shoal.runtime.batch_norm_vectors import move_statistics
+from shoal.runtime.statistics import wide as wide_of
 
 _PIECE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a piece stay in the second cache
 _LEAST_PIECES = 16  # so that temporaries are small beside small tensors too
@@ -54,10 +54,10 @@ def kept_from_zero(weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def forward_(
     x: torch.Tensor,
-    weight: Optional,
-    bias: Optional,
-    mean: Optional,
-    variance: Optional,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
     eps: float,
     activation: str,
     slope: float,
@@ -69,10 +69,10 @@ def forward_(
 @torch.library.custom_op("shoal::inverted_batch_norm", mutates_args=(), schema=_SCHEMA)
 def inverted_batch_norm(
     x: torch.Tensor,
-    weight: Optional,
-    bias: Optional,
-    mean: Optional,
-    variance: Optional,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
     eps: float,
     activation: str,
     slope: float,
@@ -101,8 +101,8 @@ def inverted_batch_norm(
 def inverted_batch_norm_backward(
     grad: torch.Tensor,
     y: torch.Tensor,
-    weight: Optional,
-    bias: Optional,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     inverse_deviation: torch.Tensor,
     frozen: bool,
     eps: float,
@@ -127,8 +127,8 @@ def inverted_batch_norm_backward(
 def backward_(
     grad: torch.Tensor,
     y: torch.Tensor,
-    weight: Optional,
-    bias: Optional,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     inverse_deviation: torch.Tensor,
     frozen: bool,
     eps: float,
@@ -142,7 +142,8 @@ def backward_(
 def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overwrite: bool = False) -> torch.Tensor:
     """Call a batch norm layer and its activation in the inverted form.
 
-    Replaces `activation(layer(x))`. Running statistics move as the layer's own call moves them.
+    Replaces `activation(layer(x))`. Running statistics move as the layer's own call moves them, but once a step: not
+    again when checkpointing repeats the forward pass.
 
     Args:
         layer: with its parameters, running statistics, momentum and mode.
@@ -168,13 +169,13 @@ def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overw
     else:
         y, mean, variance = inverted_batch_norm(x, *arguments)
     if layer.training and layer.running_mean is not None:
-        _move_running_statistics(layer, mean.detach(), variance.detach(), x.numel() // x.shape[1])
+        move_statistics(layer, mean, variance, x.numel() // x.shape[1])
     return y
 
 
 def reconstruction_error(
     weight: torch.Tensor,
-    bias: Optional,
+    bias: torch.Tensor | None,
     eps: float,
     activation: str,
     slope: float,
@@ -201,7 +202,7 @@ def reconstruction_error(
     >>> [f"{e:.0e}" for e in error.tolist()]
     ['3e-06', '8e-03']
     """
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = wide_of(dtype)
     scale = kept_from_zero(weight.detach().double(), eps).abs()
     shift = torch.zeros_like(scale) if bias is None else bias.detach().double().abs()
     reach = spread * scale + shift
@@ -240,15 +241,15 @@ def _backward_anew(
 def _forward(
     x: torch.Tensor,
     y: torch.Tensor,
-    weight: Optional,
-    bias: Optional,
-    mean: Optional,
-    variance: Optional,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
     eps: float,
     activation: str,
     slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_of(x.dtype)
     if mean is None or variance is None:
         # PyTorch's own sums, without a result; wide if given wide running statistics, which momentum 0 leaves alone.
         given = (None, None) if x.dtype == wide else tuple(torch.zeros(2, x.shape[1], dtype=wide, device=x.device))
@@ -284,8 +285,8 @@ def _backward(
     grad: torch.Tensor,
     result: torch.Tensor,
     y: torch.Tensor,
-    weight: Optional,
-    bias: Optional,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     inverse_deviation: torch.Tensor,
     frozen: bool,
     eps: float,
@@ -386,15 +387,6 @@ def _pieces(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...
         yield tensor, (1, channels, *[1] * (tensor.dim() - 2))
 
 
-def _move_running_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
-    assert layer.running_mean is not None and layer.running_var is not None and layer.num_batches_tracked is not None
-    with torch.no_grad():
-        layer.num_batches_tracked.add_(1)
-        share: Any = layer.momentum if layer.momentum is not None else 1.0 / layer.num_batches_tracked
-        for moved, seen in ((layer.running_mean, mean), (layer.running_var, variance * (count / (count - 1)))):
-            moved.mul_(1 - share).add_((seen * share).to(moved.dtype))
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, weight, bias, mean, _, *options = inputs
     y, used_mean, variance = output
@@ -405,7 +397,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) 
 
 
 def _gradients(
-    ctx: Any, grad: Optional, *unused: Optional
+    ctx: Any, grad: torch.Tensor | None, *unused: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None, None, None]:
     if grad is None:
         return (None,) * 8
@@ -417,15 +409,20 @@ def _gradients(
 
 
 @inverted_batch_norm.register_fake
-def _(x: torch.Tensor, weight: Optional, *unused: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
+def _(x: torch.Tensor, weight: torch.Tensor | None, *unused: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide = wide_of(x.dtype)
     vector = x.new_empty((x.shape[1],), dtype=wide)
     return torch.empty_like(x), vector, torch.empty_like(vector)
 
 
 @inverted_batch_norm_backward.register_fake
 def _(
-    grad: torch.Tensor, y: torch.Tensor, weight: Optional, bias: Optional, inverse_deviation: torch.Tensor, *unused: Any
+    grad: torch.Tensor,
+    y: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    inverse_deviation: torch.Tensor,
+    *unused: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     vectors = (torch.empty_like(inverse_deviation if one is None else one) for one in (weight, bias))
     of_weight, of_bias = vectors
@@ -450,6 +447,6 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Optional) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         of_x, *others = _gradients(ctx, *grads)
         return of_x, None, *others

@@ -59,7 +59,7 @@ class Affine(nn.Module):
         pairs = [pair for pair in moments if pair is not None]
         mean = joined_vectors([pair[0] for pair in pairs])
         variance = joined_vectors([pair[1] for pair in pairs])
-        if layer.training and layer.track_running_stats and not _runs_again():
+        if layer.training and layer.track_running_stats:
             move_statistics(layer, mean, variance, count)
         return self._line(mean, variance)
 
@@ -132,8 +132,3 @@ def joined_vectors(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _shape(xs: Sequence[torch.Tensor]) -> torch.Size:
     channels = sum(x.shape[1] for x in xs)
     return torch.Size([xs[0].shape[0], channels, *xs[0].shape[2:]])
-
-
-def _runs_again() -> bool:
-    """Whether a backward pass has called: checkpointing runs its forward again, and statistics have moved already."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
