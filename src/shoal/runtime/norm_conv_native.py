@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
@@ -30,17 +30,14 @@ from shoal.runtime.norm_rows import (
 )
 
 
-class Window(Protocol):
+@dataclass(frozen=True)
+class Window:
     """How a convolution moves: each as `torch.nn.functional.conv2d` takes it, one number a dimension."""
 
-    @property
-    def stride(self) -> Sequence[int]: ...
-    @property
-    def padding(self) -> Sequence[int]: ...
-    @property
-    def dilation(self) -> Sequence[int]: ...
-    @property
-    def groups(self) -> int: ...
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
 
 
 class _Call(ctypes.Structure):
@@ -67,7 +64,6 @@ class _Call(ctypes.Structure):
 
 def applies(
     x: torch.Tensor,
-    mean: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     window: Window,
