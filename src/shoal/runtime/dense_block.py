@@ -17,9 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from shoal.runtime.norm_conv import convolve, convolve_backward
 from shoal.runtime.norm_conv_native import Window
-from shoal.runtime.statistics import layout_of, wide
-
-_GAP_ELEMS = 0
+from shoal.runtime.statistics import layout_of
 
 Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
 
@@ -83,8 +81,10 @@ def dense_block(
 def _layers(
     parameters: Sequence[torch.Tensor], eps: Sequence[float], rectify: Sequence[bool], steps: int
 ) -> list[list[Step]]:
-    triples = [parameters[at : at + 3] for at in range(0, len(parameters), 3)]
-    flat = [Step(*triple, *options) for triple, *options in zip(triples, eps, rectify, strict=True)]
+    flat = [
+        Step(parameters[3 * at], parameters[3 * at + 1], parameters[3 * at + 2], eps[at], rectify[at])
+        for at in range(len(eps))
+    ]
     return [flat[at : at + steps] for at in range(0, len(flat), steps)]
 
 
@@ -93,20 +93,10 @@ def _window(weight: torch.Tensor) -> Window:
     return Window([1] * len(sides), [side // 2 for side in sides], [1] * len(sides), 1)
 
 
-def _buffer(x: torch.Tensor, channels: int) -> torch.Tensor:
-    """Room for `channels` on the pixels of `x`, in its layout."""
-    if layout_of(x) == torch.channels_last:
-        images, _, height, width = x.shape
-        apart = channels + _GAP_ELEMS
-        strides = (height * width * apart, 1, width * apart, apart)
-        return x.new_empty_strided((images, channels, height, width), strides)
-    shape = (x.shape[0], channels, *x.shape[2:])
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout_of(x))
-
-
-def _layout(buffer: torch.Tensor) -> torch.memory_format:
-    """The layout its pixels are in, gaps aside."""
-    return torch.channels_last if buffer.dim() == 4 and buffer.stride(1) == 1 else layout_of(buffer)
+def _empty(like: torch.Tensor, channels: int) -> torch.Tensor:
+    """Room for `channels` on the pixels of `like`, in its layout."""
+    shape = (like.shape[0], channels, *like.shape[2:])
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout_of(like))
 
 
 def _forward(
@@ -120,7 +110,7 @@ def _forward(
 ) -> list[torch.Tensor]:
     layers, have = _layers(parameters, eps, rectify, steps), x.shape[1]
     channels = have + sum(layer[-1].weight.shape[0] for layer in layers)
-    features = _buffer(x, channels)
+    features = _empty(x, channels)
     features[:, :have] = x
     means, variances = mean.new_empty(channels), variance.new_empty(channels)
     means[:have], variances[:have] = mean, variance
@@ -154,14 +144,11 @@ def _forward_fake(
 ) -> list[torch.Tensor]:
     layers = _layers(parameters, eps, rectify, steps)
     channels = x.shape[1] + sum(layer[-1].weight.shape[0] for layer in layers)
-    found = [_buffer(x, channels), mean.new_empty(channels), variance.new_empty(channels)]
+    found = [_empty(x, channels), mean.new_empty(channels), variance.new_empty(channels)]
     for layer in layers:
         for step in layer[:-1]:
             width = step.weight.shape[0]
-            shape = (x.shape[0], width, *x.shape[2:])
-            layout = layout_of(x, step.weight)
-            found += [torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)]
-            found += [mean.new_empty(width), variance.new_empty(width)]
+            found += [_empty(x, width), mean.new_empty(width), variance.new_empty(width)]
     return found
 
 
@@ -180,7 +167,7 @@ def _backward(
 ) -> list[torch.Tensor]:
     """Gradients of x, mean and variance, then of the parameters in their order."""
     layers, have = _layers(parameters, eps, rectify, steps), features.shape[1]
-    sums = features.new_empty_strided(features.shape, features.stride())
+    sums = _empty(features, have)
     if grad is None:
         sums.zero_()
     else:
@@ -192,7 +179,9 @@ def _backward(
         layer = layers[number]
         made = slice(have - layer[-1].weight.shape[0], have)
         have = made.start
-        written = [tuple(inner[at : at + 3]) for at in range(3 * (steps - 1) * number, 3 * (steps - 1) * (number + 1), 3)]
+        written = [
+            tuple(inner[at : at + 3]) for at in range(3 * (steps - 1) * number, 3 * (steps - 1) * (number + 1), 3)
+        ]
         read = [(features[:, :have], means[:have], variances[:have]), *written]
         y, mean_y = features[:, made], means[made]
         of_y, of_mean, of_variance = sums[:, made], of_means[made], of_variances[made]
@@ -224,7 +213,7 @@ def _backward(
             of_y, of_mean, of_variance, y, mean_y = of_x, of_read_mean, of_read_variance, x, mean
         of_means[:have] += of_mean
         of_variances[:have] += of_variance
-    of_x = torch.empty_like(features[:, :have], memory_format=_layout(features)).copy_(sums[:, :have])
+    of_x = _empty(features, have).copy_(sums[:, :have])
     grads = [tensor for triple in reversed(of_parameters) for tensor in triple]
     return [
         of_x,
@@ -249,10 +238,8 @@ def _backward_fake(
 ) -> list[torch.Tensor]:
     layers = _layers(parameters, eps, rectify, steps)
     have = features.shape[1] - sum(layer[-1].weight.shape[0] for layer in layers)
-    shape = (features.shape[0], have, *features.shape[2:])
-    of_x = torch.empty(shape, dtype=features.dtype, device=features.device, memory_format=_layout(features))
     grads = [torch.empty_like(tensor, memory_format=layout_of(tensor)) for tensor in parameters]
-    return [of_x, means.new_empty(have), variances.new_empty(have), *grads]
+    return [_empty(features, have), means.new_empty(have), variances.new_empty(have), *grads]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:

@@ -112,8 +112,9 @@ def convolve(
     )
     del a
     y = y.contiguous(memory_format=layout_of(x, weight))
-    moments = measure(y) if statistics else tuple(y.new_empty(0, dtype=wide(y.dtype)) for _ in range(2))
-    return y if out is None else out.copy_(y), *moments
+    nothing = y.new_empty(0, dtype=wide(y.dtype))
+    mean_y, variance_y = measure(y) if statistics else (nothing, torch.empty_like(nothing))
+    return y if out is None else out.copy_(y), mean_y, variance_y
 
 
 def _forward(
