@@ -19,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from shoal.runtime import norm_conv_native
 from shoal.runtime.norm_act import joined, normalised, parted, parted_fake, reduced
 from shoal.runtime.norm_conv_native import Window
+from shoal.runtime.norm_rows import pitch
 from shoal.runtime.statistics import by_channel, layout_of, measure, whole_gradient, wide
 
 _aten = torch.ops.aten
@@ -105,7 +106,11 @@ def convolve(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`norm_conv` of one tensor without autograd; the result goes to `out` where there is one."""
     if norm_conv_native.applies(x, weight, bias, window):
-        return norm_conv_native.forward(x, mean, scale, shift, rectify, weight, bias, window, statistics, out=out)
+        rows = out if out is not None and pitch(out) is not None else None
+        y, mean_y, variance_y = norm_conv_native.forward(
+            x, mean, scale, shift, rectify, weight, bias, window, statistics, out=rows
+        )
+        return y if out is None or out is rows else out.copy_(y), mean_y, variance_y
     a = _activated(x, mean, scale, shift, rectify, weight.dtype)
     y = torch.convolution(
         a, weight, bias, window.stride, window.padding, window.dilation, False, [0] * len(window.stride), window.groups
@@ -210,9 +215,13 @@ def convolve_backward(
         The others as for `norm_conv_native.backward`.
     """
     if norm_conv_native.applies(x, weight, None, window):
-        return norm_conv_native.backward(
-            grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, rectify, weight, window, needs, grad_x=grad_x
+        rows = grad_x if grad_x is not None and pitch(grad_x) is not None else None
+        of_x, *others = norm_conv_native.backward(
+            grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, rectify, weight, window, needs, grad_x=rows
         )
+        if grad_x is not None and grad_x is not rows and of_x is not None:
+            of_x = grad_x.add_(of_x)
+        return of_x, *others
     if y is not None and mean_y is not None and of_mean is not None and of_variance is not None:
         grad = whole_gradient(grad, y, mean_y, of_mean, of_variance).to(y.dtype)
     a = _activated(x, mean, scale, shift, rectify, weight.dtype)
