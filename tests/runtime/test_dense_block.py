@@ -58,8 +58,8 @@ def _plain(x: torch.Tensor, layers: list[list[Step]]) -> torch.Tensor:
     return x
 
 
-def _ours(x: torch.Tensor, layers: list[list[Step]]) -> torch.Tensor:
-    mean, variance = torch.ops.shoal.statistics(x)
+def _ours(x: torch.Tensor, layers: list[list[Step]], measured: bool = True) -> torch.Tensor:
+    mean, variance = (None, None) if measured else torch.ops.shoal.statistics(x)
     return dense_block(x, mean, variance, layers)[0]
 
 
@@ -81,11 +81,12 @@ def test_gradcheck(inner: int | None, layout: torch.memory_format) -> None:
     assert torch.autograd.gradcheck(call, operands)
 
 
+@pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_equals_concatenation_in_every_dimension(dims: int) -> None:
+def test_equals_concatenation_in_every_dimension(dims: int, measured: bool) -> None:
     layers = _layers(3, 3, 2, 4, [3] * dims, _DOUBLE)
     x = torch.randn((2, 3, *[5] * dims), generator=torch.Generator().manual_seed(1), dtype=_DOUBLE, requires_grad=True)
-    theirs, ours = _plain(x, layers), _ours(x, layers)
+    theirs, ours = _plain(x, layers), _ours(x, layers, measured)
     torch.testing.assert_close(ours, theirs)
     leaves, grad = [x, *_parameters(layers)], torch.randn_like(theirs)
     pairs = zip(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(theirs, leaves, grad), strict=True)
@@ -174,19 +175,20 @@ def test_what_it_saves_is_every_channel_once() -> None:
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    mean, variance = torch.zeros(8), torch.ones(8)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        dense_block(x, mean, variance, layers)
+        dense_block(x, None, None, layers)
     channels, pixels = 8 + 3 * 4, 2 * 16 * 16
     assert sum(saved.values()) == 4 * ((channels + 3 * 6) * pixels + 2 * channels + 3 * 2 * 6)
 
 
+@pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_what_the_compiler_believes_is_so(layout: torch.memory_format) -> None:
+def test_what_the_compiler_believes_is_so(layout: torch.memory_format, measured: bool) -> None:
     layers = _layers(4, 2, 3, 5, (3, 3), torch.float32)
     x = torch.randn(2, 4, 5, 5).contiguous(memory_format=layout).requires_grad_()
     eps, rectify = [1e-5] * 4, [True] * 4
-    arguments = (x, torch.zeros(4), torch.ones(4), _parameters(layers), eps, rectify, 2)
+    vectors = (None, None) if measured else (torch.zeros(4), torch.ones(4))
+    arguments = (x, *vectors, _parameters(layers), eps, rectify, 2)
     torch.library.opcheck(torch.ops.shoal.dense_block.default, arguments, atol=1e-4, rtol=1e-4)
     features = torch.ops.shoal.dense_block(*arguments)[0]
     assert features.is_contiguous(memory_format=layout)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from shoal.runtime.norm_conv import convolve, convolve_backward
 from shoal.runtime.norm_conv_native import Window
-from shoal.runtime.statistics import layout_of
+from shoal.runtime.statistics import layout_of, measure, whole_gradient, wide
 
 Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
 
@@ -41,13 +41,14 @@ class Step:
 
 
 def dense_block(
-    x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, layers: Sequence[Sequence[Step]]
+    x: torch.Tensor, mean: torch.Tensor | None, variance: torch.Tensor | None, layers: Sequence[Sequence[Step]]
 ) -> tuple[torch.Tensor, Moments, list[list[Moments]]]:
     """Replaces `for layer in layers: x = torch.cat([x, layer(x)], 1)` where a layer is batch norms and convolutions.
 
     Args:
         x: (N, C, ...), of the dtype of the weights.
-        mean, variance: of its channels, (C,), in float32 or float64.
+        mean, variance: of its channels, (C,), in float32 or float64; None: they are measured here, and x need not be
+            saved for that as well.
         layers: as many steps each; all but the last read what the one before made, the last gives the new channels.
 
     Returns:
@@ -101,8 +102,8 @@ def _empty(like: torch.Tensor, channels: int) -> torch.Tensor:
 
 def _forward(
     x: torch.Tensor,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
     parameters: list[torch.Tensor],
     eps: list[float],
     rectify: list[bool],
@@ -112,6 +113,8 @@ def _forward(
     channels = have + sum(layer[-1].weight.shape[0] for layer in layers)
     features = _empty(x, channels)
     features[:, :have] = x
+    if mean is None or variance is None:
+        mean, variance = measure(x)
     means, variances = mean.new_empty(channels), variance.new_empty(channels)
     means[:have], variances[:have] = mean, variance
     inner: list[torch.Tensor] = []
@@ -135,8 +138,8 @@ def _step(
 
 def _forward_fake(
     x: torch.Tensor,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
     parameters: list[torch.Tensor],
     eps: list[float],
     rectify: list[bool],
@@ -144,11 +147,12 @@ def _forward_fake(
 ) -> list[torch.Tensor]:
     layers = _layers(parameters, eps, rectify, steps)
     channels = x.shape[1] + sum(layer[-1].weight.shape[0] for layer in layers)
-    found = [_empty(x, channels), mean.new_empty(channels), variance.new_empty(channels)]
+    kind = wide(x.dtype) if mean is None else mean.dtype
+    found = [_empty(x, channels), *(x.new_empty(channels, dtype=kind) for _ in range(2))]
     for layer in layers:
         for step in layer[:-1]:
             width = step.weight.shape[0]
-            found += [_empty(x, width), mean.new_empty(width), variance.new_empty(width)]
+            found += [_empty(x, width), *(x.new_empty(width, dtype=kind) for _ in range(2))]
     return found
 
 
@@ -164,8 +168,9 @@ def _backward(
     eps: list[float],
     rectify: list[bool],
     steps: int,
+    measured: bool,
 ) -> list[torch.Tensor]:
-    """Gradients of x, mean and variance, then of the parameters in their order."""
+    """Gradients of x, of mean and variance unless they were `measured` here, and of the parameters in their order."""
     layers, have = _layers(parameters, eps, rectify, steps), features.shape[1]
     sums = _empty(features, have)
     if grad is None:
@@ -213,12 +218,18 @@ def _backward(
             of_y, of_mean, of_variance, y, mean_y = of_x, of_read_mean, of_read_variance, x, mean
         of_means[:have] += of_mean
         of_variances[:have] += of_variance
-    of_x = _empty(features, have).copy_(sums[:, :have])
+    x, mean, of_x, of_mean, of_variance = (
+        features[:, :have],
+        means[:have],
+        sums[:, :have],
+        of_means[:have],
+        of_variances[:have],
+    )
+    of_x = whole_gradient(of_x, x, mean, of_mean, of_variance) if measured else of_x
     grads = [tensor for triple in reversed(of_parameters) for tensor in triple]
     return [
-        of_x,
-        of_means[:have].clone(),
-        of_variances[:have].clone(),
+        _empty(features, have).copy_(of_x),
+        *(() if measured else (of_mean.clone(), of_variance.clone())),
         *(of.contiguous(memory_format=layout_of(to)) for of, to in zip(grads, parameters, strict=True)),
     ]
 
@@ -235,15 +246,18 @@ def _backward_fake(
     eps: list[float],
     rectify: list[bool],
     steps: int,
+    measured: bool,
 ) -> list[torch.Tensor]:
     layers = _layers(parameters, eps, rectify, steps)
     have = features.shape[1] - sum(layer[-1].weight.shape[0] for layer in layers)
     grads = [torch.empty_like(tensor, memory_format=layout_of(tensor)) for tensor in parameters]
-    return [_empty(features, have), means.new_empty(have), variances.new_empty(have), *grads]
+    vectors = [] if measured else [means.new_empty(have), variances.new_empty(have)]
+    return [_empty(features, have), *vectors, *grads]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    _, _, _, parameters, ctx.eps, ctx.rectify, ctx.steps = inputs
+    _, mean, _, parameters, ctx.eps, ctx.rectify, ctx.steps = inputs
+    ctx.measured = mean is None
     ctx.written = len(output)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *parameters)
@@ -253,7 +267,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...
     grad, of_means, of_variances, *_ = grads
     saved = list(ctx.saved_tensors)
     (features, means, variances, *inner), parameters = saved[: ctx.written], saved[ctx.written :]
-    of_x, of_mean, of_variance, *of_parameters = torch.ops.shoal.dense_block_backward(
+    of_x, *others = torch.ops.shoal.dense_block_backward(
         grad,
         of_means,
         of_variances,
@@ -265,18 +279,21 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...
         ctx.eps,
         ctx.rectify,
         ctx.steps,
+        ctx.measured,
     )
-    return of_x, of_mean, of_variance, of_parameters, None, None, None
+    of_mean, of_variance = (None, None) if ctx.measured else (others.pop(0), others.pop(0))
+    return of_x, of_mean, of_variance, others, None, None, None
 
 
 torch.library.define(
     "shoal::dense_block",
-    "(Tensor x, Tensor mean, Tensor variance, Tensor[] parameters, float[] eps, bool[] rectify, int steps) -> Tensor[]",
+    "(Tensor x, Tensor? mean, Tensor? variance, Tensor[] parameters, float[] eps, bool[] rectify, int steps)"
+    " -> Tensor[]",
 )
 torch.library.define(
     "shoal::dense_block_backward",
     "(Tensor? grad, Tensor? of_means, Tensor? of_variances, Tensor features, Tensor means, Tensor variances,"
-    " Tensor[] inner, Tensor[] parameters, float[] eps, bool[] rectify, int steps) -> Tensor[]",
+    " Tensor[] inner, Tensor[] parameters, float[] eps, bool[] rectify, int steps, bool measured) -> Tensor[]",
 )
 torch.library.impl("shoal::dense_block", "CompositeExplicitAutograd", _forward)
 torch.library.impl("shoal::dense_block_backward", "CompositeExplicitAutograd", _backward)

@@ -17,7 +17,8 @@ from torch import fx, nn
 from shoal.runtime.batch_norm_vectors import move_statistics
 from shoal.runtime.dense_block import Step, dense_block
 from shoal.runtime.norm_act import joined
-from shoal.transforms.fused_layers import Affine, Convolve, Moments, joined_vectors
+from shoal.runtime.statistics import statistics
+from shoal.transforms.fused_layers import Affine, Convolve, Measure, Moments, joined_vectors, measures
 
 
 class DenseBlock(nn.Module):
@@ -30,12 +31,15 @@ class DenseBlock(nn.Module):
     def forward(self, xs: Sequence[torch.Tensor], moments: Sequence[Moments | None]) -> tuple[torch.Tensor, Moments]:
         """What the first layer reads, and its statistics → all channels and their statistics.
 
-        Where no batch norm of the block measures, statistics are zeros: nobody reads them.
+        Statistics that are not given are measured; where no batch norm of the block does, they are zeros that nobody
+        reads.
         """
         if not self._is_one_op(xs):
             return self._layer_by_layer(xs, moments)
-        pairs = [pair for pair in moments if pair is not None]
-        mean, variance = (joined_vectors([pair[which] for pair in pairs]) for which in range(2))
+        known = [pair for pair in moments if pair is not None]
+        mean, variance = None, None
+        if len(known) == len(xs):
+            mean, variance = (joined_vectors([pair[which] for pair in known]) for which in range(2))
         steps = [
             [
                 Step(norm.layer.weight, norm.layer.bias, conv.layer.weight, norm.layer.eps, conv.rectify)
@@ -70,7 +74,9 @@ class DenseBlock(nn.Module):
     def _layer_by_layer(
         self, xs: Sequence[torch.Tensor], moments: Sequence[Moments | None]
     ) -> tuple[torch.Tensor, Moments]:
-        features, measured = list(xs), list(moments)
+        measuring = any(measures(norm.layer) for layer in self.layers for norm, _ in layer)
+        features = list(xs)
+        measured = [statistics(x) if pair is None and measuring else pair for x, pair in zip(xs, moments, strict=True)]
         for layer in self.layers:
             read, pairs = list(features), list(measured)
             for norm, conv in layer:
@@ -186,15 +192,19 @@ def _replace(graph: fx.Graph, added: dict[str, nn.Module], layers: list[list[_Li
     with graph.inserting_before(first.norm):
         both = graph.call_module(name, (xs, moments))
         features = graph.call_function(operator.getitem, (both, 0))
-        statistics = graph.call_function(operator.getitem, (both, 1))
+        measured = graph.call_function(operator.getitem, (both, 1))
     inside = {node for layer in layers for link in layer for node in (link.norm, link.conv, link.y, link.moments)}
     _read_whole(graph, inside, [*xs, *(layer[-1].y for layer in layers)], features)
-    _read_whole(graph, inside, [*moments, *(layer[-1].moments for layer in layers)], statistics)
+    _read_whole(graph, inside, [*moments, *(layer[-1].moments for layer in layers)], measured)
+    sweep, *others = moments
+    if not others and isinstance(added.get(str(sweep.target)), Measure) and set(sweep.users) - inside == {both}:
+        both.args = (xs, [None])  # nobody else wants them: the block measures what it reads
+        inside.add(sweep)
     for layer in layers:
         start, end = layer[0].affine.layer.num_features, layer[-1]
-        for whole, part, take in ((features, end.y, _channels), (statistics, end.moments, _moments)):
+        for whole, part, take in ((features, end.y, _channels), (measured, end.moments, _moments)):
             if set(part.users) - inside:
-                with graph.inserting_after(statistics):
+                with graph.inserting_after(measured):
                     taken = graph.call_function(take, (whole, start, end.convolve.layer.out_channels))
                 part.replace_all_uses_with(taken, lambda user: user not in inside)
     for node in reversed([node for node in graph.nodes if node in inside]):
