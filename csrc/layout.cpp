@@ -27,6 +27,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr std::int64_t kNowhere = std::numeric_limits<std::int64_t>::max();
 constexpr double kSlackShare = 0.01;  // of the capacity, added to the bytes left over in a section
+constexpr double kForEverSeconds = 1e9;  // thirty years; the clock counts three hundred in nanoseconds
 
 struct Item {
     int first, last;  // sections of time, last excluded
@@ -377,7 +378,7 @@ SHOAL_API std::int32_t shoal_layout_search(std::int64_t count, const std::int64_
                                            const std::int64_t* size, std::int64_t capacity, std::uint32_t rules,
                                            std::int64_t most_nodes, double seconds, const volatile std::int32_t* stop,
                                            std::int64_t* failures, std::int64_t* offsets) {
-    const std::chrono::duration<double> left(seconds);
+    const std::chrono::duration<double> left(std::min(seconds, kForEverSeconds));
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(left);
     // A section is a time that shares its blocks with no other: it begins with a block, after one has ended.
     std::vector<Event> events;

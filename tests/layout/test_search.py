@@ -151,6 +151,16 @@ def test_an_attempt_ends_when_its_nodes_or_seconds_are_spent(way: str) -> None:
             assert outcome == Outcome.GAVE_UP
 
 
+@pytest.mark.parametrize("seconds", [1e12, float("inf")])
+@WAYS
+def test_an_attempt_may_go_on_for_ever(way: str, seconds: float) -> None:
+    blocks = (Block("first", 0, 2, 4), Block("second", 1, 3, 4))
+    with by(way):
+        attempt = searching._natively if way == "native" else in_python.attempt
+        outcome, offsets = attempt(blocks, 8, ALL_RULES, 1000, seconds, [0, 0])
+    assert (outcome, sorted(offsets)) == (Outcome.FOUND, [0, 4])
+
+
 def test_most_attempts_are_short_and_some_are_long() -> None:
     of_few, of_many = searching._nodes(10), searching._nodes(1000)
     assert [next(of_few) // 300 for _ in range(15)] == [1, 1, 2, 1, 1, 2, 4, 1, 1, 2, 1, 1, 2, 4, 8]
