@@ -148,6 +148,7 @@ private:
         int section = -1;
         double highest = 0;
         for (int s = items_[items[0]].first; s < end; ++s) {
+            if (slack_[s] == capacity_) continue;  // its blocks are all placed
             const std::int64_t failures = has(SHOAL_LAYOUT_FAILURES) ? failures_[s] : 0;
             const double score = static_cast<double>(failures + 1) /
                                  (static_cast<double>(slack_[s]) + kSlackShare * static_cast<double>(capacity_));
