@@ -1,0 +1,171 @@
+// shoal_statistics, shoal_norm_act and shoal_norm_act_backward against plain loops.
+#include <algorithm>
+#include <memory>
+
+#include "exact_sum.h"
+#include "fuzz.h"
+#include "shoal_native.h"
+
+namespace fuzz {
+namespace {
+
+struct Pass {
+    std::int64_t rows, channels;
+    Buffer<float> x, mean, scale, shift;
+    ShoalNormPass call{};
+
+    explicit Pass(Draw& draw)
+        : rows(draw.size(1600)), channels(draw.size(std::clamp<std::int64_t>((1 << 17) / rows, 1, 700))),
+          x(draw, "x", Use::kRead, rows, channels, pitch(draw)), mean(draw, "mean", Use::kRead, channels),
+          scale(draw, "scale", Use::kRead, channels), shift(draw, "shift", Use::kRead, channels) {
+        x.fill(draw, 4);
+        mean.fill(draw, 2);
+        scale.fill(draw, 2);
+        shift.fill(draw, 4);
+        call.rows = rows;
+        call.channels = channels;
+        call.rectify = draw.chance(70);
+        call.threads = draw.of({1, 2, 3});  // also more than there are rows
+        call.level = static_cast<std::int32_t>(draw.from(-1, shoal_norm_conv_level()));
+        call.x = x.data();
+        call.ld_x = x.pitch();
+    }
+
+    std::int64_t pitch(Draw& draw) const {
+        return channels + (draw.chance(50) ? 0 : draw.of<std::int64_t>({1, 2, 3, 16, 31}));
+    }
+
+    void running(const char* what, bool residual, int alias) const {
+        now_running(
+            "%s: %lld rows of %lld channels, rectify %d, accumulate %d, residual %d, alias %d, %d threads, level %d",
+            what, static_cast<long long>(rows), static_cast<long long>(channels), call.rectify, call.accumulate,
+            residual, alias, call.threads, call.level);
+    }
+
+    double number(const Buffer<float>& of, std::int64_t row, std::int64_t c) const {
+        return static_cast<double>(of.at(row, c));
+    }
+};
+
+void statistics(Draw& draw, Pass& pass) {
+    pass.running("statistics", false, 0);
+    Buffer<float> mean(draw, "mean", Use::kWritten, pass.channels),
+        variance(draw, "variance", Use::kWritten, pass.channels);
+    ShoalNormPass& call = pass.call;
+    call.statistic_mean = mean.data();
+    call.statistic_variance = variance.data();
+    const Memory workspace(static_cast<std::size_t>(shoal_norm_pass_workspace_bytes(&call)), 0, 64);
+    call.workspace = workspace.at();
+    guarded({&pass.x, &mean, &variance}, [&] {
+        if (shoal_statistics(&call) != SHOAL_DONE) fail("the level is refused");
+    });
+    std::vector<Sum> values(static_cast<std::size_t>(pass.rows * pass.channels));
+    for (std::int64_t row = 0; row < pass.rows; ++row)
+        for (std::int64_t c = 0; c < pass.channels; ++c)
+            values[static_cast<std::size_t>(row * pass.channels + c)].add(pass.number(pass.x, row, c));
+    expect_statistics(mean, variance, values, pass.rows);
+}
+
+enum Alias : int { kNone, kFirst, kSecond };  // the result lies over x or grad, over the residual
+
+void activate(Draw& draw, Pass& pass) {
+    ShoalNormPass& call = pass.call;
+    const bool has_residual = draw.chance(50);
+    const int alias = draw.of<int>({kNone, kNone, kFirst, has_residual ? kSecond : kNone});
+    pass.running("norm_act", has_residual, alias);
+    // Where the result lies over an operand that operand is written.
+    Buffer<float> x(draw, "x", alias == kFirst ? Use::kWritten : Use::kRead, pass.rows, pass.channels, pass.x.pitch());
+    Buffer<float> residual(draw, "residual", alias == kSecond ? Use::kWritten : Use::kRead, pass.rows, pass.channels,
+                           pass.pitch(draw));
+    Buffer<float> out(draw, "out", Use::kWritten, pass.rows, pass.channels, pass.pitch(draw));
+    const Buffer<float>& into = alias == kFirst ? x : alias == kSecond ? residual : out;
+    x.fill(draw, 4);
+    residual.fill(draw, 6);
+    std::vector<Sum> sums;
+    for (std::int64_t row = 0; row < pass.rows; ++row)
+        for (std::int64_t c = 0; c < pass.channels; ++c) {
+            Sum sum;
+            sum.add((pass.number(x, row, c) - pass.number(pass.mean, 0, c)) * pass.number(pass.scale, 0, c));
+            sum.add(pass.number(pass.shift, 0, c));
+            if (has_residual) sum.add(pass.number(residual, row, c));
+            if (call.rectify) sum.value = std::max(sum.value, 0.0);
+            sums.push_back(sum);
+        }
+    call.x = x.data();
+    call.ld_x = x.pitch();
+    call.mean = pass.mean.data();
+    call.scale = pass.scale.data();
+    call.shift = pass.shift.data();
+    call.residual = has_residual ? residual.data() : nullptr;
+    call.ld_residual = has_residual ? residual.pitch() : 0;
+    call.out = into.data();
+    call.ld_out = into.pitch();
+    guarded({&x, &pass.mean, &pass.scale, &pass.shift, &residual, &out}, [&] {
+        if (shoal_norm_act(&call) != SHOAL_DONE) fail("the level is refused");
+    });
+    expect(into, sums);
+}
+
+void activate_backward(Draw& draw, Pass& pass) {
+    ShoalNormPass& call = pass.call;
+    const bool wants_residual = draw.chance(50);
+    call.accumulate = draw.chance(40);
+    const int alias = !call.accumulate && draw.chance(30) ? kFirst : kNone;
+    pass.running("norm_act_backward", wants_residual, alias);
+    Buffer<float> out(draw, "out", Use::kRead, pass.rows, pass.channels, pass.pitch(draw));
+    Buffer<float> grad(draw, "grad", alias ? Use::kWritten : Use::kRead, pass.rows, pass.channels, pass.pitch(draw));
+    Buffer<float> grad_x(draw, "grad_x", Use::kWritten, pass.rows, pass.channels, pass.pitch(draw));
+    Buffer<float> grad_residual(draw, "grad_residual", Use::kWritten, pass.rows, pass.channels, pass.pitch(draw));
+    Buffer<float> sum(draw, "sum", Use::kWritten, pass.channels);
+    Buffer<float> sum_of_centred(draw, "sum_of_centred", Use::kWritten, pass.channels);
+    const Buffer<float>& into = alias ? grad : grad_x;
+    out.fill(draw, 2);
+    grad.fill(draw, 5);
+    if (call.accumulate) grad_x.fill(draw, 8);
+    std::vector<Sum> of_x, of_residual, sums(static_cast<std::size_t>(pass.channels)), centred = sums;
+    for (std::int64_t row = 0; row < pass.rows; ++row)
+        for (std::int64_t c = 0; c < pass.channels; ++c) {
+            const bool through = !call.rectify || pass.number(out, row, c) > 0;
+            const double da = through ? pass.number(grad, row, c) : 0.0;
+            Sum alone, scaled;
+            alone.add(da);
+            scaled.add(da * pass.number(pass.scale, 0, c));
+            if (call.accumulate) scaled.add(pass.number(grad_x, row, c));
+            of_residual.push_back(alone);
+            of_x.push_back(scaled);
+            sums[static_cast<std::size_t>(c)].add(da);
+            centred[static_cast<std::size_t>(c)].add(da * (pass.number(pass.x, row, c) - pass.number(pass.mean, 0, c)));
+        }
+    call.mean = pass.mean.data();
+    call.scale = pass.scale.data();
+    call.out = call.rectify ? out.data() : nullptr;
+    call.ld_out = call.rectify ? out.pitch() : 0;
+    call.grad = grad.data();
+    call.ld_grad = grad.pitch();
+    call.grad_x = into.data();
+    call.ld_grad_x = into.pitch();
+    call.grad_residual = wants_residual ? grad_residual.data() : nullptr;
+    call.ld_grad_residual = wants_residual ? grad_residual.pitch() : 0;
+    call.sum = sum.data();
+    call.sum_of_centred = sum_of_centred.data();
+    const Memory workspace(static_cast<std::size_t>(shoal_norm_pass_workspace_bytes(&call)), 0, 64);
+    call.workspace = workspace.at();
+    guarded({&pass.x, &pass.mean, &pass.scale, &out, &grad, &grad_x, &grad_residual, &sum, &sum_of_centred}, [&] {
+        if (shoal_norm_act_backward(&call) != SHOAL_DONE) fail("the level is refused");
+    });
+    expect(into, of_x);
+    if (wants_residual) expect(grad_residual, of_residual);
+    expect(sum, sums);
+    expect(sum_of_centred, centred);
+}
+
+}  // namespace
+
+void norm_pass(Draw& draw) {
+    now_running("norm_pass: drawing");
+    Pass pass(draw);
+    const auto run = draw.of({&statistics, &activate, &activate_backward});
+    run(draw, pass);
+}
+
+}  // namespace fuzz
