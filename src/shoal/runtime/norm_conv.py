@@ -17,10 +17,10 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from shoal.runtime import norm_conv_native
-from shoal.runtime.norm_act import joined, normalised, parted, parted_fake, reduced
+from shoal.runtime.norm_act import activated, activated_backward, joined, parted, parted_fake
 from shoal.runtime.norm_conv_native import Window
 from shoal.runtime.norm_rows import pitch
-from shoal.runtime.statistics import by_channel, layout_of, measure, whole_gradient, wide
+from shoal.runtime.statistics import layout_of, measure, whole_gradient, wide
 
 _aten = torch.ops.aten
 
@@ -78,20 +78,6 @@ def norm_conv(
     return y, mean_y, variance_y
 
 
-def _activated(
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    rectify: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    if mean is not None and scale is not None and shift is not None:
-        a = normalised(x, mean, scale, shift)
-        return (a.relu_() if rectify else a).to(dtype)
-    return (x.relu() if rectify else x).to(dtype)
-
-
 def convolve(
     x: torch.Tensor,
     mean: torch.Tensor | None,
@@ -111,7 +97,7 @@ def convolve(
             x, mean, scale, shift, rectify, weight, bias, window, statistics, out=rows
         )
         return y if out is None or out is rows else out.copy_(y), mean_y, variance_y
-    a = _activated(x, mean, scale, shift, rectify, weight.dtype)
+    a = activated(x, mean, scale, shift, rectify, weight.dtype)
     y = torch.convolution(
         a, weight, bias, window.stride, window.padding, window.dilation, False, [0] * len(window.stride), window.groups
     )
@@ -216,15 +202,15 @@ def convolve_backward(
     """
     if norm_conv_native.applies(x, weight, None, window):
         rows = grad_x if grad_x is not None and pitch(grad_x) is not None else None
-        of_x, *others = norm_conv_native.backward(
+        of_input, *others = norm_conv_native.backward(
             grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, rectify, weight, window, needs, grad_x=rows
         )
-        if grad_x is not None and grad_x is not rows and of_x is not None:
-            of_x = grad_x.add_(of_x)
-        return of_x, *others
+        if grad_x is not None and grad_x is not rows and of_input is not None:
+            of_input = grad_x.add_(of_input)
+        return of_input, *others
     if y is not None and mean_y is not None and of_mean is not None and of_variance is not None:
-        grad = whole_gradient(grad, y, mean_y, of_mean, of_variance).to(y.dtype)
-    a = _activated(x, mean, scale, shift, rectify, weight.dtype)
+        grad = whole_gradient(grad, y, mean_y, of_mean, of_variance, y.dtype)
+    a = activated(x, mean, scale, shift, rectify, weight.dtype)
     through = needs[0] or needs[1]
     da, of_weight, of_bias = _aten.convolution_backward(
         grad,
@@ -240,18 +226,22 @@ def convolve_backward(
         [through, needs[2], needs[3]],
     )
     del grad
-    vectors: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if through:
-        if rectify:
-            da = _aten.threshold_backward(da, a, 0)
+    of_x = da
+    vectors: tuple[torch.Tensor | None, ...] | None = None
+    if through and mean is not None and scale is not None and shift is not None:
         del a
-        da = da.contiguous(memory_format=layout_of(x))
-        if mean is not None and scale is not None:
-            vectors = reduced(da, x, mean, scale) if needs[1] else vectors
-            da = da.mul_(by_channel(scale, x)) if needs[0] else da
-    if grad_x is not None:
-        da = grad_x.add_(da)
-    return da if needs[0] else None, *vectors, of_weight if needs[2] else None, of_bias if needs[3] else None
+        of_x, vectors = activated_backward(da, x, mean, scale, shift, rectify, needs[:2])
+    elif through and rectify:
+        of_x = _aten.threshold_backward(da, a, 0)
+    del da
+    if grad_x is not None and of_x is not None:
+        of_x = grad_x.add_(of_x)
+    return (
+        of_x if needs[0] else None,
+        *(vectors or (None, None, None)),
+        of_weight if needs[2] else None,
+        of_bias if needs[3] else None,
+    )
 
 
 def _backward_fake(
