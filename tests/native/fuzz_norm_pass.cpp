@@ -35,20 +35,23 @@ struct Pass {
         return channels + (draw.chance(50) ? 0 : draw.of<std::int64_t>({1, 2, 3, 16, 31}));
     }
 
-    void running(const char* what, bool residual, int alias) const {
-        now_running(
-            "%s: %lld rows of %lld channels, rectify %d, accumulate %d, residual %d, alias %d, %d threads, level %d",
-            what, static_cast<long long>(rows), static_cast<long long>(channels), call.rectify, call.accumulate,
-            residual, alias, call.threads, call.level);
+    void running(const char* what, bool residual = false, bool has_out = true, bool wants_x = true) const {
+        now_running("%s: %lld rows of %lld channels, rectify %d, residual %d, out %d, grad_x %d, %d threads, level %d",
+                    what, static_cast<long long>(rows), static_cast<long long>(channels), call.rectify, residual,
+                    has_out, wants_x, call.threads, call.level);
     }
 
     double number(const Buffer<float>& of, std::int64_t row, std::int64_t c) const {
         return static_cast<double>(of.at(row, c));
     }
+    double centred(std::int64_t row, std::int64_t c) const { return number(x, row, c) - number(mean, 0, c); }
+    double normalised(std::int64_t row, std::int64_t c) const {
+        return centred(row, c) * number(scale, 0, c) + number(shift, 0, c);
+    }
 };
 
 void statistics(Draw& draw, Pass& pass) {
-    pass.running("statistics", false, 0);
+    pass.running("statistics");
     Buffer<float> mean(draw, "mean", Use::kWritten, pass.channels),
         variance(draw, "variance", Use::kWritten, pass.channels);
     ShoalNormPass& call = pass.call;
@@ -66,94 +69,81 @@ void statistics(Draw& draw, Pass& pass) {
     expect_statistics(mean, variance, values, pass.rows);
 }
 
-enum Alias : int { kNone, kFirst, kSecond };  // the result lies over x or grad, over the residual
-
 void activate(Draw& draw, Pass& pass) {
     ShoalNormPass& call = pass.call;
     const bool has_residual = draw.chance(50);
-    const int alias = draw.of<int>({kNone, kNone, kFirst, has_residual ? kSecond : kNone});
-    pass.running("norm_act", has_residual, alias);
-    // Where the result lies over an operand that operand is written.
-    Buffer<float> x(draw, "x", alias == kFirst ? Use::kWritten : Use::kRead, pass.rows, pass.channels, pass.x.pitch());
-    Buffer<float> residual(draw, "residual", alias == kSecond ? Use::kWritten : Use::kRead, pass.rows, pass.channels,
-                           pass.pitch(draw));
+    pass.running("norm_act", has_residual);
+    Buffer<float> residual(draw, "residual", Use::kRead, pass.rows, pass.channels, pass.pitch(draw));
     Buffer<float> out(draw, "out", Use::kWritten, pass.rows, pass.channels, pass.pitch(draw));
-    const Buffer<float>& into = alias == kFirst ? x : alias == kSecond ? residual : out;
-    x.fill(draw, 4);
     residual.fill(draw, 6);
     std::vector<Sum> sums;
     for (std::int64_t row = 0; row < pass.rows; ++row)
         for (std::int64_t c = 0; c < pass.channels; ++c) {
             Sum sum;
-            sum.add((pass.number(x, row, c) - pass.number(pass.mean, 0, c)) * pass.number(pass.scale, 0, c));
-            sum.add(pass.number(pass.shift, 0, c));
+            sum.add(pass.normalised(row, c));
             if (has_residual) sum.add(pass.number(residual, row, c));
             if (call.rectify) sum.value = std::max(sum.value, 0.0);
             sums.push_back(sum);
         }
-    call.x = x.data();
-    call.ld_x = x.pitch();
     call.mean = pass.mean.data();
     call.scale = pass.scale.data();
     call.shift = pass.shift.data();
     call.residual = has_residual ? residual.data() : nullptr;
     call.ld_residual = has_residual ? residual.pitch() : 0;
-    call.out = into.data();
-    call.ld_out = into.pitch();
-    guarded({&x, &pass.mean, &pass.scale, &pass.shift, &residual, &out}, [&] {
+    call.out = out.data();
+    call.ld_out = out.pitch();
+    guarded({&pass.x, &pass.mean, &pass.scale, &pass.shift, &residual, &out}, [&] {
         if (shoal_norm_act(&call) != SHOAL_DONE) fail("the level is refused");
     });
-    expect(into, sums);
+    expect(out, sums);
 }
 
 void activate_backward(Draw& draw, Pass& pass) {
     ShoalNormPass& call = pass.call;
-    const bool wants_residual = draw.chance(50);
-    call.accumulate = draw.chance(40);
-    const int alias = !call.accumulate && draw.chance(30) ? kFirst : kNone;
-    pass.running("norm_act_backward", wants_residual, alias);
+    const bool wants_residual = draw.chance(50), wants_x = draw.chance(80), has_out = draw.chance(50);
+    pass.running("norm_act_backward", wants_residual, has_out, wants_x);
     Buffer<float> out(draw, "out", Use::kRead, pass.rows, pass.channels, pass.pitch(draw));
-    Buffer<float> grad(draw, "grad", alias ? Use::kWritten : Use::kRead, pass.rows, pass.channels, pass.pitch(draw));
+    Buffer<float> grad(draw, "grad", Use::kRead, pass.rows, pass.channels, pass.pitch(draw));
     Buffer<float> grad_x(draw, "grad_x", Use::kWritten, pass.rows, pass.channels, pass.pitch(draw));
     Buffer<float> grad_residual(draw, "grad_residual", Use::kWritten, pass.rows, pass.channels, pass.pitch(draw));
     Buffer<float> sum(draw, "sum", Use::kWritten, pass.channels);
     Buffer<float> sum_of_centred(draw, "sum_of_centred", Use::kWritten, pass.channels);
-    const Buffer<float>& into = alias ? grad : grad_x;
     out.fill(draw, 2);
     grad.fill(draw, 5);
-    if (call.accumulate) grad_x.fill(draw, 8);
     std::vector<Sum> of_x, of_residual, sums(static_cast<std::size_t>(pass.channels)), centred = sums;
     for (std::int64_t row = 0; row < pass.rows; ++row)
         for (std::int64_t c = 0; c < pass.channels; ++c) {
-            const bool through = !call.rectify || pass.number(out, row, c) > 0;
-            const double da = through ? pass.number(grad, row, c) : 0.0;
+            const double result = has_out ? pass.number(out, row, c) : pass.normalised(row, c);
+            const double da = !call.rectify || result > 0 ? pass.number(grad, row, c) : 0.0;
             Sum alone, scaled;
             alone.add(da);
             scaled.add(da * pass.number(pass.scale, 0, c));
-            if (call.accumulate) scaled.add(pass.number(grad_x, row, c));
             of_residual.push_back(alone);
             of_x.push_back(scaled);
             sums[static_cast<std::size_t>(c)].add(da);
-            centred[static_cast<std::size_t>(c)].add(da * (pass.number(pass.x, row, c) - pass.number(pass.mean, 0, c)));
+            centred[static_cast<std::size_t>(c)].add(da * pass.centred(row, c));
         }
     call.mean = pass.mean.data();
     call.scale = pass.scale.data();
-    call.out = call.rectify ? out.data() : nullptr;
-    call.ld_out = call.rectify ? out.pitch() : 0;
+    call.shift = has_out ? nullptr : pass.shift.data();
+    call.out = has_out ? out.data() : nullptr;
+    call.ld_out = has_out ? out.pitch() : 0;
     call.grad = grad.data();
     call.ld_grad = grad.pitch();
-    call.grad_x = into.data();
-    call.ld_grad_x = into.pitch();
+    call.grad_x = wants_x ? grad_x.data() : nullptr;
+    call.ld_grad_x = wants_x ? grad_x.pitch() : 0;
     call.grad_residual = wants_residual ? grad_residual.data() : nullptr;
     call.ld_grad_residual = wants_residual ? grad_residual.pitch() : 0;
     call.sum = sum.data();
     call.sum_of_centred = sum_of_centred.data();
     const Memory workspace(static_cast<std::size_t>(shoal_norm_pass_workspace_bytes(&call)), 0, 64);
     call.workspace = workspace.at();
-    guarded({&pass.x, &pass.mean, &pass.scale, &out, &grad, &grad_x, &grad_residual, &sum, &sum_of_centred}, [&] {
-        if (shoal_norm_act_backward(&call) != SHOAL_DONE) fail("the level is refused");
-    });
-    expect(into, of_x);
+    guarded({&pass.x, &pass.mean, &pass.scale, &pass.shift, &out, &grad, &grad_x, &grad_residual, &sum,
+             &sum_of_centred},
+            [&] {
+                if (shoal_norm_act_backward(&call) != SHOAL_DONE) fail("the level is refused");
+            });
+    if (wants_x) expect(grad_x, of_x);
     if (wants_residual) expect(grad_residual, of_residual);
     expect(sum, sums);
     expect(sum_of_centred, centred);
