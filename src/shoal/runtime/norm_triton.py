@@ -12,6 +12,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from math import prod
 from types import ModuleType
 
@@ -244,10 +245,9 @@ def _vectors(*vectors: torch.Tensor) -> list[torch.Tensor]:
 @cache
 def _kernels() -> ModuleType | None:
     try:
-        from shoal.runtime import norm_triton_kernels
+        return import_module("shoal.runtime.norm_triton_kernels")
     except ImportError:
         return None
-    return norm_triton_kernels
 
 
 def _found() -> ModuleType:
