@@ -29,7 +29,6 @@ from shoal.runtime.norm_rows import (
     workspace,
 )
 
-
 # Channels in times channels out from which the library's 3 x 3 around passes of its own is faster: nine taps of such a
 # weight fit no second cache.
 _WIDE = 1 << 16
