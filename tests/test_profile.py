@@ -177,6 +177,15 @@ def test_the_second_time_comes_from_disk_unless_told_otherwise(cache):
     assert len(json.loads(file.read_text())["entries"]) == 2
 
 
+def test_other_kernels_are_another_machine(monkeypatch):
+    before = machine.describe(torch.device("cpu"))
+    monkeypatch.setenv("SHOAL_NORM_LEVEL", "portable")
+    assert machine.describe(torch.device("cpu")) != before
+    monkeypatch.undo()
+    monkeypatch.setattr(machine, "fingerprint", lambda: "another build")
+    assert machine.describe(torch.device("cpu")) != before
+
+
 def test_other_settings_are_another_machine():
     nodes = python_node(counted)
     profile(nodes)

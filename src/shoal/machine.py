@@ -19,8 +19,10 @@ import torch
 from shoal.cache import cache_dir
 from shoal.errors import InputError
 from shoal.files import write_json
+from shoal.native import fingerprint
 
 _FORMAT = 1
+_KERNEL_VARIABLES = ("SHOAL_NORM_LEVEL", "SHOAL_TRITON")
 
 
 def device_of(name: str | torch.device) -> torch.device:
@@ -60,6 +62,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "torch": torch.__version__,
+        "kernels": [fingerprint(), *(os.environ.get(variable, "") for variable in _KERNEL_VARIABLES)],
         "device": device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "cores": os.cpu_count() or 1,

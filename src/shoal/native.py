@@ -7,6 +7,7 @@ hand out a `ctypes.CDLL`.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import platform
 import sys
 import sysconfig
@@ -40,6 +41,13 @@ def library() -> ctypes.CDLL | None:
             if found is not None:
                 return found
     return None
+
+
+@cache
+def fingerprint() -> str | None:
+    """Tells one build of the library from another; None where there is none."""
+    native = library()
+    return None if native is None else hashlib.sha256(Path(native._name).read_bytes()).hexdigest()[:16]
 
 
 def _load(path: Path) -> ctypes.CDLL | None:
