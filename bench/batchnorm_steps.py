@@ -24,13 +24,14 @@ import shoal
 from bench.batchnorm_contenders import CONTENDERS, EAGER, INDUCTOR, Asked, Contender
 from bench.conditions import conditions
 from bench.pool_first import pool_first
+from bench.reference import WrongTraining
 from bench.same_training import FLOAT32, FLOAT64, Start, Trained, hold
 from bench.workload import Forward, Workload, make_workload, turns
 from shoal import models
-from shoal.errors import ShoalError
+from shoal.errors import InputError, ShoalError
 from shoal.runtime.arena import Arena
 
-_SMALL_IMAGES, _SMALL_VOLUMES = 64, 32  # pixels along each side: of the check in float64
+_SMALL_BATCH, _SMALL_IMAGES, _SMALL_VOLUMES = 4, 64, 32  # images and pixels along each side: of the check in float64
 _ARENA_STEPS = 4  # until an arena replays: two alike are recorded, then it is laid out
 _PRODUCTS = 5  # timed products of each size
 
@@ -84,7 +85,9 @@ class _Race:
     def __init__(self, workload: Workload, asked: Asked, tell: Tell, stack: ExitStack) -> None:
         self.workload, self.asked, self.tell, self.stack = workload, asked, tell, stack
         self.start = Start(workload)
+        tell("eager")
         self.reference: Trained = self.start.train(workload.twin())
+        assert_steady(workload, self.start, self.reference)
         self.found: dict[str, dict[str, Any]] = {}
         self.forwards: dict[str, Forward] = {}
         self.arenas: dict[str, Arena] = {}
@@ -255,6 +258,30 @@ def sgemm_flops_per_second(most: int) -> float:
     return best
 
 
+def assert_steady(workload: Workload, start: Start, reference: Trained) -> None:
+    """Eager itself trains the same when every number of its images is one rounding off.
+
+    Raises:
+        InputError: it does not, so nobody can be held against it: a batch norm over two values gives plus or minus one,
+            whatever they are.
+    """
+    images = workload.images
+    generator = torch.Generator().manual_seed(workload.seed)
+    up = torch.rand(images.shape, generator=generator) < 0.5
+    ends = torch.where(up, float("inf"), -float("inf")).to(images)
+    workload.images = torch.nextafter(images, ends)
+    try:
+        hold(start.train(workload.twin()), reference, FLOAT32, "eager")
+    except WrongTraining as error:
+        off = str(error).split(": ", 1)[1].split(", ")[0]
+        raise InputError(
+            f"{workload.name} on {images.shape[0]} images of {images.shape[-1]} pixels: eager differs from itself "
+            f"where its images are one rounding off, in {off}: give larger images or more of them"
+        ) from None
+    finally:
+        workload.images = images
+
+
 def assert_same_in_float64(asked: Asked, contender: Contender) -> None:
     """The contender computes what the network does: in float64, on small images.
 
@@ -285,7 +312,7 @@ def assert_pools_first_are_exact(network: str, image: int = _SMALL_IMAGES) -> No
 
 def _small(network: str, image: int) -> Workload:
     volumes = len(models.example_shape(network, 1, image)) == 5
-    workload = make_workload(network, 2, min(image, _SMALL_VOLUMES if volumes else _SMALL_IMAGES))
+    workload = make_workload(network, _SMALL_BATCH, min(image, _SMALL_VOLUMES if volumes else _SMALL_IMAGES))
     workload.model.double()
     workload.images = workload.images.double()
     return workload

@@ -259,7 +259,7 @@ def test_a_run_measures_both_mallocs_and_both_orders_of_pooling(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_PROC_BIND", "false")  # tests run side by side
-    arguments = ["--quick", "--networks", "densenet121", "--image", "32", "--contenders", "icf", "--threads", "1"]
+    arguments = ["--quick", "--networks", "densenet121", "--contenders", "icf", "--threads", "1"]
     assert batchnorm.main([*arguments, "--pool-first", "both", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("batchnorm_*.json")
     found = json.loads(path.read_text())
@@ -275,6 +275,14 @@ def test_a_run_measures_both_mallocs_and_both_orders_of_pooling(
     assert default["flops"] == tuned["flops"] > first["flops"]
     assert [verdict["met"] for verdict in found["verdicts"]].count(None) == 3  # Inductor twice, ResNet-50
     assert "densenet121: at least 1.35 × eager" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_step_that_eager_itself_does_not_repeat_is_refused() -> None:
+    """The last batch norms of DenseNet-121 see two values here."""
+    asked = replace(ASKED, network="densenet121", contenders=(EAGER,))
+    with pytest.raises(batchnorm.InputError, match="2 images of 32 pixels.*give larger images or more of them"):
+        batchnorm_steps.measure(asked)
 
 
 @pytest.mark.slow
