@@ -17,21 +17,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import tables
 from bench.conditions import conditions, describe, file_name
 from bench.network import Options, Setting, measure_network
 from bench.paper import SHARES
+from bench.progress import bar
 from bench.reference import WrongTraining
 from shoal import models
 from shoal.errors import InputError
@@ -91,14 +89,14 @@ def _run(asked: argparse.Namespace) -> int:
     console = tables.console()
     console.print(describe(found_conditions), highlight=False, markup=False)
     results = []
-    with _bar(len(names)) as bar:
+    with bar(len(names)) as show:
         for name in names:
             path = out / file_name(f"budgets-{name}", device)
             wanted = {"setting": asdict(settings[name]), "options": asdict(options)}
             result = _finished(path, wanted) if asked.resume else None
             if result is None:
                 try:
-                    result = measure_network(name, settings[name], options, partial(bar, name))
+                    result = measure_network(name, settings[name], options, partial(show, name))
                 except WrongTraining as error:
                     print(f"bench.budgets: {error}", file=sys.stderr)
                     return 1
@@ -108,7 +106,7 @@ def _run(asked: argparse.Namespace) -> int:
             console.print(tables.network_table(result))
             for setting, reason in result["peers_failed"].items():
                 console.print(f"{setting} failed: {reason}", highlight=False, markup=False)
-            bar(name, "done", 1)
+            show(name, "done", 1)
     if asked.least:
         console.print(tables.least_table(results))
     totals = tables.summary(results)
@@ -197,20 +195,6 @@ def _finished(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return result if same else None
-
-
-@contextmanager
-def _bar(networks: int) -> Iterator[Any]:
-    """A bar over the networks on stderr, with what runs now; nothing where nobody watches."""
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=networks)
-
-        def show(network: str, what: str, steps: int = 0) -> None:
-            progress.update(task, description=f"{network}: {what}", advance=steps)
-
-        yield show
 
 
 if __name__ == "__main__":

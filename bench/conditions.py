@@ -15,6 +15,7 @@ from shoal import machine
 
 _ENVIRONMENT = ("LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 _CUDA_ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+_OPENMP_ENVIRONMENT = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -27,6 +28,7 @@ def conditions(device: torch.device, seed: int) -> dict[str, Any]:
         "device": machine.device_name(device),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "openmp": {name: os.environ[name] for name in _OPENMP_ENVIRONMENT if name in os.environ} or "default",
         "seed": seed,
         "malloc": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} or "default",
         "huge_pages": _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else "unknown",
@@ -45,7 +47,7 @@ def describe(found: dict[str, Any]) -> str:
     """The conditions in a line or two."""
     parts = [
         f"torch {found['torch']}, {found['device']}, {found['cores']} cores, {found['threads']} threads",
-        f"seed {found['seed']}, malloc {found['malloc']}, huge pages {found['huge_pages']}",
+        f"OpenMP {found['openmp']}, seed {found['seed']}, malloc {found['malloc']}, huge pages {found['huge_pages']}",
         f"load {found['load_average']:.1f} at the start, {found['date']}",
     ]
     if "cuda" in found:

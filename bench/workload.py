@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -127,15 +127,24 @@ def make_workload(
     return Workload(name, model.train(), images, target, seed)
 
 
-def in_turns(workload: Workload, forwards: dict[Any, Forward], repeats: int, warm_ups: int) -> dict[Any, list[float]]:
-    """Seconds of `repeats` steps of each contender, one after the other in every round, so that a slow minute of the
-    machine meets them all; each round starts one further, so that none always follows the same neighbour."""
-    order = list(forwards)
-    seconds: dict[Any, list[float]] = {key: [] for key in order}
-    for turn in range(-warm_ups, repeats):
+def turns(order: Sequence[Any], rounds: int, warm_ups: int = 0) -> Iterator[tuple[Any, bool]]:
+    """Whose turn it is, and whether it counts: each once a round, so that a slow minute of the machine meets them all;
+    each round starts one further, so that none always follows the same neighbour.
+
+    >>> [who for who, counts in turns("abc", 2, warm_ups=1) if counts]
+    ['a', 'b', 'c', 'b', 'c', 'a']
+    """
+    for turn in range(-warm_ups, rounds):
         first = turn % len(order)
-        for key in [*order[first:], *order[:first]]:
-            taken = workload.seconds(forwards[key])
-            if turn >= 0:
-                seconds[key].append(taken)
+        for who in [*order[first:], *order[:first]]:
+            yield who, turn >= 0
+
+
+def in_turns(workload: Workload, forwards: dict[Any, Forward], repeats: int, warm_ups: int) -> dict[Any, list[float]]:
+    """Seconds of `repeats` steps of each contender, in turns."""
+    seconds: dict[Any, list[float]] = {key: [] for key in forwards}
+    for key, counts in turns(list(forwards), repeats, warm_ups):
+        taken = workload.seconds(forwards[key])
+        if counts:
+            seconds[key].append(taken)
     return seconds
