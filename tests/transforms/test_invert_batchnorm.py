@@ -15,7 +15,7 @@ import shoal
 from shoal import allocations, models
 from shoal.errors import CaptureError, InputError
 from shoal.plan import Plan
-from shoal.runtime import inverted_batch_norm
+from shoal.runtime import inverted_batch_norm_reference
 from shoal.transforms.invert_batchnorm import InvertedModel, RestoredModel, invert_batchnorm, restore_batchnorm
 from tests.training_laws import assert_same_training, conv_bn_relu, images
 
@@ -320,7 +320,7 @@ def test_a_copy_is_independent() -> None:
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_a_convolution_s_result_is_written_over_in_eager_mode(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inverted_batch_norm, "_PIECE_ELEMS", 1)
+    monkeypatch.setattr(inverted_batch_norm_reference, "_PIECE_ELEMS", 1)
     converted = invert_batchnorm(conv_bn_relu(3, 4, dims))
     x = torch.randn(2, 3, *[8] * dims)
     _, changes = allocations.record(lambda: converted(x).sum().backward())

@@ -1,6 +1,6 @@
 """The sweeps of `inverted_batch_norm` and its backward in `csrc/inverted_batch_norm.cpp`, for float32 on the CPU.
 
-ELU, other dtypes and other layouts are left to the torch reference in `shoal.runtime.inverted_batch_norm`.
+ELU, other dtypes and other layouts are left to `inverted_batch_norm_reference`.
 """
 
 from __future__ import annotations
