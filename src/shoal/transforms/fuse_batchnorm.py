@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import compiler, fx, nn
@@ -12,6 +10,7 @@ from shoal.errors import InputError
 from shoal.transforms.fuse_graph import LEVELS, Level, fuse_graph
 from shoal.transforms.fusion_ops import Tracer, hooked
 from shoal.transforms.fusion_summary import FusionSummary, Left
+from shoal.transforms.tracing import UntraceableError, trace
 
 _SHARED = (  # dicts of a module: whatever is set, moved, loaded or registered in one is so in the other
     "_modules",
@@ -121,10 +120,8 @@ class FusedModule(nn.Module):
         model = self.unfused
         self._hooked = hooked(model)
         try:
-            with _in_training(model):
-                graph = Tracer().trace(model)
-        except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            graph = trace(model, Tracer(), training=True)
+        except UntraceableError as reason:
             why = Left(type(model).__name__, f"torch.fx cannot trace it: {reason}")
             self._fused, self.summary = (), FusionSummary(self._wanted or "bnff", (), (why,))
             return
@@ -136,14 +133,3 @@ def _highest(model: nn.Module, graph: fx.Graph) -> Level:
     """The lowest level that fuses all that can be."""
     (_, most), (_, without_concatenations) = (fuse_graph(model, graph, level) for level in ("icf", "bnff"))
     return "bnff" if most.fused == without_concatenations.fused else "icf"
-
-
-@contextmanager
-def _in_training(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

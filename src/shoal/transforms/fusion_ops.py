@@ -13,18 +13,13 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.transforms.fused_layers import zero_padding
+from shoal.transforms.tracing import has_hooks
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _RELUS = (F.relu, F.relu_, torch.relu, torch.relu_)
 _SUMS = (operator.add, operator.iadd, torch.add)
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something else runs where the module is called."""
-    return any(getattr(module, hooks) for hooks in _HOOKS)
 
 
 def hooked(model: nn.Module) -> frozenset[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import CaptureError, InputError
 from shoal.runtime.inverted_batch_norm import kept_from_zero, reconstruction_error, run
+from shoal.transforms.tracing import UntraceableError, has_hooks, trace
 
 _log = logging.getLogger(__name__)
 _INEXACT = 1e-3  # of a normalised input, whose variance is 1: where `describe` and `restore_batchnorm` speak up
@@ -23,7 +23,6 @@ _CHANNELS_TOLD = 8
 _LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _PRODUCERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RELU_FUNCTIONS = (F.relu, torch.relu, F.relu_, torch.relu_)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -272,7 +271,7 @@ def inverted(
     x: torch.Tensor, layer: _BatchNorm, producer: nn.Module | None, activation: str, slope: float
 ) -> torch.Tensor:
     """One converted call: `run`, over the result of `producer` where that is a convolution whom nobody looks at."""
-    overwrite = producer is not None and not torch.compiler.is_compiling() and not _is_hooked(producer)
+    overwrite = producer is not None and not torch.compiler.is_compiling() and not has_hooks(producer)
     return run(layer, x, activation, slope, overwrite)
 
 
@@ -315,7 +314,7 @@ def _site(node: fx.Node, modules: Mapping[str, nn.Module], slope: float) -> Inve
         return Left(path, "it is a SyncBatchNorm, whose statistics are of all ranks")
     if type(layer) not in _LAYERS:
         return Left(path, f"it is a {type(layer).__name__}, which may do more than batch norm")
-    if _is_hooked(layer):
+    if has_hooks(layer):
         return Left(path, "it has hooks, which would not run")
     (reader, *others) = node.users or (None,)
     if reader is None:
@@ -328,7 +327,7 @@ def _site(node: fx.Node, modules: Mapping[str, nn.Module], slope: float) -> Inve
     was = _activation_of(reader, modules)
     if was is None:
         return Left(path, f"there is no ReLU, LeakyReLU or ELU behind it but {_name(reader, modules)}")
-    if reader.op == "call_module" and _is_hooked(modules[str(reader.target)]):
+    if reader.op == "call_module" and has_hooks(modules[str(reader.target)]):
         return Left(path, f"{reader.target} behind it has hooks, which would not run")
     kind, own_slope = was
     if kind == "ReLU":
@@ -409,17 +408,6 @@ def _module(model: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
     return fx.GraphModule(called, graph, name)
 
 
-@contextmanager
-def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 class _Tracer(fx.Tracer):
     """Leaves batch norms of other libraries whole, too."""
 
@@ -429,28 +417,22 @@ class _Tracer(fx.Tracer):
 
 def _traced(model: nn.Module, *, training: bool) -> fx.Graph:
     try:
-        with _in_mode(model, training):
-            return _Tracer().trace(model)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return trace(model, _Tracer(), training=training)
+    except UntraceableError as reason:
         raise CaptureError(
             f"torch.fx cannot trace {type(model).__name__}: {reason}; convert a part of it that has no control "
             "flow over tensors, and put that in its place"
-        ) from error
+        ) from reason
 
 
 def _refuse_hooks(model: nn.Module) -> None:
     is_whole = _Tracer().is_leaf_module
     for name, module in model.named_modules():
-        if (name == "" or not is_whole(module, name)) and _is_hooked(module):
+        if (name == "" or not is_whole(module, name)) and has_hooks(module):
             raise InputError(
                 f"{name or type(model).__name__} has hooks, which do not run in a converted network; remove them, or "
                 "convert the parts behind and before it"
             )
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return any(getattr(module, name) for name in _HOOKS)
 
 
 def _name(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:

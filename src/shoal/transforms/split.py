@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,7 @@ from shoal.transforms.patches import Region, Span
 from shoal.transforms.split_graph import split_graph
 from shoal.transforms.split_plan import SplitPlan, plan_split
 from shoal.transforms.split_region import choose_region
+from shoal.transforms.tracing import UntraceableError, trace
 
 BatchNormMode = Literal["patch", "joint"]
 CUTS_ARGUMENT = "shoal_cuts"  # of `SplitModule.forward`
@@ -264,27 +264,14 @@ class SplitModule(nn.Module):
         return self._known[key]
 
 
-@contextmanager
-def _in_training(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 def _traced(model: nn.Module) -> fx.Graph:
     try:
-        with _in_training(model):
-            return fx.Tracer().trace(model)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return trace(model, fx.Tracer(), training=True)
+    except UntraceableError as reason:
         raise CaptureError(
             f"torch.fx cannot trace {type(model).__name__}: {reason}; split a part of it that has no control flow over "
             "tensors, and put that in its place"
-        ) from error
+        ) from reason
 
 
 def _described(plan: SplitPlan, sizes: tuple[int, ...], batch_norm: str) -> str:
