@@ -14,7 +14,7 @@ from shoal.errors import CaptureError, InputError
 from shoal.transforms.invert_batchnorm import invert_batchnorm, restore_batchnorm
 from shoal.transforms.inverted_model import RestoredModel
 from tests.inverted_networks import small_resnet, with_trained_layers
-from tests.training_laws import conv_bn_relu
+from tests.training_laws import conv_bn_relu, same_bits
 
 
 def test_hooks_of_a_module_that_is_taken_apart_are_refused_before_anything_changes() -> None:
@@ -51,6 +51,59 @@ def test_a_trained_inverted_network_is_restored_to_the_same_function(training: b
     restored = restore_batchnorm(converted)
     assert isinstance(restored, RestoredModel)
     assert list(restored.state_dict()) == names
+    torch.testing.assert_close(restored(x), before, rtol=1e-5, atol=1e-5)
+
+
+def train_some(net: nn.Module) -> nn.Module:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    x, targets = torch.randn(10, 3, 12, 12), torch.arange(10) % 5
+    for _ in range(5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), targets).backward()
+        optimizer.step()
+    return net
+
+
+def test_trained_scales_at_below_and_near_zero_come_back_to_the_bit_and_are_told() -> None:
+    torch.manual_seed(0)
+    net = train_some(with_trained_layers(small_resnet())).eval()
+    with torch.no_grad():
+        net[1].weight[:5] = torch.tensor([0.0, -0.0, -1e-6, 1e-5, -0.5])
+        net[1].bias[:5] = 0.5
+    x = torch.randn(4, 3, 12, 12)
+    before, state = net(x), copy.deepcopy(net.state_dict())
+    with pytest.raises(InputError, match=r"inexact to more than limit=0.001 in 1: channels 0, 1, 2, 3: their scales"):
+        invert_batchnorm(net, limit=1e-3)
+    assert all(same_bits(value, state[name]) for name, value in net.state_dict().items())
+    converted = invert_batchnorm(net, slope=1e-6)
+    assert "in channels 0, 1, 2, 3" in converted.describe().splitlines()[2]
+    torch.testing.assert_close(converted(x), before, rtol=1e-3, atol=1e-3)  # the four scales are eps, or 2 eps
+    restored = restore_batchnorm(copy.deepcopy(converted), activation="relu")
+    torch.testing.assert_close(restored(x), before, rtol=1e-5, atol=1e-5)
+    assert all(same_bits(value, state[name]) for name, value in restored.state_dict().items())
+
+
+def test_a_network_trained_in_the_inverted_form_is_the_same_function_after_it_is_restored() -> None:
+    torch.manual_seed(0)
+    converted = train_some(invert_batchnorm(with_trained_layers(small_resnet()))).eval()
+    assert min(converted.get_parameter(f"{name}.weight").min() for name in ("1", "3.bn1", "6")) < 0
+    x = torch.randn(4, 3, 12, 12)
+    before = converted(x)
+    torch.testing.assert_close(restore_batchnorm(converted)(x), before, rtol=1e-5, atol=1e-5)
+
+
+def test_a_restored_network_is_inverted_again() -> None:
+    restored = restore_batchnorm(invert_batchnorm(with_trained_layers(small_resnet()), slope=0.2)).eval()
+    x = torch.randn(4, 3, 12, 12)
+    before = restored(x)
+    again = invert_batchnorm(restored)
+    assert [(site.layer, site.was, site.slope) for site in again.inverted] == [
+        ("1", "LeakyReLU", 0.2),
+        ("3.bn1", "LeakyReLU", 0.2),
+        ("6", "ELU", 1.0),
+    ]
+    torch.testing.assert_close(again(x), before, rtol=1e-4, atol=1e-5)
+    assert restore_batchnorm(again) is restored
     torch.testing.assert_close(restored(x), before, rtol=1e-5, atol=1e-5)
 
 

@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 import shoal
 from shoal import allocations, models
+from shoal.models.resnet import Bottleneck
 from shoal.plan import Plan
 from shoal.transforms.invert_batchnorm import invert_batchnorm
 from shoal.transforms.inverted_model import InvertedModel
 from tests.inverted_networks import chain, small_resnet, with_leaky, with_trained_layers
-from tests.training_laws import assert_same_training, images
+from tests.training_laws import assert_same_training, blocks, images, train
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -130,6 +131,36 @@ def test_under_shoal_less_is_saved_and_the_prediction_holds() -> None:
         model(x).square().sum().backward()
         model.zero_grad()
     assert model.shoal.measured_peak_bytes == pytest.approx(model.shoal.predicted_peak_bytes, rel=0.02)
+
+
+def test_under_shoal_a_block_of_resnet_saves_one_tensor_for_a_pair_where_it_saved_two() -> None:
+    def block() -> nn.Sequential:
+        ahead = nn.Conv2d(3, 64, 3, padding=1)
+        return nn.Sequential(ahead, Bottleneck(64, 16, 1, None), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    x = torch.randn(2, 3, 12, 12)
+    plain, ours = shoal.plan(block(), x), shoal.plan(invert_batchnorm(block()), x)
+    (one, vector), pairs = (2 * 16 * 12 * 12 * 4, 16 * 4), 2
+    # Mean and inverse deviation, of which the inverted form saves the second.
+    assert saved_bytes(plain) - saved_bytes(ours) == pairs * (one + vector)
+    forward = [op.target for op in ours.graph.ops[: ours.graph.n_forward]]
+    assert forward.count("shoal.inverted_batch_norm.default") == pairs
+    kept = {s.layer: s.nbytes for s in ours.graph.storages if s.kind == "activation" and s.nbytes == one}
+    assert {"1.bn1", "1.bn2"} <= set(kept)
+
+
+def test_after_ten_steps_that_recompute_statistics_are_those_of_plain_batch_norm() -> None:
+    batches = images(10, 4, 3, 12, 12)
+    net = nn.Sequential(*blocks(3, 8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    plain = copy.deepcopy(net)
+    for part in plain[:2]:
+        part[2] = nn.LeakyReLU(0.01)
+    planned = assert_same_training(nn.Sequential(invert_batchnorm(net)), batches)
+    assert any("inverted" in op.target for op in planned.shoal.plan.graph.ops)
+    train(plain, batches)
+    for (name, ours), theirs in zip(planned.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
+        assert "tracked" not in name or ours == 10
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,12 @@ import logging
 import math
 from typing import Literal
 
-import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import CaptureError, InputError
 from shoal.transforms.inverted_graph import find
-from shoal.transforms.inverted_model import INEXACT, InvertedModel, inexact_channels
+from shoal.transforms.inverted_model import INEXACT, InvertedModel, RestoredModel, inexact_channels
 from shoal.transforms.tracing import UntraceableError, has_hooks, trace
 
 _log = logging.getLogger(__name__)
@@ -73,17 +72,11 @@ def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | No
     sites, left = find(graphs, modules, float(slope))
     _refuse_hooks(model)
     found = InvertedModel(model, graphs, sites, left)
-    weights = found.weights()
-    before = [weight.detach().clone() for weight, _ in weights]
-    with torch.no_grad():
-        for weight, eps in weights:
-            weight.copy_(weight.sign() * (weight.abs() - eps).clamp(min=0))
-        try:
-            _refuse_inexact(found, limit)
-        except InputError:
-            for (weight, _), value in zip(weights, before, strict=True):
-                weight.copy_(value)
-            raise
+    try:
+        _refuse_inexact(found, limit)
+    except InputError:
+        found.give_weights_back()
+        raise
     return found
 
 
@@ -95,8 +88,9 @@ def restore_batchnorm(
 ) -> nn.Module:
     """Make a network that `invert_batchnorm` converted one of plain batch norms again.
 
-    Weights become the scales that the inverted form used, so the function is the same to rounding. Channels where the
-    inversion was inexact are told in the log: training could follow their scales only roughly.
+    Weights become the scales that the inverted form used, so the function is the same to rounding; those that did not
+    change since the conversion get the very values that they had. Channels where the inversion was inexact are told in
+    the log: training could follow their scales only roughly.
 
     Args:
         model: what `invert_batchnorm` returned. It is used up: parameters are shared with the result.
@@ -140,6 +134,8 @@ class _Tracer(fx.Tracer):
 
 
 def _traced(model: nn.Module, *, training: bool) -> fx.Graph:
+    if isinstance(model, RestoredModel):
+        return model.graph(training=training)
     try:
         return trace(model, _Tracer(), training=training)
     except UntraceableError as reason:

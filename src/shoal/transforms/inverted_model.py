@@ -33,6 +33,10 @@ class _Rewritten(nn.Module):
         """The network it was made from, with the same parameters."""
         return self._source[0]
 
+    def graph(self, *, training: bool) -> fx.Graph:
+        """What it runs in a mode; torch.fx cannot trace `forward`, which takes whatever the network takes."""
+        return self._rewritten[0 if training else 1].graph
+
     def train(self, mode: bool = True) -> _Rewritten:
         super().train(mode)
         self.source.training = mode
@@ -57,6 +61,7 @@ class InvertedModel(_Rewritten):
         super().__init__(model, [inverted_graph(model, graph, sites) for graph in traces])
         self._traces, self._sites = tuple(traces), dict(sites)
         self.inverted, self.left = tuple(dict.fromkeys(sites.values())), tuple(left)
+        self.keep_scales()
 
     def weights(self) -> list[tuple[nn.Parameter, float]]:
         """The weights of the converted batch norms and how far their scales are from them, each once."""
@@ -103,11 +108,29 @@ class InvertedModel(_Rewritten):
         lines += [f"{left.layer.ljust(widths[0])}  kept: {left.reason}" for left in self.left]
         return "\n".join(lines)
 
-    def scale_plainly(self) -> None:
-        """Give the weights the values of the scales, for layers called in the plain form."""
+    def keep_scales(self) -> None:
+        """Move the weights towards zero by eps, so that the scales are what the weights were."""
+        self._given = tuple(weight.detach().clone() for weight, _ in self.weights())
         with torch.no_grad():
             for weight, eps in self.weights():
-                weight.copy_(kept_from_zero(weight, eps))
+                weight.copy_(_towards_zero(weight, eps))
+
+    def give_weights_back(self) -> None:
+        """Undo `keep_scales`."""
+        with torch.no_grad():
+            for (weight, _), given in zip(self.weights(), self._given, strict=True):
+                weight.copy_(given)
+
+    def scale_plainly(self) -> None:
+        """Give the weights the values of the scales, for layers called in the plain form.
+
+        Those that did not change since `keep_scales` become what they were: below eps their scales are not that.
+        """
+        with torch.no_grad():
+            for (weight, eps), given in zip(self.weights(), self._given, strict=True):
+                given = given.to(weight)
+                unchanged = weight == _towards_zero(given, eps)
+                weight.copy_(torch.where(unchanged, given, kept_from_zero(weight, eps)))
 
     def restored(self) -> RestoredModel:
         """The same graph of plain batch norms, with LeakyReLU for the ReLUs that were converted."""
@@ -122,6 +145,10 @@ class RestoredModel(_Rewritten):
 
     def __init__(self, model: nn.Module, traces: Sequence[fx.Graph], sites: Mapping[str, Inverted]) -> None:
         super().__init__(model, [leaky_graph(model, graph, sites) for graph in traces])
+
+
+def _towards_zero(weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight.sign() * (weight.abs() - eps).clamp(min=0)
 
 
 def inexact_channels(model: InvertedModel, limit: float) -> str:
