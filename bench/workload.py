@@ -84,17 +84,17 @@ class Workload:
         _, changes = allocations.record(lambda: self.step(forward))
         return self.resident_bytes + allocations.peak_bytes(changes)
 
-    def seconds(self, forward: Forward) -> float:
+    def seconds(self, forward: Forward, clock: Callable[[], float] = time.perf_counter) -> float:
         """One step by the clock."""
         self.reset()
         self._wait()
         collecting = gc.isenabled()
         gc.disable()  # a collection would hit whoever is being timed
         try:
-            started = time.perf_counter()
+            started = clock()
             self.step(forward)
             self._wait()
-            return time.perf_counter() - started
+            return clock() - started
         finally:
             if collecting:
                 gc.enable()
@@ -127,7 +127,13 @@ def make_workload(
     return Workload(name, model.train(), images, target, seed)
 
 
-def in_turns(workload: Workload, forwards: dict[Any, Forward], repeats: int, warm_ups: int) -> dict[Any, list[float]]:
+def in_turns(
+    workload: Workload,
+    forwards: dict[Any, Forward],
+    repeats: int,
+    warm_ups: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Any, list[float]]:
     """Seconds of `repeats` steps of each contender, one after the other in every round, so that a slow minute of the
     machine meets them all; each round starts one further, so that none always follows the same neighbour."""
     order = list(forwards)
@@ -135,7 +141,7 @@ def in_turns(workload: Workload, forwards: dict[Any, Forward], repeats: int, war
     for turn in range(-warm_ups, repeats):
         first = turn % len(order)
         for key in [*order[first:], *order[:first]]:
-            taken = workload.seconds(forwards[key])
+            taken = workload.seconds(forwards[key], clock)
             if turn >= 0:
                 seconds[key].append(taken)
     return seconds
