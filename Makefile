@@ -11,7 +11,11 @@ DEMO_BUDGET ?= 325MiB
 DEMO := $(BIN)/shoal train --model resnet18_cifar --data digits --batch 128 --epochs 4 --lr 0.05 \
 	--budget $(DEMO_BUDGET) --enforce
 
-.PHONY: demo test lint build-demo build-test clean
+# The same cases every time; another seed tries others.
+FUZZ_SEED ?= 1
+FUZZ_CASES ?= 4000
+
+.PHONY: demo test lint sanitize build-demo build-test clean
 
 demo: build-demo
 	@echo "== Plain PyTorch inside a wall of $(DEMO_BUDGET): it must run out of memory =="
@@ -30,6 +34,14 @@ lint: build-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# Random calls of the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer; skipped, with the reason,
+# where the compiler cannot link them.
+sanitize: $(VENV)/.build
+	@mkdir -p build/sanitize
+	@$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DSHOAL_FUZZ=ON \
+	  -DSHOAL_SANITIZE=ON -DSHOAL_FUZZ_SEED=$(FUZZ_SEED) -DSHOAL_FUZZ_CASES=$(FUZZ_CASES) >build/sanitize/configure.log
+	@$(BIN)/cmake --build build/sanitize --target sanitize
 
 # The package itself is installed anew each time: seconds, and never stale.
 build-demo: $(VENV)/.demo

@@ -63,6 +63,15 @@ else
   status=1
 fi
 
+echo "== Batch norm's sweeps"
+for layout in channels_last contiguous; do
+  for dtype in float32 bfloat16; do
+    timeout "$(left)" "$PYTHON" -m bench.norm_sweeps --device cuda --batch 64 --layout "$layout" --dtype "$dtype" \
+      --json "$OUT/norm_sweeps_${layout}_$dtype.json" 2>&1 | tee -a "$OUT/norm_sweeps.log"
+    [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
+  done
+done
+
 echo "== GPU figures"
 # Quickest first, so that a slow machine still leaves some; every other value of the peer's sweep.
 for network in resnet50 vgg16_bn densenet121; do

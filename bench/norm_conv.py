@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch.nn import functional
 
 from shoal.runtime import norm_conv_native
+from shoal.runtime.norm_conv_native import Window
 
 # (in, out, kernel, pixels a side)
 LAYERS = {
@@ -78,7 +78,7 @@ def measure(network: str, layer: tuple[int, int, int, int], batch: int, rounds: 
     grad = draw(batch, outer, side, side).contiguous(memory_format=torch.channels_last)
     weight = (draw(outer, inner, kernel, kernel) / inner).contiguous(memory_format=torch.channels_last)
     gamma, beta, of_mean, of_variance = draw(inner), draw(inner), draw(outer), draw(outer)
-    window = SimpleNamespace(stride=(1, 1), padding=(kernel // 2,) * 2, dilation=(1, 1), groups=1)
+    window = Window((1, 1), (kernel // 2,) * 2, (1, 1), 1)
     variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
     scale = gamma * torch.rsqrt(variance + 1e-5)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, gamma, beta, weight)]

@@ -159,9 +159,7 @@ def largest_that_runs(
     Args:
         at: batch → the step, and what runs its forward pass.
         limit_bytes: of the wall, with what was there before it was raised.
-        first: the batch to begin with. Half as many are added, doubling while they run, then halving.
-        apart: as many images more do not run.
-        most: images; more are not tried.
+        first, apart, most: as for `largest_of`.
     """
 
     def runs(batch: int) -> bool:
@@ -178,13 +176,35 @@ def largest_that_runs(
         plan = getattr(getattr(forward, "shoal", None), "plan", None)
         return plan is None or plan.added_seconds <= _MOST_ADDED * plan.plain_seconds
 
-    fits, stride, growing = 0, first, True
-    while stride >= apart and fits < most:
-        batch = min(fits + stride, most)
-        ran = runs(batch)
-        growing = growing and ran
-        began, fits = fits == 0, batch if ran else fits
-        stride = stride * 2 if growing and not began else stride // 2
+    return largest_of(runs, first, apart, most)
+
+
+def largest_of(runs: Callable[[int], bool], first: int, apart: int, most: int) -> int:
+    """The largest batch that runs, where all smaller ones do; 0 for none. Each batch is tried once.
+
+    Args:
+        runs: batch → whether it does.
+        first: the batch to begin with. While they run, half as many are added, then as many, twice as many; then what
+            is between the largest that ran and the smallest that did not is halved.
+        apart: as many images more do not run, or are more than `most`; at least 1.
+        most: images; more are not tried.
+
+    >>> tried = []
+    >>> largest_of(lambda batch: tried.append(batch) or batch <= 50, first=16, apart=4, most=64)
+    49
+    >>> tried
+    [16, 24, 40, 64, 52, 46, 49]
+    """
+    fits, added, fails = 0, first, most + 1
+    while fits < most and fails > most:
+        batch = min(fits + added, most)
+        if runs(batch):
+            fits, added = batch, added * 2 if fits else max(1, first // 2)
+        else:
+            fails = batch
+    while fails - fits > apart:
+        middle = (fits + fails) // 2
+        fits, fails = (middle, fails) if runs(middle) else (fits, middle)
     return fits
 
 

@@ -1,5 +1,19 @@
 #include "shoal_native.h"
 
+#if defined(__x86_64__) || defined(__i386__)
+#include <cpuid.h>
+
+namespace {
+
+// GCC before 11 and Clang before 19 do not know it by name; AVX is there only where the system saves its registers.
+bool has_f16c() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __builtin_cpu_supports("avx") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+}  // namespace
+#endif
+
 SHOAL_API std::int32_t shoal_abi_version() { return SHOAL_ABI_VERSION; }
 
 SHOAL_API std::uint64_t shoal_cpu_features() {
@@ -8,7 +22,7 @@ SHOAL_API std::uint64_t shoal_cpu_features() {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2")) features |= SHOAL_AVX2;
     if (__builtin_cpu_supports("fma")) features |= SHOAL_FMA;
-    if (__builtin_cpu_supports("f16c")) features |= SHOAL_F16C;
+    if (has_f16c()) features |= SHOAL_F16C;
     if (__builtin_cpu_supports("avx512f")) features |= SHOAL_AVX512F;
     if (__builtin_cpu_supports("avx512bw")) features |= SHOAL_AVX512BW;
     if (__builtin_cpu_supports("avx512vl")) features |= SHOAL_AVX512VL;

@@ -27,6 +27,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr std::int64_t kNowhere = std::numeric_limits<std::int64_t>::max();
 constexpr double kSlackShare = 0.01;  // of the capacity, added to the bytes left over in a section
+constexpr double kForEverSeconds = 1e9;  // thirty years; the clock counts three hundred in nanoseconds
 
 struct Item {
     int first, last;  // sections of time, last excluded
@@ -147,6 +148,7 @@ private:
         int section = -1;
         double highest = 0;
         for (int s = items_[items[0]].first; s < end; ++s) {
+            if (slack_[s] == capacity_) continue;  // its blocks are all placed
             const std::int64_t failures = has(SHOAL_LAYOUT_FAILURES) ? failures_[s] : 0;
             const double score = static_cast<double>(failures + 1) /
                                  (static_cast<double>(slack_[s]) + kSlackShare * static_cast<double>(capacity_));
@@ -377,7 +379,7 @@ SHOAL_API std::int32_t shoal_layout_search(std::int64_t count, const std::int64_
                                            const std::int64_t* size, std::int64_t capacity, std::uint32_t rules,
                                            std::int64_t most_nodes, double seconds, const volatile std::int32_t* stop,
                                            std::int64_t* failures, std::int64_t* offsets) {
-    const std::chrono::duration<double> left(seconds);
+    const std::chrono::duration<double> left(std::min(seconds, kForEverSeconds));
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(left);
     // A section is a time that shares its blocks with no other: it begins with a block, after one has ended.
     std::vector<Event> events;

@@ -16,6 +16,7 @@ inline void add_rows(const float* x, std::int64_t ld, std::int64_t channels, con
         Vector sum = {}, square = {};
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
+            __builtin_prefetch(x + (r + R) * ld + c);
             const Vector off = there.get(x + r * ld + c) - around;
             sum += off;
             square += off * off;
@@ -64,18 +65,20 @@ void activate_backward_rows(const ShoalNormPass& call, Rows rows, Scratch& scrat
         std::memset(products, 0, padded * sizeof(float));
         for (std::int64_t row = first; row < least(rows.last, first + kRowsOfSums); ++row) {
             const float *x = call.x + row * call.ld_x, *grad = call.grad + row * call.ld_grad;
-            const float* out = call.rectify ? call.out + row * call.ld_out : nullptr;
-            float* grad_x = call.grad_x + row * call.ld_grad_x;
+            const float* out = call.out ? call.out + row * call.ld_out : nullptr;
+            float* grad_x = call.grad_x ? call.grad_x + row * call.ld_grad_x : nullptr;
             float* grad_residual = call.grad_residual ? call.grad_residual + row * call.ld_grad_residual : nullptr;
             each_vector(call.channels, [=, &call](std::int64_t c, auto there) {
+                const Vector off = there.get(x + c) - there.get(call.mean + c), factor = there.get(call.scale + c);
                 Vector da = there.get(grad + c);
-                if (out) da = there.get(out + c) <= Vector{} ? Vector{} : da;
+                if (call.rectify) {
+                    const Vector kept = out ? there.get(out + c) : off * factor + there.get(call.shift + c);
+                    da = kept <= Vector{} ? Vector{} : da;
+                }
                 store(sums + c, load(sums + c) + da);
-                store(products + c, load(products + c) + da * (there.get(x + c) - there.get(call.mean + c)));
+                store(products + c, load(products + c) + da * off);
                 if (grad_residual) there.put(grad_residual + c, da);
-                Vector result = da * there.get(call.scale + c);
-                if (call.accumulate) result += there.get(grad_x + c);
-                there.put(grad_x + c, result);
+                if (grad_x) there.put(grad_x + c, da * factor);
             });
         }
         for (std::int64_t c = 0; c < call.channels; ++c) {

@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 4
+#define SHOAL_ABI_VERSION 5
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -92,10 +92,11 @@ SHOAL_API std::int32_t shoal_norm_conv_backward(const ShoalNormConv* call);
 
 // Passes over `rows` pixels of an NHWC tensor. `out` of activate = act((x - mean) * scale + shift + residual); its backward
 // gives grad_x = da * scale, grad_residual = da and the sums of da and da * (x - mean), where da is `grad`, zero where
-// rectify is set and `out` is not positive. Null: residual, grad_residual. out may be x or residual, grad_x may be grad.
+// rectify is set and `out` is not positive. May be null: residual, grad_x, grad_residual, and `out` in backward where
+// nothing was added: it is made again from x. Nothing written may overlap anything read.
 struct ShoalNormPass {
     std::int64_t rows, channels;
-    std::int32_t rectify, accumulate, threads, level;  // accumulate: grad_x is added to
+    std::int32_t rectify, threads, level, unused;
     const float* x;
     std::int64_t ld_x;
     const float *mean, *scale, *shift;

@@ -7,12 +7,10 @@ from itertools import product
 import pytest
 import torch
 from torch import fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from shoal.capture import Captured
-from shoal.errors import CaptureError
 from shoal.transforms.split import split
-from shoal.varying_sizes import is_size, largest_numbers, usual, usual_numbers, with_numbers, write_constants_out
+from shoal.varying_sizes import is_size, largest_numbers, usual, usual_numbers, with_numbers
 from tests.joint_graphs import captured_step
 
 
@@ -75,12 +73,6 @@ def test_a_graph_with_numbers_has_no_symbol_left(drawn: Captured) -> None:
             if isinstance(tensor, torch.Tensor):
                 assert all(type(size) is int for size in (*tensor.shape, *tensor.stride()))
     assert {node.name for node in graph.nodes} <= {node.name for node in drawn.joint.graph.nodes}
-
-
-def test_a_size_without_a_most_is_refused() -> None:
-    joint = make_fx(lambda x: [x * x.shape[0]], tracing_mode="symbolic")(torch.ones(5, 3))
-    with pytest.raises(CaptureError, match="symbolic size.*dynamic=False"):
-        write_constants_out(joint.graph)
 
 
 def test_a_plain_size_is_what_it_is() -> None:

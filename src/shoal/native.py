@@ -13,7 +13,7 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 # In the order of the bits of ShoalFeature in csrc/shoal_native.h.
 _FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512bf16", "neon")
@@ -30,7 +30,7 @@ def library() -> ctypes.CDLL | None:
 
     >>> lib = library()
     >>> lib is None or lib.shoal_abi_version()
-    4
+    5
     """
     # Beside this file in an installed package; in site-packages when this file is run from a source tree.
     folders = (Path(__file__).parent, Path(sysconfig.get_paths()["platlib"]) / "shoal")

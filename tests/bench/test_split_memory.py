@@ -6,6 +6,8 @@ import doctest
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bench import split_memory
 
@@ -26,6 +28,24 @@ def test_behind_a_wall_more_images_train_by_plan_than_without(monkeypatch: pytes
     plain, planned = split_memory.rehearsed("alexnet", 64, 4)["rows"]
     assert planned["batch"] >= plain["batch"] >= 4
     assert plain["images_per_second"] > 0 and planned["images_per_second"] > 0
+
+
+SIZES = st.integers(1, 40)
+
+
+@given(largest=st.integers(0, 300), first=SIZES, apart=SIZES, most=st.integers(1, 200))
+def test_the_largest_batch_is_found_and_none_is_tried_twice(largest: int, first: int, apart: int, most: int) -> None:
+    tried: list[int] = []
+
+    def runs(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= largest
+
+    found = split_memory.largest_of(runs, first, apart, most)
+    assert found == 0 or (found in tried and found <= largest)
+    assert found + apart > min(largest, most)
+    assert len(set(tried)) == len(tried)
+    assert min(tried) > 0 and max(tried) <= most
 
 
 def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,6 +151,26 @@ def test_an_attempt_ends_when_its_nodes_or_seconds_are_spent(way: str) -> None:
             assert outcome == Outcome.GAVE_UP
 
 
+@WAYS
+def test_without_parts_a_section_whose_blocks_all_lie_is_passed_over_however_often_it_failed(way: str) -> None:
+    blocks = tuple(Block(f"{i}", i, i + 1, 4) for i in range(3))
+    rules = ALL_RULES & ~Rules.PARTS
+    with by(way):
+        attempt = searching._natively if way == "native" else in_python.attempt
+        outcome, offsets = attempt(blocks, 8, rules, 1000, 60.0, [0, 100, 0])
+    assert (outcome, offsets) == (Outcome.FOUND, [0, 0, 0])
+
+
+@pytest.mark.parametrize("seconds", [1e12, float("inf")])
+@WAYS
+def test_an_attempt_may_go_on_for_ever(way: str, seconds: float) -> None:
+    blocks = (Block("first", 0, 2, 4), Block("second", 1, 3, 4))
+    with by(way):
+        attempt = searching._natively if way == "native" else in_python.attempt
+        outcome, offsets = attempt(blocks, 8, ALL_RULES, 1000, seconds, [0, 0])
+    assert (outcome, sorted(offsets)) == (Outcome.FOUND, [0, 4])
+
+
 def test_most_attempts_are_short_and_some_are_long() -> None:
     of_few, of_many = searching._nodes(10), searching._nodes(1000)
     assert [next(of_few) // 300 for _ in range(15)] == [1, 1, 2, 1, 1, 2, 4, 1, 1, 2, 1, 1, 2, 4, 8]

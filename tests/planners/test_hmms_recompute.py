@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,9 @@ from shoal.planners.hmms_recompute import hmms_recompute, normalised
 from shoal.residence import Recompute
 from shoal.schedule import schedule
 from shoal.step import StepGraph
+from shoal.transforms.fuse_batchnorm import fuse_batchnorm
+from shoal.transforms.invert_batchnorm import invert_batchnorm
+from tests.joint_graphs import captured_step
 from tests.random_steps import HARDWARE, SLOW_LINK, plain_chain, steps, unhurried
 
 
@@ -48,6 +52,41 @@ def test_what_batch_norms_return_is_made_again_and_what_they_normalise_leaves() 
     readers_in_blocks = [op for op in graph.ops[: graph.n_forward] if op.target.startswith("aten.relu.")][::2]
     assert {graph.storages[op.writes[0]].name for op in readers_in_blocks} <= again
     assert again <= {graph.storages[s].name for s in normalised(graph)}
+
+
+class ByRunningStatistics(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm2d(4), nn.BatchNorm2d(4, track_running_stats=False), ByRunningStatistics(4)],
+    ids=["running statistics too", "the batch's alone", "running ones alone"],
+)
+def test_every_batch_norm_of_pytorch_is_one_and_so_is_the_activation_behind_it(norm: nn.Module) -> None:
+    graph = captured(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.LeakyReLU(), nn.Conv2d(4, 4, 3)))
+    assert [target.split(".")[1].split("_legit")[0] for target in targets_of(graph, normalised(graph))] == [
+        "_native_batch_norm",
+        "leaky_relu",
+    ]
+
+
+def test_what_only_has_batch_norm_in_its_name_is_none() -> None:
+    net = nn.Sequential(*(layer for _ in range(2) for layer in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())))
+    for model, op in ((fuse_batchnorm(net), "batch_norm_scale"), (invert_batchnorm(net), "inverted_batch_norm")):
+        graph = captured(model)
+        assert any(op in target for target in targets_of(graph, range(len(graph.storages))))
+        assert not any(op in target for target in targets_of(graph, normalised(graph)))
+
+
+def captured(model: nn.Module) -> StepGraph:
+    return captured_step(model, torch.randn(2, 3, 8, 8)).graph
+
+
+def targets_of(graph: StepGraph, storages: Collection[int]) -> list[str]:
+    """Of the forward ops that make these storages, in order."""
+    return [op.target for op in graph.ops[: graph.n_forward] if op.writes and op.writes[0] in storages]
 
 
 def test_the_link_carries_a_larger_share_of_what_is_left() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from shoal import allocations
 from shoal.errors import InputError
 from shoal.runtime import norm_conv_native
+from shoal.runtime.norm_conv_native import Window
 from shoal.runtime.norm_rows import LEVEL_VARIABLE, LEVELS, levels, pitch
 from tests.norm_reference import Case, assert_no_worse, fused
 
@@ -23,9 +25,8 @@ unhurried = settings(deadline=None, max_examples=40)
 each_level = pytest.mark.parametrize("level", levels())
 
 
-def window(kernel: int, **changes: object) -> SimpleNamespace:
-    found = {"stride": (1, 1), "padding": (kernel // 2,) * 2, "dilation": (1, 1), "groups": 1}
-    return SimpleNamespace(**{**found, **changes})
+def window(kernel: int, **changes: Any) -> Window:
+    return replace(Window((1, 1), (kernel // 2,) * 2, (1, 1), 1), **changes)
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +88,7 @@ def native(case: Case, level: str | None = None, gap: int = 0) -> list[torch.Ten
     out = apart(torch.zeros(images, outer, *size), gap) if gap else None
     into = apart(torch.zeros(images, inner, *size), gap) if gap else None
     moved = window(case.weight.shape[2])
-    assert norm_conv_native.applies(x, case.mean, case.weight, case.bias, moved)
+    assert norm_conv_native.applies(x, case.weight, case.bias, moved)
     vectors = (case.mean, case.scale, case.shift)
     y, mean_y, variance_y = norm_conv_native.forward(
         x, *vectors, case.rectify, case.weight, case.bias, moved, statistics, out=out, level=level
@@ -298,16 +299,16 @@ def test_results_are_channels_last_and_what_is_not_needed_is_none() -> None:
 def test_it_says_which_cases_it_does() -> None:
     x, weight = channels_last(torch.ones(2, 4, 5, 6)), torch.ones(3, 4, 3, 3)
     applies = norm_conv_native.applies
-    assert applies(x, None, weight, None, window(3))
-    assert applies(x[:, 1:], None, weight[:, 1:], None, window(3))
-    assert not applies(x.contiguous(), None, weight, None, window(3))
-    assert not applies(x.double(), None, weight.double(), None, window(3))
-    assert not applies(x[:, :, ::2], None, weight, None, window(3))
-    assert not applies(x[:0], None, weight, None, window(3))
+    assert applies(x, weight, None, window(3))
+    assert applies(x[:, 1:], weight[:, 1:], None, window(3))
+    assert not applies(x.contiguous(), weight, None, window(3))
+    assert not applies(x.double(), weight.double(), None, window(3))
+    assert not applies(x[:, :, ::2], weight, None, window(3))
+    assert not applies(x[:0], weight, None, window(3))
     for change in ({"stride": (2, 1)}, {"padding": (0, 1)}, {"dilation": (1, 2)}, {"groups": 2}):
-        assert not applies(x, None, weight, None, window(3, **change))
-    assert not applies(x, None, torch.ones(3, 4, 5, 5), None, window(5))
-    assert not applies(x, None, torch.ones(3, 4, 1, 3), None, window(1))
+        assert not applies(x, weight, None, window(3, **change))
+    assert not applies(x, torch.ones(3, 4, 5, 5), None, window(5))
+    assert not applies(x, torch.ones(3, 4, 1, 3), None, window(1))
 
 
 def test_pixels_apart_are_told_from_other_layouts() -> None:

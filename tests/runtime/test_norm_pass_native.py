@@ -1,4 +1,4 @@
-"""The native passes: no less exact than plain float32, in place, over slices, on every instruction set."""
+"""The native sweeps: no less exact than plain float32, over slices of channels too, on every instruction set."""
 
 from __future__ import annotations
 
@@ -72,32 +72,47 @@ def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
         gradients = torch.autograd.grad(z, [leaf for leaf in leaves if leaf is not None], grad.to(dtype))
         return [z.detach(), *gradients, *([] if adds else [None])]
 
-    z = passes.norm_act(x, mean, scale, shift, residual, rectify, level=level)
-    ours = [
-        z,
-        *passes.norm_act_backward(grad, z if rectify else None, x, mean, scale, residual=adds, level=level),
-    ]
+    z, of_x, of_residual = (pixels(shape, seed, gap) for _ in range(3))
+    passes.norm_act(x, mean, scale, shift, residual, rectify, z, level=level)
+    of_scale, of_shift = passes.norm_act_backward(
+        grad,
+        z if rectify and adds else None,
+        x,
+        mean,
+        scale,
+        shift,
+        rectify,
+        of_x,
+        of_residual if adds else None,
+        level=level,
+    )
+    ours = [z, of_x, -scale * of_shift, of_scale, of_shift, of_residual if adds else None]
     names = ("z", "x", "mean", "scale", "shift", "residual")
     terms = dict.fromkeys(("mean", "scale", "shift"), (x.numel() / x.shape[1]) ** 0.5)
     assert_no_worse(names, ours, plain(torch.float32), plain(torch.float64), terms)
 
 
 @each_level
-def test_in_place_and_added_to_what_is_there(level: str) -> None:
+def test_what_is_not_wanted_is_not_written(level: str) -> None:
     x, grad = pixels((2, 19, 5, 6), 0, 0), pixels((2, 19, 5, 6), 1, 0)
     mean, scale, shift = torch.randn(3, 19).unbind()
-    expected = passes.norm_act(x, mean, scale, shift, grad, True, level=level)
-    fresh = passes.norm_act_backward(grad, expected, x, mean, scale, level=level)[0]
-    into = torch.ones_like(x)
-    assert passes.norm_act_backward(grad, expected, x, mean, scale, grad_x=into, level=level)[0] is into
-    torch.testing.assert_close(into, fresh + 1)
-    taken = x.clone()
-    assert passes.norm_act(taken, mean, scale, shift, grad, True, out=taken, level=level) is taken
-    assert torch.equal(taken, expected)
+    whole = [torch.empty_like(x), torch.empty_like(x)]
+    expected = passes.norm_act_backward(grad, None, x, mean, scale, shift, True, *whole, level=level)
+    found = passes.norm_act_backward(grad, None, x, mean, scale, shift, True, None, None, level=level)
+    for own, other in zip(found, expected, strict=True):
+        assert torch.equal(own, other)
+
+
+def test_tensors_of_two_shapes_are_refused() -> None:
+    x, out = pixels((2, 19, 5, 6), 0, 0), pixels((2, 20, 5, 6), 0, 0)
+    with pytest.raises(InputError, match="one shape"):
+        passes.norm_act(x, *torch.randn(3, 19), None, True, out)
 
 
 def test_what_is_no_channels_last_tensor_is_left_to_others() -> None:
     x = torch.ones(2, 3, 4, 5)
+    assert passes.applies(pixels((2, 3, 4, 5), 0, 1), pixels((2, 3, 4, 5), 0, 0))
+    assert not passes.applies(pixels((2, 3, 4, 5), 0, 0), x)
     assert not passes.applies(x) and not passes.applies(x.double()) and not passes.applies(x[0])
     with pytest.raises(InputError, match="channels_last"):
         passes.statistics(x)

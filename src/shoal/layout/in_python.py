@@ -183,7 +183,8 @@ class _Search:
             return (failures + 1) / (self.slack[s] + _SLACK_SHARE * self.capacity)
 
         end = max(self.items[i].last for i in items)
-        section = max(range(self.items[items[0]].first, end), key=score)
+        sections = range(self.items[items[0]].first, end)
+        section = max((s for s in sections if self.slack[s] < self.capacity), key=score)  # not those all placed
         height = lambda i: (self.room[i].least, i)  # noqa: E731
         lowest = min((i for i in self.members[section] if not self.placed[i]), key=height)
         while True:

@@ -52,12 +52,15 @@ def normalised(graph: StepGraph) -> frozenset[int]:
     for op in graph.ops[: graph.n_forward]:
         if not op.recomputable or not op.writes:
             continue
-        of_batch_norm = any(name in op.target for name in _BATCH_NORMS)
         of_activation = any(op.target.startswith(f"aten.{name}.") for name in _ACTIVATIONS)
-        if of_batch_norm or (of_activation and set(op.reads) <= found):
+        if op.target in _BATCH_NORMS or (of_activation and set(op.reads) <= found):
             found.add(op.writes[0])
     return frozenset(found - graph.held_for_second_runs)
 
 
-_BATCH_NORMS = ("batch_norm", "runtime.batch_norm.normalise")
+_BATCH_NORMS = (  # by the batch's statistics with running ones beside, without, and by running ones
+    "aten._native_batch_norm_legit_functional.default",
+    "aten._native_batch_norm_legit.no_stats",
+    "aten._native_batch_norm_legit_no_training.default",
+)
 _ACTIVATIONS = ("relu", "leaky_relu", "hardtanh", "elu", "silu", "hardswish", "gelu")

@@ -7,11 +7,15 @@ residual was added before the ReLU, since then nothing else tells which elements
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from shoal.runtime.statistics import by_channel, layout_of
+from shoal.runtime.norm_sweeps import sweeps
+from shoal.runtime.statistics import by_channel, in_layout, layout_of
+
+_aten = torch.ops.aten
 
 
 def norm_act(
@@ -49,9 +53,7 @@ def joined(xs: Sequence[torch.Tensor]) -> torch.Tensor:
 def normalised(x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """(x - mean) * scale + shift, in the dtype of `x`."""
     # PyTorch's own in eval mode is one sweep; its variance is one here.
-    line: torch.Tensor = torch.ops.aten.native_batch_norm(
-        x, scale, shift, mean, torch.ones_like(mean), False, 0.0, 0.0
-    )[0]
+    line: torch.Tensor = _aten.native_batch_norm(x, scale, shift, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
     return line
 
 
@@ -62,10 +64,55 @@ def reduced(
     ones = torch.ones_like(mean)
     kind = torch.promote_types(grad.dtype, x.dtype)
     # PyTorch's own sums of grad * (x - mean) and grad in one sweep, with nothing allocated.
-    _, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
+    _, of_scale, of_shift = _aten.native_batch_norm_backward(
         grad.to(kind), x.to(kind), ones, None, None, mean, ones, True, 0.0, [False, True, True]
     )
     return -scale * of_shift, of_scale, of_shift
+
+
+def activated(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """relu((x - mean) * scale + shift) in `dtype`, without autograd; x itself is rectified where the vectors are None.
+
+    >>> one = torch.ones(1)
+    >>> activated(torch.tensor([[[1.0, 5.0]]]), 3 * one, 2 * one, one, True, torch.float32)
+    tensor([[[0., 5.]]])
+    """
+    if mean is None or scale is None or shift is None:
+        return (x.relu() if rectify else x).to(dtype)
+    out = torch.empty_like(x, dtype=dtype, memory_format=layout_of(x))
+    kernel = sweeps(x, out)
+    if kernel is None:
+        del out
+        a = normalised(x, mean, scale, shift)
+        return (a.relu_() if rectify else a).to(dtype)
+    kernel.norm_act(x, mean, scale, shift, None, rectify, out)
+    return out
+
+
+def activated_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    rectify: bool,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
+    """From the gradient of `activated`: that of x, and those of mean, scale and shift.
+
+    Args:
+        grad: of what `activated` returned, which is not needed: it is made again from x.
+        needs: whether the gradient of x is wanted, and those of the vectors.
+    """
+    of_x, of_vectors, _ = _gradients(grad, [x], mean, scale, shift, None, rectify, [*needs, False])
+    return of_x[0] if of_x else None, of_vectors
 
 
 def parted(grad: torch.Tensor, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -96,11 +143,28 @@ def _forward(
     residual: torch.Tensor | None,
     rectify: bool,
 ) -> torch.Tensor:
+    layout = layout_of(xs[0])
+    given = [in_layout(x, layout) for x in xs]
+    added = None if residual is None else in_layout(residual, layout)
+    out = _forward_fake(xs, mean, scale, shift, residual, rectify)
+    kernel = sweeps(out, *given, *([] if added is None else [added]))
+    if kernel is not None:
+        for x, run in zip(given, _runs(xs), strict=True):
+            part = None if added is None else added[:, run]
+            kernel.norm_act(x, mean[run], scale[run], shift[run], part, rectify, out[:, run])
+        return out
+    del out, given, added
     z = normalised(joined(xs), mean, scale, shift)
     z = z.to(_kind(xs, residual))
     z = z if residual is None else z.add_(residual)
     z = z.relu_() if rectify else z
-    return z.contiguous(memory_format=layout_of(xs[0]))
+    return z.contiguous(memory_format=layout)
+
+
+def _runs(xs: Sequence[torch.Tensor]) -> list[slice]:
+    """Where the channels of each lie side by side."""
+    ends = list(accumulate(x.shape[1] for x in xs))
+    return [slice(end - x.shape[1], end) for x, end in zip(xs, ends, strict=True)]
 
 
 def _forward_fake(
@@ -112,8 +176,8 @@ def _forward_fake(
     rectify: bool,
 ) -> torch.Tensor:
     shape = [xs[0].shape[0], sum(x.shape[1] for x in xs), *xs[0].shape[2:]]
-    z = xs[0].new_empty(shape, dtype=_kind(xs, residual))
-    return torch.empty_like(z, memory_format=layout_of(xs[0]))
+    kind, device = _kind(xs, residual), xs[0].device
+    return torch.empty(shape, dtype=kind, device=device, memory_format=layout_of(xs[0]))
 
 
 def _backward(
@@ -127,16 +191,70 @@ def _backward(
     needs: list[bool],
 ) -> list[torch.Tensor]:
     """`needs`: of xs, of the vectors, of the residual after a ReLU. What is needed comes in that order."""
+    of_xs, of_vectors, masked = _gradients(grad, xs, mean, scale, shift, z, rectify, needs)
+    return [*of_xs, *(of_vectors or ()), *([] if masked is None else [masked])]
+
+
+def _gradients(
+    grad: torch.Tensor,
+    xs: Sequence[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    z: torch.Tensor | None,
+    rectify: bool,
+    needs: Sequence[bool],
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
+    """As for `_backward`: of xs (none where not needed), of the vectors, and what the ReLU lets through."""
+    layout = layout_of(xs[0])
+    coming, given = in_layout(grad, layout), [in_layout(x, layout) for x in xs]
+    kernel = sweeps(coming, *given, *([] if z is None else [z]))
+    if kernel is None:
+        del coming, given
+        return _reference_gradients(grad, xs, mean, scale, shift, z, rectify, needs)
+    masked = torch.empty_like(coming, memory_format=layout) if needs[2] else None
+    of_xs = [torch.empty_like(x, memory_format=layout) if needs[0] else None for x in given]
+    vectors = []
+    for x, of_x, run in zip(given, of_xs, _runs(xs), strict=True):
+        result, through = (None if whole is None else whole[:, run] for whole in (z, masked))
+        vectors.append(
+            kernel.norm_act_backward(
+                coming[:, run], result, x, mean[run], scale[run], shift[run], rectify, of_x, through
+            )
+        )
+    of_scale, of_shift = (torch.cat(parts).to(scale.dtype) for parts in zip(*vectors, strict=True))
+    return (
+        [of_x.contiguous(memory_format=layout_of(x)) for of_x, x in zip(of_xs, xs, strict=True) if of_x is not None],
+        (-scale * of_shift, of_scale, of_shift) if needs[1] else None,
+        masked,
+    )
+
+
+def _reference_gradients(
+    grad: torch.Tensor,
+    xs: Sequence[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    z: torch.Tensor | None,
+    rectify: bool,
+    needs: Sequence[bool],
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
     x = joined(xs)
     if rectify:
-        z = normalised(x, mean, scale, shift) if z is None else z
-        grad = torch.where(z > 0, grad, torch.zeros((), dtype=grad.dtype, device=grad.device))
-        del z
+        over = normalised(x, mean, scale, shift) if z is None else None
+        if over is not None and over.dtype == grad.dtype:
+            grad = _aten.threshold_backward.grad_input(grad, over, 0, grad_input=over)
+        else:
+            grad = _aten.threshold_backward(grad, over if z is None else z, 0)
+        del over
     grad = grad.contiguous(memory_format=layout_of(xs[0]))
-    found = list(reduced(grad, x, mean, scale)) if needs[1] else []
+    of_vectors = reduced(grad, x, mean, scale) if needs[1] else None
+    of_xs: list[torch.Tensor] = []
     if needs[0]:
-        found = parted(grad * by_channel(scale, x), xs) + found
-    return [*found, grad] if needs[2] else found
+        factor = by_channel(scale, x)
+        of_xs = parted(grad.mul_(factor) if rectify and not needs[2] else grad * factor, xs)
+    return of_xs, of_vectors, grad if needs[2] else None
 
 
 def _backward_fake(

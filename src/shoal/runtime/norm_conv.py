@@ -5,83 +5,24 @@ convolution, and the normalisation happens where the next one reads. The backwar
 again, so that none is ever kept. Gradients of the statistics are summed over all their readers by autograd and reach
 the producer as two vectors, one affine map for all.
 
-The reference here is PyTorch's own kernels around its convolution. `KERNELS` are the faster ones.
+The reference here is PyTorch's own kernels around its convolution; `norm_conv_native` is called where it applies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from shoal.runtime import norm_conv_native
-from shoal.runtime.norm_act import joined, normalised, parted, parted_fake, reduced
-from shoal.runtime.statistics import by_channel, layout_of, measure, whole_gradient, wide
+from shoal.runtime.norm_act import activated, activated_backward, joined, parted, parted_fake
+from shoal.runtime.norm_conv_native import Window
+from shoal.runtime.norm_rows import pitch
+from shoal.runtime.statistics import layout_of, measure, whole_gradient, wide
 
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Window:
-    """How a convolution moves: each as `torch.nn.functional.conv2d` takes it, one number a dimension."""
-
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-    groups: int
-
-
-class Kernel(Protocol):
-    """A faster implementation of the op for some cases; arguments as for `norm_conv` and `_backward`."""
-
-    def applies(
-        self,
-        x: torch.Tensor,
-        mean: torch.Tensor | None,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        window: Window,
-    ) -> bool:
-        """Whether it can do this case, forward and backward."""
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        mean: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        shift: torch.Tensor | None,
-        rectify: bool,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        window: Window,
-        statistics: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Result, mean and variance; the last two (0,) where no statistics are wanted."""
-
-    def backward(
-        self,
-        grad: torch.Tensor,
-        of_mean: torch.Tensor | None,
-        of_variance: torch.Tensor | None,
-        x: torch.Tensor,
-        y: torch.Tensor | None,
-        mean_y: torch.Tensor | None,
-        mean: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        shift: torch.Tensor | None,
-        rectify: bool,
-        weight: torch.Tensor,
-        window: Window,
-        needs: Sequence[bool],
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of x, mean, scale, shift, weight and bias; None for what `needs` leaves out (x, the three vectors,
-        weight, bias)."""
-
-
-KERNELS: list[Kernel] = [norm_conv_native]  # the first that applies is called; the reference where none does
 
 
 def norm_conv(
@@ -137,24 +78,34 @@ def norm_conv(
     return y, mean_y, variance_y
 
 
-def _activated(
+def convolve(
     x: torch.Tensor,
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
     rectify: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    if mean is not None and scale is not None and shift is not None:
-        a = normalised(x, mean, scale, shift)
-        return (a.relu_() if rectify else a).to(dtype)
-    return (x.relu() if rectify else x).to(dtype)
-
-
-def _kernel(
-    x: torch.Tensor, mean: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, window: Window
-) -> Kernel | None:
-    return next((kernel for kernel in KERNELS if kernel.applies(x, mean, weight, bias, window)), None)
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: Window,
+    statistics: bool,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`norm_conv` of one tensor without autograd; the result goes to `out` where there is one."""
+    if norm_conv_native.applies(x, weight, bias, window):
+        rows = out if out is not None and pitch(out) is not None else None
+        y, mean_y, variance_y = norm_conv_native.forward(
+            x, mean, scale, shift, rectify, weight, bias, window, statistics, out=rows
+        )
+        return y if out is None or out is rows else out.copy_(y), mean_y, variance_y
+    a = activated(x, mean, scale, shift, rectify, weight.dtype)
+    y = torch.convolution(
+        a, weight, bias, window.stride, window.padding, window.dilation, False, [0] * len(window.stride), window.groups
+    )
+    del a
+    y = y.contiguous(memory_format=layout_of(x, weight))
+    nothing = y.new_empty(0, dtype=wide(y.dtype))
+    mean_y, variance_y = measure(y) if statistics else (nothing, torch.empty_like(nothing))
+    return y if out is None else out.copy_(y), mean_y, variance_y
 
 
 def _forward(
@@ -171,19 +122,9 @@ def _forward(
     groups: int,
     statistics: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x, window = joined(xs), Window(stride, padding, dilation, groups)
-    kernel = _kernel(x, mean, weight, bias, window)
-    if kernel is not None:
-        y, mean_y, variance_y = kernel.forward(x, mean, scale, shift, rectify, weight, bias, window, statistics)
-        return y.contiguous(memory_format=layout_of(xs[0], weight)), mean_y, variance_y
-    a = _activated(x, mean, scale, shift, rectify, weight.dtype)
-    del x
-    y = torch.convolution(a, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
-    del a
-    y = y.contiguous(memory_format=layout_of(xs[0], weight))
-    if statistics:
-        return y, *measure(y)
-    return y, y.new_empty(0, dtype=wide(y.dtype)), y.new_empty(0, dtype=wide(y.dtype))
+    window = Window(stride, padding, dilation, groups)
+    y, mean_y, variance_y = convolve(joined(xs), mean, scale, shift, rectify, weight, bias, window, statistics)
+    return y.contiguous(memory_format=layout_of(xs[0], weight)), mean_y, variance_y
 
 
 def _forward_fake(
@@ -226,11 +167,9 @@ def _backward(
     needs: list[bool],
 ) -> list[torch.Tensor]:
     """`needs`: of xs, of the vectors, of the weight, of the bias. What is needed comes in that order."""
-    x, window = joined(xs), Window(stride, padding, dilation, groups)
-    kernel = _kernel(x, mean, weight, weight.new_empty(weight.shape[0]) if needs[3] else None, window)
-    backward = _reference_backward if kernel is None else kernel.backward
-    of_x, *of_vectors, of_weight, of_bias = backward(
-        grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, rectify, weight, window, needs
+    window = Window(stride, padding, dilation, groups)
+    of_x, *of_vectors, of_weight, of_bias = convolve_backward(
+        grad, of_mean, of_variance, joined(xs), y, mean_y, mean, scale, shift, rectify, weight, window, needs
     )
     found = [] if of_x is None else parted(of_x, xs)
     if of_weight is not None:
@@ -238,7 +177,7 @@ def _backward(
     return found + [gradient for gradient in (*of_vectors, of_weight, of_bias) if gradient is not None]
 
 
-def _reference_backward(
+def convolve_backward(
     grad: torch.Tensor,
     of_mean: torch.Tensor | None,
     of_variance: torch.Tensor | None,
@@ -252,10 +191,26 @@ def _reference_backward(
     weight: torch.Tensor,
     window: Window,
     needs: Sequence[bool],
+    grad_x: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of `convolve`: of x, mean, scale, shift, weight and bias, None for what `needs` leaves out.
+
+    Args:
+        needs: of x, of the three vectors, of the weight, of the bias.
+        grad_x: the gradient of x is added to it and it is returned; None: a new tensor.
+        The others as for `norm_conv_native.backward`.
+    """
+    if norm_conv_native.applies(x, weight, None, window):
+        rows = grad_x if grad_x is not None and pitch(grad_x) is not None else None
+        of_input, *others = norm_conv_native.backward(
+            grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, rectify, weight, window, needs, grad_x=rows
+        )
+        if grad_x is not None and grad_x is not rows and of_input is not None:
+            of_input = grad_x.add_(of_input)
+        return of_input, *others
     if y is not None and mean_y is not None and of_mean is not None and of_variance is not None:
-        grad = whole_gradient(grad, y, mean_y, of_mean, of_variance).to(y.dtype)
-    a = _activated(x, mean, scale, shift, rectify, weight.dtype)
+        grad = whole_gradient(grad, y, mean_y, of_mean, of_variance, y.dtype)
+    a = activated(x, mean, scale, shift, rectify, weight.dtype)
     through = needs[0] or needs[1]
     da, of_weight, of_bias = _aten.convolution_backward(
         grad,
@@ -271,16 +226,22 @@ def _reference_backward(
         [through, needs[2], needs[3]],
     )
     del grad
-    vectors: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if through:
-        if rectify:
-            da = _aten.threshold_backward(da, a, 0)
+    of_x = da
+    vectors: tuple[torch.Tensor | None, ...] | None = None
+    if through and mean is not None and scale is not None and shift is not None:
         del a
-        da = da.contiguous(memory_format=layout_of(x))
-        if mean is not None and scale is not None:
-            vectors = reduced(da, x, mean, scale) if needs[1] else vectors
-            da = da.mul_(by_channel(scale, x)) if needs[0] else da
-    return da if needs[0] else None, *vectors, of_weight if needs[2] else None, of_bias if needs[3] else None
+        of_x, vectors = activated_backward(da, x, mean, scale, shift, rectify, needs[:2])
+    elif through and rectify:
+        of_x = _aten.threshold_backward(da, a, 0)
+    del da
+    if grad_x is not None and of_x is not None:
+        of_x = grad_x.add_(of_x)
+    return (
+        of_x if needs[0] else None,
+        *(vectors or (None, None, None)),
+        of_weight if needs[2] else None,
+        of_bias if needs[3] else None,
+    )
 
 
 def _backward_fake(

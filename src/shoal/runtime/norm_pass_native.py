@@ -1,7 +1,7 @@
-"""Native passes over whole channels_last tensors: statistics, normalise (+ residual, + ReLU), its gradient.
+"""Native sweeps over whole channels_last tensors: statistics, normalise (+ residual, + ReLU), its gradient.
 
 For a batch norm whose producer is no convolution or whose result others than one convolution read. Each reads and
-writes every element once. float32, on the CPU; `pitch` says which layouts.
+writes every element once. float32, on the CPU; `pitch` says which layouts. A kernel of `shoal.runtime.norm_sweeps`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,7 @@ import ctypes
 import torch
 
 from shoal.errors import InputError
-from shoal.runtime.norm_rows import (
-    bytes_of,
-    empty_rows,
-    in_rows,
-    level_number,
-    levels,
-    pitch,
-    place,
-    run,
-    vector,
-    workspace,
-)
+from shoal.runtime.norm_rows import bytes_of, level_number, levels, pitch, run, vector, workspace
 
 
 class _Pass(ctypes.Structure):
@@ -30,7 +19,7 @@ class _Pass(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "channels")),
-        *((name, ctypes.c_int32) for name in ("rectify", "accumulate", "threads", "level")),
+        *((name, ctypes.c_int32) for name in ("rectify", "threads", "level", "unused")),
         ("x", ctypes.c_void_p),
         ("ld_x", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("mean", "scale", "shift", "residual")),
@@ -48,15 +37,17 @@ class _Pass(ctypes.Structure):
     )
 
 
-def applies(x: torch.Tensor) -> bool:
-    """Whether the passes read `x`, (N, C, H, W), here."""
-    return bool(levels()) and pitch(x) is not None
+def applies(*tensors: torch.Tensor) -> bool:
+    """Whether the sweeps read and write such tensors, (N, C, H, W), here."""
+    return bool(levels()) and all(pitch(x) is not None for x in tensors)
 
 
 def statistics(x: torch.Tensor, *, level: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replaces `torch.var_mean(x, (0, 2, 3), correction=0)`: mean and variance, (C,), in one sweep.
+    """As `Sweeps.statistics`. Sums are taken around a pivot in every block of rows and put together in doubles.
 
-    Sums are taken around a pivot in every block of rows and put together in doubles.
+    Args:
+        x: (N, C, H, W), for which `applies` is true.
+        level: "portable", "avx2" or "avx512"; None: the variable SHOAL_NORM_LEVEL, else the best.
     """
     mean, variance = torch.empty(x.shape[1]), torch.empty(x.shape[1])
     call = _call(x, level)
@@ -74,32 +65,18 @@ def norm_act(
     shift: torch.Tensor,
     residual: torch.Tensor | None,
     rectify: bool,
+    out: torch.Tensor,
     *,
-    out: torch.Tensor | None = None,
     level: str | None = None,
-) -> torch.Tensor:
-    """Replaces `relu((x - mean) * scale + shift + residual)`.
-
-    Args:
-        x: (N, C, H, W), float32, as `applies` wants it.
-        mean, scale, shift: (C,).
-        residual: of the shape of x, or None.
-        rectify: whether a ReLU follows.
-        out: where the result is written, channels_last, its pixels perhaps apart; x itself where x dies.
-        level: "portable", "avx2" or "avx512"; None: the variable SHOAL_NORM_LEVEL, else the best.
-    """
-    result = empty_rows(*x.shape) if out is None else out
+) -> None:
+    """As `Sweeps.norm_act`; tensors for which `applies` is true, `level` as for `statistics`."""
     vectors = [vector(values) for values in (mean, scale, shift)]
-    added = None if residual is None else in_rows(residual)
-    if added is not None and added.shape != x.shape:
-        raise InputError(f"residual is {tuple(added.shape)}, x is {tuple(x.shape)}; give one of the same shape")
     call = _call(x, level)
     call.rectify = rectify
     call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
-    call.residual, call.ld_residual = place(added), 0 if added is None else _pitch(added)
-    call.out, call.ld_out = result.data_ptr(), _pitch(result)
+    call.residual, call.ld_residual = _rows(residual, x)
+    call.out, call.ld_out = _rows(out, x)
     run("shoal_norm_act", call)
-    return result
 
 
 def norm_act_backward(
@@ -108,37 +85,28 @@ def norm_act_backward(
     x: torch.Tensor,
     mean: torch.Tensor,
     scale: torch.Tensor,
+    shift: torch.Tensor,
+    rectify: bool,
+    grad_x: torch.Tensor | None,
+    masked: torch.Tensor | None,
     *,
-    residual: bool = False,
-    grad_x: torch.Tensor | None = None,
     level: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of x, mean, scale, shift and the residual.
-
-    Args:
-        grad: of the result, (N, C, H, W).
-        z: the result where it was rectified, else None.
-        x, mean, scale: as for `norm_act`.
-        residual: whether its gradient is wanted.
-        grad_x: channels_last, its pixels perhaps apart: the gradient of x is added to it; None: a new tensor.
-    """
-    grad, masked = in_rows(grad), None if z is None else in_rows(z)
-    into = empty_rows(*x.shape) if grad_x is None else grad_x
-    of_residual = empty_rows(*x.shape) if residual else None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Sweeps.norm_act_backward`; tensors for which `applies` is true, `level` as for `statistics`."""
     of_scale, of_shift = torch.empty(x.shape[1]), torch.empty(x.shape[1])
-    means, scales = vector(mean), vector(scale)
+    vectors = [vector(values) for values in (mean, scale, shift)]
     call = _call(x, level)
-    call.rectify, call.accumulate = masked is not None, grad_x is not None
-    call.mean, call.scale = means.data_ptr(), scales.data_ptr()
-    call.grad, call.ld_grad = grad.data_ptr(), _pitch(grad)
-    call.out, call.ld_out = place(masked), 0 if masked is None else _pitch(masked)
-    call.grad_x, call.ld_grad_x = into.data_ptr(), _pitch(into)
-    call.grad_residual, call.ld_grad_residual = place(of_residual), 0 if of_residual is None else _pitch(of_residual)
+    call.rectify = rectify
+    call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
+    call.grad, call.ld_grad = _rows(grad, x)
+    call.out, call.ld_out = _rows(z, x)
+    call.grad_x, call.ld_grad_x = _rows(grad_x, x)
+    call.grad_residual, call.ld_grad_residual = _rows(masked, x)
     call.sum_of_centred, call.sum = of_scale.data_ptr(), of_shift.data_ptr()
     space = _workspace(call)
     call.workspace = space.data_ptr()
     run("shoal_norm_act_backward", call)
-    return into, -scales * of_shift, of_scale, of_shift, of_residual
+    return of_scale, of_shift
 
 
 def _pitch(x: torch.Tensor) -> int:
@@ -146,6 +114,15 @@ def _pitch(x: torch.Tensor) -> int:
     if found is None:
         raise InputError(f"{x.dtype} of strides {x.stride()}; give a channels_last float32 tensor on the CPU")
     return found
+
+
+def _rows(tensor: torch.Tensor | None, x: torch.Tensor) -> tuple[int | None, int]:
+    """Address and pitch of a tensor of the shape of `x`; null for None."""
+    if tensor is None:
+        return None, 0
+    if tensor.shape != x.shape:
+        raise InputError(f"{tuple(tensor.shape)} beside x of {tuple(x.shape)}; give tensors of one shape")
+    return tensor.data_ptr(), _pitch(tensor)
 
 
 def _call(x: torch.Tensor, level: str | None) -> _Pass:

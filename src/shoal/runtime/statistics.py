@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from shoal.runtime.norm_sweeps import sweeps
+
 
 def statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and biased variance of the channels of `x`; replaces `torch.var_mean(x, (0, 2, 3), correction=0)`.
@@ -40,6 +42,9 @@ def by_channel(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def measure(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`statistics` without autograd."""
+    kernel = sweeps(x)
+    if kernel is not None:
+        return kernel.statistics(x)
     if x.dtype == wide(x.dtype) and layout_of(x) != torch.contiguous_format:
         # PyTorch's own for batch norm: two sweeps, nothing allocated; in other layouts it is slow.
         mean, variance = torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
@@ -58,27 +63,60 @@ def whole_gradient(
     mean: torch.Tensor,
     of_mean: torch.Tensor,
     of_variance: torch.Tensor,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The gradient of `x` where its statistics were used too, in the wide dtype: one affine map for all their readers.
+    """The gradient of `x` where its statistics were used too: one affine map for all their readers.
 
     Args:
         grad: of `x` itself, or None.
         mean: of `x`, (C,).
         of_mean, of_variance: gradients of the statistics, (C,), summed over all that read them.
+        dtype: of the result; None: the wide one.
     """
     count = x.numel() // x.shape[1]
+    constant, slope = of_mean / count, of_variance * (2 / count)
+    whole = torch.empty_like(x, dtype=dtype or wide(x.dtype), memory_format=layout_of(x))
+    added = None if grad is None else in_layout(grad, layout_of(x))
+    kernel = sweeps(x, whole, *([] if added is None else [added]))
+    if kernel is not None:
+        kernel.norm_act(x, mean, slope, constant, added, False, whole)
+        return whole
+    del whole, added
     whole = x - by_channel(mean, x)  # promotes
-    torch.addcmul(by_channel(of_mean / count, x), whole, by_channel(of_variance * (2 / count), x), out=whole)
-    return whole if grad is None else whole.add_(grad)
+    torch.addcmul(by_channel(constant, x), whole, by_channel(slope, x), out=whole)
+    return (whole if grad is None else whole.add_(grad)).to(dtype or whole.dtype)
 
 
 def layout_of(*tensors: torch.Tensor) -> torch.memory_format:
-    """channels_last where one of the tensors is and is not contiguous as well."""
+    """channels_last where one of the tensors is, or is a slice of the channels of one, and is not contiguous as well.
+
+    >>> x = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    >>> layout_of(x), layout_of(x[:, :2]), layout_of(x.contiguous())
+    (torch.channels_last, torch.channels_last, torch.contiguous_format)
+    """
     for x in tensors:
         for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-            if x.dim() == dims and x.is_contiguous(memory_format=layout) and not x.is_contiguous():
+            if x.dim() == dims and not x.is_contiguous() and _channels_are_innermost(x):
                 return layout
     return torch.contiguous_format
+
+
+def in_layout(x: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
+    """`x`, or a copy where it lies otherwise or was expanded."""
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x if layout_of(x) == layout and not expanded else x.contiguous(memory_format=layout)
+
+
+def _channels_are_innermost(x: torch.Tensor) -> bool:
+    images, channels, *sides = x.shape
+    over_images, over_channels, *over_sides = x.stride()
+    least = max(channels, 2)  # of one channel the pixels tell: side by side they are contiguous
+    for size, stride in zip([*reversed(sides), images], [*reversed(over_sides), over_images], strict=True):
+        if size > 1:
+            if stride < least:
+                return False
+            least = stride * size
+    return over_channels == 1 or channels == 1
 
 
 def _forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +128,7 @@ def _forward_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _backward(of_mean: torch.Tensor, of_variance: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    return whole_gradient(None, x, mean, of_mean, of_variance).to(x.dtype).contiguous(memory_format=layout_of(x))
+    return whole_gradient(None, x, mean, of_mean, of_variance, x.dtype).contiguous(memory_format=layout_of(x))
 
 
 def _backward_fake(

@@ -15,6 +15,7 @@ from typing import Literal
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.transforms.dense_blocks import join_dense_blocks
 from shoal.transforms.fused_layers import Affine, Convolve, Measure, Normalise
 from shoal.transforms.fusion_ops import Ops, refusal
 from shoal.transforms.fusion_summary import Fused, FusionSummary, Left
@@ -81,10 +82,11 @@ class _Builder:
         for node in reversed(self.graph.nodes):  # concatenations that nobody needs whole
             if node in self.value and not self.value[node].users and self.ops.parts(node) is not None:
                 self.out.erase_node(self.value[node])
+        blocks = join_dense_blocks(self.out, self.added) if self.level == "icf" else []
         self.out.lint()
         self._report_unseen()
         left = tuple(Left(layer, reason) for layer, reason in self.left.items())
-        summary = FusionSummary(self.level, tuple(self.fused), left)
+        summary = FusionSummary(self.level, tuple(self.fused), left, tuple(blocks))
         return fx.GraphModule({**self._attributes(), **self.added}, self.out, "FusedGraph"), summary
 
     def _plan(self, node: fx.Node) -> None:

@@ -14,7 +14,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from shoal.runtime.batch_norm_vectors import batch_norm_scale, move_statistics
 from shoal.runtime.norm_act import joined, norm_act
-from shoal.runtime.norm_conv import Window, norm_conv
+from shoal.runtime.norm_conv import norm_conv
+from shoal.runtime.norm_conv_native import Window
 from shoal.runtime.statistics import statistics, wide
 
 Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # mean, scale, shift

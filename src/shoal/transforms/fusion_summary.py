@@ -35,6 +35,11 @@ class Left:
 class FusionSummary:
     """What was fused at which level, and what was left; printable as text and as a rich table.
 
+    Attributes:
+        level: of the paper.
+        fused, left: layer by layer.
+        blocks: dense blocks that are one buffer and one op: first and last convolution.
+
     >>> print(FusionSummary("bnff", (Fused("bn1", "conv1", "conv2"),), (Left("bn2", "it has forward hooks"),)))
     level bnff: 1 fused, 1 left
     bn1  statistics by conv1, applied by conv2
@@ -44,6 +49,7 @@ class FusionSummary:
     level: str
     fused: tuple[Fused, ...]
     left: tuple[Left, ...]
+    blocks: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         rows = [
@@ -53,7 +59,8 @@ class FusionSummary:
         rows += [(one.layer, f"left: {one.reason}") for one in self.left]
         width = max((len(layer) for layer, _ in rows), default=0)
         head = f"level {self.level}: {len(self.fused)} fused, {len(self.left)} left"
-        return "\n".join([head, *(f"{layer.ljust(width)}  {what}" for layer, what in rows)])
+        lines = [f"{layer.ljust(width)}  {what}" for layer, what in rows]
+        return "\n".join([head, *lines, *(f"{first} to {last}: one buffer" for first, last in self.blocks)])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(title=f"fuse_batchnorm, level {self.level}: {len(self.fused)} fused, {len(self.left)} left")
@@ -63,4 +70,6 @@ class FusionSummary:
             table.add_row(one.layer, one.statistics, one.applied, "")
         for other in self.left:
             table.add_row(other.layer, "", "", other.reason)
+        for first, last in self.blocks:
+            table.add_row(f"{first} to {last}", "", "one buffer", "")
         yield table

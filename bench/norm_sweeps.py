@@ -1,0 +1,122 @@
+"""Batch norm's sweeps by themselves, against PyTorch's own kernels, at ResNet-50's and DenseNet-121's shapes.
+
+`python -m bench.norm_sweeps [--device cuda] [--dtype float32] [--layout channels_last] [--batch 8] [--cpu-time]`.
+Interleaved medians. PyTorch's side is what the same ops run where no kernel of ours applies, on the same device: what
+it measures is how much the kernels help, not how much fusing does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.runtime import norm_sweeps
+from shoal.runtime.norm_act import activated, norm_act
+from shoal.runtime.statistics import statistics as measured
+
+# (channels, pixels a side)
+SHAPES = ((64, 112), (256, 56), (512, 28), (1024, 14), (2048, 7))
+LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sweep over one tensor; seconds are medians of a call."""
+
+    sweep: str
+    channels: int
+    side: int
+    tensor_bytes: int
+    ours_seconds: float
+    torch_seconds: float
+
+
+def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """What is measured, by name, for a tensor (N, C, H, W)."""
+    generator = torch.Generator(x.device).manual_seed(1)
+    draw = lambda *shape: torch.randn(shape, generator=generator, device=x.device)  # noqa: E731
+    like = lambda: torch.empty_like(x).copy_(draw(*x.shape))  # noqa: E731
+    grad, residual, (mean, scale, shift) = like(), like(), draw(3, x.shape[1])
+    x, residual = x.requires_grad_(), residual.requires_grad_()
+    leaves = [vector.clone().requires_grad_() for vector in (mean, scale, shift)]
+    plain, added = norm_act([x], *leaves, None, True), norm_act([x], *leaves, residual, True)
+    moments = measured(x)
+    grads = [draw(x.shape[1]), draw(x.shape[1])]
+    return {
+        "statistics": lambda: measured(x),
+        "statistics backward": lambda: torch.autograd.grad(moments, [x], grads, retain_graph=True),
+        "norm + ReLU": lambda: activated(x, mean, scale, shift, True, x.dtype),
+        "norm + ReLU backward": lambda: torch.autograd.grad(plain, [x, *leaves], grad, retain_graph=True),
+        "norm + residual + ReLU": lambda: norm_act([x], *leaves, residual, True),
+        "the same backward": lambda: torch.autograd.grad(added, [x, *leaves, residual], grad, retain_graph=True),
+    }
+
+
+def measure(x: torch.Tensor, rounds: int, clock: Callable[[], float]) -> list[Row]:
+    """Both contenders on one tensor, in turns, after one turn that does not count."""
+    rows = []
+    ours = list(norm_sweeps.KERNELS)
+    wait = torch.cuda.synchronize if x.device.type == "cuda" else lambda: None
+    for name, call in calls(x).items():
+        times: tuple[list[float], list[float]] = ([], [])
+        for turn in range(rounds + 1):
+            for kernels, seconds in zip((ours, []), times, strict=True):
+                norm_sweeps.KERNELS[:] = kernels
+                wait()
+                start = clock()
+                result = call()
+                wait()
+                if turn:
+                    seconds.append(clock() - start)
+                del result
+        norm_sweeps.KERNELS[:] = ours
+        rows.append(Row(name, x.shape[1], x.shape[2], x.nbytes, *(statistics.median(seconds) for seconds in times)))
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """Milliseconds, ours and PyTorch's, and how many times faster ours is."""
+    lines = ["sweep                      shape           ours     torch   times"]
+    for row in rows:
+        times = row.torch_seconds / row.ours_seconds
+        shape = f"{row.channels}@{row.side}"
+        lines.append(
+            f"{row.sweep:27}{shape:10}{row.ours_seconds * 1e3:10.3f}{row.torch_seconds * 1e3:10.3f}{times:8.2f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--layout", default="channels_last", choices=tuple(LAYOUTS))
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--cpu-time", action="store_true", help="of the one thread: for a machine that others use too")
+    options = parser.parse_args()
+    if options.cpu_time and (options.threads > 1 or options.device != "cpu"):
+        parser.error("--cpu-time counts one CPU thread's time; leave out --threads and --device")
+    torch.set_num_threads(options.threads)
+    clock = time.thread_time if options.cpu_time else time.perf_counter
+    rows = []
+    for channels, side in SHAPES:
+        x = torch.randn((options.batch, channels, side, side), generator=torch.Generator().manual_seed(0))
+        x = x.to(options.device, getattr(torch, options.dtype)).contiguous(memory_format=LAYOUTS[options.layout])
+        rows += measure(x, options.rounds, clock)
+    print(table(rows))
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Every network of `shoal.models` trains as in plain PyTorch, bit for bit, whatever is recomputed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shoal import models
+from tests.training_laws import (
+    assert_same_training,
+    images,
+    keep_by_chance,
+)
+
+SIDES = {"alexnet": 67, "unet3d": 8, "densenet121": 32, "unet": 16, "resnet18_cifar": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.names())
+def test_every_network_trains_like_plain_pytorch(name: str) -> None:
+    with torch.device("meta"):
+        net = models.build(name, num_classes=5)
+    for module in net.modules():
+        if isinstance(module, nn.Linear):  # 32 hidden features instead of 4096: 100 million weights take their time
+            rows, columns = (32 if size == 4096 else size for size in (module.out_features, module.in_features))
+            module.__init__(columns, rows, device="meta")
+    net.to_empty(device="cpu")
+    for module in net.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    batches = images(2, *models.example_shape(name, 2, SIDES.get(name, 32)))
+    trained = assert_same_training(net, batches, keep_by_chance(1, 0.6, 0.2))
+    assert len(trained.shoal.plan.recomputed) > 3

@@ -1,0 +1,14 @@
+// One random call of each kernel; throws Failure where the kernel breaks its contract.
+#pragma once
+
+#include "draw.h"
+
+namespace fuzz {
+
+void norm_conv(Draw& draw);
+void norm_pass(Draw& draw);
+void inverted_batch_norm(Draw& draw);
+void layout(Draw& draw);
+void features(Draw& draw);
+
+}  // namespace fuzz

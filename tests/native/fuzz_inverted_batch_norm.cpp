@@ -1,0 +1,128 @@
+// shoal_inverted_batch_norm_forward, _sums and _result against plain loops.
+#include <algorithm>
+
+#include "exact_sum.h"
+#include "fuzz.h"
+#include "shoal_native.h"
+
+namespace fuzz {
+namespace {
+
+struct Norm {
+    std::int64_t images, channels, pixels;
+    Buffer<float> shift, steep, slide, tilt;
+    ShoalInvertedBatchNorm call{};
+
+    explicit Norm(Draw& draw)
+        : images(draw.from(1, 3)), channels(draw.size(draw.chance(20) ? 1600 : 300)),
+          pixels(draw.size(std::clamp<std::int64_t>((1 << 16) / images / channels, 1, 2000))),
+          shift(draw, "shift", Use::kRead, channels), steep(draw, "steep", Use::kRead, channels),
+          slide(draw, "slide", Use::kRead, channels), tilt(draw, "tilt", Use::kRead, channels) {
+        shift.fill(draw, 3);
+        steep.fill(draw, 2);
+        slide.fill(draw, 3);
+        tilt.fill(draw, 2);
+        call.images = images;
+        call.channels = channels;
+        call.pixels = pixels;
+        call.channels_last = draw.chance(50);
+        call.threads = draw.of({1, 2, 3});  // also more than there are pixels or channels
+        call.level = static_cast<std::int32_t>(draw.from(-1, shoal_norm_conv_level()));
+        call.slope = draw.of({1.0f, 0.5f, 0.25f});  // so that z, dz and their product are multiples of 1/4
+    }
+
+    void running(const char* what, bool alias) const {
+        now_running(
+            "inverted_batch_norm %s: %lld images of %lld pixels, %lld channels, channels_last %d, slope %g, "
+            "alias %d, %d threads, level %d",
+            what, static_cast<long long>(images), static_cast<long long>(pixels), static_cast<long long>(channels),
+            call.channels_last, static_cast<double>(call.slope), alias, call.threads, call.level);
+    }
+
+    std::int64_t elements() const { return images * pixels * channels; }
+    std::int64_t channel(std::int64_t element) const {
+        return call.channels_last ? element % channels : element / pixels % channels;
+    }
+    double of(const Buffer<float>& vector, std::int64_t element) const {
+        return static_cast<double>(vector.at(0, channel(element)));
+    }
+    double leaky(double z, double sign) const { return sign > 0 ? z : z * static_cast<double>(call.slope); }
+};
+
+void forward(Draw& draw, Norm& norm) {
+    const bool alias = draw.chance(50);
+    norm.running("forward", alias);
+    Buffer<float> x(draw, "y", alias ? Use::kWritten : Use::kRead, norm.elements());
+    Buffer<float> result(draw, "result", Use::kWritten, norm.elements());
+    const Buffer<float>& into = alias ? x : result;
+    x.fill(draw, 4);
+    std::vector<Sum> sums;
+    for (std::int64_t i = 0; i < norm.elements(); ++i) {
+        const double z = static_cast<double>(x.at(0, i)) * norm.of(norm.steep, i) + norm.of(norm.shift, i);
+        Sum sum;
+        sum.add(norm.leaky(z, z));
+        sums.push_back(sum);
+    }
+    norm.call.y = x.data();
+    norm.call.shift = norm.shift.data();
+    norm.call.steep = norm.steep.data();
+    norm.call.result = into.data();
+    guarded({&x, &result, &norm.shift, &norm.steep}, [&] { shoal_inverted_batch_norm_forward(&norm.call); });
+    expect(into, sums, 0.25);
+}
+
+void backward(Draw& draw, Norm& norm) {
+    const bool alias = draw.chance(50);
+    norm.running("backward", alias);
+    Buffer<float> y(draw, "y", Use::kRead, norm.elements());
+    Buffer<float> grad(draw, "grad", alias ? Use::kWritten : Use::kRead, norm.elements());
+    Buffer<float> result(draw, "result", Use::kWritten, norm.elements());
+    Buffer<double> sum(draw, "sum", Use::kWritten, norm.channels),
+        centred(draw, "centred", Use::kWritten, norm.channels);
+    Buffer<double> workspace(draw, "workspace", Use::kWritten, 2 * norm.call.threads * norm.channels);
+    const Buffer<float>& into = alias ? grad : result;
+    y.fill(draw, 4);
+    grad.fill(draw, 4);
+    std::vector<Sum> sums(static_cast<std::size_t>(norm.channels)), products = sums, results;
+    for (std::int64_t i = 0; i < norm.elements(); ++i) {
+        const double result_of_forward = static_cast<double>(y.at(0, i));
+        const double dz = norm.leaky(static_cast<double>(grad.at(0, i)), result_of_forward);
+        const double z =
+            result_of_forward > 0 ? result_of_forward : result_of_forward / static_cast<double>(norm.call.slope);
+        const double off = z - norm.of(norm.shift, i);
+        sums[static_cast<std::size_t>(norm.channel(i))].add(dz);
+        products[static_cast<std::size_t>(norm.channel(i))].add(dz * off);
+        Sum gradient;
+        gradient.add(dz * norm.of(norm.steep, i));
+        gradient.add(-norm.of(norm.slide, i) * norm.of(norm.steep, i));
+        gradient.add(-off * norm.of(norm.tilt, i) * norm.of(norm.steep, i));
+        results.push_back(gradient);
+    }
+    norm.call.y = y.data();
+    norm.call.grad = grad.data();
+    norm.call.shift = norm.shift.data();
+    norm.call.sum = sum.data();
+    norm.call.centred = centred.data();
+    norm.call.workspace = workspace.data();
+    guarded({&y, &grad, &norm.shift, &sum, &centred, &workspace}, [&] { shoal_inverted_batch_norm_sums(&norm.call); });
+    expect(sum, sums, 0.25);
+    expect(centred, products, 0.25);
+    norm.call.slide = norm.slide.data();
+    norm.call.tilt = norm.tilt.data();
+    norm.call.steep = norm.steep.data();
+    norm.call.result = into.data();
+    guarded({&y, &grad, &result, &norm.shift, &norm.slide, &norm.tilt, &norm.steep},
+            [&] { shoal_inverted_batch_norm_result(&norm.call); });
+    expect(into, results, 0.25);
+}
+
+}  // namespace
+
+void inverted_batch_norm(Draw& draw) {
+    now_running("inverted_batch_norm: drawing");
+    Norm norm(draw);
+    const auto run = draw.of({&forward, &backward});
+    run(draw, norm);
+}
+
+}  // namespace fuzz
