@@ -78,15 +78,15 @@ def test_forward_is_the_plain_formula(
 ) -> None:
     x = pair[0]
     generator = torch.Generator().manual_seed(1)
-    scale, shift = (torch.randn(x.shape[1], generator=generator) for _ in range(2))
+    vectors = [torch.randn(x.shape[1], generator=generator) for _ in range(3)]
     right = torch.empty_like(x, dtype=torch.float64)
-    reference.forward_into(x.double(), right, scale.double(), shift.double(), "leaky_relu", slope)
+    reference.forward_into(x.double(), right, *(vector.double() for vector in vectors), "leaky_relu", slope)
     source = x.clone()
     result = source if over else torch.empty_like(x)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        forward_into(source, result, scale, shift, slope, level)
+        forward_into(source, result, *vectors, slope, level)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(result.double(), right, rtol=1e-5, atol=1e-6)

@@ -252,12 +252,12 @@ def _forward(
     scale = torch.rsqrt(variance + eps)
     if weight is not None:
         scale = scale * kept_from_zero(weight.to(wide), eps)
-    shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias.to(wide), mean, scale, value=-1)
+    shift = torch.zeros_like(mean) if bias is None else bias.to(wide)
     if inverted_batch_norm_native.can(x, y, activation):
         slope = 1.0 if activation == "identity" else slope
-        inverted_batch_norm_native.forward_into(x, y, scale.contiguous(), shift.contiguous(), slope)
+        inverted_batch_norm_native.forward_into(x, y, mean.contiguous(), scale.contiguous(), shift.contiguous(), slope)
     else:
-        inverted_batch_norm_reference.forward_into(x, y, scale, shift, activation, slope)
+        inverted_batch_norm_reference.forward_into(x, y, mean, scale, shift, activation, slope)
     return mean, variance
 
 

@@ -38,13 +38,19 @@ def can(source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
 
 
 def forward_into(
-    x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, slope: float, level: int = BEST
+    x: torch.Tensor,
+    y: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    slope: float,
+    level: int = BEST,
 ) -> None:
-    """Write LeakyReLU(x * scale + shift) into `y`, which may be `x`; operands as for `backward_into`."""
+    """Write LeakyReLU((x - mean) * scale + shift) into `y`, which may be `x`; operands as for `backward_into`."""
     library = native.library()
     assert library is not None
     call = _call(x, y, slope, level)
-    call.shift, call.steep = shift.data_ptr(), scale.data_ptr()
+    call.slide, call.shift, call.steep = mean.data_ptr(), shift.data_ptr(), scale.data_ptr()
     library.shoal_inverted_batch_norm_forward(ctypes.byref(call))
 
 

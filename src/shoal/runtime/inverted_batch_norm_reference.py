@@ -18,21 +18,31 @@ _LEAST_ELEMS = 1 << 12
 
 
 def forward_into(
-    x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str, slope: float
+    x: torch.Tensor,
+    y: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    activation: str,
+    slope: float,
 ) -> None:
-    """Write the activation of x * scale + shift into `y`, which may be `x`.
+    """Write the activation of (x - mean) * scale + shift into `y`, which may be `x`.
+
+    The mean is taken off first: far from zero it would take digits of the product with it.
 
     Args:
         x, y: (N, C, ...) of one dtype and layout.
-        scale, shift: (C,), float32, or float64 for a float64 `x`.
+        mean, scale, shift: (C,), float32, or float64 for a float64 `x`.
         activation, slope: as for `inverted_batch_norm`.
     """
     for (source, _), (target, per_channel) in zip(_pieces(x), _pieces(y), strict=True):
         if x.dtype == scale.dtype:
-            torch.addcmul(shift.view(per_channel), source, scale.view(per_channel), out=target)
+            torch.sub(source, mean.view(per_channel), out=target)
+            torch.addcmul(shift.view(per_channel), target, scale.view(per_channel), out=target)
             _activate_(target, activation, slope)
         else:
-            z = torch.addcmul(shift.view(per_channel), source.to(scale.dtype), scale.view(per_channel))
+            z = source.to(scale.dtype).sub_(mean.view(per_channel))
+            torch.addcmul(shift.view(per_channel), z, scale.view(per_channel), out=z)
             target.copy_(_activate_(z, activation, slope))
 
 
