@@ -177,9 +177,18 @@ def errors_of(
 ) -> dict[str, float]:
     """Train one network; its test errors in percent, unsplit and as trained."""
     torch.manual_seed(seed)
-    x, y = (tensor[: pace.images] for tensor in data["train"])
-    net = build().to(x.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    net = build().to(data["train"][0].device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     model = shoal.split(net, condition.depth, condition.grid, condition.stochastic)
+    train(model, pace, data["train"], seed)
+    found = {"unsplit": error_percent(model, data["test"])}
+    model.split_in_eval = True
+    found["split"] = error_percent(model, data["test"])
+    return found
+
+
+def train(model: nn.Module, pace: Pace, split: tuple[torch.Tensor, torch.Tensor], seed: int) -> None:
+    """Train on the first images of a split, in an order that is the seed's."""
+    x, y = (tensor[: pace.images] for tensor in split)
     optimizer = torch.optim.SGD(model.parameters(), lr=pace.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
     draw = torch.Generator().manual_seed(seed)
     steps, done = math.ceil(len(x) / pace.batch) * pace.epochs, 0
@@ -192,10 +201,6 @@ def errors_of(
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()
             done += 1
-    found = {"unsplit": error_percent(model, data["test"])}
-    model.split_in_eval = True
-    found["split"] = error_percent(model, data["test"])
-    return found
 
 
 def rate_at(pace: Pace, share: float) -> float:

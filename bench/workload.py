@@ -84,17 +84,17 @@ class Workload:
         _, changes = allocations.record(lambda: self.step(forward))
         return self.resident_bytes + allocations.peak_bytes(changes)
 
-    def seconds(self, forward: Forward) -> float:
+    def seconds(self, forward: Forward, clock: Callable[[], float] = time.perf_counter) -> float:
         """One step by the clock."""
         self.reset()
         self._wait()
         collecting = gc.isenabled()
         gc.disable()  # a collection would hit whoever is being timed
         try:
-            started = time.perf_counter()
+            started = clock()
             self.step(forward)
             self._wait()
-            return time.perf_counter() - started
+            return clock() - started
         finally:
             if collecting:
                 gc.enable()
@@ -140,11 +140,17 @@ def turns(order: Sequence[Any], rounds: int, warm_ups: int = 0) -> Iterator[tupl
             yield who, turn >= 0
 
 
-def in_turns(workload: Workload, forwards: dict[Any, Forward], repeats: int, warm_ups: int) -> dict[Any, list[float]]:
+def in_turns(
+    workload: Workload,
+    forwards: dict[Any, Forward],
+    repeats: int,
+    warm_ups: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Any, list[float]]:
     """Seconds of `repeats` steps of each contender, in turns."""
     seconds: dict[Any, list[float]] = {key: [] for key in forwards}
     for key, counts in turns(list(forwards), repeats, warm_ups):
-        taken = workload.seconds(forwards[key])
+        taken = workload.seconds(forwards[key], clock)
         if counts:
             seconds[key].append(taken)
     return seconds

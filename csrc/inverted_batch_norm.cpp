@@ -78,13 +78,13 @@ SHOAL_INLINE void row_result(const Call& call, std::int64_t first, std::int64_t 
 SHOAL_INLINE void row_forward(const Call& call, std::int64_t first, std::int64_t last) {
     const std::int64_t channels = call.channels;
     const float slope = call.slope;
-    const float *shift = call.shift, *steep = call.steep;
+    const float *mean = call.slide, *shift = call.shift, *steep = call.steep;
     for (std::int64_t row = first; row < last; ++row) {
         const float* x = call.y + row * channels;
         float* result = call.result + row * channels;
         SHOAL_EACH_BY_ITSELF
         for (std::int64_t c = 0; c < channels; ++c) {
-            const float z = x[c] * steep[c] + shift[c];
+            const float z = (x[c] - mean[c]) * steep[c] + shift[c];
             result[c] = z > 0 ? z : z * slope;
         }
     }
@@ -92,13 +92,14 @@ SHOAL_INLINE void row_forward(const Call& call, std::int64_t first, std::int64_t
 
 SHOAL_INLINE void plane_forward(const Call& call, std::int64_t channel) {
     const float slope = call.slope, shift = call.shift[channel], steep = call.steep[channel];
+    const float mean = call.slide[channel];
     for (std::int64_t image = 0; image < call.images; ++image) {
         const std::int64_t start = (image * call.channels + channel) * call.pixels;
         const float* x = call.y + start;
         float* result = call.result + start;
         SHOAL_EACH_BY_ITSELF
         for (std::int64_t pixel = 0; pixel < call.pixels; ++pixel) {
-            const float z = x[pixel] * steep + shift;
+            const float z = (x[pixel] - mean) * steep + shift;
             result[pixel] = z > 0 ? z : z * slope;
         }
     }

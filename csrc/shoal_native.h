@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 5
+#define SHOAL_ABI_VERSION 6
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -120,9 +120,9 @@ SHOAL_API std::int32_t shoal_statistics(const ShoalNormPass* call);
 SHOAL_API std::int32_t shoal_norm_act(const ShoalNormPass* call);
 SHOAL_API std::int32_t shoal_norm_act_backward(const ShoalNormPass* call);
 
-// LeakyReLU(slope) after batch norm: `forward` writes LeakyReLU(y * steep + shift), which may lie over y. Its backward is
-// made from the result y of the two, float32. Pixels in NHWC order where
-// channels_last is set, else in NCHW order. With dz the gradient before the activation and z - shift what the result says
+// LeakyReLU(slope) after batch norm: `forward` writes LeakyReLU((y - slide) * steep + shift), which may lie over
+// y. Its backward is made from the result y of the two, float32. Pixels in NHWC order where channels_last is set, else in
+// NCHW order. With dz the gradient before the activation and z - shift what the result says
 // was scaled: `sums` writes sum(dz) and sum(dz * (z - shift)) of each channel, and `result` writes
 // (dz - slide - (z - shift) * tilt) * steep, which may lie over the gradient.
 struct ShoalInvertedBatchNorm {
@@ -132,7 +132,7 @@ struct ShoalInvertedBatchNorm {
     float slope;         // more than 0; 1 for no activation
     const float *grad, *y, *shift;
     double *sum, *centred, *workspace;  // of `sums`; workspace: 2 * threads * channels
-    const float *slide, *tilt, *steep;  // of `result`; steep also of `forward`
+    const float *slide, *tilt, *steep;  // of `result`; slide and steep also of `forward`
     float* result;                      // of `result` and `forward`
 };
 

@@ -58,16 +58,18 @@ void forward(Draw& draw, Norm& norm) {
     x.fill(draw, 4);
     std::vector<Sum> sums;
     for (std::int64_t i = 0; i < norm.elements(); ++i) {
-        const double z = static_cast<double>(x.at(0, i)) * norm.of(norm.steep, i) + norm.of(norm.shift, i);
+        const double off = static_cast<double>(x.at(0, i)) - norm.of(norm.slide, i);
+        const double z = off * norm.of(norm.steep, i) + norm.of(norm.shift, i);
         Sum sum;
         sum.add(norm.leaky(z, z));
         sums.push_back(sum);
     }
     norm.call.y = x.data();
     norm.call.shift = norm.shift.data();
+    norm.call.slide = norm.slide.data();
     norm.call.steep = norm.steep.data();
     norm.call.result = into.data();
-    guarded({&x, &result, &norm.shift, &norm.steep}, [&] { shoal_inverted_batch_norm_forward(&norm.call); });
+    guarded({&x, &result, &norm.shift, &norm.slide, &norm.steep}, [&] { shoal_inverted_batch_norm_forward(&norm.call); });
     expect(into, sums, 0.25);
 }
 

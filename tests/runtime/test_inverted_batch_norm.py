@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shoal import allocations
-from shoal.runtime import inverted_batch_norm as inverted
+from shoal.runtime import inverted_batch_norm_reference as reference
 from shoal.runtime.inverted_batch_norm import backward_, forward_, kept_from_zero, reconstruction_error, run
 
 unhurried = settings(deadline=None, max_examples=50)
@@ -88,7 +88,7 @@ def test_it_is_the_plain_formula_forward_and_backward(
     layer.running_mean.fill_(0.25)
     theirs = copy.deepcopy(layer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inverted, "_PIECE_ELEMS", 1 + seed)
+        patch.setattr(reference, "_PIECE_ELEMS", 1 + seed)
         found = trained(run, layer, x, *activation)
     expected = trained(plain, theirs, x, *activation)
     # Normalised values of few elements can be anything up to eps^-1/2 apart; reconstruction is exact to digits of y.
@@ -116,8 +116,52 @@ def test_in_float32_it_is_about_as_close_to_float64_as_pytorch_is(
         assert (mine.double() - right).abs().max() <= allowed, name
 
 
+@st.composite
+def hard_cases(draw: st.DrawFn) -> tuple[torch.Tensor, Any]:
+    """A batch, often of one image, and a layer: channels that fill no vector, means up to a thousand deviations away,
+    scales of either sign down to none."""
+    channels = draw(st.sampled_from([1, 3, 7, 17, 33, 65, 513]))
+    shape = (draw(st.sampled_from([1, 1, 2, 5])), channels, draw(st.integers(2, 9)), draw(st.integers(2, 9)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 9999)))
+    deviation = 10 ** draw(st.floats(-2, 2))
+    x = torch.randn(shape, generator=generator, dtype=torch.float64) * deviation
+    x = (x + deviation * draw(st.sampled_from([0.0, 1.0, -30.0, 1e3]))).float()
+    layer = layer_for(x, draw(st.integers(0, 9999)), eps=1e-5 * deviation**2)
+    with torch.no_grad():
+        layer.weight[:: draw(st.sampled_from([2, 3, 1000]))] *= draw(st.sampled_from([-1.0, 0.0, 1e-3, -1e-6]))
+    return layout(x, draw(st.booleans())), layer
+
+
+@unhurried
+@given(hard_cases(), st.sampled_from([("leaky_relu", 0.01), ("leaky_relu", 0.3), ("identity", 1.0)]))
+def test_gradients_are_off_by_no_more_than_pytorch_s_and_what_the_bound_tells(
+    case: tuple[torch.Tensor, Any], activation: tuple[str, float]
+) -> None:
+    x, layer = case
+    rows, dims = x.numel() // x.shape[1], (0, 2, 3)
+    wide = copy.deepcopy(layer).double()
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
+    y = plain(copy.deepcopy(wide), x.double(), *activation)
+    weights *= (y.abs() > 1e-3 * y.abs().amax(dims, keepdim=True)).float()  # which side of the kink is nobody's error
+
+    def gradients(call: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        layer, x = copy.deepcopy(layer), x.detach().requires_grad_()
+        return list(torch.autograd.grad(call(layer, x, *activation), [x, *layer.parameters()], weights.to(x.dtype)))
+
+    exact = gradients(plain, wide, x.double())
+    theirs, ours = gradients(plain, layer, x), gradients(run, layer, x)
+    inexact = reconstruction_error(layer.weight, layer.bias, layer.eps, *activation, torch.float32)
+    # What each channel's gradients can be off where each normalised input is off by that.
+    summed = weights.abs().double().sum(dims)
+    steep = kept_from_zero(wide.weight.detach(), layer.eps).abs() / x.double().std(dims, correction=0)
+    told = [steep * inexact * (exact[1].abs() + 6 * summed) / rows, inexact * summed, torch.zeros(())]
+    for name, mine, other, right, bound in zip(("x", "weight", "bias"), ours, theirs, exact, told, strict=True):
+        allowed = (other.double() - right).abs().max() + bound.max() + 3e-6 * right.abs().max()
+        assert (mine.double() - right).abs().max() <= allowed, name
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", [(4, 3), (3, 2, 4), (2, 3, 3, 2), (2, 2, 3, 2, 2)])
+@pytest.mark.parametrize("shape", [(4, 3), (1, 2, 4), (3, 2, 4), (2, 3, 3, 2), (2, 2, 3, 2, 2)])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_its_gradients_are_those_of_finite_differences(
     activation: tuple[str, float], shape: tuple[int, ...], overwrite: bool
@@ -164,7 +208,7 @@ def test_what_is_made_again_is_within_the_bound(
     scale = kept_from_zero(weight.double(), 1e-5)
     bound = reconstruction_error(weight, bias, 1e-5, *activation, dtype)
     y = activated(normalised * scale + bias.double(), *activation).to(dtype).float()
-    z, _ = inverted._undo_activation(y, y, *activation)
+    z, _ = reference.undo_activation(y, y, *activation)
     again = (z - bias) * (1 / scale).float()
     error = (again.double() - normalised).abs().max()
     if dtype == torch.float16 and activation[0] == "leaky_relu":
@@ -249,7 +293,7 @@ def test_who_else_needs_what_was_written_over_is_told_by_autograd() -> None:
 def test_no_more_is_allocated_than_the_result_and_some_pieces(
     channels_last: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inverted, "_PIECE_ELEMS", 512)
+    monkeypatch.setattr(reference, "_PIECE_ELEMS", 512)
     x, grad = (layout(torch.randn(8, 16, 12, 12, dtype=dtype), channels_last) for _ in range(2))
     small_bytes = (
         4 * dtype.itemsize * 16 * 12 * 12 + 20 * 8 * 16

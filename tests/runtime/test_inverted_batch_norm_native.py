@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal import native
-from shoal.runtime import inverted_batch_norm as reference
+from shoal.runtime import inverted_batch_norm_reference as reference
+from shoal.runtime.inverted_batch_norm import kept_from_zero
 from shoal.runtime.inverted_batch_norm_native import BEST, backward_into, can, forward_into
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native library is not built")
@@ -52,12 +53,12 @@ def test_it_is_as_close_to_float64_as_the_reference(
     assert can(grad, y, "leaky_relu")
     generator = torch.Generator().manual_seed(1)
     scale, shift, deviation = (torch.randn(y.shape[1], generator=generator) for _ in range(3))
-    scale = reference.kept_from_zero(scale, 0.1)
+    scale = kept_from_zero(scale, 0.1)
     vectors = (scale, shift, deviation)
     wide = [t.double() for t in (grad, torch.empty_like(grad), y, *vectors)]
-    right = (*reference._backward_into(*wide, frozen, "leaky_relu", slope), wide[1])
+    right = (*reference.backward_into(*wide, frozen, "leaky_relu", slope), wide[1])
     theirs_result = torch.empty_like(y)
-    theirs = (*reference._backward_into(grad, theirs_result, y, *vectors, frozen, "leaky_relu", slope), theirs_result)
+    theirs = (*reference.backward_into(grad, theirs_result, y, *vectors, frozen, "leaky_relu", slope), theirs_result)
     result = grad.clone() if over else torch.empty_like(grad)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -77,15 +78,15 @@ def test_forward_is_the_plain_formula(
 ) -> None:
     x = pair[0]
     generator = torch.Generator().manual_seed(1)
-    scale, shift = (torch.randn(x.shape[1], generator=generator) for _ in range(2))
+    vectors = [torch.randn(x.shape[1], generator=generator) for _ in range(3)]
     right = torch.empty_like(x, dtype=torch.float64)
-    reference._forward_into(x.double(), right, scale.double(), shift.double(), "leaky_relu", slope)
+    reference.forward_into(x.double(), right, *(vector.double() for vector in vectors), "leaky_relu", slope)
     source = x.clone()
     result = source if over else torch.empty_like(x)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        forward_into(source, result, scale, shift, slope, level)
+        forward_into(source, result, *vectors, slope, level)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(result.double(), right, rtol=1e-5, atol=1e-6)

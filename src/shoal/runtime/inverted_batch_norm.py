@@ -6,30 +6,23 @@ An activation with an inverse makes both unnecessary: the result of the pair, wh
 gives the normalised input back. So one tensor is saved where PyTorch saves two.
 
 `inverted_batch_norm` and `inverted_batch_norm_backward` are custom ops of torch, `shoal::...`, single nodes for
-compilers; `forward_` and `backward_` are the same over their first operand; `run` is a layer's call. On the CPU all of
-them work in pieces that stay in the cache, so that little but the result is allocated.
-
-The sweeps are native kernels for float32 on the CPU (`inverted_batch_norm_native`), else pointwise ops of PyTorch. Not
-yet good: double backward is refused; on CUDA each pointwise op is a sweep of its own.
+compilers; `forward_` and `backward_` are the same over their first operand; `run` is a layer's call. The sweeps are
+native kernels for float32 on the CPU (`inverted_batch_norm_native`), else pointwise ops of PyTorch
+(`inverted_batch_norm_reference`). Not yet good: double backward is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.runtime import inverted_batch_norm_native
+from shoal.runtime import inverted_batch_norm_native, inverted_batch_norm_reference
 from shoal.runtime.batch_norm_vectors import move_statistics
 from shoal.runtime.statistics import wide as wide_of
 
-_PIECE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a piece stay in the second cache
-_LEAST_PIECES = 16  # so that temporaries are small beside small tensors too
-_LEAST_ELEMS = 1 << 12
 _SCHEMA = (
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? variance, float eps, str activation, float slope)"
     " -> (Tensor, Tensor, Tensor)"
@@ -259,26 +252,13 @@ def _forward(
     scale = torch.rsqrt(variance + eps)
     if weight is not None:
         scale = scale * kept_from_zero(weight.to(wide), eps)
-    shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias.to(wide), mean, scale, value=-1)
+    shift = torch.zeros_like(mean) if bias is None else bias.to(wide)
     if inverted_batch_norm_native.can(x, y, activation):
         slope = 1.0 if activation == "identity" else slope
-        inverted_batch_norm_native.forward_into(x, y, scale.contiguous(), shift.contiguous(), slope)
+        inverted_batch_norm_native.forward_into(x, y, mean.contiguous(), scale.contiguous(), shift.contiguous(), slope)
     else:
-        _forward_into(x, y, scale, shift, activation, slope)
+        inverted_batch_norm_reference.forward_into(x, y, mean, scale, shift, activation, slope)
     return mean, variance
-
-
-def _forward_into(
-    x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str, slope: float
-) -> None:
-    """The torch reference."""
-    for (source, _), (target, per_channel) in zip(_pieces(x), _pieces(y), strict=True):
-        if x.dtype == scale.dtype:
-            torch.addcmul(shift.view(per_channel), source, scale.view(per_channel), out=target)
-            _activate_(target, activation, slope)
-        else:
-            z = torch.addcmul(shift.view(per_channel), source.to(scale.dtype), scale.view(per_channel))
-            target.copy_(_activate_(z, activation, slope))
 
 
 def _backward(
@@ -303,88 +283,13 @@ def _backward(
             grad, result, y, scale.contiguous(), shift.contiguous(), inverse_deviation.contiguous(), frozen, slope
         )
     else:
-        of_weight, of_bias = _backward_into(grad, result, y, scale, shift, inverse_deviation, frozen, activation, slope)
+        of_weight, of_bias = inverted_batch_norm_reference.backward_into(
+            grad, result, y, scale, shift, inverse_deviation, frozen, activation, slope
+        )
     return (
         of_weight.to(wide if weight is None else weight.dtype),
         of_bias.to(wide if bias is None else bias.dtype),
     )
-
-
-def _backward_into(
-    grad: torch.Tensor,
-    result: torch.Tensor,
-    y: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    inverse_deviation: torch.Tensor,
-    frozen: bool,
-    activation: str,
-    slope: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The torch reference: gradients of scale and shift, (C,) float64."""
-    wide, inverse_scale = scale.dtype, scale.reciprocal()
-    of_shift, of_scale = (torch.zeros_like(scale, dtype=torch.float64) for _ in range(2))
-
-    def undone(y_piece: torch.Tensor, grad_piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        z, of_z = _undo_activation(y_piece.to(wide), grad_piece.to(wide), activation, slope)
-        return z.sub_(shift.view(shape)).mul_(inverse_scale.view(shape)), of_z
-
-    for (y_piece, shape), (grad_piece, _) in zip(_pieces(y), _pieces(grad), strict=True):
-        normalised, of_z = undone(y_piece, grad_piece)
-        dims = [dim for dim in range(y_piece.dim()) if shape[dim] == 1]
-        of_shift += of_z.sum(dims)
-        of_scale += normalised.mul_(of_z).sum(dims)
-    rows = y.numel() // y.shape[1]
-    slide, tilt = (of_shift / rows).to(wide), (of_scale / rows).to(wide)
-    steep = scale * inverse_deviation
-    for (y_piece, shape), (grad_piece, _), (target, _) in zip(_pieces(y), _pieces(grad), _pieces(result), strict=True):
-        normalised, of_z = undone(y_piece, grad_piece)
-        if not frozen:
-            of_z = of_z.sub_(slide.view(shape)).sub_(normalised.mul_(tilt.view(shape)))
-        target.copy_(of_z.mul_(steep.view(shape)))
-    return of_scale, of_shift
-
-
-def _activate_(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
-    if activation == "identity":
-        return z
-    return nn.functional.elu_(z, slope) if activation == "elu" else nn.functional.leaky_relu_(z, slope)
-
-
-def _undo_activation(
-    y: torch.Tensor, grad: torch.Tensor, activation: str, slope: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What was activated, and its gradient; both new."""
-    if activation == "identity":
-        return y.clone(), grad.clone()
-    if activation == "leaky_relu":
-        z = torch.ops.aten.leaky_relu(y, 1 / slope)
-        return z, torch.ops.aten.leaky_relu_backward(grad, y, slope, True)
-    # Rounded to -alpha, the result has no inverse: the least that has one stands for it.
-    least = torch.finfo(y.dtype).eps / 2 - 1
-    z = torch.where(y > 0, y, torch.log1p((y / slope).clamp_(min=least, max=0)))
-    return z, torch.ops.aten.elu_backward(grad, slope, 1, 1, True, y)
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-    """Views of it that cover it, each with the shape in which a vector of its channels is broadcast over it."""
-    channels = tensor.shape[1]
-    elems = tensor.numel()
-    if tensor.device.type == "cpu":
-        elems = min(_PIECE_ELEMS, max(_LEAST_ELEMS, elems // _LEAST_PIECES))
-    rows = tensor.movedim(1, -1)
-    if tensor.numel() == 0:
-        return
-    if rows.is_contiguous():
-        rows = rows.view(-1, channels)
-        for piece in rows.split(max(1, elems // channels)):
-            yield piece, (1, channels)
-    elif tensor.is_contiguous():
-        images = tensor.view(len(tensor), channels, -1)
-        for piece in images.split(max(1, elems // images[0].numel())):
-            yield piece, (1, channels, 1)
-    else:
-        yield tensor, (1, channels, *[1] * (tensor.dim() - 2))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -1,6 +1,6 @@
 """The sweeps of `inverted_batch_norm` and its backward in `csrc/inverted_batch_norm.cpp`, for float32 on the CPU.
 
-ELU, other dtypes and other layouts are left to the torch reference in `shoal.runtime.inverted_batch_norm`.
+ELU, other dtypes and other layouts are left to `inverted_batch_norm_reference`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,19 @@ def can(source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
 
 
 def forward_into(
-    x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, slope: float, level: int = BEST
+    x: torch.Tensor,
+    y: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    slope: float,
+    level: int = BEST,
 ) -> None:
-    """Write LeakyReLU(x * scale + shift) into `y`, which may be `x`; operands as for `backward_into`."""
+    """Write LeakyReLU((x - mean) * scale + shift) into `y`, which may be `x`; operands as for `backward_into`."""
     library = native.library()
     assert library is not None
     call = _call(x, y, slope, level)
-    call.shift, call.steep = shift.data_ptr(), scale.data_ptr()
+    call.slide, call.shift, call.steep = mean.data_ptr(), shift.data_ptr(), scale.data_ptr()
     library.shoal_inverted_batch_norm_forward(ctypes.byref(call))
 
 
