@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,12 @@ import torch
 def _one_thread() -> None:
     # Tests are small and share their machine: a second thread would mostly wait.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collecting_is_quick() -> None:
+    gc.collect()
+    gc.freeze()  # what earlier modules left and imported is garbage to no test of this one
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import pytest
 
 from bench import budgets
 from bench.peers import PEERS
+from tests.bench.small import put_in_place
 
 SHOAL_COLUMNS = {
     "met",
@@ -26,12 +27,15 @@ SHOAL_COLUMNS = {
 }
 
 
-def test_quick_run_writes_every_column_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--quick", "--networks", "unet3d", "--budgets", "90", "--out", str(tmp_path)]
+def test_quick_run_writes_every_column_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_in_place(monkeypatch)
+    asked = ["--quick", "--networks", "googlenet", "--budgets", "90", "--out", str(tmp_path)]
     assert budgets.main(asked) == 0
     assert "1 of 1 budgets met, 0 exceeded" in capsys.readouterr().out.replace("\n", " ")
     (path,) = tmp_path.iterdir()
-    assert path.name.startswith("budgets-unet3d_")
+    assert path.name.startswith("budgets-googlenet_")
     result = json.loads(path.read_text())
     assert result["conditions"]["torch"] and result["conditions"]["threads"] == 1
     assert result["plain"]["repeatable"]

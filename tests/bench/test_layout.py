@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from bench import layout
+from tests.bench.small import put_in_place
 
 
 @pytest.mark.slow
-def test_every_figure_is_above_the_most_bytes_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_figure_is_above_the_most_bytes_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_in_place(monkeypatch)
     assert layout.main(["--quick", "--networks", "mobilenet_v2", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("layout_*.json")
     result = json.loads(path.read_text())

@@ -12,6 +12,7 @@ import torch
 from bench import offloading
 from bench.offloading import Run, front, links, verdicts
 from shoal import presets
+from tests.bench.small import put_in_place
 
 
 def run(name: str, peak_bytes: int) -> Run:
@@ -59,7 +60,10 @@ def test_the_ablations_are_slower_links_of_the_same_device() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_and_every_planned_row_has_its_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_and_every_planned_row_has_its_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_in_place(monkeypatch)
     assert offloading.main(["--quick", "--repeats", "1", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("offloading_*.json")
     (result,) = json.loads(path.read_text())["results"]

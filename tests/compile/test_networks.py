@@ -1,4 +1,4 @@
-"""Every network of `shoal.models` trains as in plain PyTorch, bit for bit, whatever is recomputed."""
+"""Every network of `shoal.models` is captured whole and trains as in plain PyTorch, whatever is recomputed."""
 
 from __future__ import annotations
 
@@ -32,3 +32,4 @@ def test_every_network_trains_like_plain_pytorch(name: str) -> None:
     batches = images(2, *models.example_shape(name, 2, SIDES.get(name, 32)))
     trained = assert_same_training(net, batches, keep_by_chance(1, 0.6, 0.2))
     assert len(trained.shoal.plan.recomputed) > 3
+    assert [name for name, parameter in trained.named_parameters() if parameter.grad is None] == []

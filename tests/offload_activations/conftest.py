@@ -11,14 +11,6 @@ from tests.offload_activations.networks import module
 from tests.runtime.links.slabs import our_threads
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _collecting_is_quick() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()  # what was imported is garbage to no test
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def _no_test_leaves_a_thread() -> Iterator[None]:
     yield

@@ -34,7 +34,7 @@ class Tiny(nn.Module):
 def put_in_place(monkeypatch: pytest.MonkeyPatch, out: Path) -> Callable[..., TrainOptions]:
     """Arguments for runs of the tiny network: 20 training images in batches of 8 make 3 steps an epoch."""
 
-    def build(name: str, *, num_classes: int, in_channels: int = 3, seed: int | None = None) -> nn.Module:
+    def build(name: str, *, num_classes: int = 10, in_channels: int = 3, seed: int | None = None) -> nn.Module:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0 if seed is None else seed)
             return Tiny(num_classes, in_channels)
