@@ -264,11 +264,12 @@ def test_a_plan_as_json(planned: Callable[..., Result]) -> None:
 
 
 @pytest.mark.parametrize("how", [[], ["--halo", "exact"], ["--stochastic", "0.2"]])
+@pytest.mark.usefixtures("tiny")
 def test_a_split_network_saves_smaller_storages(here: Path, how: list[str]) -> None:
     arguments = ["plan", "--model", "vgg19", "--batch", "16", "--image", "64", "--hardware", "p100-nvlink"]
     arguments += ["--planner", "keep_all", "--json"]
     whole = json.loads(invoke(*arguments).stdout)
-    figures = json.loads(invoke(*arguments, "--split", "0.5", "--grid", "2x2", *how).stdout)
+    figures = json.loads(invoke(*arguments, "--split", "1", "--grid", "2x2", *how).stdout)
     assert figures["kept_storages"] > 2 * whole["kept_storages"]
 
 

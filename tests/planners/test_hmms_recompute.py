@@ -40,13 +40,13 @@ def residual_blocks() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
-def step() -> StepGraph:
+@pytest.fixture(scope="module")
+def graph() -> StepGraph:
     p100 = presets.get("p100-nvlink")
     return shoal.plan(residual_blocks(), torch.randn(16, 3, 16, 16), hardware=p100, planner="keep_all").graph
 
 
-def test_what_batch_norms_return_is_made_again_and_what_they_normalise_leaves() -> None:
-    graph = step()
+def test_what_batch_norms_return_is_made_again_and_what_they_normalise_leaves(graph: StepGraph) -> None:
     plan = hmms_recompute(graph, HARDWARE, 0)
     again = {name for name, residence in plan.residences.items() if isinstance(residence, Recompute)}
     readers_in_blocks = [op for op in graph.ops[: graph.n_forward] if op.target.startswith("aten.relu.")][::2]
@@ -89,8 +89,7 @@ def targets_of(graph: StepGraph, storages: Collection[int]) -> list[str]:
     return [op.target for op in graph.ops[: graph.n_forward] if op.writes and op.writes[0] in storages]
 
 
-def test_the_link_carries_a_larger_share_of_what_is_left() -> None:
-    graph = step()
+def test_the_link_carries_a_larger_share_of_what_is_left(graph: StepGraph) -> None:
     assert graph.link is not None
     slow = replace(graph.link, to_host_bytes_per_second=graph.link.to_host_bytes_per_second / 100)
     graph = replace(graph, link=slow)
@@ -106,8 +105,7 @@ def test_its_plan_is_legal(graph: StepGraph) -> None:
     assert check(graph, plan.residences, schedule(graph, plan.residences)) == plan.predicted_peak_bytes
 
 
-def test_under_a_budget_the_device_waits_and_what_cannot_be_is_said() -> None:
-    graph = step()
+def test_under_a_budget_the_device_waits_and_what_cannot_be_is_said(graph: StepGraph) -> None:
     peak_bytes = hmms_recompute(graph, HARDWARE, 0).predicted_peak_bytes
     assert hmms_recompute(graph, HARDWARE, peak_bytes).predicted_peak_bytes <= peak_bytes
     with pytest.raises(BudgetError):

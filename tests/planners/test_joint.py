@@ -105,7 +105,7 @@ def test_the_least_of_a_vgg_is_two_of_its_first_activations_and_what_a_pooling_l
 @pytest.mark.parametrize("build", [conv_bn_relu_chain, resnet_like, densenet_like, unet_like])
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.45])
 def test_it_is_never_slower_than_the_chain_planner(build: object, share: float) -> None:
-    size = {conv_bn_relu_chain: (8,), densenet_like: ((3, 6, 8, 6),)}.get(build, ())  # type: ignore[call-overload]
+    size = {conv_bn_relu_chain: (8,), densenet_like: ((2, 4, 6, 4),), resnet_like: ((2, 3, 4, 2),)}.get(build, ())  # type: ignore[call-overload]
     graph = build(*size)  # type: ignore[operator]
     budget_bytes = int(share * plain_peak_bytes(graph))
     try:

@@ -73,17 +73,26 @@ def test_a_run_reports_each_step_and_each_epoch(tiny: Options) -> None:
     assert outcome.plan is None
 
 
-@pytest.mark.parametrize("planner", ["none", "joint"])
+@pytest.fixture(scope="module", params=["none", "joint"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Outcome]:
+    """A planner, and a run of it that nobody interrupts."""
+    with pytest.MonkeyPatch.context() as patch:
+        tiny = put_in_place(patch, tmp_path_factory.mktemp("whole"))
+        return request.param, run(tiny(planner=request.param, budget_bytes=ROOMY))
+
+
 @pytest.mark.parametrize("stop_after", [2, 3, 4])
-def test_an_interrupted_run_continues_bit_for_bit(tiny: Options, tmp_path: Path, planner: str, stop_after: int) -> None:
+def test_an_interrupted_run_continues_bit_for_bit(
+    tiny: Options, tmp_path: Path, whole: tuple[str, Outcome], stop_after: int
+) -> None:
     """In the middle of an epoch, at its end, and in the next one."""
-    whole = run(tiny(planner=planner, budget_bytes=ROOMY, out=tmp_path / "whole"))
+    planner, uninterrupted = whole
     part = tiny(planner=planner, budget_bytes=ROOMY, out=tmp_path / "parts")
     first = run(part, stop_after)
     assert first.signal == signal.SIGINT
-    assert first.losses == whole.losses[:stop_after]
+    assert first.losses == uninterrupted.losses[:stop_after]
     torch.manual_seed(12345)
-    assert_same_training(run(replace(part, resume=True)), whole)
+    assert_same_training(run(replace(part, resume=True)), uninterrupted)
 
 
 DRAWN = {"split": 0.5, "grid": (2, 1), "stochastic": 0.4, "planner": "none"}
