@@ -128,6 +128,29 @@ def test_a_kernel_that_applies_is_called(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(y, F.conv2d(x.relu(), weight))
 
 
+@pytest.mark.skipif(not levels(), reason="the native library was not built")
+@pytest.mark.parametrize(("channels", "side"), [(8, 4), (8, 70), (256, 4)], ids=["small", "many pixels", "wide"])
+def test_the_numbers_are_the_same_whoever_computes(
+    channels: int, side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = [_leaf(1, channels, side, side), _leaf(channels, channels, 3, 3, seed=1)]
+    vectors = [_leaf(channels, seed=seed, dtype=torch.float32) for seed in (2, 3, 4)]
+    found = []
+    for pays in (True, False, None):
+        if pays is not None:
+            monkeypatch.setattr(norm_conv_native, "pays", lambda *_, pays=pays, **__: pays)
+        else:
+            monkeypatch.undo()
+        x, weight = (
+            leaf.detach().float().contiguous(memory_format=torch.channels_last).requires_grad_() for leaf in drawn
+        )
+        y, mean_y, _ = norm_conv([x], *vectors, True, weight, None, Window([1, 1], [1, 1], [1, 1], 1), True)
+        found.append([y, *torch.autograd.grad(y.square().mean() + mean_y.sum(), [x, weight])])
+    for native, library, chosen in zip(*found, strict=True):
+        torch.testing.assert_close(native, library, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(chosen, library, rtol=1e-3, atol=1e-3)
+
+
 def test_flops_are_those_of_the_convolution() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -91,7 +91,7 @@ def convolve(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`norm_conv` of one tensor without autograd; the result goes to `out` where there is one."""
-    if norm_conv_native.applies(x, weight, bias, window):
+    if norm_conv_native.applies(x, weight, bias, window) and norm_conv_native.pays(x, weight, backward=False):
         rows = out if out is not None and pitch(out) is not None else None
         y, mean_y, variance_y = norm_conv_native.forward(
             x, mean, scale, shift, rectify, weight, bias, window, statistics, out=rows
@@ -200,7 +200,7 @@ def convolve_backward(
         grad_x: the gradient of x is added to it and it is returned; None: a new tensor.
         The others as for `norm_conv_native.backward`.
     """
-    if norm_conv_native.applies(x, weight, None, window):
+    if norm_conv_native.applies(x, weight, None, window) and norm_conv_native.pays(x, weight, backward=True):
         rows = grad_x if grad_x is not None and pitch(grad_x) is not None else None
         of_input, *others = norm_conv_native.backward(
             grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, rectify, weight, window, needs, grad_x=rows

@@ -29,9 +29,8 @@ from shoal.runtime.norm_rows import (
     workspace,
 )
 
-# Channels in times channels out from which the library's 3 x 3 around passes of its own is faster: nine taps of such a
-# weight fit no second cache.
-_WIDE = 1 << 16
+_WIDE = 1 << 16  # channels in times channels out: nine taps of such a weight fit no second cache
+_MANY_PIXELS = 4096
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,13 @@ def applies(
     bias: torch.Tensor | None,
     window: Window,
 ) -> bool:
-    """Whether `forward` and `backward` can do this case here, and are worth it."""
+    """Whether `forward` and `backward` can do this case, here."""
     kernel = tuple(weight.shape[2:])
     return (
         bool(levels())
         and weight.dtype == torch.float32
         and weight.device.type == "cpu"
         and kernel in ((1, 1), (3, 3))
-        and (kernel == (1, 1) or weight.shape[0] * weight.shape[1] < _WIDE)
         and weight.shape[1] == x.shape[1]
         and weight.shape[0] > 0
         and all(step == 1 for step in window.stride)
@@ -89,6 +87,18 @@ def applies(
         and (bias is None or bias.dtype == torch.float32)
         and pitch(x) is not None
     )
+
+
+def pays(x: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> bool:
+    """Whether that is faster than the library's convolution between two sweeps, as `python -m bench.norm_conv` has it.
+
+    A 1 x 1 is. A 3 x 3 is backward, unless it is wide; forward, the library wins with AVX2 where there are many pixels.
+    """
+    if weight.shape[2] == 1:
+        return True
+    if weight.shape[0] * weight.shape[1] >= _WIDE:
+        return False
+    return backward or levels()[-1] == "avx512" or x.numel() // x.shape[1] < _MANY_PIXELS
 
 
 def forward(
