@@ -130,9 +130,7 @@ def test_a_kernel_that_applies_is_called(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.skipif(not levels(), reason="the native library was not built")
 @pytest.mark.parametrize(("channels", "side"), [(8, 4), (8, 70), (256, 4)], ids=["small", "many pixels", "wide"])
-def test_the_numbers_are_the_same_whoever_computes(
-    channels: int, side: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_numbers_are_the_same_whoever_computes(channels: int, side: int, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = [_leaf(1, channels, side, side), _leaf(channels, channels, 3, 3, seed=1)]
     vectors = [_leaf(channels, seed=seed, dtype=torch.float32) for seed in (2, 3, 4)]
     found = []
