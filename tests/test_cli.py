@@ -172,7 +172,7 @@ def test_plain_pytorch_that_meets_its_wall_ends_with_exit_code_3(here: Path) -> 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.usefixtures("tiny")
 def test_ctrl_c_leaves_a_run_that_resume_finishes(here: Path) -> None:
-    arguments = ["train", *PLAIN, "--out", "run", "--epochs", "3", "--json", "result.json"]
+    arguments = ["train", *PLAIN, "--out", "run", "--epochs", "3", "--workers", "1", "--json", "result.json"]
     in_the_second_epoch = """
 import os, signal
 from tests.training.tiny import Tiny

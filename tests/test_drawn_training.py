@@ -83,6 +83,7 @@ def same_steps(ours: nn.Module, theirs: nn.Module, batches: list[torch.Tensor], 
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planner", "batch_norm", "grid"),
     [
@@ -176,6 +177,7 @@ def test_evaluation_is_of_the_unsplit_network() -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(("planner", "share"), [("keep_all", 1.0), ("joint", 0.75)])
 def test_the_budget_holds_at_the_corners_of_all_draws(
     planner: str, share: float, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,6 @@ from bench import layout
 from tests.bench.small import put_in_place
 
 
-@pytest.mark.slow
 def test_every_figure_is_above_the_most_bytes_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,7 @@ def train_one_rank(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
 def test_in_distributed_data_parallel_every_rank_trains_like_plain_pytorch(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(train_one_rank, (str(tmp_path),), nprocs=2)

@@ -99,7 +99,16 @@ DRAWN = {"split": 0.5, "grid": (2, 1), "stochastic": 0.4, "planner": "none"}
 DRAWN_AND_PLANNED = {**DRAWN, "planner": "joint", "budget_bytes": ROOMY}
 
 
-@pytest.mark.parametrize("change", [{"optimizer": "adamw"}, {"workers": 1}, {"amp": "fp16"}, DRAWN, DRAWN_AND_PLANNED])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": "adamw"},
+        {"workers": 1},
+        {"amp": "fp16"},
+        DRAWN,
+        pytest.param(DRAWN_AND_PLANNED, marks=pytest.mark.slow),
+    ],
+)
 def test_so_does_one_with(tiny: Options, tmp_path: Path, change: dict[str, Any]) -> None:
     whole = run(tiny(**change, out=tmp_path / "whole"))
     part = tiny(**change, out=tmp_path / "parts")
