@@ -20,7 +20,7 @@ def dropout_(x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     if p == 1:
         return x.mul_(0), mask.zero_()
     mask.bernoulli_(1 - p)
-    return x.mul_(mask).mul_(_factor(x, p)), mask
+    return _scaled_(x, mask, p), mask
 
 
 def dropout_backward(grad: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
@@ -30,9 +30,14 @@ def dropout_backward(grad: torch.Tensor, mask: torch.Tensor, p: float) -> torch.
 
 def dropout_backward_(grad: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
     """`dropout_backward`, written over `grad`."""
-    return grad.mul_(mask).mul_(_factor(grad, p))
+    return _scaled_(grad, mask, p)
 
 
-def _factor(like: torch.Tensor, p: float) -> torch.Tensor:
-    factor = torch.ones((), dtype=like.dtype)
-    return factor.zero_() if p == 1 else factor.div_(1 - p)
+def _scaled_(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+    factor = torch.ones((), dtype=x.dtype)
+    if p == 1:
+        return x.mul_(mask).mul_(factor.zero_())
+    factor.div_(1 - p)
+    if 1 / (1 - p) < torch.finfo(x.dtype).max:
+        return x.mul_(mask).mul_(factor)
+    return x.mul_(torch.where(mask, factor, 0.0))  # float16's factor is infinite, and 0 times that is no number
