@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from shoal.runtime.batch_norm_vectors import batch_norm_scale
 from shoal.runtime.norm_conv import convolve, convolve_backward
 from shoal.runtime.norm_conv_native import Window
 from shoal.runtime.statistics import layout_of, measure, whole_gradient, wide
@@ -132,8 +133,12 @@ def _forward(
 def _step(
     x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, step: Step, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    scale, weight = step.gamma * torch.rsqrt(variance + step.eps), step.weight
-    return convolve(x, mean, scale, step.beta, step.rectify, weight, None, _window(weight), True, out)
+    return convolve(x, mean, *_line(step, variance), step.rectify, step.weight, None, _window(step.weight), True, out)
+
+
+def _line(step: Step, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and shift of its batch norm, in the dtype of `variance`."""
+    return batch_norm_scale(variance, step.gamma, step.eps), step.beta.to(variance.dtype)
 
 
 def _forward_fake(
@@ -193,7 +198,6 @@ def _backward(
         for place in reversed(range(steps)):
             x, mean, variance = read[place]
             step = layer[place]
-            inverse = torch.rsqrt(variance + step.eps)
             into = None if place else sums[:, :have]
             of_x, of_read_mean, of_scale, of_beta, of_weight, _ = convolve_backward(
                 of_y,
@@ -203,8 +207,7 @@ def _backward(
                 y,
                 mean_y,
                 mean,
-                step.gamma * inverse,
-                step.beta,
+                *_line(step, variance),
                 step.rectify,
                 step.weight,
                 _window(step.weight),
@@ -213,8 +216,10 @@ def _backward(
             )
             assert of_x is not None and of_read_mean is not None and of_scale is not None
             assert of_beta is not None and of_weight is not None
-            of_parameters.append([of_scale * inverse, of_beta, of_weight])
-            of_read_variance = of_scale * step.gamma * inverse.pow(3) * -0.5
+            of_read_variance, of_gamma = torch.ops.shoal.batch_norm_scale_backward(
+                of_scale, variance, step.gamma, step.eps, [True, True]
+            )
+            of_parameters.append([of_gamma, of_beta, of_weight])
             of_y, of_mean, of_variance, y, mean_y = of_x, of_read_mean, of_read_variance, x, mean
         of_means[:have] += of_mean
         of_variances[:have] += of_variance
@@ -230,7 +235,7 @@ def _backward(
     return [
         _empty(features, have).copy_(of_x),
         *(() if measured else (of_mean.clone(), of_variance.clone())),
-        *(of.contiguous(memory_format=layout_of(to)) for of, to in zip(grads, parameters, strict=True)),
+        *(of.to(to.dtype).contiguous(memory_format=layout_of(to)) for of, to in zip(grads, parameters, strict=True)),
     ]
 
 
