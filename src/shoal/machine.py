@@ -20,9 +20,10 @@ from shoal.cache import cache_dir
 from shoal.errors import InputError
 from shoal.files import write_json
 from shoal.native import fingerprint
+from shoal.runtime import norm_rows, norm_triton
 
 _FORMAT = 1
-_KERNEL_VARIABLES = ("SHOAL_NORM_LEVEL", "SHOAL_TRITON")
+_KERNEL_VARIABLES = (norm_rows.LEVEL_VARIABLE, norm_triton.VARIABLE)
 
 
 def device_of(name: str | torch.device) -> torch.device:
