@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal import fuse_batchnorm
 from shoal.models.densenet import DenseNet
-from shoal.transforms.dense_blocks import DenseBlock
+from shoal.transforms.fused_layers import DenseBlock
 
 
 class Layered(nn.Module):
@@ -200,6 +200,17 @@ def test_under_autocast_layer_by_layer() -> None:
     true = truth(_images())
     assert ours.dtype == theirs.dtype
     assert (ours - true).norm() <= 2 * (theirs - true).norm() + 0.02 * true.norm()
+
+
+def test_a_network_in_bfloat16_trains_in_bfloat16() -> None:
+    net, fused = _pair(lambda: Layered(2))
+    truth, net, fused = net, copy.deepcopy(net).bfloat16(), fused.bfloat16()
+    results = [model(_images(dtype)) for model, dtype in ((truth, torch.float64), (net, torch.bfloat16))]
+    ours = fused(_images(torch.bfloat16))
+    assert ours.dtype == torch.bfloat16
+    assert (ours - results[0]).norm() <= 2 * (results[1] - results[0]).norm() + 0.02 * results[0].norm()
+    ours.square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in fused.parameters())
 
 
 def test_no_gradient_of_frozen_weights_is_kept() -> None:

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.runtime.batch_norm_vectors import batch_norm_scale, move_statistics
+from shoal.runtime.dense_block import Step, dense_block
 from shoal.runtime.norm_act import joined, norm_act
 from shoal.runtime.norm_conv import norm_conv
 from shoal.runtime.norm_conv_native import Window
@@ -111,6 +112,74 @@ class Convolve(nn.Module):
         return y, ((mean_y, variance_y) if wanted else None)
 
 
+class DenseBlock(nn.Module):
+    """The layers of a dense block, each a chain of batch norms and convolutions."""
+
+    def __init__(self, layers: Sequence[Sequence[tuple[Affine, Convolve]]]) -> None:
+        super().__init__()
+        self.layers = tuple(tuple(layer) for layer in layers)  # in tuples, so that none is a child
+
+    def forward(self, xs: Sequence[torch.Tensor], moments: Sequence[Moments | None]) -> tuple[torch.Tensor, Moments]:
+        """What the first layer reads, and its statistics → all channels and their statistics.
+
+        Statistics that are not given are measured; where no batch norm of the block does, they are zeros that nobody
+        reads.
+        """
+        if not self._is_one_op(xs):
+            return self._layer_by_layer(xs, moments)
+        known = [pair for pair in moments if pair is not None]
+        mean, variance = None, None
+        if len(known) == len(xs):
+            mean, variance = (joined_vectors([pair[which] for pair in known]) for which in range(2))
+        steps = [
+            [
+                Step(norm.layer.weight, norm.layer.bias, conv.layer.weight, norm.layer.eps, conv.rectify)
+                for norm, conv in layer
+            ]
+            for layer in self.layers
+        ]
+        x = joined(xs)
+        features, (means, variances), between = dense_block(x, mean, variance, steps)
+        count = x.numel() // x.shape[1]
+        for layer, pairs in zip(self.layers, between, strict=True):
+            channels = layer[0][0].layer.num_features
+            read = [(means[:channels], variances[:channels]), *pairs]
+            for (norm, _), pair in zip(layer, read, strict=True):
+                if norm.layer.track_running_stats:
+                    move_statistics(norm.layer, *pair, count)
+        return features, (means, variances)
+
+    def _is_one_op(self, xs: Sequence[torch.Tensor]) -> bool:
+        kind, device = xs[0].dtype, xs[0].device
+        return (
+            not torch.is_autocast_enabled(device.type)
+            and all(x.dtype == kind for x in xs)
+            and xs[0].numel() > xs[0].shape[1]
+            and all(
+                norm.layer.training and conv.layer.weight.dtype == kind and xs[0].dim() == conv.layer.weight.dim()
+                for layer in self.layers
+                for norm, conv in layer
+            )
+        )
+
+    def _layer_by_layer(
+        self, xs: Sequence[torch.Tensor], moments: Sequence[Moments | None]
+    ) -> tuple[torch.Tensor, Moments]:
+        measuring = any(measures(norm.layer) for layer in self.layers for norm, _ in layer)
+        features = list(xs)
+        measured = [statistics(x) if pair is None and measuring else pair for x, pair in zip(xs, moments, strict=True)]
+        for layer in self.layers:
+            read, pairs = list(features), list(measured)
+            for norm, conv in layer:
+                y, pair = conv(read, norm(read, pairs))
+                read, pairs = [y], [pair]
+            features += read
+            measured += pairs
+        known = [pair or _unmeasured(x) for x, pair in zip(features, measured, strict=True)]
+        mean, variance = (joined_vectors([pair[which] for pair in known]) for which in range(2))
+        return joined(features), (mean, variance)
+
+
 def zero_padding(layer: _ConvNd) -> list[int]:
     """The padding at each side; raises ValueError where the two sides differ or it is not zeros."""
     if layer.padding_mode != "zeros":
@@ -133,3 +202,8 @@ def joined_vectors(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _shape(xs: Sequence[torch.Tensor]) -> torch.Size:
     channels = sum(x.shape[1] for x in xs)
     return torch.Size([xs[0].shape[0], channels, *xs[0].shape[2:]])
+
+
+def _unmeasured(x: torch.Tensor) -> Moments:
+    nothing = x.new_zeros(x.shape[1], dtype=wide(x.dtype))
+    return nothing, nothing
