@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shoal.runtime.direct_call import direct_call
 from shoal.runtime.norm_sweeps import sweeps
 
 
@@ -26,7 +27,7 @@ def statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     >>> mean, variance
     (tensor([4.]), tensor([5.]))
     """
-    mean, variance = torch.ops.shoal.statistics(x)
+    mean, variance = _statistics(x)
     return mean, variance
 
 
@@ -142,7 +143,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) 
 
 
 def _differentiate(ctx: Any, of_mean: torch.Tensor, of_variance: torch.Tensor) -> torch.Tensor:
-    gradient: torch.Tensor = torch.ops.shoal.statistics_backward(of_mean, of_variance, *ctx.saved_tensors)
+    gradient: torch.Tensor = _statistics_backward(of_mean, of_variance, *ctx.saved_tensors)
     return gradient
 
 
@@ -155,3 +156,6 @@ torch.library.impl("shoal::statistics_backward", "CompositeExplicitAutograd", _b
 torch.library.register_fake("shoal::statistics", _forward_fake)
 torch.library.register_fake("shoal::statistics_backward", _backward_fake)
 torch.library.register_autograd("shoal::statistics", _differentiate, setup_context=_setup)
+
+_statistics = direct_call(torch.ops.shoal.statistics, _forward, _setup, _differentiate)
+_statistics_backward = direct_call(torch.ops.shoal.statistics_backward, _backward)
