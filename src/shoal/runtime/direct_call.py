@@ -14,8 +14,6 @@ import torch
 
 from shoal.errors import InputError
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
 
 def direct_call(
     op: Callable[..., Any],
@@ -31,7 +29,7 @@ def direct_call(
         setup, differentiate: what `torch.library.register_autograd` was given; None: nothing runs through it backward.
 
     Returns:
-        Takes the op's arguments, by position; differentiable once, and says so where more is asked.
+        Takes the op's arguments, by position, its lists as lists; differentiable once, and says so where more is asked.
     """
 
     class Direct(torch.autograd.Function):
@@ -86,14 +84,18 @@ def _watched(arguments: tuple[Any, ...]) -> bool:
     ):
         return True
     for value in arguments:
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, torch.Tensor) and (type(tensor) not in _PLAIN or tensor.is_meta):
+        for tensor in value if type(value) is list else (value,):
+            kind = type(tensor)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                if tensor.is_meta:
+                    return True
+            elif isinstance(tensor, torch.Tensor):
                 return True
     return False
 
 
 def _is_tensors(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(each, torch.Tensor) for each in value)
+    return type(value) is list and any(isinstance(each, torch.Tensor) for each in value)
 
 
 def _flat(lengths: tuple[int, ...], values: tuple[Any, ...]) -> list[Any]:

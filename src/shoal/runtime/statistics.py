@@ -97,7 +97,9 @@ def layout_of(*tensors: torch.Tensor) -> torch.memory_format:
     """
     for x in tensors:
         for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-            if x.dim() == dims and not x.is_contiguous() and _channels_are_innermost(x):
+            if x.dim() != dims or x.is_contiguous():
+                continue
+            if x.is_contiguous(memory_format=layout) or _channels_are_innermost(x):
                 return layout
     return torch.contiguous_format
 
