@@ -115,11 +115,18 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rehearsed(
-    name: str, image: int, plain_batch: int, *, ways: Collection[str] = (), exact: bool = False
+    name: str,
+    image: int,
+    plain_batch: int,
+    *,
+    ways: Collection[str] = (),
+    first: int | None = None,
+    exact: bool = False,
 ) -> dict[str, Any]:
     """The largest batches that run whole steps behind the wall that plain PyTorch just passes with `plain_batch`.
 
-    `ways` names the contenders of `REHEARSED_WAYS` beside plain PyTorch; none: all. Saved tensors may leave over the
+    `ways` names the contenders of `REHEARSED_WAYS` beside plain PyTorch; none: all. The search begins with `first`
+    images, without it with as many as the best way before. Saved tensors may leave over the
     paper's link, as much slower as this CPU computes slower. Steps are timed afterwards, without the wall, all
     contenders taking turns.
     """
@@ -140,7 +147,8 @@ def rehearsed(
 
         largest = max((row["batch"] for row in rows), default=0)
         apart, most = max(1, plain_batch // 4), _MOST_TIMES * plain_batch
-        batch = largest_that_runs(at, limit_bytes, largest or plain_batch, apart, most)
+        begin = plain_batch if planner is None else min(first or largest or plain_batch, most)
+        batch = largest_that_runs(at, limit_bytes, begin, apart, most)
         rows.append({"contender": contender, "batch": batch, "images_per_second": 0.0})
         if batch:
             ran[contender] = at(batch)
@@ -238,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--ways", default="", help="of the rehearsal, beside plain PyTorch, parted by semicolons; default: all"
     )
+    parser.add_argument("--first", type=int, help="images the rehearsal's search begins with")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
     asked = parser.parse_args(arguments)
     image, memory_bytes = (64, 2**30) if asked.quick else (224, paper_machine().device.memory_bytes)
@@ -249,6 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InputError(f"--parts {asked.parts}: give simulated, rehearsed or both")
         if not set(to_rehearse) <= set(REHEARSED):
             raise InputError(f"--rehearse {asked.rehearse}: give some of {', '.join(REHEARSED)}")
+        if asked.first is not None and asked.first < 1:
+            raise InputError(f"--first {asked.first}: give at least 1 image")
         known = [way for way, _, _ in (*REHEARSED_WAYS, EXACT)]
         if not set(ways) <= set(known):
             raise InputError(f"--ways {asked.ways}: give some of {'; '.join(known)}")
@@ -268,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(table(title, rows, None if asked.quick else PAPER[name]))
     for name in to_rehearse if "rehearsed" in parts and not asked.quick else ():
         pixels, batch = REHEARSED[name]
-        ran = rehearsed(name, pixels, batch, ways=ways, exact=asked.exact)
+        ran = rehearsed(name, pixels, batch, ways=ways, first=asked.first, exact=asked.exact)
         result["rehearsed"].append(ran)
         title = f"{name}, {pixels} pixels, run on this CPU behind a wall of {format_bytes(ran['limit_bytes'])}"
         console.print(table(title, ran["rows"], None))
