@@ -12,10 +12,10 @@ import torch
 from torch.nn.functional import pad
 
 from shoal.codecs.bit_packing import pack_bits, unpack_bits
+from shoal.codecs.pieces import PIECE_ELEMS, pieces
 
 RUN_ELEMS = 4096
 LANES = 64
-_PIECE_ELEMS = 1 << 16
 
 
 def encode_blocks(x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> None:
@@ -31,18 +31,16 @@ def encode_blocks(x: torch.Tensor, block_elems: int | None, means: torch.Tensor,
 
 def decode_blocks(bits: torch.Tensor, means: torch.Tensor, block_elems: int | None, out: torch.Tensor) -> None:
     """As `one_bit.decode_blocks`, on any device."""
-    block = block_elems or max(out.numel(), 1)
     negative = torch.empty(out.numel(), dtype=torch.bool, device=out.device)
     unpack_bits(bits, negative)
-    for first in range(0, out.numel(), _PIECE_ELEMS):
-        side = negative[first : first + _PIECE_ELEMS]
-        of_block = means[torch.arange(first, first + len(side), device=out.device) // block]
-        torch.where(side, of_block[:, 1], of_block[:, 0], out=out[first : first + len(side)])
+    for elements, blocks, columns in pieces(out.numel(), block_elems):
+        side = negative[elements].view(-1, columns)
+        out[elements] = torch.where(side, means[blocks, 1:], means[blocks, :1]).view(-1)
 
 
 def _whole_blocks(x: torch.Tensor, block: int) -> Iterator[tuple[int, torch.Tensor]]:
     """The number of a block and, from there on, some blocks of one length as rows; the last, short one alone."""
-    at_once = max(_PIECE_ELEMS // block, 1) * block
+    at_once = max(PIECE_ELEMS // block, 1) * block
     whole = x.numel() // block * block
     for first in range(0, whole, at_once):
         yield first // block, x[first : min(first + at_once, whole)].view(-1, block)
@@ -53,8 +51,8 @@ def _whole_blocks(x: torch.Tensor, block: int) -> Iterator[tuple[int, torch.Tens
 def _ordered_sums(rows: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
     """Of each row's members, (rows,) float64."""
     totals = rows.new_zeros(len(rows), dtype=torch.float64)
-    for first in range(0, rows.shape[1], _PIECE_ELEMS):
-        part = slice(first, first + _PIECE_ELEMS)
+    for first in range(0, rows.shape[1], PIECE_ELEMS):
+        part = slice(first, first + PIECE_ELEMS)
         values = rows[:, part].where(members[:, part], 0).double()
         # Zeros at the end of a lane change no sum.
         run = RUN_ELEMS if values.shape[1] > RUN_ELEMS else -(-values.shape[1] // LANES) * LANES
