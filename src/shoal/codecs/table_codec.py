@@ -114,7 +114,7 @@ class TableCodec(FloatCodec):
 
         >>> from shoal.codecs import get
         >>> get("dynamic_tree", block=None).encode(torch.tensor([0.5, -1.0, 0.0])).payload.tolist()
-        [0, 0, 128, 63, 99, 255, 0]
+        [0, 0, 128, 63, 98, 255, 0]
         """
         dense, payload = self._ready(tensor, out)
         self._encode(flat(dense).float(), payload, seed)
