@@ -48,7 +48,7 @@ def _uniform(element, seed):
     return (h >> 8).to(tl.float32) * 5.9604644775390625e-08
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["seed", "first_elem"])
 def encode(
     x,
     codes,
@@ -63,6 +63,7 @@ def encode(
     before,
     last,
     seed,
+    first_elem,
     SHIFT: tl.constexpr,
     FIXED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -88,16 +89,17 @@ def encode(
     scale_bits = tl.where(finite, scale.to(tl.int32, bitcast=True), _NAN)
     tl.store(scales + block, scale_bits.to(tl.float32, bitcast=True), mask=block < blocks)
 
-    share = tl.div_rn(magnitude.to(tl.float32, bitcast=True), tl.where(finite & (scale > 0.0), scale, 1.0)[:, None])
+    counts = finite & (scale > 0.0)
+    share = tl.div_rn(magnitude.to(tl.float32, bitcast=True), tl.where(counts, scale, 1.0)[:, None])
     key = share.to(tl.int32, bitcast=True)
     entry = tl.load(buckets + tl.minimum(tl.maximum((key >> SHIFT) - before, 0), last))
     index = (entry & 127) + ((key & ((1 << SHIFT) - 1)) >= (entry >> 7)).to(tl.int32)
     if STOCHASTIC:
         low = tl.load(values + index)
         high = tl.load(values + tl.minimum(index + 1, 127))
-        up = _uniform(start + within, seed) < tl.div_rn(share - low, high - low)
+        up = _uniform(start + within + first_elem, seed) < tl.div_rn(share - low, high - low)
         index += (up & (index < 127)).to(tl.int32)
-    code = tl.where(finite[:, None], index, 0) | ((bits >> 24) & 128)
+    code = tl.where(counts[:, None], index, 0) | ((bits >> 24) & 128)
     tl.store(codes + start + within, code.to(tl.uint8), mask=there)
 
 
@@ -120,7 +122,10 @@ def _narrowed(bits, DROPPED: tl.constexpr, NEAREST: tl.constexpr):
     magnitude = bits & _MAGNITUDE
     narrow = bits
     if NEAREST:
-        rounded = bits + (((bits >> DROPPED) & 1) + ((1 << (DROPPED - 1)) - 1))  # ties to even; may reach infinity
+        below_half = (1 << (DROPPED - 1)) - 1
+        if DROPPED == 24:  # codes are powers of four: but for that of 0, the middle of two is no half in bits
+            below_half = tl.where(magnitude >= 1 << 24, below_half - 0x200000, below_half)
+        rounded = bits + (((bits >> DROPPED) & 1) + below_half)  # ties to even; may reach infinity
         narrow = tl.where(magnitude < _INFINITY, rounded, bits)
     return tl.where(magnitude > _INFINITY, bits | 0x00400000, narrow)
 
@@ -199,19 +204,115 @@ def unpack_bytes(packed, out, elems, WIDTH: tl.constexpr, COLUMNS: tl.constexpr)
 
 
 @triton.jit
-def _bytes_of(flags):
-    """Eight flags a byte, the first in the lowest bit: (ROWS, 8) of 0 and 1 to (ROWS,)."""
-    return tl.sum(flags << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
+def sign_mask(x, mask, elems, COLUMNS: tl.constexpr):
+    """One bit for each element that is > 0, eight a byte, the first in the lowest bit."""
+    first = tl.program_id(0).to(tl.int64) * COLUMNS
+    byte = tl.arange(0, COLUMNS // 8)
+    place = tl.arange(0, 8)[None, :]
+    within = byte[:, None] * 8 + place
+    flags = (tl.load(x + first + within, mask=within < elems - first, other=0) > 0).to(tl.int32)
+    tl.store(mask + first // 8 + byte, tl.sum(flags << place, axis=1).to(tl.uint8), mask=byte * 8 < elems - first)
 
 
 @triton.jit
-def sign_mask(x, mask, elems, COLUMNS: tl.constexpr):
-    """One bit for each element that is > 0, eight a byte."""
-    first = tl.program_id(0).to(tl.int64) * COLUMNS
-    byte = tl.arange(0, COLUMNS // 8)
-    within = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
-    values = tl.load(x + first + within, mask=within < elems - first, other=0.0)
-    tl.store(mask + first // 8 + byte, _bytes_of((values > 0.0).to(tl.int32)), mask=byte * 8 < elems - first)
+def _flags(bits, start, within, there):
+    """Of each element, its bit."""
+    element = start + within
+    return (tl.load(bits + element // 8, mask=there, other=0).to(tl.int32) >> (element % 8).to(tl.int32)) & 1
+
+
+@triton.jit
+def unpack_flags(bits, out, elems, COLUMNS: tl.constexpr):
+    """The inverse of `sign_mask`: 0 or 1 a byte."""
+    start, within, there, _ = _tile(elems, COLUMNS, 1, 1, COLUMNS)
+    tl.store(out + start + within, _flags(bits, start, within, there).to(tl.uint8), mask=there)
+
+
+@triton.jit
+def _folded(lanes, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """The sum of each row of lanes, by halves."""
+    half: tl.constexpr = LANES // 2
+    lanes = tl.sum(tl.reshape(lanes, (ROWS, 2, half)), axis=1)  # of two numbers: their order does not matter
+    if half > 1:
+        return _folded(lanes, ROWS, half)
+    else:
+        return tl.reshape(lanes, (ROWS,))
+
+
+@triton.jit
+def sum_sides(
+    x,
+    bits,
+    sums,
+    counts,
+    elems,
+    block_elems,
+    runs_a_block,
+    runs,
+    longest,
+    RUN: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Of each run of RUN elements of a block: the sum and the count of what is not < 0, of what is, and its bits.
+
+    In float64, lane by lane in order, and lanes by halves. `longest`: elements of the longest run.
+    """
+    run = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    begun = run % runs_a_block * RUN  # within the block
+    first = run // runs_a_block * block_elems + begun
+    length = tl.minimum(tl.minimum(block_elems - begun, elems - first), RUN)
+    length = tl.where(run < runs, tl.maximum(length, 0), 0)
+    lane = tl.arange(0, LANES)
+    byte = tl.arange(0, LANES // 8)
+    plus = tl.zeros([ROWS, LANES], tl.float64)
+    minus = tl.zeros([ROWS, LANES], tl.float64)
+    fewer = tl.zeros([ROWS, LANES], tl.int32)
+    for row in range(0, longest, LANES):
+        there = (row + lane)[None, :] < length[:, None]
+        values = tl.load(x + first[:, None] + (row + lane)[None, :], mask=there, other=0.0)
+        negative = values < 0.0
+        plus += tl.where(negative, 0.0, values).to(tl.float64)
+        minus += tl.where(negative, values, 0.0).to(tl.float64)
+        fewer += negative.to(tl.int32)
+        places = tl.reshape(negative.to(tl.int32), (ROWS, LANES // 8, 8)) << tl.arange(0, 8)[None, None, :]
+        to = bits + first[:, None] // 8 + (row // 8 + byte)[None, :]
+        tl.store(to, tl.sum(places, axis=2).to(tl.uint8), mask=(row + byte * 8)[None, :] < length[:, None])
+    below = tl.sum(fewer, axis=1)
+    tl.store(sums + run * 2, _folded(plus, ROWS, LANES), mask=run < runs)
+    tl.store(sums + run * 2 + 1, _folded(minus, ROWS, LANES), mask=run < runs)
+    tl.store(counts + run * 2, (length - below).to(tl.int32), mask=run < runs)
+    tl.store(counts + run * 2 + 1, below, mask=run < runs)
+
+
+@triton.jit
+def mean_sides(sums, counts, means, runs_a_block, runs, blocks, ROWS: tl.constexpr, AHEAD: tl.constexpr):
+    """The two means of each block from its runs, in order; the one NaN for both where one is in the block."""
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    side = tl.arange(0, 2)[None, :]
+    total = tl.zeros([ROWS, 2], tl.float64)
+    count = tl.zeros([ROWS, 2], tl.int64)
+    for begin in range(0, runs_a_block, AHEAD):
+        for ahead in tl.static_range(AHEAD):
+            run = block * runs_a_block + begin + ahead
+            there = ((block < blocks) & (begin + ahead < runs_a_block) & (run < runs))[:, None]
+            total += tl.load(sums + run[:, None] * 2 + side, mask=there, other=0.0)
+            count += tl.load(counts + run[:, None] * 2 + side, mask=there, other=0)
+    mean = tl.where(count > 0, total / tl.maximum(count, 1).to(tl.float64), 0.0).to(tl.float32)
+    missing = tl.max((total != total).to(tl.int32), axis=1)[:, None] > 0
+    mean_bits = tl.where(missing, _NAN, mean.to(tl.int32, bitcast=True))
+    tl.store(means + block[:, None] * 2 + side, mean_bits.to(tl.float32, bitcast=True), mask=(block < blocks)[:, None])
+
+
+@triton.jit
+def decode_sides(
+    bits, means, out, elems, blocks, block_elems, tiles_a_block, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Each element's mean, by its bit."""
+    start, within, there, block = _tile(elems, block_elems, tiles_a_block, ROWS, COLUMNS)
+    plus = tl.load(means + block * 2, mask=block < blocks, other=0.0)[:, None]
+    minus = tl.load(means + block * 2 + 1, mask=block < blocks, other=0.0)[:, None]
+    tl.store(out + start + within, tl.where(_flags(bits, start, within, there) == 1, minus, plus), mask=there)
 
 
 INTERPRETED = not isinstance(encode, triton.JITFunction)  # TRITON_INTERPRET=1 was set before this was imported

@@ -18,6 +18,7 @@ from shoal.errors import CodecError
 
 VARIABLE = "SHOAL_TRITON"
 TILE_ELEMS = 4096
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.bool)
 
 
 def kernels() -> ModuleType | None:
@@ -28,9 +29,9 @@ def kernels() -> ModuleType | None:
 def applies(*tensors: torch.Tensor) -> bool:
     """Whether the kernels read and write these tensors here: all on one such device, and each one dimension, dense."""
     device = tensors[0].device
-    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+    if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET")):
         return False
-    if any(x.device != device or x.dim() != 1 or not x.is_contiguous() for x in tensors):
+    if any(x.device != device or x.dim() != 1 or not x.is_contiguous() or x.dtype not in _DTYPES for x in tensors):
         return False
     return kernels() is not None and _run_on(device)
 
@@ -57,13 +58,19 @@ def tiles(elems: int) -> tuple[int]:
     return (-(-elems // TILE_ELEMS),)
 
 
-def power(number: int) -> int:
-    """The power of two that is no smaller.
+def block_tiles(elems: int, block_elems: int | None) -> tuple[int, int, int, int]:
+    """How many programs, a tile's blocks and elements of each, and how many tiles share one block.
 
-    >>> power(1), power(5), power(64)
-    (1, 8, 64)
+    >>> block_tiles(10_000, 64), block_tiles(10_000, 4096), block_tiles(10_000, None)
+    ((3, 64, 64, 1), (3, 1, 4096, 1), (3, 1, 4096, 3))
     """
-    return 1 << (number - 1).bit_length()
+    block = min(block_elems or elems, elems)
+    if not block:
+        return 0, 1, 1, 1
+    columns = min(1 << (block - 1).bit_length(), TILE_ELEMS)
+    rows, parts = TILE_ELEMS // columns, -(-block // columns)
+    blocks = -(-elems // block)
+    return -(-blocks // rows) * parts, rows, columns, parts
 
 
 @cache

@@ -9,24 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 
-from shoal.codecs.launch_triton import TILE_ELEMS, found, on, power
+from shoal.codecs.launch_triton import applies, block_tiles, found, on
+from shoal.codecs.table import Table
 from shoal.errors import CodecError
+
+__all__ = ["applies", "decode_blocks", "encode_blocks"]
 
 _MOST_BUCKETS = 1 << 16
 _LEAST_SHIFT = 8  # an entry has 7 bits for the count and 25 for a place among 2**shift
-
-
-class Table(Protocol):
-    """What the kernels want of a table: hashable, and its magnitudes and thresholds, ascending float32 on the CPU."""
-
-    magnitudes: torch.Tensor
-    thresholds: torch.Tensor
-
-    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -90,9 +83,10 @@ def encode_blocks(
     *,
     scale: float | None = None,
     seed: int | None = None,
+    first_elem: int = 0,
 ) -> None:
-    """As `table_codes.encode_blocks`; tensors for which `launch_triton.applies` is true."""
-    grid, rows, columns, parts = _shared(x.numel(), block_elems)
+    """As `table_codes.encode_blocks`; tensors for which `applies` is true."""
+    grid, rows, columns, parts = block_tiles(x.numel(), block_elems)
     if not grid:
         return
     buckets = _placed(table, x.device, seed is not None)
@@ -112,6 +106,7 @@ def encode_blocks(
             buckets.before,
             len(buckets.entries) - 1,
             0 if seed is None else seed & 0xFFFFFFFF,
+            first_elem & 0xFFFFFFFF,
             buckets.shift,
             scale is not None,
             seed is not None,
@@ -125,28 +120,13 @@ def encode_blocks(
 def decode_blocks(
     codes: torch.Tensor, scales: torch.Tensor, table: Table, block_elems: int | None, out: torch.Tensor
 ) -> None:
-    """As `table_codes.decode_blocks`; tensors for which `launch_triton.applies` is true."""
-    grid, rows, columns, parts = _shared(out.numel(), block_elems)
+    """As `table_codes.decode_blocks`; tensors for which `applies` is true."""
+    grid, rows, columns, parts = block_tiles(out.numel(), block_elems)
     if not grid:
         return
     shape = (out.numel(), scales.numel(), min(block_elems or out.numel(), out.numel()), parts)
     with on(out.device):
         found().decode[(grid,)](codes, scales, _magnitudes(table, out.device), out, *shape, rows, columns, num_warps=8)
-
-
-def _shared(elems: int, block_elems: int | None) -> tuple[int, int, int, int]:
-    """How many programs, a tile's blocks and elements of each, and how many tiles share one block.
-
-    >>> _shared(10_000, 64), _shared(10_000, 4096), _shared(10_000, None)
-    ((3, 64, 64, 1), (3, 1, 4096, 1), (3, 1, 4096, 3))
-    """
-    block = min(block_elems or elems, elems)
-    if not block:
-        return 0, 1, 1, 1
-    columns = min(power(block), TILE_ELEMS)
-    rows, parts = TILE_ELEMS // columns, -(-block // columns)
-    blocks = -(-elems // block)
-    return -(-blocks // rows) * parts, rows, columns, parts
 
 
 @lru_cache(64)

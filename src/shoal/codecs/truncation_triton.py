@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from shoal.codecs.launch_triton import TILE_ELEMS, found, on, tiles
+from shoal.codecs.launch_triton import TILE_ELEMS, applies, found, on, tiles
+
+__all__ = ["applies", "pack", "unpack"]
 
 _WHOLE = {1: torch.uint8, 2: torch.int16}
 
 
 def pack(x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) -> None:
-    """As `truncation.pack`; tensors for which `launch_triton.applies` is true."""
+    """As `truncation.pack`; tensors for which `applies` is true."""
     with on(x.device):
         if width_bytes in _WHOLE and _aligned(out, width_bytes):
             whole = out.view(_WHOLE[width_bytes])
@@ -29,7 +31,7 @@ def pack(x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) ->
 
 
 def unpack(packed: torch.Tensor, width_bytes: int, out: torch.Tensor) -> None:
-    """As `truncation.unpack`; tensors for which `launch_triton.applies` is true."""
+    """As `truncation.unpack`; tensors for which `applies` is true."""
     with on(out.device):
         if width_bytes in _WHOLE and _aligned(packed, width_bytes):
             whole = packed.view(_WHOLE[width_bytes])
