@@ -1,5 +1,6 @@
 """Shoal: train deep networks in shallow memory. Convolutional networks in PyTorch, inside a byte budget."""
 
+from shoal import codecs
 from shoal.compile import compile
 from shoal.errors import BudgetError, CaptureError, CodecError, ShoalError, TransferError
 from shoal.offload_activations import offload_activations
@@ -15,6 +16,7 @@ __all__ = [
     "CodecError",
     "ShoalError",
     "TransferError",
+    "codecs",
     "compile",
     "fuse_batchnorm",
     "invert_batchnorm",
