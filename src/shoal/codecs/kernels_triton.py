@@ -204,13 +204,17 @@ def unpack_bytes(packed, out, elems, WIDTH: tl.constexpr, COLUMNS: tl.constexpr)
 
 
 @triton.jit
-def sign_mask(x, mask, elems, COLUMNS: tl.constexpr):
-    """One bit for each element that is > 0, eight a byte, the first in the lowest bit."""
+def sign_mask(x, mask, elems, LARGEST: tl.constexpr, COLUMNS: tl.constexpr):
+    """One bit for each element that is > 0, eight a byte, the first in the lowest bit.
+
+    x: numbers as integers of their bits, of which those past LARGEST are NaN.
+    """
     first = tl.program_id(0).to(tl.int64) * COLUMNS
     byte = tl.arange(0, COLUMNS // 8)
     place = tl.arange(0, 8)[None, :]
     within = byte[:, None] * 8 + place
-    flags = (tl.load(x + first + within, mask=within < elems - first, other=0) > 0).to(tl.int32)
+    values = tl.load(x + first + within, mask=within < elems - first, other=0)
+    flags = ((values > 0) & (values <= LARGEST)).to(tl.int32)
     tl.store(mask + first // 8 + byte, tl.sum(flags << place, axis=1).to(tl.uint8), mask=byte * 8 < elems - first)
 
 

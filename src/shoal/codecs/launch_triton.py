@@ -88,8 +88,8 @@ def _run_on(device: torch.device) -> bool:
         return bool(found().INTERPRETED)
     try:
         with on(device):
-            x, mask = torch.ones(1, device=device), torch.empty(1, dtype=torch.uint8, device=device)
-            found().sign_mask[(1,)](x, mask, 1, 8)
+            x, mask = torch.ones((2, 1), dtype=torch.uint8, device=device)
+            found().sign_mask[(1,)](x, mask, 1, 0xFF, 8)
     except Exception as error:  # whatever the compiler raises: the torch reference remains
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(f"Triton does not run on {device} ({reason}); {VARIABLE}=0 spares the attempt", stacklevel=2)
