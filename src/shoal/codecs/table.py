@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
@@ -24,8 +24,8 @@ class Table:
     """
 
     name: str
-    magnitudes: torch.Tensor
-    thresholds: torch.Tensor
+    magnitudes: torch.Tensor = field(repr=False)
+    thresholds: torch.Tensor = field(repr=False)
 
     def values(self) -> torch.Tensor:
         """What each code stands for on a scale of 1, (256,) float32; code 128 is -0.0."""
