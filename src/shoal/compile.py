@@ -77,10 +77,10 @@ def compile(
         lossy: a codec's name, such as "dynamic_tree", to let the planner "joint" store inputs of convolutions in 8 bits
             a value where that makes the faster plan (or one at all). Or a mapping with "codec" and, where wanted,
             "block" (values that share a scale; 4096; None for one scale a tensor), "stochastic" (a seed: round by
-            chance) and "exempt" (of "batch_norm", "first_layer": what stays exact; by default both). The weight gradients of those
-            convolutions then come from decoded values; all else stays bit for bit. Without "batch_norm" among them the
-            backward pass of batch norms reads decoded values too, and the error goes on to what comes before. None
-            (default): nothing is lossy.
+            chance) and "exempt" (of "batch_norm", "first_layer": what stays exact; by default both). The weight
+            gradients of those convolutions then come from decoded values; all else stays bit for bit. Without
+            "batch_norm" among the exempt, the backward pass of batch norms reads decoded values too, and the error goes
+            on to what comes before. None (default): nothing is lossy.
         name: the model's name in tables and errors; by default its class.
 
     Returns:

@@ -223,10 +223,10 @@ def _fills_its_storage(value: torch.Tensor) -> bool:
 
 
 def _behind_a_convolution(captured: Captured) -> set[fx.Node]:
-    """The nodes that a convolution comes before."""
+    """Every convolution, and the nodes that one comes before."""
     found: set[fx.Node] = set()
     for node in captured.joint.graph.nodes:
-        if any(operand in found or operand.target in _CONVOLUTIONS for operand in node.all_input_nodes):
+        if node.target in _CONVOLUTIONS or any(operand in found for operand in node.all_input_nodes):
             found.add(node)
     return found
 
