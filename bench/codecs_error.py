@@ -29,28 +29,32 @@ class Errors:
 
 @dataclass(frozen=True)
 class Distribution:
-    """What is drawn, the mantissa's and the static tree's offset, and the least mean absolute error of any 256 values.
+    """What is drawn.
 
-    For N(0, s²) the latter is the limit for many values (Panter and Dite 1951, Gersho 1979): with density f,
-    (∫ sqrt f)² / (4 · 256).
+    Attributes:
+        name: in the paper.
+        draw: so many numbers.
+        offset: the exponent offset, a power of ten, of mantissa and static tree.
+        least_absolute: the least mean absolute error of any 256 values. For N(0, s²) the limit for many values (Gersho
+            1979): with density f, (∫ sqrt f)² / (4 · 256).
     """
 
     name: str
     draw: Callable[[int, torch.Generator], torch.Tensor]
-    offset: float
+    offset: int
     least_absolute: float
 
 
-def normal(name: str, deviation: float, offset: float) -> Distribution:
+def normal(name: str, deviation: float, offset: int) -> Distribution:
     least = math.sqrt(8 * math.pi) * deviation / (4 * 256)
     return Distribution(name, lambda count, draw: torch.randn(count, generator=draw) * deviation, offset, least)
 
 
 DISTRIBUTIONS = (
-    Distribution("U(0,1)", lambda count, draw: torch.rand(count, generator=draw), 10.0, 1 / (4 * 256)),
-    normal("N(0,1)", 1.0, 10.0),
-    normal("N(0,10²)", 10.0, 100.0),
-    normal("N(0,0.2²)", 0.2, 10.0),
+    Distribution("U(0,1)", lambda count, draw: torch.rand(count, generator=draw), 1, 1 / (4 * 256)),
+    normal("N(0,1)", 1.0, 1),
+    normal("N(0,10²)", 10.0, 2),
+    normal("N(0,0.2²)", 0.2, 1),
 )
 # Mean absolute error, mean relative error in percent.
 PAPER: Mapping[tuple[str, str], tuple[float, float]] = {
