@@ -37,7 +37,7 @@ from bench.split_accuracy import FULL, NARROW, Pace, images_of
 from shoal import codecs, models
 from shoal.codecs import Codec
 from shoal.codecs.table_codec import TableCodec
-from shoal.errors import InputError
+from shoal.errors import CodecError, InputError
 from shoal.files import write_json
 from shoal.machine import device_of
 
@@ -74,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         return _run(asked)
-    except (InputError, WrongDecode) as error:
+    except (InputError, CodecError, WrongDecode) as error:
         print(f"bench.codecs: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+        return 1 if isinstance(error, WrongDecode) else 2
 
 
 def _run(asked: argparse.Namespace) -> int:
@@ -189,10 +189,10 @@ def errors_by_codec(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> di
 def _bias(asked: argparse.Namespace, console: Console, device: torch.device) -> Any:
     count = QUICK_SAMPLES if asked.quick else BIAS_SAMPLES
     sources = {one.name: [one.draw(count, torch.Generator().manual_seed(0)).to(device)] for one in DISTRIBUTIONS[:2]}
-    network = models.build("resnet18_cifar", seed=0)
-    sources["resnet18_cifar's weights at the start"] = [
-        weight.detach().to(device) for weight in network.parameters() if weight.dim() > 1
-    ]
+    if not asked.quick:
+        network = models.build("resnet18_cifar", seed=0)
+        weights = [weight.detach().to(device) for weight in network.parameters() if weight.dim() > 1]
+        sources["resnet18_cifar's weights at the start"] = weights
     found = {source: errors_by_codec(tensors, BIAS) for source, tensors in sources.items()}
     console.print(bias_table(found))
     away = abs(found[NORMAL]["truncate2"].bias_percent - TRUNCATION_BIAS)

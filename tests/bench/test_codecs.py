@@ -120,7 +120,13 @@ def test_a_decode_that_is_off_or_does_not_happen_is_told() -> None:
         right.check()
     out, calls = torch.zeros(4), iter(range(9))
     lazy = Contender(
-        "lazy", lambda: None, lambda: out.fill_(2.0) if next(calls) < 2 else None, (out,), lambda: out, 4, lambda: None
+        "lazy",
+        lambda: None,
+        lambda: out.fill_(2.0) if next(calls, 9) < 2 else None,
+        (out,),
+        lambda: out,
+        4,
+        lambda: None,
     )
     with pytest.raises(WrongDecode, match="lazy: what was decoded while the clock ran"):
         in_turns([lazy], 4, 1, 1, CPU)
