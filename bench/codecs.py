@@ -30,7 +30,7 @@ from bench import tables
 from bench.budgets import comma_separated, make_folder
 from bench.codecs_error import DISTRIBUTIONS, PAPER, SAMPLES, Distribution, Errors, errors_of
 from bench.codecs_recorded import KINDS, recorded
-from bench.codecs_speed import BITSANDBYTES, SIZES, Row, WrongDecode, measure, verdicts, with_one_copy
+from bench.codecs_speed import BITSANDBYTES, CUDA_SIZES, SIZES, Row, WrongDecode, measure, verdicts, with_one_copy
 from bench.codecs_tables import bias_table, paper_table, recorded_table, speed_table
 from bench.conditions import conditions, describe, file_name
 from bench.split_accuracy import FULL, NARROW, Pace, images_of
@@ -202,7 +202,7 @@ def _bias(asked: argparse.Namespace, console: Console, device: torch.device) -> 
 
 
 def _speed(asked: argparse.Namespace, console: Console, device: torch.device) -> Any:
-    sizes = asked.sizes or (QUICK_SIZES if asked.quick else SIZES)
+    sizes = asked.sizes or (QUICK_SIZES if asked.quick else SIZES if device.type == "cpu" else CUDA_SIZES)
     threads = asked.threads or ((1,) if asked.quick or device.type != "cpu" else (1, 2))
     rounds = asked.rounds or (1 if asked.quick else 7)
     made = [codecs.get(name) for name in asked.codecs]

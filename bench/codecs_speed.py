@@ -25,6 +25,7 @@ from shoal.codecs import Codec
 
 MEMCPY, TORCH_BF16, BITSANDBYTES = "memcpy", "torch bf16 cast", "bitsandbytes"
 SIZES = (1 << 16, 1 << 20, 1 << 25)
+CUDA_SIZES = (1 << 25, 1 << 27)  # the smaller takes about as long as a launch does
 _TARGETED = 1 << 25  # elements that the targets are about
 _CHECKED = 1 << 20  # values, whole blocks
 # Of the peer's absolute maximum in a block: half of the widest gap of its table.

@@ -68,6 +68,12 @@ def built(build: Callable[[], nn.Module], data: Split, seed: int) -> nn.Module:
     return net
 
 
+def first_batch(split: Split, pace: Pace) -> Split:
+    """Of storages of its own: a plan knows how many bytes those of its inputs have."""
+    images, labels = split
+    return images[: pace.batch].clone(), labels[: pace.batch].clone()
+
+
 def encodes_all(net: nn.Module, images: torch.Tensor, lossy: Lossy) -> Plan:
     """The plan that keeps everything, and every convolution input that may be encoded in 8 bits."""
     captured, _ = capture_step(net, images, name=type(net).__name__)
@@ -123,7 +129,7 @@ def error_of(build: Callable[[], nn.Module], way: str, pace: Pace, data: Mapping
         raise InputError(f"--images {pace.images}: give a multiple of {pace.batch}; a plan is for one shape of batch")
     net = built(build, data["train"], seed)
     if way != EXACT:
-        compiled(net.train(), data["train"][0][: pace.batch], WAYS[way])
+        compiled(net.train(), first_batch(data["train"], pace)[0], WAYS[way])
         torch.manual_seed(seed)
     train(net, pace, data["train"], seed)
     return error_percent(net, data["test"])
@@ -197,8 +203,8 @@ def _run(asked: argparse.Namespace) -> int:
     result: dict[str, Any] = {"conditions": found, "pace": vars(pace), "errors_percent": dict(known), "of_a_step": {}}
     for network in asked.networks:
         build = (FULL if asked.full else NARROW)[network]
-        batch = (data["train"][0][: pace.batch], data["train"][1][: pace.batch])
-        of_a_step = result["of_a_step"][network] = bytes_of_a_step(build, batch, asked.ways)
+        of_a_step = bytes_of_a_step(build, first_batch(data["train"], pace), asked.ways)
+        result["of_a_step"][network] = of_a_step
         errors = result["errors_percent"].setdefault(network, {})
         for seed in range(1 if asked.quick else asked.seeds):
             for way in (EXACT, *asked.ways):

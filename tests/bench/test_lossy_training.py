@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bench import lossy_training
-from bench.lossy_training import EXACT, WAYS, bytes_of_a_step, error_of
+from bench.lossy_training import EXACT, WAYS, bytes_of_a_step, error_of, first_batch
 from bench.split_accuracy import Pace
 
 PACE = Pace(images=32, epochs=1, batch=16, rate=0.05)
@@ -34,8 +34,7 @@ def data() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_encoding_takes_a_quarter_of_what_it_encodes_and_is_the_same_every_time(data: Any) -> None:
-    batch = tuple(tensor[:16] for tensor in data["train"])
-    found = bytes_of_a_step(small, batch, ["dynamic_tree"])
+    found = bytes_of_a_step(small, first_batch(data["train"], PACE), ["dynamic_tree"])
     plain, kept, encoded = (found[way] for way in ("plain PyTorch", EXACT, "dynamic_tree"))
     fewer = encoded["exact_bytes"] - encoded["encoded_bytes"]
     assert encoded["encoded_layers"] == 2 and 0 < encoded["largest_gradient_error"] < 0.1
