@@ -142,14 +142,14 @@ def pack_whole(x, packed, elems, DROPPED: tl.constexpr, NEAREST: tl.constexpr, C
 def pack_words(x, packed, words, NEAREST: tl.constexpr, COLUMNS: tl.constexpr):
     """Three bytes of each element, four elements in three int32: every word reads the two elements it has bytes of."""
     start, within, there, _ = _tile(words, COLUMNS, 1, 1, COLUMNS)
-    word = start + within
-    first = word * 4 // 3
-    shift = (word % 3 * 8).to(tl.int32)
+    place = (start % 3).to(tl.int32) + within  # from a word where an element begins, so that it fits 32 bits
+    first = start // 3 * 4 + place * 4 // 3
+    shift = place % 3 * 8
     a = tl.load(x + first, mask=there, other=0.0).to(tl.int32, bitcast=True)
     b = tl.load(x + first + 1, mask=there, other=0.0).to(tl.int32, bitcast=True)
     a, b = _narrowed(a, 8, NEAREST), _narrowed(b, 8, NEAREST)
     low = ((a >> 8) & 0xFFFFFF) >> shift
-    tl.store(packed + word, low | (((b >> 8) & 0xFFFFFF) << (24 - shift)), mask=there)
+    tl.store(packed + start + within, low | (((b >> 8) & 0xFFFFFF) << (24 - shift)), mask=there)
 
 
 @triton.jit
@@ -183,13 +183,12 @@ def unpack_whole(packed, out, elems, WIDTH: tl.constexpr, COLUMNS: tl.constexpr)
 def unpack_words(packed, out, elems, COLUMNS: tl.constexpr):
     """The inverse of `pack_words`: every element reads the one or two words that have bytes of it."""
     start, within, there, _ = _tile(elems, COLUMNS, 1, 1, COLUMNS)
-    element = start + within
-    word = element * 3 // 4
-    shift = (element * 3 % 4 * 8).to(tl.uint32)
+    word = start // 4 * 3 + within * 3 // 4  # tiles begin with a word
+    shift = (within * 3 % 4 * 8).to(tl.uint32)
     a = tl.load(packed + word, mask=there, other=0).to(tl.uint32, bitcast=True)
     b = tl.load(packed + word + 1, mask=there & (shift > 8), other=0).to(tl.uint32, bitcast=True)
     bits = ((a >> shift) | (b << ((32 - shift) & 31))) << 8
-    tl.store(out + element, bits.to(tl.float32, bitcast=True), mask=there)
+    tl.store(out + start + within, bits.to(tl.float32, bitcast=True), mask=there)
 
 
 @triton.jit
