@@ -81,6 +81,9 @@ def train(
     rehearse: Annotated[
         str | None, typer.Option(help="A preset of `shoal hardware`: copies take as long beside the CPU as there.")
     ] = None,
+    lossy: Annotated[
+        str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")
+    ] = None,
     split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
     grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
     stochastic: Annotated[float | None, typer.Option(help="Draw the cuts anew in every step, by this omega.")] = None,
@@ -140,6 +143,7 @@ def train(
             offload_to=None if offload_to == "none" else offload_to,
             host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
             rehearse=rehearse,
+            lossy=lossy,
             out=out if out is not None else Path("runs") / f"{model}-{data}",
             resume=resume,
         )
@@ -195,6 +199,9 @@ def plan(
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="Also find the largest batch that fits, with each planner.")
     ] = False,
+    lossy: Annotated[
+        str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")
+    ] = None,
     split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
     grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
     stochastic: Annotated[float | None, typer.Option(help="Plan for cuts drawn in every step, by this omega.")] = None,
@@ -230,7 +237,14 @@ def plan(
         failure: BudgetError | None = None
         try:
             made = shoal.plan(
-                network, example, budget=budget_bytes, hardware=target, planner=planner, optimizer=owner, name=model
+                network,
+                example,
+                budget=budget_bytes,
+                hardware=target,
+                planner=planner,
+                optimizer=owner,
+                lossy=lossy,
+                name=model,
             )
         except BudgetError as error:
             if not max_batch:
@@ -302,6 +316,11 @@ def _figures(made: Plan) -> dict[str, Any]:
         "recomputed_bytes": sum(storage.nbytes for storage in made.recomputed),
         "offloaded_storages": len(made.offloaded),
         "host_bytes": made.host_bytes,
+        "encoded_storages": len(made.encoded),
+        "encoded_bytes": sum(storage.nbytes for storage in made.encoded),
+        "payload_bytes": made.payload_bytes,
+        "codec_seconds": made.codec_seconds,
+        "encoding_errors": dict(made.errors),
         "stall_seconds": made.timeline.stall_seconds,
     }
 
