@@ -1,7 +1,9 @@
 """Shoal: train deep networks in shallow memory. Convolutional networks in PyTorch, inside a byte budget."""
 
+from shoal import codecs
 from shoal.compile import compile
 from shoal.errors import BudgetError, CaptureError, CodecError, ShoalError, TransferError
+from shoal.lossy_report import lossy_report
 from shoal.offload_activations import offload_activations
 from shoal.planning import plan
 from shoal.transforms.fuse_batchnorm import fuse_batchnorm
@@ -15,9 +17,11 @@ __all__ = [
     "CodecError",
     "ShoalError",
     "TransferError",
+    "codecs",
     "compile",
     "fuse_batchnorm",
     "invert_batchnorm",
+    "lossy_report",
     "offload_activations",
     "plan",
     "restore_batchnorm",

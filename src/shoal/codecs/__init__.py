@@ -1,0 +1,7 @@
+"""Tensors in fewer bytes, exactly as stated: `get(name).encode(tensor)`; `docs/codecs.md` says which, when."""
+
+from shoal.codecs.codec import Codec, Encoded, Properties
+from shoal.codecs.registry import Kind, from_bytes, get, names, register
+from shoal.codecs.table import Table
+
+__all__ = ["Codec", "Encoded", "Kind", "Properties", "Table", "from_bytes", "get", "names", "register"]

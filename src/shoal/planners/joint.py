@@ -102,6 +102,16 @@ def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     )
 
 
+def estimated_seconds(graph: StepGraph, budget_bytes: int) -> float:
+    """About how long the step takes as `joint` would plan it, within milliseconds; infinite where nothing may fit.
+
+    The program in parts: a storage may be kept in one part, recomputed in another and offloaded in the rest.
+    """
+    choice = recompute_choice(graph)
+    solution = solve(choice, budget_bytes, whole=False, time_limit_seconds=_PARTS_SECONDS)
+    return sum(op.seconds for op in graph.ops) + solution.added_seconds
+
+
 def _without_link(
     choice: RecomputeChoice, hardware: Hardware, budget_bytes: int, plain_seconds: float
 ) -> tuple[_Played | None, float]:
