@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 6
+#define SHOAL_ABI_VERSION 7
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -139,3 +139,57 @@ struct ShoalInvertedBatchNorm {
 SHOAL_API void shoal_inverted_batch_norm_forward(const ShoalInvertedBatchNorm* call);
 SHOAL_API void shoal_inverted_batch_norm_sums(const ShoalInvertedBatchNorm* call);
 SHOAL_API void shoal_inverted_batch_norm_result(const ShoalInvertedBatchNorm* call);
+
+// Codes of a table of 128 magnitudes, blocks of `block_elements` sharing a scale, the last one perhaps short; float32 and
+// codes lie densely. What is derived from a table (`shoal_codec_table`: 128 magnitudes that ascend from 0 to at most 1,
+// 127 thresholds between them) takes as many bytes as shoal_codec_table_bytes says, at a multiple of 8. Encode reads x and
+// writes scales and codes; decode reads codes and scales and writes out.
+struct ShoalTableCodec {
+    std::int64_t elements, block_elements;
+    std::int32_t threads, level;
+    const void* table;
+    const float* x;
+    float* scales;
+    std::uint8_t* codes;
+    float* out;
+    std::int32_t has_scale;  // else each block's greatest magnitude
+    float scale;
+    std::int32_t draws;  // rounds at random, by `seed` and the number of each element, the first of which is:
+    std::uint32_t seed;
+    std::int64_t first_element;
+};
+
+SHOAL_API std::int64_t shoal_codec_table_bytes();
+SHOAL_API void shoal_codec_table(const float* magnitudes, const float* thresholds, void* table);
+SHOAL_API std::int32_t shoal_table_encode(const ShoalTableCodec* call);
+SHOAL_API std::int32_t shoal_table_decode(const ShoalTableCodec* call);
+
+// The top `width` bytes, 1 to 3, of float32, the lowest first: `nearest` rounds, else they are cut. Pack reads values and
+// writes packed, unpack the other way round.
+struct ShoalTruncation {
+    std::int64_t elements;
+    std::int32_t width, nearest;
+    std::int32_t threads, level;
+    float* values;
+    std::uint8_t* packed;
+};
+
+SHOAL_API std::int32_t shoal_truncation_pack(const ShoalTruncation* call);
+SHOAL_API std::int32_t shoal_truncation_unpack(const ShoalTruncation* call);
+
+// One bit a value, eight a byte, the first in the lowest bit, the last byte filled up with zeros. one_bit: whether it is
+// negative, and the means (of the values that are not, of those that are) of each block of `block_elements`, a multiple
+// of 8; sign_mask: whether it is positive, and back as bytes of 0 and 1.
+struct ShoalBits {
+    std::int64_t elements, block_elements;
+    std::int32_t threads, level;
+    float* values;       // read by encode, written by one_bit's decode
+    float* means;        // two a block, of one_bit
+    std::uint8_t* bits;
+    std::uint8_t* flags;  // written by sign_mask's decode
+};
+
+SHOAL_API std::int32_t shoal_one_bit_encode(const ShoalBits* call);
+SHOAL_API std::int32_t shoal_one_bit_decode(const ShoalBits* call);
+SHOAL_API std::int32_t shoal_sign_mask_encode(const ShoalBits* call);
+SHOAL_API std::int32_t shoal_sign_mask_decode(const ShoalBits* call);

@@ -14,7 +14,7 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 # In the order of the bits of ShoalFeature in csrc/shoal_native.h.
 _FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512bf16", "neon")

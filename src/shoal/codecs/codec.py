@@ -12,16 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from shoal.codecs import wire
-from shoal.codecs.memory_order import dims_by_stride, flat, same_places, strides_in_order, without_gaps
+from shoal.codecs.memory_order import dims_by_stride, same_places, strides_in_order, without_gaps
 from shoal.codecs.table import Table
 from shoal.errors import CodecError
-
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,20 @@ class Properties:
 
     Attributes:
         bits_per_value: of the payload, without the scales of blocks.
-        lossless: decoding gives what was encoded (for `sign_mask`: its signs).
+        lossless: decoding gives what was encoded (`sign_mask`: whether it was > 0).
         zero: zero decodes to zero.
         odd: -x decodes to the negative of what x decodes to.
         monotone: of two values of one block, the greater never decodes to less. Not for stochastic rounding.
         idempotent: encoding what was decoded gives the same bytes.
-        nan: what a NaN decodes to.
-        infinity: what an infinity decodes to.
-        bound: the greatest error, in words; `Codec.error_bound` in numbers.
+        nan: what becomes of a NaN: "NaN"; "block": it and all of its block become NaN; "sign": what its sign says;
+            "none": there is none.
+        infinity: what becomes of an infinity: the same words, and "itself"; "side": it and all of its sign in its block
+            become infinite.
+        overflow: finite magnitudes from here on become infinite (NaN, where `infinity` is "NaN").
+        relative_error: the greatest error as a share of the value, for values of a tenth of the block's scale or more
+            (types without scales: for normal ones); None: there is no such bound.
+        absolute_error: the greatest error as a share of the block's scale (types without scales: of the greatest
+            magnitude). `Codec.error_bound` says it for each value.
     """
 
     bits_per_value: int
@@ -48,7 +52,9 @@ class Properties:
     idempotent: bool
     nan: str
     infinity: str
-    bound: str
+    overflow: float
+    relative_error: float | None
+    absolute_error: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +110,15 @@ class Codec(ABC):
 
     name: str
     wire_id: int
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What makes it again: `get(codec.name, **codec.options)` equals it."""
+        return {}
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{option}={value!r}' for option, value in self.options.items())})"
 
     @property
     @abstractmethod
@@ -138,7 +152,7 @@ class Codec(ABC):
             CodecError: the tensor or `out` is not so.
         """
         dense, payload = self._ready(tensor, out)
-        self._encode(self._values(dense), payload)
+        self._encode_dense(dense, payload)
         return self._encoded(dense, payload)
 
     def decode(self, encoded: Encoded, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -166,7 +180,7 @@ class Codec(ABC):
                 if direct
                 else torch.empty_strided(encoded.shape, encoded.stride, dtype=encoded.dtype, device=payload.device)
             )
-            self._decode_into(payload, flat(to))
+            self._decode_dense(payload, to)
             if not direct:
                 out.copy_(to)
         return out
@@ -192,38 +206,19 @@ class Codec(ABC):
             raise CodecError(f"{self.name}: got a header of {dtype}, which it never decodes to; write it anew")
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
-        """How far each finite value may come back from itself at most, as float64 of the tensor's shape.
+        """How far each value may come back from itself at most, as float64 of the tensor's shape; 0 if lossless.
 
-        Where a value's fate is to become no number, or infinite, the bound is infinite.
+        Infinite where the value comes back as no number or an infinity.
         """
-        values = without_gaps(tensor.detach())
-        bound = self._error_bound(flat(values).float())
-        return bound.as_strided(values.shape, values.stride())
+        return torch.zeros_like(tensor, dtype=torch.float64)
 
     @abstractmethod
-    def _encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
-        """Fill the payload from (n,) float32."""
+    def _encode_dense(self, dense: torch.Tensor, payload: torch.Tensor) -> None:
+        """Fill the payload from a tensor without gaps."""
 
     @abstractmethod
-    def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill (n,) float32 from the payload."""
-
-    @abstractmethod
-    def _error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        """Of (n,) float32, in float64."""
-
-    def _values(self, dense: torch.Tensor) -> torch.Tensor:
-        """What `_encode` reads."""
-        return flat(dense).float()
-
-    def _decode_into(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill (n,) of the tensor's dtype."""
-        if out.dtype == torch.float32:
-            self._decode(payload, out)
-        else:
-            values = torch.empty(out.numel(), device=out.device)
-            self._decode(payload, values)
-            out.copy_(values)
+    def _decode_dense(self, payload: torch.Tensor, dense: torch.Tensor) -> None:
+        """Fill a tensor without gaps from the payload."""
 
     def _ready(self, tensor: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensor without gaps, and the payload to fill."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
 import torch
 
-from shoal.codecs.codec import Codec, Encoded, Properties
+from shoal.codecs.codec import Encoded, Properties
+from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, read_floats
 from shoal.codecs.kernels import kernel
 from shoal.codecs.memory_order import flat, same_places
@@ -55,7 +58,7 @@ def decode_blocks(bits: torch.Tensor, means: torch.Tensor, block_elems: int | No
 
 
 @dataclass(frozen=True)
-class OneBitCodec(Codec):
+class OneBitCodec(FloatCodec):
     """The payload is two means a block, float32 little-endian, then one bit a value, eight a byte, in memory order.
 
     Attributes:
@@ -73,6 +76,10 @@ class OneBitCodec(Codec):
             raise CodecError(f"one_bit: got block={self.block!r}, expected a multiple of 8, or None for all")
 
     @property
+    def options(self) -> dict[str, Any]:
+        return {"block": self.block}
+
+    @property
     def properties(self) -> Properties:
         return Properties(
             bits_per_value=1,
@@ -80,10 +87,12 @@ class OneBitCodec(Codec):
             zero=False,
             odd=False,
             monotone=True,
-            idempotent=False,
-            nan="NaN, and so its whole block",
-            infinity="itself, and so all of its sign in the block",
-            bound="the greatest magnitude of its sign in the block",
+            idempotent=True,
+            nan="block",
+            infinity="side",
+            overflow=inf,
+            relative_error=None,
+            absolute_error=1.0,
         )
 
     def payload_bytes(self, elems: int) -> int:
@@ -106,7 +115,7 @@ class OneBitCodec(Codec):
         (tensor([ 1.5000, -4.0000,  1.5000]), tensor([-0.5000,  0.0000,  0.5000]))
         """
         dense, payload = self._ready(tensor, out)
-        values = self._values(dense)
+        values = flat(dense).float()
         if residual is None:
             self._encode(values, payload)
             return self._encoded(dense, payload)
@@ -135,10 +144,10 @@ class OneBitCodec(Codec):
         with floats_to_write(payload, numbers) as means:
             encode_blocks(values, self.block, means.view(-1, 2), payload[FLOAT_BYTES * numbers :])
 
-    def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        numbers = 2 * blocks_of(out.numel(), self.block)
+    def _decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
+        numbers = 2 * blocks_of(values.numel(), self.block)
         means = read_floats(payload, numbers).view(-1, 2)
-        decode_blocks(payload[FLOAT_BYTES * numbers :], means, self.block, out)
+        decode_blocks(payload[FLOAT_BYTES * numbers :], means, self.block, values)
 
     def _error_bound(self, values: torch.Tensor) -> torch.Tensor:
         bound = torch.empty(values.numel(), dtype=torch.float64, device=values.device)
@@ -149,7 +158,7 @@ class OneBitCodec(Codec):
                 side = part[members].abs()
                 bound[first : first + block][members] = side.max() if side.numel() else 0.0
             if not bool(part.isfinite().all()):
-                bound[first : first + block] = torch.inf
+                bound[first : first + block] = inf
         return bound
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from shoal.codecs import one_bit, table_codec, wire
+from shoal.codecs import one_bit, pool_index_codec, table_codec, wire
 from shoal.codecs.casts import CastCodec
 from shoal.codecs.codec import Codec, Encoded
 from shoal.codecs.dynamic_tree import DYNAMIC_TREE, DYNAMIC_TREE_EVEN
 from shoal.codecs.linear import LINEAR
 from shoal.codecs.mantissa import LARGEST, MANTISSA
 from shoal.codecs.memory_order import strides_in_order
+from shoal.codecs.pool_index_codec import PoolIndexCodec
 from shoal.codecs.sign_mask import SignMaskCodec
 from shoal.codecs.static_tree import STATIC_TREE
 from shoal.codecs.table import Table
@@ -34,6 +35,7 @@ class Kind:
         make: options to codec.
         options: the names of those options.
         read: `wire_options` to codec.
+        needed: of the options, those without a default.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Kind:
     make: Callable[..., Codec]
     options: tuple[str, ...]
     read: Callable[[bytes], Codec]
+    needed: tuple[str, ...] = ()
 
 
 _kinds: dict[str, Kind] = {}
@@ -59,7 +62,7 @@ def register(kind: Kind) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Of all codecs, those without options of necessity first.
+    """Of all codecs, in the order of their numbers.
 
     >>> names()[:3]
     ('dynamic_tree', 'dynamic_tree_even', 'static_tree')
@@ -74,15 +77,16 @@ def get(name: str, **options: Any) -> Codec:
         name: one of `names()`.
         options: `block` (values that share a scale; None: all of the tensor) for the 8-bit types and one_bit; `scale`
             (of every block, instead of its greatest magnitude) for the 8-bit types; `exponent_offset` (the scale is
-            10 to this power) for static_tree and mantissa.
+            10 to this power) for static_tree and mantissa; `input_shape`, `kernel`, `stride`, `padding` and
+            `dilation`, all of them, for pool_index.
 
     Raises:
         CodecError: there is none, or it does not have such an option.
 
     >>> codec = get("dynamic_tree")
     >>> codec.decode(codec.encode(torch.tensor([[1.0, -0.5], [0.02, 0.0]])))
-    tensor([[ 0.9914, -0.5102],
-            [ 0.0203,  0.0000]])
+    tensor([[ 0.9914, -0.4930],
+            [ 0.0198,  0.0000]])
     """
     kind = _kinds.get(name)
     if kind is None:
@@ -93,6 +97,9 @@ def get(name: str, **options: Any) -> Codec:
         if option not in kind.options:
             choices = ", ".join(kind.options) or "none"
             raise CodecError(f"{name}: got option {option!r}, expected one of: {choices}")
+    missing = [option for option in kind.needed if option not in options]
+    if missing:
+        raise CodecError(f"{name}: got no {', '.join(missing)}, which it needs; give {missing[0]}=")
     return kind.make(**options)
 
 
@@ -152,5 +159,13 @@ for _kind in (
     _plain(CastCodec("bf16", 13, torch.bfloat16)),
     _plain(CastCodec("fp16", 14, torch.float16)),
     _plain(SignMaskCodec(15)),
+    Kind(
+        "pool_index",
+        16,
+        partial(PoolIndexCodec, 16),
+        pool_index_codec.OPTIONS,
+        partial(pool_index_codec.read_options, 16),
+        needed=pool_index_codec.OPTIONS,
+    ),
 ):
     register(_kind)

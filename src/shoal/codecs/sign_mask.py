@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
-from shoal.codecs.codec import FLOATS, Codec, Encoded, Properties
+from shoal.codecs.codec import Codec, Encoded, Properties
+from shoal.codecs.float_codec import FLOATS
 from shoal.codecs.kernels import kernel
 from shoal.codecs.memory_order import flat
 from shoal.codecs.raw import check_flat, check_length
@@ -56,9 +58,11 @@ class SignMaskCodec(Codec):
             odd=False,
             monotone=True,
             idempotent=True,
-            nan="False",
-            infinity="True, and False where negative",
-            bound="none: x > 0 comes back exactly",
+            nan="sign",
+            infinity="sign",
+            overflow=inf,
+            relative_error=0.0,
+            absolute_error=0.0,
         )
 
     def check_decoded(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
@@ -68,24 +72,15 @@ class SignMaskCodec(Codec):
     def payload_bytes(self, elems: int) -> int:
         return -(-elems // 8)
 
-    def _values(self, dense: torch.Tensor) -> torch.Tensor:
-        return flat(dense)
+    def _encode_dense(self, dense: torch.Tensor, payload: torch.Tensor) -> None:
+        encode(flat(dense), payload)
 
-    def _encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
-        encode(values, payload)
-
-    def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        decode(payload, out)
-
-    def _decode_into(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        decode(payload, out)
+    def _decode_dense(self, payload: torch.Tensor, dense: torch.Tensor) -> None:
+        decode(payload, flat(dense))
 
     def _encoded(self, dense: torch.Tensor, payload: torch.Tensor) -> Encoded:
         made = super()._encoded(dense, payload)
         return Encoded(self, torch.bool, made.shape, made.stride, payload)
-
-    def _error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        raise CodecError("sign_mask keeps signs, not values; it has no error")
 
 
 def _check(x: torch.Tensor, mask: torch.Tensor, *dtypes: torch.dtype) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
@@ -24,8 +24,8 @@ class Table:
     """
 
     name: str
-    magnitudes: torch.Tensor
-    thresholds: torch.Tensor
+    magnitudes: torch.Tensor = field(repr=False)
+    thresholds: torch.Tensor = field(repr=False)
 
     def values(self) -> torch.Tensor:
         """What each code stands for on a scale of 1, (256,) float32; code 128 is -0.0."""
@@ -36,7 +36,7 @@ def table_of(name: str, magnitudes: Iterable[Fraction]) -> Table:
     """The table of these exact values in any order, each rounded once to float32.
 
     >>> table_of("linear", (Fraction(i, 127) for i in range(128))).thresholds[:2].tolist()
-    [0.003937007859349251, 0.01181102441996336]
+    [0.003937007859349251, 0.011811023578047752]
     """
     exact = sorted(magnitudes)
     rounded = torch.tensor([float(value) for value in exact], dtype=torch.float64).float()

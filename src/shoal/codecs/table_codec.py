@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from functools import cache
+from math import inf
+from typing import Any
 
 import torch
 
-from shoal.codecs.codec import Codec, Encoded, Properties
+from shoal.codecs.codec import Encoded, Properties
+from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, read_floats
+from shoal.codecs.memory_order import flat
 from shoal.codecs.table import Table
 from shoal.codecs.table_codes import as_float32, blocks_of, decode_blocks, encode_blocks
 from shoal.errors import CodecError
@@ -24,12 +29,13 @@ _STEP = 2.0**-23
 
 
 @dataclass(frozen=True)
-class TableCodec(Codec):
+class TableCodec(FloatCodec):
     """One 8-bit type.
 
     Attributes:
         block: values that share a scale, their greatest magnitude; None: all of the tensor, as in the paper.
-        scale: of every block instead; greater magnitudes come back as the greatest value of the table.
+        scale: of every block instead; greater magnitudes come back as the greatest value of the table, and the errors
+            of `properties` are for the others.
         exponent_offset: k for the scale 10**k times `unit`, the paper's fitting offset; where the type has one.
         unit: what the type's exponents count by: the scale at an offset of 0; None where it has no offset.
     """
@@ -65,21 +71,25 @@ class TableCodec(Codec):
         return as_float32(self.unit * 10.0**self.exponent_offset)
 
     @property
+    def options(self) -> dict[str, Any]:
+        given = {"scale": self.scale, "exponent_offset": self.exponent_offset}
+        return {"block": self.block} | {option: value for option, value in given.items() if value is not None}
+
+    @property
     def properties(self) -> Properties:
-        largest = float(self.codes.magnitudes[-1])
-        smallest = float(self.codes.thresholds[0])
-        relative = float(_relative_error(self.codes))
-        beyond = "" if self.fixed_scale is None else "; what passes the scale comes back as the greatest value"
+        relative, absolute = greatest_errors(self.codes)
         return Properties(
             bits_per_value=8,
             lossless=False,
             zero=True,
             odd=True,
             monotone=True,
-            idempotent=self.fixed_scale is not None or largest == 1,
-            nan="NaN, and so its whole block",
-            infinity="NaN, and so its whole block",
-            bound=f"{relative:.1%} of the value, or {smallest:.2g} of the block's scale{beyond}",
+            idempotent=self.fixed_scale is not None or bool(self.codes.magnitudes[-1] == 1),
+            nan="block",
+            infinity="block",
+            overflow=inf,
+            relative_error=relative,
+            absolute_error=absolute,
         )
 
     def payload_bytes(self, elems: int) -> int:
@@ -99,7 +109,7 @@ class TableCodec(Codec):
         [0, 0, 128, 63, 99, 255, 0]
         """
         dense, payload = self._ready(tensor, out)
-        self._encode(self._values(dense), payload, seed)
+        self._encode(flat(dense).float(), payload, seed)
         return self._encoded(dense, payload)
 
     def table(self) -> Table:
@@ -119,10 +129,10 @@ class TableCodec(Codec):
         with floats_to_write(payload, blocks) as scales:
             encode_blocks(values, self.codes, self.block, scales, codes, scale=self.fixed_scale, seed=seed)
 
-    def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        blocks = blocks_of(out.numel(), self.block)
+    def _decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
+        blocks = blocks_of(values.numel(), self.block)
         scales, codes = read_floats(payload, blocks), payload[FLOAT_BYTES * blocks :]
-        decode_blocks(codes, scales, self.codes, self.block, out)
+        decode_blocks(codes, scales, self.codes, self.block, values)
 
     def _error_bound(self, values: torch.Tensor) -> torch.Tensor:
         """Half of the gap that the value lies in, and the roundings of a division, a threshold and a product."""
@@ -138,7 +148,7 @@ class TableCodec(Codec):
         half_gap = (magnitudes[above] - magnitudes[above - 1]) / 2
         bound = torch.where(share > magnitudes[-1], share - magnitudes[-1], half_gap) + 2 * _STEP * share
         # A product that is denormal is rounded to a multiple of 2**-149.
-        return (bound * scale + 2.0**-149).masked_fill(scale.isnan(), torch.inf)
+        return (bound * scale + 2.0**-149).masked_fill(scale.isnan(), inf)
 
 
 def read_options(codes: Table, wire_id: int, unit: float | None, options: bytes) -> TableCodec:
@@ -160,9 +170,19 @@ def read_options(codes: Table, wire_id: int, unit: float | None, options: bytes)
     return made
 
 
-def _relative_error(codes: Table) -> torch.Tensor:
-    """The greatest error of a value from the second threshold on, as a share of it."""
+@cache
+def greatest_errors(codes: Table) -> tuple[float, float]:
+    """Of shares of the scale from 0.1 to 1, relative to themselves; of all from 0 to 1, as a share of the scale.
+
+    >>> from shoal.codecs.linear import LINEAR
+    >>> [round(error, 5) for error in greatest_errors(LINEAR)]
+    [0.03704, 0.00394]
+    """
     magnitudes = codes.magnitudes.double()
-    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
-    inner = ((magnitudes[2:] - magnitudes[1:-1]) / 2 / middles[1:]).max()
-    return torch.maximum(inner, 1 - magnitudes[-1])
+    # The worst of a gap is its middle, or where the tenth cuts it.
+    low, high = magnitudes[:-1], magnitudes[1:]
+    worst = ((low + high) / 2).clamp(min=0.1)
+    relative = (torch.minimum(worst - low, high - worst) / worst)[high >= 0.1].max()
+    at_the_top = 1 - magnitudes[-1]
+    absolute = torch.maximum((high - low).max() / 2, at_the_top)
+    return float(torch.maximum(relative, at_the_top)) + _STEP, float(absolute) + _STEP

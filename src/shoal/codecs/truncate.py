@@ -8,20 +8,23 @@ rounding nothing. No scales: every value stands for itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
-from shoal.codecs.codec import Codec, Properties
+from shoal.codecs.codec import Properties
+from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.truncation import pack, unpack
 
 _SMALLEST_NORMAL = 2.0**-126
-_LARGEST_OF_ONE_BYTE = 2.0**127
 # By bytes kept: of the value when cut, and when rounded.
 _RELATIVE = {1: (0.75, 0.6), 2: (2.0**-7, 2.0**-8), 3: (2.0**-15, 2.0**-16)}
+# Half a step past the greatest value; one byte's step there is from 2**125 to 2**127, and at that it cuts no more.
+_OVERFLOW = {1: (2.0**127, 2.5 * 2.0**125), 2: (inf, 2.0**128 - 2.0**119), 3: (inf, 2.0**128 - 2.0**111)}
 
 
 @dataclass(frozen=True)
-class TruncateCodec(Codec):
+class TruncateCodec(FloatCodec):
     """The payload is `width_bytes` a value, the lowest kept byte first, in memory order."""
 
     name: str
@@ -32,8 +35,6 @@ class TruncateCodec(Codec):
     @property
     def properties(self) -> Properties:
         relative = _RELATIVE[self.width_bytes][self.nearest]
-        one = self.width_bytes == 1
-        least = "2**-125" if one else "2**-126"
         return Properties(
             bits_per_value=8 * self.width_bytes,
             lossless=False,
@@ -42,8 +43,10 @@ class TruncateCodec(Codec):
             monotone=True,
             idempotent=True,
             nan="NaN",
-            infinity="NaN, as magnitudes that reach 2**127" if one else "itself",
-            bound=f"{relative:.2g} of the value" + f" (below {least}: of {least})",
+            infinity="NaN" if self.width_bytes == 1 else "itself",
+            overflow=_OVERFLOW[self.width_bytes][self.nearest],
+            relative_error=relative,
+            absolute_error=relative,
         )
 
     def payload_bytes(self, elems: int) -> int:
@@ -52,17 +55,11 @@ class TruncateCodec(Codec):
     def _encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
         pack(values, self.width_bytes, self.nearest, payload)
 
-    def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        unpack(payload, self.width_bytes, out)
+    def _decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
+        unpack(payload, self.width_bytes, values)
 
     def _error_bound(self, values: torch.Tensor) -> torch.Tensor:
         magnitude = values.abs().double()
         least = 2 * _SMALLEST_NORMAL if self.width_bytes == 1 else _SMALLEST_NORMAL
         bound = magnitude.clamp(min=least) * _RELATIVE[self.width_bytes][self.nearest]
-        if self.width_bytes == 1:
-            # Half of the way from 2**125 to 2**127 is rounded to what has no code.
-            end = 2.5 * 2.0**125 if self.nearest else _LARGEST_OF_ONE_BYTE
-        else:
-            step = 2.0 ** (127 - 8 * self.width_bytes + 9)
-            end = 2.0**128 - step / 2 if self.nearest else 2.0**128
-        return bound.masked_fill(~(magnitude < end), torch.inf)
+        return bound.masked_fill(~(magnitude < self.properties.overflow), inf)

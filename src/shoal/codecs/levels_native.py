@@ -1,0 +1,74 @@
+"""Which instruction set the native codec kernels run in, and how they are called.
+
+No magic: all it does is look at tensors and pass addresses to `csrc/shoal_native.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import cast
+
+import torch
+
+from shoal.errors import CodecError
+from shoal.native import library
+
+LEVELS = ("portable", "avx2", "avx512")  # in the order of ShoalLevel
+LEVEL_VARIABLE = "SHOAL_CODEC_LEVEL"
+
+
+@cache
+def levels() -> tuple[str, ...]:
+    """The instruction sets the kernels run in on this machine, the best last; none where the library was not built."""
+    native = library()
+    return () if native is None else LEVELS[: native.shoal_norm_conv_level() + 1]
+
+
+def level_number() -> int:
+    """Of the variable SHOAL_CODEC_LEVEL, else -1: the best there is.
+
+    Raises:
+        CodecError: this machine does not run the level asked for.
+    """
+    name = os.environ.get(LEVEL_VARIABLE)
+    if not name:
+        return -1
+    if name not in levels():
+        known = ", ".join(levels()) or "none"
+        raise CodecError(f"{LEVEL_VARIABLE}={name}: this machine runs {known}; choose one of those or leave it unset")
+    return LEVELS.index(name)
+
+
+def are_here(*tensors: torch.Tensor) -> bool:
+    """Whether the library was built, and these tensors are dense and on the CPU."""
+    return library() is not None and all(
+        x.device.type == "cpu" and x.layout == torch.strided and x.is_contiguous() for x in tensors
+    )
+
+
+def threads_for(elems: int, least_elems: int) -> int:
+    """As many as torch uses, with at least so many elements for each."""
+    return max(1, min(torch.get_num_threads(), elems // least_elems))
+
+
+def run(name: str, call: ctypes.Structure) -> None:
+    """Calls a function of the native library; ctypes gives the interpreter's lock away meanwhile.
+
+    Raises:
+        CodecError: the processor does not run the level asked for, or memory ran out.
+    """
+    if _function(name)(ctypes.byref(call)) != 0:
+        raise CodecError(f"{name}: this processor does not run level {call.level}; unset {LEVEL_VARIABLE}")
+
+
+@cache
+def _function(name: str) -> Callable[..., int]:
+    native = library()
+    if native is None:
+        raise CodecError("the native library was not built; unset SHOAL_CODEC_KERNELS")
+    found = getattr(native, name)
+    found.restype = ctypes.c_int32
+    return cast(Callable[..., int], found)

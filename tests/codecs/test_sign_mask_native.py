@@ -1,0 +1,54 @@
+"""The native mask gives the bits of the torch reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.codecs import sign_mask_native as native
+from shoal.codecs import sign_mask_reference as reference
+from shoal.codecs.levels_native import levels
+from shoal.errors import CodecError
+from tests.codecs.native_levels import at_level, off_by_one, same_bits
+
+pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
+each_level = pytest.mark.parametrize("level", levels())
+
+
+def both(x: torch.Tensor) -> None:
+    masks = [torch.full((-(-x.numel() // 8),), 0xA5, dtype=torch.uint8) for _ in range(2)]
+    flags = [torch.zeros(x.numel(), dtype=torch.bool) for _ in range(2)]
+    for kernels, mask, flag in zip((reference, native), masks, flags, strict=True):
+        kernels.encode(x, mask)
+        kernels.decode(mask, flag)
+    assert same_bits(*masks) and torch.equal(flags[1], x > 0)
+
+
+@each_level
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.floats(width=32), max_size=70), st.integers(1, 40), st.integers(1, 3))
+def test_any_tensor(level: str, values: list[float], times: int, threads: int) -> None:
+    with at_level(level, threads):
+        both(off_by_one(torch.tensor(values * times)))
+
+
+@each_level
+def test_threads_share_no_byte(level: str) -> None:
+    x = torch.randn(200_003, generator=torch.Generator().manual_seed(0))
+    for threads in (1, 2, 3):
+        with at_level(level, threads):
+            both(x)
+
+
+def test_it_takes_float32_and_leaves_the_rest() -> None:
+    x, mask = torch.ones(9), torch.empty(2, dtype=torch.uint8)
+    assert native.applies(x, mask) and native.applies(mask, x > 0)
+    assert not native.applies(x.half(), mask) and not native.applies(x > 0, mask)
+    with pytest.raises(CodecError, match="expected float32"):
+        native.encode(x.half(), mask)
+    with pytest.raises(CodecError, match="expected bool"):
+        native.decode(mask, x.byte())
+    with pytest.raises(CodecError, match="expected a uint8 for eight"):
+        native.encode(x, mask[:1])

@@ -1,0 +1,77 @@
+"""The native packing gives the bits of the torch reference, whatever the bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.codecs import truncation_native as native
+from shoal.codecs import truncation_reference as reference
+from shoal.codecs.levels_native import levels
+from shoal.errors import CodecError
+from tests.codecs.native_levels import at_level, off_by_one, same_bits
+
+pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
+each_level = pytest.mark.parametrize("level", levels())
+each_width = pytest.mark.parametrize("width", [1, 2, 3])
+
+
+def both(x: torch.Tensor, width: int) -> None:
+    for nearest in (False, True):
+        packed = [torch.full((width * x.numel(),), 0xA5, dtype=torch.uint8) for _ in range(2)]
+        values = [torch.full((x.numel(),), 7.0) for _ in range(2)]
+        for kernels, to, back in zip((reference, native), packed, values, strict=True):
+            kernels.pack(x, width, nearest, to)
+            kernels.unpack(to, width, back)
+        assert same_bits(*packed) and same_bits(*values)
+
+
+@each_level
+@each_width
+def test_every_top_half_with_low_halves_around_the_ties(level: str, width: int) -> None:
+    top = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    with at_level(level):
+        for low in (0, 1, 0x7F, 0x80, 0x81, 0x17F, 0x180, 0x181, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+            both((top | low).view(torch.float32), width)
+
+
+@each_level
+@each_width
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=90), st.integers(1, 9), st.integers(1, 3))
+def test_any_bits_of_any_length(level: str, width: int, bits: list[int], times: int, threads: int) -> None:
+    x = torch.from_numpy(np.array(bits * times, dtype=np.uint32).view(np.float32))
+    with at_level(level, threads):
+        both(off_by_one(x), width)
+
+
+@each_level
+@each_width
+def test_threads_change_no_bit(level: str, width: int) -> None:
+    bits = torch.randint(-(2**31), 2**31, (200_003,), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
+    for threads in (1, 2, 3):
+        with at_level(level, threads):
+            both(bits.int().view(torch.float32), width)
+
+
+@each_width
+def test_every_code_of_one_and_two_bytes_unpacks(width: int) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256 * width)
+    outs = [torch.full((codes.numel() // width,), 7.0) for _ in range(2)]
+    if width > 1:
+        codes = codes + torch.arange(256 * width, dtype=torch.uint8).repeat_interleave(256)
+    reference.unpack(codes, width, outs[0])
+    native.unpack(codes, width, outs[1])
+    assert same_bits(*outs)
+
+
+def test_what_does_not_fit_is_refused_before_an_address_is_passed_on() -> None:
+    x, packed = torch.ones(10), torch.empty(20, dtype=torch.uint8)
+    for wrong in ((x, 4, packed), (x, 1, packed), (x.double(), 2, packed), (x, 2, packed.int()), (x[::2], 4, packed)):
+        with pytest.raises(CodecError, match="expected"):
+            native.pack(wrong[0], wrong[1], False, wrong[2])
+        with pytest.raises(CodecError, match="expected"):
+            native.unpack(wrong[2], wrong[1], wrong[0])
