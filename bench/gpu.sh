@@ -72,6 +72,10 @@ for layout in channels_last contiguous; do
   done
 done
 
+echo "== Codecs"
+timeout "$(left)" "$PYTHON" -m bench.codecs --parts speed --device cuda --out "$OUT" 2>&1 | tee "$OUT/codecs.log"
+[ "${PIPESTATUS[0]}" -eq 0 ] || status=1
+
 echo "== GPU figures"
 # Quickest first, so that a slow machine still leaves some; every other value of the peer's sweep.
 for network in resnet50 vgg16_bn densenet121; do
