@@ -17,13 +17,20 @@ from typing import Any
 import torch
 
 from shoal.cache import cache_dir
+from shoal.codecs import kernels as codec_kernels
+from shoal.codecs import levels_native as codec_levels
 from shoal.errors import InputError
 from shoal.files import write_json
 from shoal.native import fingerprint
 from shoal.runtime import norm_rows, norm_triton
 
 _FORMAT = 1
-_KERNEL_VARIABLES = (norm_rows.LEVEL_VARIABLE, norm_triton.VARIABLE)
+_KERNEL_VARIABLES = (
+    norm_rows.LEVEL_VARIABLE,
+    norm_triton.VARIABLE,
+    codec_kernels.VARIABLE,
+    codec_levels.LEVEL_VARIABLE,
+)
 
 
 def device_of(name: str | torch.device) -> torch.device:
