@@ -54,7 +54,7 @@ fi
 echo "== GPU tests"
 if "$PYTHON" -c 'import pytest' 2>/dev/null; then
   # Only the files that have such tests, so that no other file's imports matter. pytest-timeout may be missing.
-  mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.gpu' tests)
+  mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.gpu|^@on_device' tests)
   timeout "$(left)" "$PYTHON" -m pytest -m gpu -q -rs --continue-on-collection-errors \
     -o addopts=--import-mode=importlib -p no:cacheprovider "${files[@]}" 2>&1 | tee "$OUT/tests.log"
   code=${PIPESTATUS[0]}
@@ -71,6 +71,10 @@ for layout in channels_last contiguous; do
     [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
   done
 done
+
+echo "== Codecs"
+timeout "$(left)" "$PYTHON" -m bench.codecs --parts speed --device cuda --out "$OUT" 2>&1 | tee "$OUT/codecs.log"
+[ "${PIPESTATUS[0]}" -eq 0 ] || status=1
 
 echo "== GPU figures"
 # Quickest first, so that a slow machine still leaves some; every other value of the peer's sweep.

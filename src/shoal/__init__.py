@@ -3,6 +3,7 @@
 from shoal import codecs
 from shoal.compile import compile
 from shoal.errors import BudgetError, CaptureError, CodecError, ShoalError, TransferError
+from shoal.lossy_report import lossy_report
 from shoal.offload_activations import offload_activations
 from shoal.planning import plan
 from shoal.transforms.fuse_batchnorm import fuse_batchnorm
@@ -20,6 +21,7 @@ __all__ = [
     "compile",
     "fuse_batchnorm",
     "invert_batchnorm",
+    "lossy_report",
     "offload_activations",
     "plan",
     "restore_batchnorm",

@@ -17,9 +17,11 @@ from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, InputError
 from shoal.hardware import Link
 from shoal.inner import Compiler, compiler
+from shoal.lossy import Lossy, lossy_of
 from shoal.lower import lower
 from shoal.offloading import AUTO, Offloading, offloading
 from shoal.plan import Plan
+from shoal.runtime.encoded_activation import measured_errors
 from shoal.runtime.step_meter import StepMeter
 from shoal.runtime.wall import lifted
 from shoal.session import Session, Status
@@ -40,7 +42,7 @@ def backend(
     """`torch.compile(model, backend="shoal", options={"budget": "2GiB"})`.
 
     Options: `budget` (int of bytes or a text), `planner` (a name of `shoal.planners`), `inner` ("eager" or "inductor"),
-    `optimizer` (whose state counts), `offload_to` and `host_budget` (as of `shoal.compile`). Without a budget
+    `optimizer` (whose state counts), `offload_to`, `host_budget` and `lossy` (as of `shoal.compile`). Without a budget
     everything is kept. The model has to come as one graph. `shoal.compile` does the same and also reports in
     `model.shoal`.
     """
@@ -52,14 +54,16 @@ def backend(
     inner = settings.pop("inner", "eager")
     optimizer = settings.pop("optimizer", None)
     offload_to, host_budget = settings.pop("offload_to", AUTO), settings.pop("host_budget", None)
+    lossy = lossy_of(settings.pop("lossy", None), planner)
     if settings:
-        known = "budget, planner, inner, optimizer, offload_to, host_budget"
+        known = "budget, planner, inner, optimizer, offload_to, host_budget, lossy"
         raise InputError(f"options {sorted(settings)} are unknown; there are {known}")
     planners.get(planner)
     devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
     leaves = wanted_offloading(inner, offload_to, host_budget, device_type="cuda" if "cuda" in devices else "cpu")
+    reject_needless_lossy(lossy, inner, budget)
     status = Status(None if budget is None else parse_bytes(budget))
-    session = Session(status, planner, Standing(optimizer=optimizer), offloading=leaves)
+    session = Session(status, planner, Standing(optimizer=optimizer), offloading=leaves, lossy=lossy)
     return compile_step(session, inner, gm, example_inputs)
 
 
@@ -81,6 +85,20 @@ def wanted_offloading(
             raise InputError(f"offload_to={str(offload_to)!r} needs inner='eager': Inductor reorders what is planned")
         return None
     return offloading(offload_to, host_budget, device_type=device_type, pace=pace)
+
+
+def reject_needless_lossy(lossy: Lossy | None, inner: str, budget: int | str | None) -> None:
+    """Refuse `lossy` where nothing would come of it.
+
+    Raises:
+        InputError: no budget asks for fewer bytes, or Inductor is to run the step: it reorders what is planned.
+    """
+    if lossy is None:
+        return
+    if budget is None:
+        raise InputError("lossy encodes what a budget leaves no room for; give budget= too")
+    if inner == "inductor":
+        raise InputError("lossy needs inner='eager': Inductor does not know the ops that encode")
 
 
 def compile_step(session: Session, inner: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -129,6 +147,7 @@ class PlannedStep:
         self.plan: Plan | None = None
         self.meter: StepMeter | None = None
         self.steps_to_meter = _METERED_STEPS
+        self.errors_unknown = False
 
     def partition(
         self,
@@ -150,8 +169,9 @@ class PlannedStep:
                 **self.inputs,
             )
         with unset_fake_temporarily():
-            self.plan = self.session.make_plan(captured, captured.device)
+            captured, self.plan = self.session.make_plan(captured, captured.device)
         self.meter = StepMeter(captured.device)
+        self.errors_unknown = bool(self.plan.encoded)
         transfers = self.session.carry(self.plan, captured.device)
         return lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
 
@@ -161,7 +181,7 @@ class PlannedStep:
         def forward(arguments: list[Any]) -> Any:
             meter = self.meter
             if not self.steps_to_meter or meter is None:
-                return run(arguments)
+                return self._run_and_measure_errors(run, arguments) if self.errors_unknown else run(arguments)
             meter.begin(self._in_use(arguments))
             try:
                 outputs = run(arguments)
@@ -173,6 +193,15 @@ class PlannedStep:
 
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward
+
+    def _run_and_measure_errors(self, run: Callable[..., Any], arguments: list[Any]) -> Any:
+        """The first step after those that are metered: its encodings are held against what they encode."""
+        assert self.plan is not None
+        self.errors_unknown = False
+        with measured_errors() as errors:
+            outputs = run(arguments)
+        self.session.learn_errors(self.plan, errors)
+        return outputs
 
     def compile_backward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self.run_inner(module, example_inputs)

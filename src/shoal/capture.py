@@ -27,6 +27,19 @@ from shoal.varying_sizes import largest_numbers, usual_numbers, with_numbers, wr
 
 
 @dataclass(frozen=True)
+class Terms:
+    """How a joint graph is to be read; attributes as the arguments of `capture`."""
+
+    n_forward_outputs: int
+    static_inputs: Collection[int] = ()
+    model: str = ""
+    parameters: Collection[int] = ()
+    layers: Mapping[int, str] | None = None
+    standing_bytes: int = 0
+    aten_only: bool = False
+
+
+@dataclass(frozen=True)
 class Captured:
     """A step as data, and the nodes it came from.
 
@@ -39,6 +52,7 @@ class Captured:
         device: where the step's tensors live.
         usual_nodes: op name → node with numbers for all sizes; as `node_of` where no size varies.
         largest_nodes: the same at the largest the op can be; empty where no size varies.
+        terms: what `capture` was told.
     """
 
     graph: StepGraph
@@ -50,6 +64,12 @@ class Captured:
     device: torch.device
     usual_nodes: Mapping[str, fx.Node]
     largest_nodes: Mapping[str, fx.Node]
+    terms: Terms
+
+    @property
+    def backward_names(self) -> frozenset[str]:
+        """Names of the nodes that are ops of the backward pass."""
+        return frozenset(op.name for op in self.graph.ops if op.phase == "backward")
 
     def distinct_nodes(self) -> dict[str, fx.Node]:
         """One node for each signature of the step, second runs included, for the profiler."""
@@ -105,24 +125,37 @@ def capture(
     backward = _backward_nodes(joint.graph, outputs[:n_forward_outputs])
     if rewrites:
         save_fewer_bytes(joint, backward, aten_only=aten_only, cpu_kernels=cpu_kernels)
-    backward_names = {node.name for node in backward}
+    terms = Terms(n_forward_outputs, static_inputs, model, parameters, layers, standing_bytes, aten_only)
+    return read_joint(joint, {node.name for node in backward}, terms)
+
+
+def read_joint(joint: fx.GraphModule, backward_names: Collection[str], terms: Terms) -> Captured:
+    """`capture` of a joint graph that is rewritten already.
+
+    Args:
+        joint: the joint graph.
+        backward_names: names of its backward nodes.
+        terms: as of `capture`.
+    """
+    n_forward_outputs = terms.n_forward_outputs
 
     def read(graph: fx.Graph) -> tuple[StepGraph, _Reader]:
         outputs: Any = graph.output_node().args[0]
         parts = outputs[:n_forward_outputs], outputs[n_forward_outputs:]
-        reader = _Reader({n for n in graph.nodes if n.name in backward_names}, *parts, static_inputs, parameters)
+        backward = {n for n in graph.nodes if n.name in backward_names}
+        reader = _Reader(backward, *parts, terms.static_inputs, terms.parameters)
         reader.overwritten = _overwritten_inputs(graph)
-        reader.replays = not aten_only
-        reader.layers = layers or {}
+        reader.replays = not terms.aten_only
+        reader.layers = terms.layers or {}
         for node in graph.nodes:
             reader.visit(node)
-        return StepGraph(model, *reader.finish(), standing_bytes), reader
+        return StepGraph(terms.model, *reader.finish(), terms.standing_bytes), reader
 
     numbers = usual_numbers(joint.graph)
     step, reader = read(with_numbers(joint, numbers) if numbers else joint.graph)
     others = [read(with_numbers(joint, largest)) for largest in largest_numbers(joint.graph)] if numbers else []
     node = {node.name: node for node in joint.graph.nodes}
-    outputs = joint.graph.output_node().args[0]
+    outputs: Any = joint.graph.output_node().args[0]
     return Captured(
         at_largest(step, [graph for graph, _ in others]),
         joint,
@@ -135,6 +168,7 @@ def capture(
         {op: max((other.node_of[op] for _, other in others), key=moved_bytes) for op in reader.node_of}
         if others
         else {},
+        terms,
     )
 
 

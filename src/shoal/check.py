@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shoal.errors import PlanError
-from shoal.residence import Offload, Recompute, Residence
+from shoal.residence import Encode, Offload, Recompute, Residence
 from shoal.schedule import Run
 from shoal.step import StepGraph
 
@@ -41,6 +41,7 @@ def check(graph: StepGraph, residences: Mapping[str, Residence], runs: Sequence[
     ```
     """
     storages = graph.storages
+    residences = {name: r.exact if isinstance(r, Encode) else r for name, r in residences.items()}
     _ops_come_in_order(graph, runs)
     _recomputations_are_those_asked_for(graph, residences, runs)
 

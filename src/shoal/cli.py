@@ -22,8 +22,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 import shoal
 import shoal.models
 from shoal import planners, presets
+from shoal.codecs import samples, trial
 from shoal.errors import BudgetError, InputError, ShoalError
 from shoal.hardware import Hardware
+from shoal.machine import device_of
 from shoal.max_batch import largest_batches
 from shoal.max_batch import table as max_batch_table
 from shoal.measure import measure
@@ -78,6 +80,9 @@ def train(
     ] = None,
     rehearse: Annotated[
         str | None, typer.Option(help="A preset of `shoal hardware`: copies take as long beside the CPU as there.")
+    ] = None,
+    lossy: Annotated[
+        str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")
     ] = None,
     split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
     grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
@@ -138,6 +143,7 @@ def train(
             offload_to=None if offload_to == "none" else offload_to,
             host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
             rehearse=rehearse,
+            lossy=lossy,
             out=out if out is not None else Path("runs") / f"{model}-{data}",
             resume=resume,
         )
@@ -193,6 +199,9 @@ def plan(
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="Also find the largest batch that fits, with each planner.")
     ] = False,
+    lossy: Annotated[
+        str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")
+    ] = None,
     split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
     grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
     stochastic: Annotated[float | None, typer.Option(help="Plan for cuts drawn in every step, by this omega.")] = None,
@@ -228,7 +237,14 @@ def plan(
         failure: BudgetError | None = None
         try:
             made = shoal.plan(
-                network, example, budget=budget_bytes, hardware=target, planner=planner, optimizer=owner, name=model
+                network,
+                example,
+                budget=budget_bytes,
+                hardware=target,
+                planner=planner,
+                optimizer=owner,
+                lossy=lossy,
+                name=model,
             )
         except BudgetError as error:
             if not max_batch:
@@ -300,6 +316,11 @@ def _figures(made: Plan) -> dict[str, Any]:
         "recomputed_bytes": sum(storage.nbytes for storage in made.recomputed),
         "offloaded_storages": len(made.offloaded),
         "host_bytes": made.host_bytes,
+        "encoded_storages": len(made.encoded),
+        "encoded_bytes": sum(storage.nbytes for storage in made.encoded),
+        "payload_bytes": made.payload_bytes,
+        "codec_seconds": made.codec_seconds,
+        "encoding_errors": dict(made.errors),
         "stall_seconds": made.timeline.stall_seconds,
     }
 
@@ -325,6 +346,45 @@ def hardware(
             console = _printing()
             console.print(presets.table(machines))
             console.print(presets.link_table(links))
+
+
+@app.command()
+def codecs(
+    file: Annotated[Path | None, typer.Argument(help="An array in .npy, tensors in .pt, or raw float32.")] = None,
+    distribution: Annotated[
+        str | None, typer.Option(help=f"Draw numbers instead: {', '.join(samples.DISTRIBUTIONS)}.")
+    ] = None,
+    elements: Annotated[
+        int | None, typer.Option(help="How many to draw (by default 1048576), or to take from the file.")
+    ] = None,
+    codec: Annotated[list[str] | None, typer.Option(help="Only this one; may be given again.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show what each codec makes of some numbers on this machine: bytes, error, speed.
+
+    GB/s are of float32 that is encoded, or made by decoding. A link faster than the break-even bandwidth carries the
+    numbers as they are in less time than it takes to encode and decode them.
+    """
+    with _told_plainly():
+        if file is not None and distribution is not None:
+            raise InputError(f"got both {file} and --distribution {distribution}; give one of them")
+        chosen = [trial.of_values(shoal.codecs.get(name)) for name in codec or trial.tryable_names()]
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        place = device_of(device)
+        if file is None:
+            name = distribution or "normal"
+            values = samples.drawn(name, samples.DRAWN_ELEMS if elements is None else elements)
+        else:
+            name, values = str(file), samples.read(file, elements)
+        tried = [trial.try_codec(each, values.to(place)) for each in chosen]
+        if json:
+            rows = [each.to_json() for each in tried]
+            where = {"source": name, "elements": values.numel(), "device": device, "threads": torch.get_num_threads()}
+            typer.echo(dumps({**where, "codecs": rows}, indent=1))
+        else:
+            _printing().print(trial.columns(tried, f"{name}: {values.numel():,} float32 on {device}"))
 
 
 def _printing() -> Console:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,11 +14,12 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 
 from shoal import inner as inner_compilers
 from shoal import planners, presets
-from shoal.backend import compile_step, wanted_offloading
+from shoal.backend import compile_step, reject_needless_lossy, wanted_offloading
 from shoal.capture_step import UNCAPTURED, call_of, capture_error, drawn_for
 from shoal.choose_split import choose_split
 from shoal.errors import BudgetError, CaptureError, InputError, ShoalError
 from shoal.hardware import Hardware, Link
+from shoal.lossy import lossy_of
 from shoal.measure import measure
 from shoal.measure_links import link_to
 from shoal.offloading import AUTO, rehearsed
@@ -43,6 +44,7 @@ def compile(
     host_budget: int | str | None = None,
     rehearse: str | Hardware | None = None,
     split: str | None = None,
+    lossy: str | Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> Module:
     """Make `model` train inside `budget` device bytes; then train as always.
@@ -72,6 +74,13 @@ def compile(
             slower as this machine computes slower, so that what overlaps there overlaps here.
         split: "auto" to run the first layers on overlapping patches (`shoal.split(..., halo="exact")`) where that makes
             the faster plan; depth and grid are chosen at the first training step. None to leave the model whole.
+        lossy: a codec's name, such as "dynamic_tree", to let the planner "joint" store inputs of convolutions in 8 bits
+            a value where that makes the faster plan (or one at all). Or a mapping with "codec" and, where wanted,
+            "block" (values that share a scale; 4096; None for one scale a tensor), "stochastic" (a seed: round by
+            chance) and "exempt" (of "batch_norm", "first_layer": what stays exact; by default both). The weight
+            gradients of those convolutions then come from decoded values; all else stays bit for bit. Without
+            "batch_norm" among the exempt, the backward pass of batch norms reads decoded values too, and the error goes
+            on to what comes before. None (default): nothing is lossy.
         name: the model's name in tables and errors; by default its class.
 
     Returns:
@@ -80,6 +89,7 @@ def compile(
 
     Raises:
         InputError: an argument is none of what is listed above.
+        CodecError: `lossy` names no codec for activations.
         BudgetError: here, where parameters and gradients alone are over the budget; at the first training step,
             before anything is run, where no plan fits.
         CaptureError: at the first training step, where the model is not one graph.
@@ -105,11 +115,15 @@ def compile(
         raise InputError(f"split={split!r}: expected 'auto' or None; shoal.split() itself takes depth and grid")
     if split == AUTO and (budget is None or plan is not None):
         raise InputError("split='auto' chooses for a budget, by planning; give budget=, and no plan=")
+    permitted = lossy_of(lossy, planner)
+    if plan is None:
+        reject_needless_lossy(permitted, inner, budget)
     device_type = next((p.device.type for p in model.parameters()), "cpu")
     pace = _pace(rehearse, device_type) if rehearse is not None else None
     leaves = wanted_offloading(inner, offload_to, host_budget, device_type=device_type, pace=pace)
     status = Status(None if budget is None else parse_bytes(budget))
     session = Session(status, planner, Standing(model, optimizer), name or type(model).__name__, plan, leaves)
+    session.lossy = permitted
     weakref.finalize(model, session.close)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
         _reject_hopeless(model, optimizer, session)

@@ -17,6 +17,8 @@ from shoal.runtime.batch_norm import backward as batch_norm_backward
 from shoal.runtime.batch_norm import backward_ as batch_norm_backward_
 from shoal.runtime.batch_norm import normalise, normalise_
 from shoal.runtime.dropout import dropout, dropout_, dropout_backward, dropout_backward_
+from shoal.runtime.encoded_activation import rectifier_backward as encoded_rectifier_backward
+from shoal.runtime.encoded_activation import rectifier_backward_ as encoded_rectifier_backward_
 from shoal.runtime.inverted_batch_norm import backward_ as inverted_batch_norm_backward_
 from shoal.runtime.inverted_batch_norm import forward_ as inverted_batch_norm_
 from shoal.runtime.rectifier import backward as rectifier_backward
@@ -57,6 +59,7 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     dropout: ((0,), dropout_),
     normalise: ((0,), normalise_),
     rectifier_backward: ((0,), rectifier_backward_),
+    encoded_rectifier_backward: ((0,), encoded_rectifier_backward_),
     batch_norm_backward: ((0,), batch_norm_backward_),
     dropout_backward: ((0,), dropout_backward_),
     torch.ops.shoal.inverted_batch_norm.default: ((0,), inverted_batch_norm_),

@@ -18,7 +18,7 @@ from shoal.aliasing import is_view
 from shoal.capture import Captured
 from shoal.errors import PlanError
 from shoal.rerun import second_call
-from shoal.residence import Offload, Residence
+from shoal.residence import Offload, Residence, exact_residence
 from shoal.runtime.generator import generator_state, replaying
 from shoal.schedule import Run, schedule
 from shoal.step import StepGraph, Storage
@@ -79,7 +79,7 @@ def lower(
 
 def offloaded_storages(graph: StepGraph, residences: Mapping[str, Residence]) -> tuple[Storage, ...]:
     """What leaves for the host during the step, in the order of `graph.storages`."""
-    return tuple(s for s in graph.storages if isinstance(residences.get(s.name), Offload))
+    return tuple(s for s in graph.storages if isinstance(exact_residence(residences.get(s.name)), Offload))
 
 
 class _Offloads:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from shoal.cache import cache_dir
-from shoal.codecs import kernels as codec_kernels
-from shoal.codecs import levels_native as codec_levels
+from shoal.codecs import kernels, levels_native
 from shoal.errors import InputError
 from shoal.files import write_json
 from shoal.native import fingerprint
@@ -28,8 +27,8 @@ _FORMAT = 1
 _KERNEL_VARIABLES = (
     norm_rows.LEVEL_VARIABLE,
     norm_triton.VARIABLE,
-    codec_kernels.VARIABLE,
-    codec_levels.LEVEL_VARIABLE,
+    kernels.VARIABLE,
+    levels_native.LEVEL_VARIABLE,
 )
 
 

@@ -10,7 +10,16 @@ from pathlib import Path
 
 from shoal.errors import PlanError
 from shoal.files import write_json
-from shoal.residence import Offload, Recompute, Residence, residence_from_json, residence_to_json
+from shoal.lossy import Lossy
+from shoal.residence import (
+    Encode,
+    Offload,
+    Recompute,
+    Residence,
+    exact_residence,
+    residence_from_json,
+    residence_to_json,
+)
 from shoal.simulate import simulate
 from shoal.sizes import format_bytes
 from shoal.step import StepGraph, Storage
@@ -18,6 +27,7 @@ from shoal.timeline import Timeline
 
 FORMAT = "shoal-plan"
 VERSION = 1
+_CODEC_OPS = (".encoded_activation.encode", ".encoded_activation.decode")
 
 
 @dataclass(frozen=True)
@@ -25,13 +35,16 @@ class Plan:
     """A residence for every saved storage of one step, and its predicted cost.
 
     Attributes:
-        graph: the step it plans.
+        graph: the step it plans, with the ops that encode and decode what is encoded.
         residences: by storage name; a storage that is absent is kept.
         planner: the strategy that made it.
         hardware: what its times are for.
         budget_bytes: the promise; 0 for none.
         lower_bound_seconds: no plan of this step inside this budget adds less time than this, by the same cost model.
         planning_seconds: how long planning took.
+        exact_graph: the step without those ops, which "plain" and "added" refer to; None where nothing is encoded.
+        errors: ||decoded - x|| / ||x|| of each encoded storage, by its name.
+        errors_measured: whether `errors` come from a step of the training. If not, they are those of normal numbers.
     """
 
     graph: StepGraph
@@ -41,6 +54,14 @@ class Plan:
     budget_bytes: int = 0
     lower_bound_seconds: float = 0.0
     planning_seconds: float = field(default=0.0, compare=False)
+    exact_graph: StepGraph | None = None
+    errors: Mapping[str, float] = field(default_factory=dict, compare=False)
+    errors_measured: bool = field(default=False, compare=False)
+
+    @property
+    def exact_step(self) -> StepGraph:
+        """The step as it is when nothing is encoded."""
+        return self.exact_graph or self.graph
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -49,8 +70,8 @@ class Plan:
 
     @cached_property
     def plain_timeline(self) -> Timeline:
-        """The simulated step when everything is kept."""
-        return simulate(self.graph, {}, self.budget_bytes)
+        """The simulated step when everything is kept and nothing is encoded."""
+        return simulate(self.exact_step, {}, self.budget_bytes)
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -81,13 +102,37 @@ class Plan:
     def recomputed(self) -> tuple[Storage, ...]:
         """The storages that are given up and computed again, in the order of their first computation."""
         return tuple(
-            s for s in self.graph.storages if isinstance(r := self.residences.get(s.name), Recompute) and r.before
+            s for s in self.graph.storages if isinstance(r := self._exact_residence(s), Recompute) and r.before
         )
 
     @property
     def offloaded(self) -> tuple[Storage, ...]:
         """The storages that wait on the host, in the order of their first computation."""
-        return tuple(s for s in self.graph.storages if isinstance(self.residences.get(s.name), Offload))
+        return tuple(s for s in self.graph.storages if isinstance(self._exact_residence(s), Offload))
+
+    @property
+    def encoded(self) -> tuple[Storage, ...]:
+        """The storages that wait encoded for a backward reader, in the order in which they are encoded."""
+        found = (s for s in self.graph.storages if isinstance(self.residences.get(s.name), Encode))
+        return tuple(sorted(found, key=lambda s: self.graph.producer[self._payload(s).id]))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the encoded forms of all `encoded`."""
+        return sum(self._payload(storage).nbytes for storage in self.encoded)
+
+    @property
+    def codec_seconds(self) -> float:
+        """Time of the ops that encode and decode, as often as the plan runs them."""
+        return sum(m.seconds for m in self.timeline.moments if m.target.endswith(_CODEC_OPS))
+
+    def _payload(self, storage: Storage) -> Storage:
+        residence = self.residences[storage.name]
+        assert isinstance(residence, Encode)
+        return self.graph.storage_called[residence.payload]
+
+    def _exact_residence(self, storage: Storage) -> Residence:
+        return exact_residence(self.residences.get(storage.name))
 
     @property
     def host_bytes(self) -> int:
@@ -98,7 +143,13 @@ class Plan:
     def kept(self) -> tuple[Storage, ...]:
         """The saved storages that stay."""
         storages = (self.graph.storages[i] for i in self.graph.saved)
-        return tuple(s for s in storages if not isinstance(self.residences.get(s.name), Recompute | Offload))
+        return tuple(s for s in storages if not isinstance(self._exact_residence(s), Recompute | Offload))
+
+    @property
+    def small_forms(self) -> tuple[Storage, ...]:
+        """Saved storages that hold, a byte a value and exactly, all that the backward pass asks of a larger one."""
+        storages = (self.graph.storages[i] for i in self.graph.saved)
+        return tuple(s for s in storages if self._form(s))
 
     def explain(self) -> str:
         """The plan for a reader: what it costs, what fills the peak, what became of the largest storages."""
@@ -116,6 +167,7 @@ class Plan:
             f"kept            {len(self.kept)} saved storages, {format_bytes(sum(s.nbytes for s in self.kept))}",
             f"recomputed      {len(self.recomputed)} storages, {format_bytes(sum(s.nbytes for s in self.recomputed))}",
             *self._transfers_told(),
+            *self._encodings_told(),
             f"at the peak     {peak.op} ({peak.phase}, layer {peak.layer or '-'}): "
             f"resident {format_bytes(peak.resident_bytes)}, kept {format_bytes(peak.kept_bytes)}, "
             f"recomputed {format_bytes(peak.recomputed_bytes)}, fetched {format_bytes(peak.fetched_bytes)}, "
@@ -123,11 +175,16 @@ class Plan:
             f"gradients {format_bytes(peak.gradient_bytes)}, workspace {format_bytes(peak.workspace_bytes)}",
             "largest saved storages",
         ]
-        saved = sorted((self.graph.storages[i] for i in self.graph.saved), key=lambda s: -s.nbytes)
-        for storage in saved[:10]:
+        for storage in sorted(self._waiting(), key=lambda s: -s.nbytes)[:10]:
             what = storage.layer or storage.name
             lines.append(f"  {format_bytes(storage.nbytes):>10}  {what:<28} {self.fate(storage)}")
         return "\n".join(lines)
+
+    def _waiting(self) -> tuple[Storage, ...]:
+        """The saved storages, and in the place of each payload the storage whose encoded form it is."""
+        payloads = {self._payload(storage) for storage in self.encoded}
+        saved = (self.graph.storages[i] for i in self.graph.saved)
+        return tuple(dict.fromkeys([*(s for s in saved if s not in payloads), *self.encoded]))
 
     def _transfers_told(self) -> list[str]:
         if not self.offloaded or self.graph.link is None:
@@ -140,9 +197,51 @@ class Plan:
             f"{1e3 * self.timeline.stall_seconds:.1f} ms for it",
         ]
 
+    def _encodings_told(self) -> list[str]:
+        told = []
+        if small := self.small_forms:
+            told.append(
+                f"lossless        {len(small)} saved storages, {format_bytes(sum(s.nbytes for s in small))}: "
+                "ReLU masks and places in pooling windows, a byte each"
+            )
+        if encoded := self.encoded:
+            forms = {(r.codec, r.block_elems, r.seed) for r in self.residences.values() if isinstance(r, Encode)}
+            form = ", ".join(sorted(Lossy(*form).describe() for form in forms))
+            told.append(
+                f"encoded         {len(encoded)} storages, {format_bytes(sum(s.nbytes for s in encoded))} in "
+                f"{format_bytes(self.payload_bytes)}, {form}; "
+                f"{1e3 * self.codec_seconds:.1f} ms to encode and decode; {self._errors_told()}"
+            )
+        return told
+
+    def _errors_told(self) -> str:
+        if not self.errors:
+            return "error not measured"
+        least, most = min(self.errors.values()), max(self.errors.values())
+        where = "in a step" if self.errors_measured else "for normal numbers, until a step is run"
+        return f"relative error {100 * least:.2g} to {100 * most:.2g} % (measured {where})"
+
+    def _form(self, storage: Storage) -> str:
+        """What a small storage tells of a large one without loss; "" where it is not such a one."""
+        target = self.graph.ops[self.graph.producer[storage.id]].target
+        if storage.dtype == "bool" and target == "aten.ne.Scalar":
+            return "a ReLU's mask, a byte a value, lossless"
+        if storage.dtype == "uint8" and target == "shoal.runtime.pooling.forward":
+            return "places in pooling windows, a byte each, lossless"
+        return ""
+
     def fate(self, storage: Storage) -> str:
         """What becomes of a storage, in words."""
         residence = self.residences.get(storage.name)
+        if isinstance(residence, Encode):
+            exact = self._fate(storage, residence.exact)
+            also = "" if exact == "kept" else f"; exact: {exact}"
+            payload = self._payload(storage)
+            return f"encoded in {residence.codec}, {format_bytes(payload.nbytes)}, {self.fate(payload)}{also}"
+        form = self._form(storage)
+        return self._fate(storage, exact_residence(residence)) + (f" ({form})" if form else "")
+
+    def _fate(self, storage: Storage, residence: Residence) -> str:
         if isinstance(residence, Offload):
             layer_of = {op.name: op.layer or op.name for op in self.graph.ops}
             leaves, returns = layer_of[residence.free_after], layer_of[residence.fetch_before]
@@ -168,7 +267,10 @@ class Plan:
                 "lower_bound_seconds": self.lower_bound_seconds,
                 "planning_seconds": self.planning_seconds,
                 "residences": {name: residence_to_json(r) for name, r in self.residences.items()},
+                "errors": dict(self.errors),
+                "errors_measured": self.errors_measured,
                 "step": self.graph.to_json(),
+                "exact_step": self.exact_graph and self.exact_graph.to_json(),
             },
         )
 
@@ -196,6 +298,9 @@ class Plan:
                 value["budget_bytes"],
                 value["lower_bound_seconds"],
                 value["planning_seconds"],
+                value.get("exact_step") and StepGraph.from_json(value["exact_step"]),
+                {str(name): float(error) for name, error in value.get("errors", {}).items()},
+                bool(value.get("errors_measured")),
             )
             if graph.fingerprint != value["fingerprint"]:
                 raise PlanError(f"{path} was changed after it was saved (its step does not match its fingerprint)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,14 @@ import torch
 from torch import nn
 
 from shoal import planners, presets
+from shoal.backend import reject_needless_lossy
+from shoal.capture import Captured
 from shoal.capture_step import capture_step
+from shoal.choose_encoded import choose_encoded
 from shoal.cost import roofline
 from shoal.errors import InputError
-from shoal.hardware import Hardware
+from shoal.hardware import Hardware, Link
+from shoal.lossy import lossy_of
 from shoal.measure import measure
 from shoal.measure_links import link_to
 from shoal.offloading import AUTO, offloading
@@ -23,6 +27,7 @@ from shoal.plan import Plan
 from shoal.profile import profile_step
 from shoal.sizes import parse_bytes
 from shoal.standing import Standing
+from shoal.step import StepGraph
 
 
 def plan(
@@ -35,6 +40,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     offload_to: str | Path | None = AUTO,
     host_budget: int | str | None = None,
+    lossy: str | Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> Plan:
     """Plan one training step without taking it.
@@ -52,6 +58,7 @@ def plan(
         optimizer: the optimizer whose state counts.
         offload_to: as for `shoal.compile`; "auto" allows host memory where `hardware` is given or the model is on CUDA.
         host_budget: most bytes there; None for no limit where `hardware` is given, else as for `shoal.compile`.
+        lossy: as for `shoal.compile`.
         name: the model's name in tables and errors; by default its class.
 
     Returns:
@@ -60,6 +67,7 @@ def plan(
 
     Raises:
         InputError: an argument is none of what is listed above.
+        CodecError: `lossy` names no codec for activations.
         BudgetError: no plan fits the budget.
         CaptureError: the model is not one graph.
 
@@ -74,19 +82,34 @@ def plan(
     planner_function = planners.get(planner)
     budget_bytes = 0 if budget is None else parse_bytes(budget)
     target = presets.get(hardware) if isinstance(hardware, str) else hardware
+    permitted = lossy_of(lossy, planner)
+    reject_needless_lossy(permitted, "eager", budget)
     started = time.perf_counter()
     captured, device = capture_step(model, example, name=name or type(model).__name__, runs_here=target is None)
-    graph = captured.graph
-    graph = replace(graph, standing_bytes=Standing(model, optimizer).bytes_beside(graph))
-    if target is not None:
-        graph = roofline(graph, target)
-        host_bytes = 0 if host_budget is None else parse_bytes(host_budget, "host_budget")
-        graph = replace(graph, link=None if offload_to is None else replace(target.link, host_bytes=host_bytes))
+    device = torch.device("cpu") if device.type == "meta" else device
+    standing_bytes = Standing(model, optimizer).bytes_beside(captured.graph)
+    link, hardware = _link_and_hardware(target, device, offload_to, host_budget)
+
+    def costed(step: Captured) -> StepGraph:
+        graph = profile_step(step, device) if target is None else roofline(step.graph, target)
+        return replace(graph, standing_bytes=standing_bytes, link=link)
+
+    def made(graph: StepGraph) -> Plan:
+        return (planner_function if budget_bytes else planners.get("keep_all"))(graph, hardware, budget_bytes)
+
+    if permitted is None:
+        found = made(costed(captured))
     else:
-        device = torch.device("cpu") if device.type == "meta" else device
-        graph = replace(profile_step(captured, device), standing_bytes=graph.standing_bytes)
-        target = measure(device)
-        leaves = offloading(offload_to, host_budget, device_type=device.type)
-        graph = replace(graph, link=link_to(leaves, device) if leaves is not None else None)
-    made = (planner_function if budget_bytes else planners.get("keep_all"))(graph, target, budget_bytes)
-    return replace(made, planning_seconds=time.perf_counter() - started)
+        _, found = choose_encoded(captured, permitted, budget_bytes, costed, made)
+    return replace(found, planning_seconds=time.perf_counter() - started)
+
+
+def _link_and_hardware(
+    target: Hardware | None, device: torch.device, offload_to: str | Path | None, host_budget: int | str | None
+) -> tuple[Link | None, Hardware]:
+    if target is not None:
+        host_bytes = 0 if host_budget is None else parse_bytes(host_budget, "host_budget")
+        return (None if offload_to is None else replace(target.link, host_bytes=host_bytes)), target
+    leaves = offloading(offload_to, host_budget, device_type=device.type)
+    here = measure(device)
+    return (link_to(leaves, device) if leaves is not None else None), here

@@ -40,11 +40,49 @@ class Offload:
     fetch_before: str
 
 
-Residence = Keep | Recompute | Offload
+@dataclass(frozen=True)
+class Encode:
+    """For the weight gradients of convolutions it waits in fewer bits: as its payload, a storage of its own.
+
+    The payload is written right after the last forward op that reads the exact values, and has a residence of its own:
+    it may be offloaded, a quarter of the bytes. Convolutions read in the backward pass what it is decoded to.
+
+    Attributes:
+        codec: a name of `shoal.codecs`.
+        block_elems: values that share a scale; 0 for all.
+        seed: of stochastic rounding; None rounds to nearest.
+        payload: name of the storage that holds the encoded form.
+        exact: what becomes of the exact values besides. Recompute where the recomputation of something else needs them.
+    """
+
+    codec: str
+    block_elems: int
+    seed: int | None
+    payload: str
+    exact: Keep | Recompute | Offload = Keep()
+
+
+Residence = Keep | Recompute | Offload | Encode
+
+
+def exact_residence(residence: Residence | None) -> Keep | Recompute | Offload:
+    """Where the exact values are, whether or not they wait encoded too; an absent residence is Keep."""
+    if isinstance(residence, Encode):
+        return residence.exact
+    return residence or Keep()
 
 
 def residence_to_json(residence: Residence) -> dict[str, Any]:
     """A tagged dict."""
+    if isinstance(residence, Encode):
+        return {
+            "residence": "encode",
+            "codec": residence.codec,
+            "block_elems": residence.block_elems,
+            "seed": residence.seed,
+            "payload": residence.payload,
+            "exact": residence_to_json(residence.exact),
+        }
     if isinstance(residence, Recompute):
         return {"residence": "recompute", "before": list(residence.before)}
     if isinstance(residence, Offload):
@@ -61,5 +99,9 @@ def residence_from_json(value: dict[str, Any]) -> Residence:
             return Offload(str(value["free_after"]), str(value["fetch_before"]))
         case "keep":
             return Keep()
+        case "encode":
+            codec, block_elems, seed = str(value["codec"]), int(value["block_elems"]), value["seed"]
+            exact = exact_residence(residence_from_json(value["exact"]))
+            return Encode(codec, block_elems, seed, str(value["payload"]), exact)
         case other:
             raise ValueError(f"no residence is called {other!r}")

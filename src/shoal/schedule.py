@@ -15,7 +15,7 @@ from math import inf
 from typing import NamedTuple
 
 from shoal.errors import PlanError
-from shoal.residence import Offload, Recompute, Residence
+from shoal.residence import Encode, Offload, Recompute, Residence, exact_residence
 from shoal.step import RESIDENT, Op, StepGraph
 
 STAYS = RESIDENT | {"output", "tangent", "gradient"}  # kinds that nothing in the step frees
@@ -91,7 +91,12 @@ def _given_up(graph: StepGraph, residences: Mapping[str, Residence]) -> tuple[di
     """Storage id → residence, for those that are recomputed and those that are offloaded."""
     recomputed: dict[int, Recompute] = {}
     offloaded: dict[int, Offload] = {}
-    for name, residence in residences.items():
+    for name, whole in residences.items():
+        if isinstance(whole, Encode) and not {name, whole.payload} <= graph.storage_called.keys():
+            raise PlanError(
+                f"the plan encodes {name!r} in {whole.payload!r}, but this step does not; plan this step anew"
+            )
+        residence = exact_residence(whole)
         if not isinstance(residence, Recompute | Offload):
             continue
         storage = graph.storage_called.get(name)

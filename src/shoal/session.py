@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from shoal import planners
 from shoal.capture import Captured
+from shoal.choose_encoded import choose_encoded, encoded_by
+from shoal.encoding import encoded
 from shoal.errors import BudgetError, PlanError
 from shoal.hardware import Hardware
+from shoal.lossy import Lossy
 from shoal.measure import measure
 from shoal.measure_links import link_to
 from shoal.offloading import Offloading
@@ -39,6 +42,8 @@ class Status:
         measured_peak_bytes: highest measured use of any metered step of the plans in force; None before the first.
         planning_seconds: capture, profiling and planning of all plans, repairs included.
         repairs: how often plans were made anew because a measured peak was over the budget.
+        encoded: by step, the storages that its plan encodes. Which those are hangs on times measured here; what an
+            earlier run had, put here before the first step, is chosen again, so that its numbers come again.
     """
 
     budget_bytes: int | None
@@ -46,6 +51,7 @@ class Status:
     measured_peak_bytes: int | None = None
     planning_seconds: float = 0.0
     repairs: int = 0
+    encoded: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan | None:
@@ -75,6 +81,7 @@ class Session:
         ready_plan: a plan to use as it is instead of planning.
         offloading: where saved storages may wait; None: on the device alone.
         on_repair: called when a plan in force broke its promise; must make the next step be planned anew.
+        lossy: how convolution inputs may be encoded; None where they may not.
     """
 
     status: Status
@@ -84,12 +91,16 @@ class Session:
     ready_plan: Plan | None = None
     offloading: Offloading | None = None
     on_repair: Callable[[], None] = lambda: None
+    lossy: Lossy | None = None
     _learnt_bytes: dict[str, int] = field(default_factory=dict)
     _link: OpenLink | None = None
     _transfers: list[Transfers] = field(default_factory=list)
 
-    def make_plan(self, captured: Captured, device: torch.device) -> Plan:
+    def make_plan(self, captured: Captured, device: torch.device) -> tuple[Captured, Plan]:
         """Profile the step's ops here, then plan it inside the budget.
+
+        Returns:
+            The step that the plan is for, which may encode storages that `captured` does not, and the plan.
 
         Raises:
             BudgetError: no plan fits.
@@ -101,20 +112,34 @@ class Session:
             hardware = measure(device)
             link = link_to(self.offloading, device) if self.offloading is not None else None
         set_aside_bytes = self.standing.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
-        graph = replace(graph, standing_bytes=graph.standing_bytes + set_aside_bytes, link=link)
-        plan = self._plan(graph, hardware)
-        plan = replace(plan, planning_seconds=time.perf_counter() - started)
-        self.status.plans = (*(p for p in self.status.plans if not _is_same_step(p.graph, graph)), plan)
-        self.status.planning_seconds += plan.planning_seconds
-        return plan
 
-    def _plan(self, graph: StepGraph, hardware: Hardware) -> Plan:
+        def costed(step: Captured) -> StepGraph:
+            with lifted():
+                of_step = graph if step is captured else profile_step(step, device)
+            return replace(of_step, standing_bytes=of_step.standing_bytes + set_aside_bytes, link=link)
+
+        captured, plan = self._plan(captured, hardware, costed)
+        plan = replace(plan, planning_seconds=time.perf_counter() - started)
+        others = (p for p in self.status.plans if not _is_same_step(p.exact_step, plan.exact_step))
+        self.status.plans = (*others, plan)
+        self.status.planning_seconds += plan.planning_seconds
+        return captured, plan
+
+    def _plan(
+        self, captured: Captured, hardware: Hardware, costed: Callable[[Captured], StepGraph]
+    ) -> tuple[Captured, Plan]:
         if self.ready_plan is not None:
-            return _adopt(self.ready_plan, graph)
-        if self.status.budget_bytes is None:
-            return planners.get("keep_all")(graph, hardware, 0)
+            return _adopt(self.ready_plan, captured, costed)
+        budget_bytes = self.status.budget_bytes
+        if budget_bytes is None:
+            return captured, planners.get("keep_all")(costed(captured), hardware, 0)
+        planner = planners.get(self.planner)
         try:
-            return planners.get(self.planner)(graph, hardware, self.status.budget_bytes)
+            if self.lossy is not None:
+                return self._plan_encoded(
+                    captured, self.lossy, budget_bytes, costed, lambda graph: planner(graph, hardware, budget_bytes)
+                )
+            return captured, planner(costed(captured), hardware, budget_bytes)
         except BudgetError as error:
             if gradient_bytes := self.standing.gradient_bytes():
                 raise error.with_hint(
@@ -122,6 +147,20 @@ class Session:
                     "before the forward pass unless you accumulate them"
                 ) from None
             raise
+
+    def _plan_encoded(
+        self,
+        captured: Captured,
+        lossy: Lossy,
+        budget_bytes: int,
+        costed: Callable[[Captured], StepGraph],
+        plan: Callable[[StepGraph], Plan],
+    ) -> tuple[Captured, Plan]:
+        before = costed(captured)
+        step = f"{before.fingerprint}, {before.standing_bytes} bytes beside"
+        captured, made = choose_encoded(captured, lossy, budget_bytes, costed, plan, self.status.encoded.get(step))
+        self.status.encoded[step] = tuple(storage.name for storage in made.encoded)
+        return captured, made
 
     def carry(self, plan: Plan, device: torch.device) -> Transfers | None:
         """What moves the storages that the plan offloads; None where it offloads nothing.
@@ -145,6 +184,12 @@ class Session:
         transfers = Transfers(self._link, [storage.nbytes for storage in plan.offloaded], overlaps=overlaps)
         self._transfers.append(transfers)
         return transfers
+
+    def learn_errors(self, plan: Plan, errors: Sequence[float]) -> None:
+        """Put what a step's encodings really lost into the plan."""
+        named = dict(zip((storage.name for storage in plan.encoded), errors, strict=True))
+        known = replace(plan, errors=named, errors_measured=True)
+        self.status.plans = tuple(known if p is plan else p for p in self.status.plans)
 
     def close(self) -> None:
         """Give the host's bytes and the link's threads back. Steps planned so far cannot run any more."""
@@ -171,7 +216,7 @@ class Session:
             format_bytes(plan.predicted_peak_bytes),
             format_bytes(over_bytes),
         )
-        fingerprint = plan.graph.fingerprint
+        fingerprint = plan.exact_step.fingerprint
         self._learnt_bytes[fingerprint] = self._learnt_bytes.get(fingerprint, 0) + over_bytes
         status.repairs += 1
         status.measured_peak_bytes = None
@@ -184,12 +229,18 @@ def _is_same_step(one: StepGraph, other: StepGraph) -> bool:
     return one.fingerprint == other.fingerprint and one.standing_bytes == other.standing_bytes
 
 
-def _adopt(plan: Plan, graph: StepGraph) -> Plan:
-    """The residences of a plan made elsewhere, with the costs of this machine.
+def _adopt(plan: Plan, captured: Captured, costed: Callable[[Captured], StepGraph]) -> tuple[Captured, Plan]:
+    """The residences of a plan made elsewhere, with the costs of this machine, and the step with what it encodes.
 
     Raises:
         PlanError: it was made for another model or shape.
     """
+    exact = graph = costed(captured)
+    said = encoded_by(plan)
+    if said is not None and plan.exact_step.fingerprint == graph.fingerprint:
+        lossy, chosen = said
+        captured = encoded(captured, chosen, lossy)
+        graph = costed(captured)
     if plan.graph.fingerprint != graph.fingerprint:
         theirs = [s.shape for s in plan.graph.storages if s.kind == "input"]
         ours = [s.shape for s in graph.storages if s.kind == "input"]
@@ -197,4 +248,4 @@ def _adopt(plan: Plan, graph: StepGraph) -> Plan:
             f"the plan is for {plan.graph.model or 'another model'} with inputs {theirs} and {len(plan.graph.ops)} ops"
             f"; this step is {graph.model or 'a model'} with inputs {ours} and {len(graph.ops)} ops; plan it anew"
         )
-    return replace(plan, graph=graph)
+    return captured, replace(plan, graph=graph, exact_graph=exact if said is not None else None)

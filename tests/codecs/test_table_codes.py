@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import codecs
-from shoal.codecs import table_codes_reference
+from shoal.codecs import pieces
 from shoal.codecs.table_codes import blocks_of, decode_blocks, encode_blocks
 from shoal.errors import CodecError
 from tests.random_steps import unhurried
@@ -180,7 +180,7 @@ def test_the_references_own_pieces_leave_no_trace(monkeypatch: pytest.MonkeyPatc
     x = torch.randn(150_001)
     scales, codes = encoded(x, "dynamic_tree", block, seed=1)
     out = decoded(codes, scales, "dynamic_tree", block)
-    monkeypatch.setattr(table_codes_reference, "_PIECE_ELEMS", 1 << 20)
+    monkeypatch.setattr(pieces, "PIECE_ELEMS", 1 << 20)
     again = encoded(x, "dynamic_tree", block, seed=1)
     assert torch.equal(scales, again[0])
     assert torch.equal(codes, again[1])

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-_PIECE_BYTES = 1 << 13
+
+def bytes_of(elements: slice) -> slice:
+    """Where the bits of these flags lie; they begin at a multiple of 8.
+
+    >>> bytes_of(slice(16, 41))
+    slice(2, 6, None)
+    """
+    return slice(elements.start // 8, -(-elements.stop // 8))
 
 
 def pack_bits(flags: torch.Tensor, out: torch.Tensor) -> None:
@@ -16,18 +23,12 @@ def pack_bits(flags: torch.Tensor, out: torch.Tensor) -> None:
     [109, 1]
     """
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=flags.device)
-    for first in range(0, out.numel(), _PIECE_BYTES):
-        part = flags[8 * first : 8 * (first + _PIECE_BYTES)]
-        missing = -part.numel() % 8
-        rows = torch.nn.functional.pad(part, (0, missing)).view(-1, 8)
-        out[first : first + rows.shape[0]] = (rows * weights).sum(1, dtype=torch.uint8)
+    rows = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).view(-1, 8)
+    torch.sum(rows * weights, 1, dtype=torch.uint8, out=out)
 
 
 def unpack_bits(packed: torch.Tensor, out: torch.Tensor) -> None:
     """The inverse of `pack_bits`: write (n,) bool."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    for first in range(0, packed.numel(), _PIECE_BYTES):
-        part = packed[first : first + _PIECE_BYTES, None]
-        flags = (part >> places).bitwise_and_(1).view(-1)
-        to = out[8 * first : 8 * (first + _PIECE_BYTES)]
-        to.copy_(flags[: to.numel()])
+    flags = (packed[:, None] >> places).bitwise_and_(1).view(-1)
+    out.copy_(flags[: out.numel()])

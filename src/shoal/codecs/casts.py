@@ -9,6 +9,7 @@ import torch
 
 from shoal.codecs.codec import Properties
 from shoal.codecs.float_codec import FloatCodec
+from shoal.codecs.float_views import aligned
 
 _RELATIVE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _SMALLEST_NORMAL = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-14}
@@ -44,10 +45,13 @@ class CastCodec(FloatCodec):
         return 2 * elems
 
     def _encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
-        payload.copy_(values.to(self.to).view(torch.uint8))
+        if aligned(payload, 2):
+            payload.view(self.to).copy_(values)
+        else:
+            payload.copy_(values.to(self.to).view(torch.uint8))
 
     def _decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
-        whole = payload if payload.storage_offset() % 2 == 0 and payload.data_ptr() % 2 == 0 else payload.clone()
+        whole = payload if aligned(payload, 2) else payload.clone()
         values.copy_(whole.view(self.to))
 
     def _error_bound(self, values: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,14 @@ FLOAT_BYTES = 4
 def read_floats(payload: torch.Tensor, elems: int) -> torch.Tensor:
     """The first `elems` float32 of a payload, (n,) uint8."""
     part = payload[: elems * FLOAT_BYTES]
-    return part.view(torch.float32) if _aligned(part) else part.clone().view(torch.float32)
+    return part.view(torch.float32) if aligned(part, FLOAT_BYTES) else part.clone().view(torch.float32)
 
 
 @contextmanager
 def floats_to_write(payload: torch.Tensor, elems: int) -> Iterator[torch.Tensor]:
     """A tensor for the first `elems` float32 of a payload; they stand there after the block."""
     part = payload[: elems * FLOAT_BYTES]
-    if _aligned(part):
+    if aligned(part, FLOAT_BYTES):
         yield part.view(torch.float32)
         return
     values = torch.empty(elems, device=payload.device)
@@ -28,5 +28,6 @@ def floats_to_write(payload: torch.Tensor, elems: int) -> Iterator[torch.Tensor]
     part.copy_(values.view(torch.uint8))
 
 
-def _aligned(part: torch.Tensor) -> bool:
-    return part.storage_offset() % FLOAT_BYTES == 0 and part.data_ptr() % FLOAT_BYTES == 0
+def aligned(part: torch.Tensor, item_bytes: int) -> bool:
+    """Whether bytes can be viewed as items of so many."""
+    return part.storage_offset() % item_bytes == 0 and part.data_ptr() % item_bytes == 0

@@ -11,38 +11,38 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import pad
 
-from shoal.codecs.bit_packing import pack_bits, unpack_bits
+from shoal.codecs.bit_packing import bytes_of, pack_bits, unpack_bits
+from shoal.codecs.pieces import PIECE_ELEMS, pieces
 
 RUN_ELEMS = 4096
 LANES = 64
-_PIECE_ELEMS = 1 << 16
 
 
 def encode_blocks(x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> None:
     """As `one_bit.encode_blocks`, on any device."""
     for first, rows in _whole_blocks(x, block_elems or max(x.numel(), 1)):
-        negative = rows < 0
-        for side, members in enumerate((~negative, negative)):
-            count = members.sum(1)
-            mean = _ordered_sums(rows, members) / count.clamp(min=1)
-            means[first : first + len(rows), side] = mean.float().masked_fill(rows.isnan().any(1), torch.nan)
-    pack_bits(x < 0, bits)
+        nan = rows.new_zeros(len(rows), dtype=torch.bool)
+        for part in _parts(rows):
+            nan |= part.isnan().any(1)
+        for side in (0, 1):
+            sums, counts = _of_side(rows, side)
+            mean = (sums / counts.clamp(min=1)).float()
+            means[first : first + len(rows), side] = mean.masked_fill(nan, torch.nan)
+    for elements, _, _ in pieces(x.numel(), None):
+        pack_bits(x[elements] < 0, bits[bytes_of(elements)])
 
 
 def decode_blocks(bits: torch.Tensor, means: torch.Tensor, block_elems: int | None, out: torch.Tensor) -> None:
     """As `one_bit.decode_blocks`, on any device."""
-    block = block_elems or max(out.numel(), 1)
-    negative = torch.empty(out.numel(), dtype=torch.bool, device=out.device)
-    unpack_bits(bits, negative)
-    for first in range(0, out.numel(), _PIECE_ELEMS):
-        side = negative[first : first + _PIECE_ELEMS]
-        of_block = means[torch.arange(first, first + len(side), device=out.device) // block]
-        torch.where(side, of_block[:, 1], of_block[:, 0], out=out[first : first + len(side)])
+    for elements, blocks, columns in pieces(out.numel(), block_elems):
+        negative = torch.empty(elements.stop - elements.start, dtype=torch.bool, device=out.device)
+        unpack_bits(bits[bytes_of(elements)], negative)
+        out[elements] = torch.where(negative.view(-1, columns), means[blocks, 1:], means[blocks, :1]).view(-1)
 
 
 def _whole_blocks(x: torch.Tensor, block: int) -> Iterator[tuple[int, torch.Tensor]]:
     """The number of a block and, from there on, some blocks of one length as rows; the last, short one alone."""
-    at_once = max(_PIECE_ELEMS // block, 1) * block
+    at_once = max(PIECE_ELEMS // block, 1) * block
     whole = x.numel() // block * block
     for first in range(0, whole, at_once):
         yield first // block, x[first : min(first + at_once, whole)].view(-1, block)
@@ -50,12 +50,19 @@ def _whole_blocks(x: torch.Tensor, block: int) -> Iterator[tuple[int, torch.Tens
         yield whole // block, x[whole:].view(1, -1)
 
 
-def _ordered_sums(rows: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
-    """Of each row's members, (rows,) float64."""
+def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Their columns in whole runs, few elements at a time."""
+    return (rows[:, first : first + PIECE_ELEMS] for first in range(0, rows.shape[1], PIECE_ELEMS))
+
+
+def _of_side(rows: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of each row's values that are not negative (side 0) or that are (1), float64, and how many they are."""
     totals = rows.new_zeros(len(rows), dtype=torch.float64)
-    for first in range(0, rows.shape[1], _PIECE_ELEMS):
-        part = slice(first, first + _PIECE_ELEMS)
-        values = rows[:, part].where(members[:, part], 0).double()
+    counts = rows.new_zeros(len(rows), dtype=torch.int64)
+    for part in _parts(rows):
+        members = part < 0 if side else ~(part < 0)
+        counts += members.sum(1)
+        values = part.where(members, 0).double()
         # Zeros at the end of a lane change no sum.
         run = RUN_ELEMS if values.shape[1] > RUN_ELEMS else -(-values.shape[1] // LANES) * LANES
         runs = pad(values, (0, -values.shape[1] % run)).view(len(rows), -1, run // LANES, LANES)
@@ -67,4 +74,4 @@ def _ordered_sums(rows: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
             lanes = lanes[:, :, :half] + lanes[:, :, half:]
         for number in range(lanes.shape[1]):
             totals += lanes[:, number, 0]
-    return totals
+    return totals, counts

@@ -70,6 +70,15 @@ def names() -> tuple[str, ...]:
     return tuple(_kinds)
 
 
+def needed(name: str) -> tuple[str, ...]:
+    """The options that the codec of this name cannot do without.
+
+    >>> needed("linear"), needed("pool_index")[:2]
+    ((), ('input_shape', 'kernel'))
+    """
+    return _kinds[name].needed
+
+
 def get(name: str, **options: Any) -> Codec:
     """The codec of this name and these options.
 

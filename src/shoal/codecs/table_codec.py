@@ -26,6 +26,7 @@ BLOCK_ELEMS = 4096
 _OPTIONS = struct.Struct("<QB3x4s")
 _LARGEST, _SCALE, _OFFSET = range(3)
 _STEP = 2.0**-23
+_MOST_OFFSET = 30
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,19 @@ class TableCodec(FloatCodec):
             raise CodecError(f"{self.name}: got block={self.block}, expected at least 1 value, or None for all")
         if self.exponent_offset is not None and self.unit is None:
             raise CodecError(f"{self.name} has no exponent offset; give scale=, or take static_tree or mantissa")
+        if self.exponent_offset is not None and self.exponent_offset not in range(-_MOST_OFFSET, _MOST_OFFSET + 1):
+            raise CodecError(
+                f"{self.name}: got an exponent offset of {self.exponent_offset}, "
+                f"expected -{_MOST_OFFSET} to {_MOST_OFFSET}"
+            )
         if self.exponent_offset is not None and self.scale is not None:
             raise CodecError(f"{self.name}: got both scale and exponent_offset; each sets the scale, give one")
         if self.scale is not None:
+            if not isinstance(self.scale, (int, float)):
+                raise CodecError(f"{self.name}: got scale={self.scale!r}, expected a number > 0")
             object.__setattr__(self, "scale", as_float32(self.scale))
         if self.fixed_scale is not None and not 2.0**-100 <= self.fixed_scale <= 2.0**100:
-            raise CodecError(f"{self.name}: got a scale of {self.fixed_scale:g}, expected one of 1e-30 to 1e30")
+            raise CodecError(f"{self.name}: got a scale of {self.fixed_scale:g}, expected 1e-30 to 1e30")
 
     @property
     def fixed_scale(self) -> float | None:
@@ -106,7 +114,7 @@ class TableCodec(FloatCodec):
 
         >>> from shoal.codecs import get
         >>> get("dynamic_tree", block=None).encode(torch.tensor([0.5, -1.0, 0.0])).payload.tolist()
-        [0, 0, 128, 63, 99, 255, 0]
+        [0, 0, 128, 63, 98, 255, 0]
         """
         dense, payload = self._ready(tensor, out)
         self._encode(flat(dense).float(), payload, seed)
@@ -162,8 +170,6 @@ def read_options(codes: Table, wire_id: int, unit: float | None, options: bytes)
     block, kind, number = _OPTIONS.unpack(options)
     scale = struct.unpack("<f", number)[0] if kind == _SCALE else None
     offset = struct.unpack("<i", number)[0] if kind == _OFFSET else None
-    if offset is not None and abs(offset) > 30:
-        raise CodecError(f"{codes.name}: got an exponent offset of {offset}, expected -30 to 30; write it anew")
     made = TableCodec(codes, wire_id, unit, block or None, scale, offset)
     if made.wire_options() != options:
         raise CodecError(f"{codes.name}: got options {options.hex(' ')}, which no codec has; write it anew")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shoal.layout.first_fit import first_fit
 from shoal.layout.problem import Block, Layout, Problem
 from shoal.layout.step_blocks import step_blocks
-from shoal.residence import Offload, Residence
+from shoal.residence import Offload, Residence, exact_residence
 from shoal.schedule import schedule
 from shoal.step import StepGraph
 
@@ -45,7 +45,7 @@ def three_pools(graph: StepGraph, residences: Mapping[str, Residence]) -> Pools:
     host = [
         Block(s.name, leaves[s.id], max(returns[s.id], leaves[s.id] + 1), s.nbytes)
         for s in graph.storages
-        if isinstance(residences.get(s.name), Offload)
+        if isinstance(exact_residence(residences.get(s.name)), Offload)
     ]
     long_lived = [
         Block(s.name, 0, len(runs), s.nbytes) for s in graph.storages if s.kind in ("parameter", "buffer", "gradient")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shoal.plan import Plan
 from shoal.report.words import format_seconds
-from shoal.residence import Offload, Recompute
+from shoal.residence import Encode, Offload, Recompute, exact_residence
 from shoal.schedule import schedule
 from shoal.sizes import format_bytes
 from shoal.step import Storage
@@ -91,8 +91,8 @@ def short_target(target: str) -> str:
 
 
 def _fate(plan: Plan, storage: Storage, saved: bool) -> str:
-    offloaded = isinstance(plan.residences.get(storage.name), Offload)
-    if offloaded or (saved and storage.kind == "activation"):
+    given = isinstance(plan.residences.get(storage.name), Offload | Encode)
+    if given or (saved and storage.kind == "activation"):
         fate = plan.fate(storage)
         if fate == "kept":
             last = plan.graph.ops[plan.graph.readers[storage.id][-1]]
@@ -186,7 +186,7 @@ def _sizes(plan: Plan, depth: int) -> dict[str, dict[str, int]]:
     offloaded = plan.offloaded
     saved = [plan.graph.storages[i] for i in plan.graph.saved]
     for storage in dict.fromkeys([*saved, *offloaded]):
-        residence = plan.residences.get(storage.name)
+        residence = exact_residence(plan.residences.get(storage.name))
         given_up = "offloaded" if isinstance(residence, Offload) else "recomputed"
         fate = given_up if isinstance(residence, Offload | Recompute) else "kept"
         of_part = sizes.setdefault(_part(storage.layer, depth), defaultdict(int))

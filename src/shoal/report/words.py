@@ -11,6 +11,7 @@ from shoal.sizes import format_bytes
 from shoal.timeline import Moment, Timeline
 
 if TYPE_CHECKING:
+    from shoal.plan import Plan
     from shoal.report.page import Report
 
 # In the order they are stacked: what stands all step at the bottom, what comes and goes on top.
@@ -33,6 +34,7 @@ GLOSSARY: Mapping[str, str] = {
     "Recomputed": "the storage is freed after the forward pass and computed again when the backward pass needs it.",
     "Offloaded": "the storage is copied to the host and freed, and copied back when the backward pass needs it.",
     "Fetched": "an offloaded storage that is back on the device, or on its way.",
+    "Encoded": "the storage waits in 8 bits a value, for the weight gradients of convolutions alone.",
     "Link": "the way between device and host; each direction carries one copy at a time.",
     "Stall": "a time in which the device waits for a copy to end.",
     "Patch": "a part of the input, on which the first layers run by themselves.",
@@ -50,6 +52,7 @@ GLOSSARY: Mapping[str, str] = {
 }
 _OF_OFFLOADS = ("Offloaded", "Fetched", "Link", "Stall")  # words that a page without transfers does not need
 _OF_PATCHES = ("Patch", "Join")
+_OF_CODECS = ("Encoded",)
 
 _PASS = {
     "forward": "in the forward pass",
@@ -213,6 +216,12 @@ def lede(report: Report) -> str:
             f"{_counted(to_host.count, 'storage')} {verb} on the host until the backward pass needs {them}"
             f" ({format_bytes(to_host.nbytes)} in all)"
         )
+    if plan is not None and plan.encoded:
+        size = format_bytes(sum(storage.nbytes for storage in plan.encoded))
+        done.append(
+            f"{_counted(len(plan.encoded), 'storage')} {'waits' if len(plan.encoded) == 1 else 'wait'} encoded"
+            f" ({size} in {format_bytes(plan.payload_bytes)})"
+        )
     if done and plan is not None:
         done.append(f"{len(plan.kept)} stay")
     if done:
@@ -257,11 +266,27 @@ def tiles(report: Report) -> list[Tile]:
         bound_said = f"at least {format_seconds(bound)} for any plan" if bound > 0 else "lower bound 0 s"
         shown.append(Tile("Added time", format_seconds(added), ", ".join(s for s in (share, bound_said) if s)))
         shown.append(Tile("Planning time", format_seconds(plan.planning_seconds), f"by the {plan.planner} planner"))
+        shown += _encoded_tiles(plan)
     else:
         again = timeline.recompute_seconds
         note = f"{format_seconds(again)} of it computing again" if again else "nothing is computed again"
         shown.append(Tile("Predicted step", format_seconds(timeline.seconds), note))
     return shown + (_link_tiles(report) if timeline.transfers else [])
+
+
+def _encoded_tiles(plan: Plan) -> list[Tile]:
+    """What is encoded, and what that loses."""
+    if not plan.encoded:
+        return []
+    size = f"{format_bytes(sum(s.nbytes for s in plan.encoded))} in {format_bytes(plan.payload_bytes)}"
+    times = f"{format_seconds(plan.codec_seconds)} to encode and decode"
+    shown = [Tile("Encoded", size, f"{_counted(len(plan.encoded), 'storage')}, {times}")]
+    if plan.errors:
+        where = "of an activation\u2019s norm, " + (
+            "measured in a step" if plan.errors_measured else "measured on normal numbers"
+        )
+        shown.append(Tile("Largest encoding error", format_percent(max(plan.errors.values())), where))
+    return shown
 
 
 def _link_tiles(report: Report) -> list[Tile]:
@@ -347,6 +372,7 @@ def glossary(report: Report) -> dict[str, str]:
     """The words this page uses and what they mean."""
     unused: tuple[str, ...] = () if report.timeline.transfers else _OF_OFFLOADS
     unused += () if report.patches else _OF_PATCHES
+    unused += () if report.plan is not None and report.plan.encoded else _OF_CODECS
     return {word: meaning for word, meaning in GLOSSARY.items() if word not in unused}
 
 

@@ -83,6 +83,7 @@ def save(
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
+        "encoded": {step: list(names) for step, names in _encoded(model).items()},
         "generator": torch.get_rng_state(),
         "cuda_generators": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
@@ -123,6 +124,7 @@ def load(
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
+        _encoded(model).update({step: tuple(names) for step, names in state.get("encoded", {}).items()})
         torch.set_rng_state(state["generator"])
         if torch.cuda.is_available() and state["cuda_generators"]:
             torch.cuda.set_rng_state_all(state["cuda_generators"])
@@ -131,6 +133,12 @@ def load(
         raise InputError(
             f"{path} does not fit this model ({_first_line(error)}); run without --resume to start again"
         ) from error
+
+
+def _encoded(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """What the plans of each step encode, where `shoal.compile` made them: numbers hang on it."""
+    status = getattr(model, "shoal", None)
+    return {} if status is None else status.encoded
 
 
 def _read(path: Path) -> dict[str, Any]:

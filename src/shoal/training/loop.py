@@ -396,6 +396,7 @@ def _compiled(options: TrainOptions, model: nn.Module, optimizer: torch.optim.Op
         offload_to=options.offload_to,
         host_budget=options.host_budget_bytes,
         rehearse=options.rehearse,
+        lossy=options.lossy,
         optimizer=optimizer,
         inner=options.inner,
         name=options.model,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import InputError
+from shoal.lossy import lossy_of
 
 if TYPE_CHECKING:
     from shoal.plan import Plan
@@ -47,6 +48,7 @@ class TrainOptions:
         split, grid, stochastic, halo: as `depth`, `grid`, `stochastic`, `halo` of `shoal.split`; split is None for the
             network as it is.
         offload_to, host_budget_bytes, rehearse: as `offload_to`, `host_budget` and `rehearse` of `shoal.compile`.
+        lossy: the codec in which the planner "joint" may store inputs of convolutions; None for none.
         out: folder of everything the run writes.
         resume: continue from the checkpoint in `out`.
     """
@@ -78,6 +80,7 @@ class TrainOptions:
     offload_to: str | None = "auto"
     host_budget_bytes: int | None = None
     rehearse: str | None = None
+    lossy: str | None = None
     out: Path = Path("runs")
     resume: bool = False
 
@@ -102,6 +105,7 @@ class TrainOptions:
         offloads = self.offload_to not in ("auto", None) or self.rehearse is not None
         if self.planner == "none" and offloads:
             raise InputError("planner 'none' is plain PyTorch, which offloads nothing; choose another planner")
+        lossy_of(self.lossy, self.planner)
         if self.budget_bytes is None and (self.enforce or self.planner != "none"):
             raise InputError("no budget was given; give --budget, such as 150MiB, or --planner none for plain PyTorch")
 

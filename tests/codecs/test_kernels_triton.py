@@ -1,0 +1,318 @@
+"""Triton's kernels give the bits of the torch reference: on CUDA where there is one, on the CPU in its interpreter.
+
+The interpreter is chosen before Triton is imported, so one test runs all others again in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.codecs import (
+    get,
+    kernels,
+    launch_triton,
+    one_bit_reference,
+    one_bit_triton,
+    sign_mask_reference,
+    sign_mask_triton,
+    table_codes_reference,
+    table_codes_triton,
+    truncation_reference,
+    truncation_triton,
+)
+from shoal.codecs.launch_triton import applies
+from shoal.codecs.table_codes import blocks_of
+from shoal.codecs.table_codes_triton import buckets_of
+from shoal.errors import CodecError
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+on_device = pytest.mark.parametrize("device", [pytest.param(DEVICE, marks=() if INTERPRETED else pytest.mark.gpu)])
+with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+TABLES = {
+    name: get(name).table() for name in ("dynamic_tree", "dynamic_tree_even", "static_tree", "mantissa", "linear")
+}
+each_table = pytest.mark.parametrize("name", list(TABLES))
+
+
+def around(values: torch.Tensor) -> torch.Tensor:
+    """Each float32, and the next on either side."""
+    return torch.cat([values, values.nextafter(torch.tensor(-1.0)), values.nextafter(torch.tensor(torch.inf))])
+
+
+def every_exponent(steps: int) -> torch.Tensor:
+    """Positive float32 of every exponent, from the smallest denormal to the greatest, ascending."""
+    return torch.arange(1, 0x7F800000, 0x7F800000 // steps, dtype=torch.int32).view(torch.float32)
+
+
+def mixed(elems: int, seed: int = 0) -> torch.Tensor:
+    """Signed float32 with every kind of number in it; neighbours are of like magnitude."""
+    x = every_exponent(elems)[:elems]
+    x = torch.where(torch.rand(len(x), generator=torch.Generator().manual_seed(seed)) < 0.5, -x, x)
+    special = torch.tensor([0.0, -0.0, torch.nan, -torch.nan, torch.inf, -torch.inf])
+    x[5 : 5 + len(special) * 7 : 7] = special[: len(x[5 : 5 + len(special) * 7 : 7])]
+    return x
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu().view(torch.int32) if x.dtype == torch.float32 else x.cpu()
+
+
+def same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(bits(one), bits(other)) for one, other in zip(ours, theirs, strict=True))
+
+
+@with_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@pytest.mark.slow
+def test_all_of_this_in_tritons_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    where = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, capture_output=True, text=True, env=where, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+@on_device
+@with_triton
+@each_table
+@pytest.mark.parametrize("block", [None, 16, 100, 4096, 5000])
+@pytest.mark.parametrize(
+    "options", [{}, {"seed": -7, "first_elem": 5}, {"scale": 0.5}, {"scale": 1e-40, "seed": 2**31}]
+)
+def test_table_codes(device: str, name: str, block: int | None, options: dict[str, float]) -> None:
+    table = TABLES[name]
+    ties = around(torch.cat([table.thresholds, table.magnitudes[1:]])).clamp(max=1)
+    for x in (torch.cat([ties, -ties]), mixed(6000), mixed(6000)[50:], torch.zeros(9), -torch.zeros(1), torch.zeros(0)):
+        made = []
+        for module, where in ((table_codes_triton, device), (table_codes_reference, "cpu")):
+            values = x.to(where)
+            scales = torch.full((blocks_of(len(x), block),), 9.0, device=where)
+            codes, out = torch.full_like(values, 9, dtype=torch.uint8), torch.full_like(values, 9)
+            module.encode_blocks(values, table, block, scales, codes, **options)
+            module.decode_blocks(codes, scales, table, block, out)
+            made.append([scales, codes, out])
+        assert applies(values.to(device), scales.to(device), codes.to(device))
+        assert same_bits(*made)
+
+
+@on_device
+@with_triton
+@each_table
+def test_every_code_decodes_to_its_value_under_every_scale(device: str, name: str) -> None:
+    scales = torch.cat([every_exponent(30), torch.tensor([0.0, torch.inf, torch.nan])])
+    codes = torch.arange(256, dtype=torch.uint8).repeat(len(scales))
+    out, expected = torch.empty(len(codes), device=device), torch.empty(len(codes))
+    table_codes_triton.decode_blocks(codes.to(device), scales.to(device), TABLES[name], 256, out)
+    table_codes_reference.decode_blocks(codes, scales, TABLES[name], 256, expected)
+    finite = (scales < torch.inf).repeat_interleave(256)
+    assert torch.equal(bits(out)[finite], bits(expected)[finite])
+    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)  # 0 * inf is any NaN
+
+
+@on_device
+@with_triton
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("nearest", [False, True])
+def test_truncation(device: str, width: int, nearest: bool) -> None:
+    step = 1 << (32 - 8 * width)
+    codes = torch.arange(0, 0x7F800000 // step, max(1, (0x7F800000 // step) // 300)) * step
+    # Halves, and for one byte two and a half of four, which are the middles of codes.
+    ties = (
+        torch.cat([codes + step // 2, codes + 0xA00000 % step, 0x7F7FFFFF - torch.arange(3)]).int().view(torch.float32)
+    )
+    for x in (torch.cat([around(ties), -ties]), mixed(9001), mixed(4096), mixed(5), mixed(1), torch.zeros(0)):
+        for offset in (0, 1, 2):
+            packed = torch.zeros(len(x) * width + offset, dtype=torch.uint8, device=device)[offset:]
+            expected = torch.zeros(len(x) * width, dtype=torch.uint8)
+            truncation_triton.pack(x.to(device), width, nearest, packed)
+            truncation_reference.pack(x, width, nearest, expected)
+            assert same_bits([packed], [expected])
+            out, back = torch.full((len(x),), 9.0, device=device), torch.full((len(x),), 9.0)
+            truncation_triton.unpack(packed, width, out)
+            truncation_reference.unpack(expected, width, back)
+            assert same_bits([out], [back])
+
+
+@on_device
+@with_triton
+@pytest.mark.parametrize("block", [None, 8, 104, 4096, 4104])
+def test_one_bit(device: str, block: int | None) -> None:
+    elems = 600 if block == 8 else 9001
+    whole = mixed(elems)
+    numbers = torch.randn(elems, generator=torch.Generator().manual_seed(1)) * 10.0 ** (torch.arange(elems) % 9)
+    for x in (whole, whole[200:213], numbers, numbers[:4095], -torch.zeros(3), torch.zeros(0)):
+        made = []
+        for module, where in ((one_bit_triton, device), (one_bit_reference, "cpu")):
+            means = torch.zeros((blocks_of(len(x), block), 2), device=where)
+            flags = torch.zeros(-(-len(x) // 8), dtype=torch.uint8, device=where)
+            out = torch.full((len(x),), 9.0, device=where)
+            module.encode_blocks(x.to(where), block, means, flags)
+            module.decode_blocks(flags, means, block, out)
+            made.append([means, flags, out])
+        assert same_bits(*made)
+
+
+@on_device
+@with_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("elems", [0, 1, 7, 64, 9001])
+def test_sign_mask(device: str, dtype: torch.dtype, elems: int) -> None:
+    x = mixed(9001)[:elems].to(dtype)
+    mask, expected = (torch.zeros(-(-elems // 8), dtype=torch.uint8, device=where) for where in (device, "cpu"))
+    sign_mask_triton.encode(x.to(device), mask)
+    sign_mask_reference.encode(x, expected)
+    assert same_bits([mask], [expected])
+    out = torch.zeros(elems, dtype=torch.bool, device=device)
+    sign_mask_triton.decode(mask, out)
+    assert torch.equal(out.cpu(), x > 0)
+
+
+@on_device
+@with_triton
+def test_the_codecs_run_on_them(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    x = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    for name in ("dynamic_tree", "truncate3", "one_bit", "sign_mask"):
+        monkeypatch.setenv(kernels.VARIABLE, "torch")
+        expected = get(name).encode(x)
+        monkeypatch.setenv(kernels.VARIABLE, "triton")
+        encoded = get(name).encode(x.to(device))
+        assert same_bits([encoded.payload, encoded.decode()], [expected.payload, expected.decode()])
+    assert kernels.kernel("table_codes", x.to(device)) is table_codes_triton
+
+
+@on_device
+@with_triton
+def test_what_they_do_not_read_is_left_to_others(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    x = torch.ones((4, 6), device=device)
+    assert applies(x.view(-1), x.view(-1).byte())
+    assert not applies(x) and not applies(x[:, 0]) and not applies(x.view(-1).double())
+    assert not applies(x.view(-1), torch.ones(1, device="meta")) and not applies(torch.ones(1, device="meta"))
+    monkeypatch.setenv("SHOAL_TRITON", "0")
+    assert not applies(x.view(-1))
+    with pytest.raises(CodecError, match="SHOAL_TRITON=0"):
+        sign_mask_triton.encode(x.view(-1), x.view(-1).byte())
+
+
+@each_table
+def test_a_bucket_finds_what_a_search_finds(name: str) -> None:
+    for thresholds in (TABLES[name].thresholds, TABLES[name].magnitudes[1:]):
+        found = buckets_of(thresholds)
+        x = torch.cat([around(thresholds), every_exponent(10_000), torch.tensor([0.0, 1.0, torch.inf])])
+        assert torch.equal(found.count(x), torch.bucketize(x, thresholds, right=True).int())
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.floats(2**-10, 1.0, width=32), min_size=1, max_size=127, unique_by=lambda t: int(t * 2**18)),
+    st.lists(st.floats(0.0, width=32, allow_nan=False), min_size=1, max_size=20),
+)
+def test_so_it_does_for_any_thresholds_that_lie_apart(thresholds: list[float], others: list[float]) -> None:
+    ordered = torch.tensor(sorted(thresholds))
+    x = torch.cat([around(ordered), torch.tensor(others).abs()])
+    assert torch.equal(buckets_of(ordered).count(x), torch.bucketize(x, ordered, right=True).int())
+
+
+def test_thresholds_too_close_or_too_far_apart_are_refused() -> None:
+    one = torch.tensor([0.5])
+    with pytest.raises(CodecError, match="float32s apart"):
+        buckets_of(torch.cat([one, one.nextafter(torch.ones(1))]))
+    with pytest.raises(CodecError, match="fewer decades"):
+        buckets_of(torch.tensor([1e-30, 0.5, 0.5001]))
+
+
+def test_importing_shoal_imports_no_kernel() -> None:
+    program = "import sys, shoal.codecs.table_codes_triton; assert 'shoal.codecs.kernels_triton' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shoal.codecs.kernels_triton", None)  # importing it raises ImportError
+    launch_triton._kernels.cache_clear()
+    try:
+        assert launch_triton.kernels() is None
+    finally:
+        launch_triton._kernels.cache_clear()
+
+
+TYPES = {
+    "x": "*fp32",
+    "out": "*fp32",
+    "scales": "*fp32",
+    "values": "*fp32",
+    "means": "*fp32",
+    "codes": "*u8",
+    "mask": "*u8",
+    "bits": "*u8",
+    "packed": "*u8",
+    "buckets": "*i32",
+    "magnitudes": "*i32",
+    "counts": "*i32",
+    "sums": "*fp64",
+    "fixed": "fp32",
+}
+BLOCK = {"ROWS": 1, "COLUMNS": 4096}
+ENCODE = {**BLOCK, "SHIFT": 18, "FIXED": False, "MEASURED": False, "tiles_a_block": 1}
+
+
+@with_triton
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize(
+    ("name", "fixed", "packed"),
+    [
+        ("encode", {**ENCODE, "STOCHASTIC": False}, ""),
+        ("encode", {**ENCODE, "STOCHASTIC": True}, ""),
+        ("largest", BLOCK, ""),
+        ("decode", BLOCK, ""),
+        ("pack_whole", {**BLOCK, "DROPPED": 24, "NEAREST": True}, "*u8"),
+        ("pack_whole", {**BLOCK, "DROPPED": 16, "NEAREST": True}, "*i16"),
+        ("pack_words", {**BLOCK, "NEAREST": True}, "*i32"),
+        ("pack_bytes", {**BLOCK, "WIDTH": 3, "NEAREST": True}, "*u8"),
+        ("unpack_whole", {**BLOCK, "WIDTH": 2}, "*i16"),
+        ("unpack_words", BLOCK, "*i32"),
+        ("unpack_bytes", {**BLOCK, "WIDTH": 3}, "*u8"),
+        ("sign_mask", {**BLOCK, "LARGEST": 0x7F800000, "x": "*i32"}, ""),
+        ("unpack_flags", {**BLOCK, "out": "*u8"}, ""),
+        ("sum_sides", {"RUN": 4096, "ROWS": 16, "LANES": 64}, ""),
+        ("mean_sides", {"ROWS": 64, "AHEAD": 16}, ""),
+        ("decode_sides", BLOCK, ""),
+    ],
+)
+def test_they_compile_for_a_device_that_is_not_here(
+    name: str, fixed: dict[str, object], packed: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from shoal.codecs import kernels_triton
+
+    kernel = getattr(kernels_triton, name)
+    types = {**TYPES, **({"packed": packed} if packed else {}), **{k: v for k, v in fixed.items() if k in TYPES}}
+
+    def kind(argument: str) -> str:
+        return "constexpr" if argument in fixed and argument not in types else types.get(argument, "i32")
+
+    numbers = ("before", "last", "seed", "first_elem", "fixed")
+    arguments = list(enumerate(kernel.arg_names))
+    source = ASTSource(
+        fn=kernel,
+        signature={argument: kind(argument) for argument in kernel.arg_names},
+        constexprs={(at,): fixed[argument] for at, argument in arguments if kind(argument) == "constexpr"},
+        attrs={(at,): [["tt.divisibility", 16]] for at, a in arguments if kind(a) != "constexpr" and a not in numbers},
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert ".ftz" not in ptx and "div.full" not in ptx and "div.approx" not in ptx and "fma.rn.f32" not in ptx
+    if name not in ("mean_sides", "unpack_bytes", "pack_bytes"):
+        assert "global.v4" in ptx  # 16 bytes at a time, where values lie side by side
