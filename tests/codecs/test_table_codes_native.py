@@ -99,7 +99,7 @@ def test_every_exponent_and_mantissas_at_random(level: str, name: str) -> None:
 @each_table
 def test_all_codes_decode_at_every_scale(level: str, name: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(6)
-    scales = torch.tensor([1.0, 0.0, torch.nan, 1e-44, torch.inf, -2.0])
+    scales = torch.tensor([1.0, 0.0, torch.nan, 1e-44, 3e38, -2.0])
     with at_level(level):
         for aligned in (codes, off_by_one(codes)):
             outs = [torch.full((len(codes),), 7.0) for _ in range(2)]
