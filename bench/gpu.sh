@@ -54,7 +54,7 @@ fi
 echo "== GPU tests"
 if "$PYTHON" -c 'import pytest' 2>/dev/null; then
   # Only the files that have such tests, so that no other file's imports matter. pytest-timeout may be missing.
-  mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.gpu' tests)
+  mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.gpu|^@on_device' tests)
   timeout "$(left)" "$PYTHON" -m pytest -m gpu -q -rs --continue-on-collection-errors \
     -o addopts=--import-mode=importlib -p no:cacheprovider "${files[@]}" 2>&1 | tee "$OUT/tests.log"
   code=${PIPESTATUS[0]}

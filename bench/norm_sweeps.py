@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from shoal.runtime import norm_sweeps
+from shoal.runtime import inverted_batch_norm_sweeps, norm_sweeps
+from shoal.runtime.inverted_batch_norm_sweeps import sweeps as inverted
 from shoal.runtime.norm_act import activated, norm_act
 from shoal.runtime.statistics import statistics as measured
 
@@ -49,6 +51,9 @@ def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     plain, added = norm_act([x], *leaves, None, True), norm_act([x], *leaves, residual, True)
     moments = measured(x)
     grads = [draw(x.shape[1]), draw(x.shape[1])]
+    source, y, of_x = x.detach(), like(), like()
+    forward = (mean, scale, shift, "leaky_relu", 0.01)
+    backward = (scale, shift, torch.ones_like(scale), False, "leaky_relu", 0.01)
     return {
         "statistics": lambda: measured(x),
         "statistics backward": lambda: torch.autograd.grad(moments, [x], grads, retain_graph=True),
@@ -56,19 +61,23 @@ def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
         "norm + ReLU backward": lambda: torch.autograd.grad(plain, [x, *leaves], grad, retain_graph=True),
         "norm + residual + ReLU": lambda: norm_act([x], *leaves, residual, True),
         "the same backward": lambda: torch.autograd.grad(added, [x, *leaves, residual], grad, retain_graph=True),
+        "inverted": lambda: inverted(source, of_x, "leaky_relu").forward_into(source, of_x, *forward),
+        "inverted backward": lambda: inverted(grad, y, "leaky_relu").backward_into(grad, of_x, y, *backward),
     }
 
 
 def measure(x: torch.Tensor, rounds: int, clock: Callable[[], float]) -> list[Row]:
     """Both contenders on one tensor, in turns, after one turn that does not count."""
     rows = []
-    ours = list(norm_sweeps.KERNELS)
+    lists: list[list[Any]] = [norm_sweeps.KERNELS, inverted_batch_norm_sweeps.KERNELS]
+    ours = [list(kernels) for kernels in lists]
     wait = torch.cuda.synchronize if x.device.type == "cuda" else lambda: None
     for name, call in calls(x).items():
         times: tuple[list[float], list[float]] = ([], [])
         for turn in range(rounds + 1):
-            for kernels, seconds in zip((ours, []), times, strict=True):
-                norm_sweeps.KERNELS[:] = kernels
+            for chosen, seconds in zip((ours, [[], []]), times, strict=True):
+                for kernels, some in zip(lists, chosen, strict=True):
+                    kernels[:] = some
                 wait()
                 start = clock()
                 result = call()
@@ -76,7 +85,8 @@ def measure(x: torch.Tensor, rounds: int, clock: Callable[[], float]) -> list[Ro
                 if turn:
                     seconds.append(clock() - start)
                 del result
-        norm_sweeps.KERNELS[:] = ours
+        for kernels, some in zip(lists, ours, strict=True):
+            kernels[:] = some
         rows.append(Row(name, x.shape[1], x.shape[2], x.nbytes, *(statistics.median(seconds) for seconds in times)))
     return rows
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +114,29 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def rehearsed(name: str, image: int, plain_batch: int, *, exact: bool = False) -> dict[str, Any]:
+def rehearsed(
+    name: str,
+    image: int,
+    plain_batch: int,
+    *,
+    ways: Collection[str] = (),
+    first: int | None = None,
+    exact: bool = False,
+) -> dict[str, Any]:
     """The largest batches that run whole steps behind the wall that plain PyTorch just passes with `plain_batch`.
 
-    Saved tensors may leave over the paper's link, as much slower as this CPU computes slower. Steps are timed
-    afterwards, without the wall, all contenders taking turns.
+    `ways` names the contenders of `REHEARSED_WAYS` beside plain PyTorch; none: all. The search begins with `first`
+    images, without it with as many as the best way before. Saved tensors may leave over the
+    paper's link, as much slower as this CPU computes slower. Steps are timed afterwards, without the wall, all
+    contenders taking turns.
     """
     plain = make_workload(name, plain_batch, image)
     limit_bytes = plain.peak_bytes(plain.twin())
     target = paper_machine()
     rows, ran = [], {}
     for contender, how, planner in (*REHEARSED_WAYS, *([EXACT] if exact else [])):
+        if planner is not None and ways and contender not in ways:
+            continue
 
         def at(batch: int, how: dict[str, Any] | None = how, planner: str | None = planner) -> tuple[Workload, Forward]:
             model = network_of(name, how).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -135,7 +147,8 @@ def rehearsed(name: str, image: int, plain_batch: int, *, exact: bool = False) -
 
         largest = max((row["batch"] for row in rows), default=0)
         apart, most = max(1, plain_batch // 4), _MOST_TIMES * plain_batch
-        batch = largest_that_runs(at, limit_bytes, largest or plain_batch, apart, most)
+        begin = plain_batch if planner is None else min(first or largest or plain_batch, most)
+        batch = largest_that_runs(at, limit_bytes, begin, apart, most)
         rows.append({"contender": contender, "batch": batch, "images_per_second": 0.0})
         if batch:
             ran[contender] = at(batch)
@@ -229,14 +242,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small images, and no steps that run: does it run?")
     parser.add_argument("--exact", action="store_true", help="overlapping patches too: minutes for each plan")
     parser.add_argument("--parts", default="simulated,rehearsed", help="of simulated, rehearsed")
+    parser.add_argument("--rehearse", default=",".join(REHEARSED), help="networks of the rehearsal")
+    parser.add_argument(
+        "--ways", default="", help="of the rehearsal, beside plain PyTorch, parted by semicolons; default: all"
+    )
+    parser.add_argument("--first", type=int, help="images the rehearsal's search begins with")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
     asked = parser.parse_args(arguments)
     image, memory_bytes = (64, 2**30) if asked.quick else (224, paper_machine().device.memory_bytes)
     networks = ("resnet18",) if asked.quick else tuple(PAPER)
-    parts = asked.parts.split(",")
+    parts, to_rehearse = asked.parts.split(","), asked.rehearse.split(",")
+    ways = [way.strip() for way in asked.ways.split(";") if way.strip()]
     try:
         if not set(parts) <= {"simulated", "rehearsed"}:
             raise InputError(f"--parts {asked.parts}: give simulated, rehearsed or both")
+        if not set(to_rehearse) <= set(REHEARSED):
+            raise InputError(f"--rehearse {asked.rehearse}: give some of {', '.join(REHEARSED)}")
+        if asked.first is not None and asked.first < 1:
+            raise InputError(f"--first {asked.first}: give at least 1 image")
+        known = [way for way, _, _ in (*REHEARSED_WAYS, EXACT)]
+        if not set(ways) <= set(known):
+            raise InputError(f"--ways {asked.ways}: give some of {'; '.join(known)}")
         out = make_folder(asked.out)
     except InputError as error:
         print(f"bench.split_memory: {error}", file=sys.stderr)
@@ -251,8 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{name}, {image} pixels, simulated in {format_bytes(memory_bytes)}: {DEPTH:.0%} of the convolutions, 2 x 2"
         )
         console.print(table(title, rows, None if asked.quick else PAPER[name]))
-    for name, (pixels, batch) in REHEARSED.items() if "rehearsed" in parts and not asked.quick else ():
-        ran = rehearsed(name, pixels, batch, exact=asked.exact)
+    for name in to_rehearse if "rehearsed" in parts and not asked.quick else ():
+        pixels, batch = REHEARSED[name]
+        ran = rehearsed(name, pixels, batch, ways=ways, first=asked.first, exact=asked.exact)
         result["rehearsed"].append(ran)
         title = f"{name}, {pixels} pixels, run on this CPU behind a wall of {format_bytes(ran['limit_bytes'])}"
         console.print(table(title, ran["rows"], None))

@@ -14,9 +14,9 @@ bool has_f16c() {
 }  // namespace
 #endif
 
-SHOAL_API std::int32_t shoal_abi_version() { return SHOAL_ABI_VERSION; }
+namespace {
 
-SHOAL_API std::uint64_t shoal_cpu_features() {
+std::uint64_t features_here() {
     std::uint64_t features = 0;
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_cpu_init();
@@ -31,5 +31,14 @@ SHOAL_API std::uint64_t shoal_cpu_features() {
 #elif defined(__aarch64__)
     features |= SHOAL_NEON;  // part of every AArch64
 #endif
+    return features;
+}
+
+}  // namespace
+
+SHOAL_API std::int32_t shoal_abi_version() { return SHOAL_ABI_VERSION; }
+
+SHOAL_API std::uint64_t shoal_cpu_features() {
+    static const std::uint64_t features = features_here();  // a virtual machine takes microseconds for cpuid
     return features;
 }

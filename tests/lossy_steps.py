@@ -51,7 +51,7 @@ def plan_encoding_everything(model: nn.Module, example: torch.Tensor, lossy: Any
 
 @contextmanager
 def codecs_of_no_time() -> Iterator[None]:
-    """Ops are profiled as always, but those that encode and decode take no time: plans then encode wherever it helps."""
+    """Ops are profiled as always, but those that encode and decode take no time: plans encode wherever it helps."""
     measured = profiling.profile
 
     def patched(nodes: Mapping[str, Any], **how: Any) -> Costs:

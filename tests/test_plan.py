@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
+from torch import nn
 
 from shoal.errors import PlanError
 from shoal.plan import Plan
 from shoal.planners.just_in_time import just_in_time
-from shoal.residence import Recompute
+from shoal.residence import Encode, Keep, Offload, Recompute, Residence, residence_from_json, residence_to_json
+from shoal.simulate import simulate
 from shoal.step import StepGraph
+from tests.lossy_steps import chain, plan_encoding_everything
 from tests.random_steps import conv_bn_relu_chain, steps, unhurried
 
 
@@ -112,3 +117,82 @@ def test_a_storage_that_no_one_needs_again_says_so() -> None:
     storage = plan.kept[0]
     freed = Plan(plan.graph, {storage.name: Recompute()}, "by hand")
     assert freed.fate(storage) == "freed, not needed again"
+
+
+@pytest.fixture(scope="module")
+def encoding_plan() -> Plan:
+    """Encodes the inputs of two convolutions in a network that also pools."""
+    layers = [*chain(3, 4, 4, 6)]
+    layers.insert(2, nn.MaxPool2d(2))
+    how = {"codec": "dynamic_tree", "block": None, "stochastic": 3}
+    return plan_encoding_everything(nn.Sequential(*layers), torch.zeros(2, 3, 32, 32), how)
+
+
+def test_it_tells_what_is_encoded_in_how_much_with_what_error(encoding_plan: Plan) -> None:
+    plan = encoding_plan
+    assert [storage.shape for storage in plan.encoded] == [(2, 4, 16, 16)] * 2
+    assert plan.payload_bytes == 2 * (2 * 4 * 16 * 16 + 4)
+    text = plan.explain()
+    assert "encoded         2 storages, 16.00 KiB in 4.008 KiB, dynamic_tree with one scale a tensor, rounded" in text
+    assert "(measured for normal numbers, until a step is run)" in text
+    assert "encoded in dynamic_tree, 2.004 KiB, kept" in text
+    known = replace(plan, errors=dict.fromkeys(plan.errors, 0.0125), errors_measured=True)
+    assert "relative error 1.2 to 1.2 % (measured in a step)" in known.explain()
+    assert "error not measured" in replace(plan, errors={}).explain()
+
+
+def test_lossless_forms_are_shown_as_what_they_are(encoding_plan: Plan) -> None:
+    text = encoding_plan.explain()
+    small = encoding_plan.small_forms
+    assert f"lossless        {len(small)} saved storages" in text
+    fates = [encoding_plan.fate(storage) for storage in small]
+    assert "kept (places in pooling windows, a byte each, lossless)" in fates
+    assert "kept (a ReLU's mask, a byte a value, lossless)" in fates
+    assert all(storage.dtype in ("uint8", "bool") for storage in small)
+
+
+def test_plain_is_the_step_without_codecs(encoding_plan: Plan) -> None:
+    exact = encoding_plan.exact_graph
+    assert exact is not None and encoding_plan.exact_step == exact
+    assert encoding_plan.plain_seconds == simulate(exact, {}).seconds
+    assert encoding_plan.added_seconds == pytest.approx(encoding_plan.predicted_seconds - encoding_plan.plain_seconds)
+    assert not any("encoded_activation" in op.target for op in exact.ops)
+    assert _plan().exact_step is _plan().graph or _plan().exact_step == _plan().graph
+
+
+def test_an_encoding_plan_survives_its_file_and_a_damaged_one_is_refused(encoding_plan: Plan, tmp_path: Path) -> None:
+    path = encoding_plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(path)
+    assert loaded == encoding_plan and loaded.errors == encoding_plan.errors
+    assert loaded.explain() == encoding_plan.explain()
+    value = json.loads(path.read_text())
+    value["residences"]["relu_1"]["payload"] = "nowhere"
+    path.write_text(json.dumps(value))
+    with pytest.raises(PlanError, match="nowhere"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    "residence",
+    [
+        Keep(),
+        Recompute(("a", "b")),
+        Offload("a", "b"),
+        Encode("linear", 0, None, "x_encoded"),
+        Encode("linear", 64, 7, "x_encoded", Recompute(("a",))),
+        Encode("linear", 64, 7, "x_encoded", Offload("a", "b")),
+    ],
+)
+def test_a_residence_survives_json(residence: Residence) -> None:
+    assert residence_from_json(json.loads(json.dumps(residence_to_json(residence)))) == residence
+
+
+def test_what_is_encoded_and_computed_again_says_both(encoding_plan: Plan) -> None:
+    graph = encoding_plan.graph
+    name = "relu_1"
+    whole = encoding_plan.residences[name]
+    assert isinstance(whole, Encode)
+    decoding = graph.ops[graph.readers[graph.storage_called[whole.payload].id][0]]
+    both = {**encoding_plan.residences, name: replace(whole, exact=Recompute((decoding.name,)))}
+    fate = replace(encoding_plan, residences=both).fate(graph.storage_called[name])
+    assert fate.startswith("encoded in dynamic_tree") and "; exact: recomputed before the backward pass of" in fate

@@ -4,7 +4,8 @@ Also known as: mixed policies of compression and rematerialisation (Liu et al., 
 choice is between 8 bits, keeping, recomputing and offloading).
 
 A set of storages is judged by its program in parts (see `planners.integer_program`), which takes milliseconds, and
-improved storage by storage. The best sets are then planned in full beside the exact step, and the fastest plan counts.
+improved storage by storage. The best sets are then planned in full beside the exact step, with their neighbours while
+there is time, and the fastest plan counts.
 No optimum is claimed for the set; the plan of it is as good as `joint` makes it.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -24,7 +25,7 @@ from shoal.encoding import Offer, encode_residences, encoded, offers
 from shoal.errors import BudgetError, PlanError
 from shoal.lossy import Lossy
 from shoal.plan import Plan
-from shoal.planners.joint import estimated_seconds
+from shoal.planners.joint import estimate
 from shoal.planners.recompute_choice import recompute_choice
 from shoal.residence import Encode
 from shoal.runtime.encoded_activation import encode, measured_errors
@@ -34,10 +35,13 @@ from shoal.undisturbed import undisturbed
 
 log = logging.getLogger(__name__)
 
+_Set = frozenset[str]  # names of storages
+_NOTHING: _Set = frozenset()
 _GOOD_ENOUGH = 0.002  # of the plain step: an exact plan that adds no more is taken
-_SEARCH_SECONDS = 12.0
+_ESTIMATING_SECONDS = 10.0
+_PLANNING_SECONDS = 20.0  # after which no further set is planned in full
 _SHARES = (1.0, 0.75, 0.5, 0.25)
-_PLANNED = 2  # sets that are planned in full, beside the exact step
+_PLANNED = 2  # sets that are, whatever time that takes
 _NORMAL_ELEMS = 1 << 16
 
 
@@ -62,32 +66,15 @@ def choose_encoded(
     Raises:
         BudgetError: no plan fits, of the exact step or of one with encoded storages; the one that came nearest.
     """
-    search = _Search(captured, lossy, budget_bytes, costed)
-    if before is not None:
-        chosen = frozenset(before)
-        try:
-            return search.step(chosen), as_encoded(plan(search.graph(chosen)), search.exact, chosen, lossy)
-        except (BudgetError, PlanError):
-            log.warning("%s: what an earlier run encoded does not fit here; choosing anew", captured.graph.model)
-    best: tuple[frozenset[str], Plan] | None = None
-    nearest: BudgetError | None = None
-    for chosen in search.sets():
-        try:
-            made = plan(search.graph(chosen))
-        except BudgetError as error:
-            if nearest is None or error.least_feasible_bytes < nearest.least_feasible_bytes:
-                nearest = error
-            continue
-        if best is None or made.predicted_seconds < best[1].predicted_seconds:
-            best = chosen, made
-        if not chosen and made.added_seconds <= _GOOD_ENOUGH * made.plain_seconds:
-            break
-    if best is None:
-        assert nearest is not None
-        raise nearest
-    chosen, made = best
+    search = _Search(captured, lossy, budget_bytes, costed, plan)
+    chosen = None if before is None else frozenset(before)
+    if chosen is not None and not search.fits(chosen):
+        log.warning("%s: what an earlier run encoded does not fit here; choosing anew", captured.graph.model)
+        chosen = None
+    if chosen is None:
+        chosen = search.best()
     log.info("%s: %d storages encoded inside %s", captured.graph.model, len(chosen), format_bytes(budget_bytes))
-    return search.step(chosen), as_encoded(made, search.exact, chosen, lossy)
+    return search.step(chosen), as_encoded(search.planned(chosen), search.exact, chosen, lossy)
 
 
 def as_encoded(plan: Plan, exact_graph: StepGraph, chosen: Iterable[str], lossy: Lossy) -> Plan:
@@ -119,63 +106,115 @@ def error_on_normal_numbers(lossy: Lossy) -> float:
 
 
 class _Search:
-    """Steps by the set of storages that are encoded in them."""
+    """Looks through the sets of storages that may be encoded."""
 
     def __init__(
-        self, captured: Captured, lossy: Lossy, budget_bytes: int, costed: Callable[[Captured], StepGraph]
+        self,
+        captured: Captured,
+        lossy: Lossy,
+        budget_bytes: int,
+        costed: Callable[[Captured], StepGraph],
+        plan: Callable[[StepGraph], Plan],
     ) -> None:
         self._captured = captured
         self._lossy = lossy
         self._budget_bytes = budget_bytes
         self._costed = costed
-        self._offers = offers(captured, lossy)
-        self._graphs: dict[frozenset[str], StepGraph] = {frozenset(): costed(captured)}
-        self._seconds: dict[frozenset[str], float] = {}
-        self._choice = recompute_choice(self.exact)
+        self._plan = plan
+        self._graphs: dict[_Set, StepGraph] = {}
+        self._estimates: dict[_Set, tuple[float, float]] = {}
+        self._plans: dict[_Set, Plan | BudgetError] = {}
 
     @property
     def exact(self) -> StepGraph:
-        return self.graph(frozenset())
+        return self._graph(_NOTHING)
 
-    def step(self, chosen: frozenset[str]) -> Captured:
+    def step(self, chosen: _Set) -> Captured:
+        """The step with these encoded."""
         return encoded(self._captured, chosen, self._lossy) if chosen else self._captured
 
-    def graph(self, chosen: frozenset[str]) -> StepGraph:
+    def fits(self, chosen: _Set) -> bool:
+        """Whether there is a plan with these encoded."""
+        try:
+            return isinstance(self._try(chosen), Plan)
+        except PlanError:
+            return False
+
+    def planned(self, chosen: _Set) -> Plan:
+        """The plan with these encoded.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        made = self._try(chosen)
+        if isinstance(made, BudgetError):
+            raise made
+        return made
+
+    def best(self) -> _Set:
+        """The set with the fastest plan; of none, the one that came nearest."""
+        exact = self._try(_NOTHING)
+        enough = isinstance(exact, Plan) and exact.added_seconds <= _GOOD_ENOUGH * exact.plain_seconds
+        offered = [] if enough else self._offered()
+        if offered:
+            self._improve(offered, time.perf_counter() + _ESTIMATING_SECONDS)
+            deadline = time.perf_counter() + _PLANNING_SECONDS
+            for chosen in self._by_estimate(self._estimates)[:_PLANNED]:
+                self._try(chosen)
+            while time.perf_counter() < deadline:
+                near = {self._leading() ^ {storage} for storage in offered} - self._plans.keys()
+                if not near:
+                    break
+                self._try(self._by_estimate(near)[0])
+        return self._leading()
+
+    def _leading(self) -> _Set:
+        def rank(chosen: _Set) -> tuple[float, float]:
+            made = self._plans[chosen]
+            return (0.0, made.predicted_seconds) if isinstance(made, Plan) else (made.least_feasible_bytes, math.inf)
+
+        return min(self._plans, key=rank)
+
+    def _by_estimate(self, sets: Iterable[_Set]) -> list[_Set]:
+        return sorted((s for s in sets if s), key=lambda s: (self._estimate(s), len(s), sorted(s)))
+
+    def _offered(self) -> list[str]:
+        """What may be encoded, first what would take the most time for its bytes to recompute."""
+        choice = recompute_choice(self.exact)
+
+        def worth(offer: Offer) -> float:
+            reruns = choice.reruns.get(choice.graph.storage_called[offer.storage].id, ())
+            return sum(choice.graph.ops[op].second.seconds for op in reruns) / offer.nbytes
+
+        return [offer.storage for offer in sorted(offers(self._captured, self._lossy), key=worth, reverse=True)]
+
+    def _improve(self, offered: Sequence[str], deadline: float) -> None:
+        """Estimate shares of what is offered, then whatever differs from the best so far in one storage."""
+        best = min((frozenset(offered[: math.ceil(share * len(offered))]) for share in _SHARES), key=self._estimate)
+        improved = True
+        while improved:
+            improved = False
+            for storage in offered:
+                if time.perf_counter() > deadline:
+                    return
+                other = best ^ {storage}
+                if other and self._estimate(other) < self._estimate(best):
+                    best, improved = other, True
+
+    def _graph(self, chosen: _Set) -> StepGraph:
         if chosen not in self._graphs:
             self._graphs[chosen] = self._costed(self.step(chosen))
         return self._graphs[chosen]
 
-    def sets(self) -> Iterable[frozenset[str]]:
-        """Sets worth a plan: none first, then the best that the search finds."""
-        yield frozenset()
-        if not self._offers:
-            return
-        self._improve(time.perf_counter() + _SEARCH_SECONDS)
-        ranked = sorted((s for s in self._seconds if s), key=lambda s: (self._seconds[s], -len(s)))
-        yield from ranked[:_PLANNED]
+    def _estimate(self, chosen: _Set) -> tuple[float, float]:
+        if chosen not in self._estimates:
+            self._estimates[chosen] = estimate(self._graph(chosen), self._budget_bytes)
+        return self._estimates[chosen]
 
-    def _improve(self, deadline: float) -> None:
-        ordered = [offer.storage for offer in sorted(self._offers, key=self._worth, reverse=True)]
-        for share in _SHARES:
-            self._estimate(frozenset(ordered[: math.ceil(share * len(ordered))]))
-        best = min(self._seconds, key=lambda s: self._seconds[s])
-        improved = True
-        while improved:
-            improved = False
-            for storage in ordered:
-                if time.perf_counter() > deadline:
-                    return
-                other = best ^ {storage}
-                if other and self._estimate(other) < self._seconds[best]:
-                    best, improved = other, True
-
-    def _estimate(self, chosen: frozenset[str]) -> float:
-        if chosen not in self._seconds:
-            self._seconds[chosen] = estimated_seconds(self.graph(chosen), self._budget_bytes)
-        return self._seconds[chosen]
-
-    def _worth(self, offer: Offer) -> float:
-        """Seconds a byte that recomputing it would take: what an encoding saves."""
-        choice = self._choice
-        reruns = choice.reruns.get(choice.graph.storage_called[offer.storage].id, ())
-        return sum(choice.graph.ops[op].second.seconds for op in reruns) / offer.nbytes
+    def _try(self, chosen: _Set) -> Plan | BudgetError:
+        if chosen not in self._plans:
+            try:
+                self._plans[chosen] = self._plan(self._graph(chosen))
+            except BudgetError as error:
+                self._plans[chosen] = error
+        return self._plans[chosen]

@@ -7,15 +7,16 @@ import itertools
 import torch
 
 from bench.norm_sweeps import measure, table
-from shoal.runtime import norm_sweeps
+from shoal.runtime import inverted_batch_norm_sweeps, norm_sweeps
 
 
 def test_every_sweep_is_timed_both_ways() -> None:
     x = torch.randn((2, 3, 4, 5), generator=torch.Generator().manual_seed(0))
-    before = list(norm_sweeps.KERNELS)
+    lists = (norm_sweeps.KERNELS, inverted_batch_norm_sweeps.KERNELS)
+    before = [list(kernels) for kernels in lists]
     ticks = itertools.count()
     rows = measure(x.contiguous(memory_format=torch.channels_last), rounds=2, clock=lambda: float(next(ticks)))
-    assert before == norm_sweeps.KERNELS
-    assert [row.sweep for row in rows][:2] == ["statistics", "statistics backward"] and len(rows) == 6
+    assert before == [list(kernels) for kernels in lists] and all(before)
+    assert [row.sweep for row in rows][:2] == ["statistics", "statistics backward"] and len(rows) == 8
     assert {(row.ours_seconds, row.torch_seconds, row.tensor_bytes) for row in rows} == {(1.0, 1.0, 480)}
-    assert len(table(rows).splitlines()) == 7
+    assert len(table(rows).splitlines()) == 9

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.plan import Plan
+from shoal.report.page import Report, save_html
 from shoal.report.tables import MOST_PARTS, largest_storages, parts_of_model, short_target
 from shoal.residence import Offload
 from shoal.sizes import parse_bytes
 from shoal.step import Op, StepGraph, Storage
 from shoal.timeline import Timeline
+from tests.lossy_steps import chain, plan_encoding_everything
 from tests.random_steps import SLOW_LINK, offloads, steps, unhurried
 
 _UNITS = {"s": 1.0, "ms": 1e-3, "\u00b5s": 1e-6}
@@ -154,3 +158,12 @@ def test_every_second_of_the_step_is_in_a_column(plan: Plan, offload_plan: Plan)
         times = [field for field in columns if field not in ("kept", "recomputed", "offloaded")]
         assert seconds(each, times) == pytest.approx(each.predicted_seconds, rel=2e-3)
     assert seconds(offload_plan, ["stall"]) == pytest.approx(offload_plan.timeline.stall_seconds, rel=2e-3)
+
+
+def test_an_encoded_storage_says_in_what_and_how_small(tmp_path: Path) -> None:
+    plan = plan_encoding_everything(chain(3, 4, 4, 6), torch.zeros(2, 3, 16, 16), {"codec": "linear", "block": 512})
+    fates = [row.fate for row in largest_storages(plan, count=len(plan.graph.storages))]
+    assert fates.count("Encoded in linear, 2.016 KiB, kept") == 2
+    page = save_html(Report(plan.timeline, plan=plan), tmp_path / "page.html").read_text()
+    assert "Encoded in linear" in page and "Largest encoding error" in page
+    assert parts_of_model(plan.timeline, plan).rows

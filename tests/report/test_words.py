@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ from shoal.report.words import (
     tiles,
 )
 from shoal.residence import Offload
+from tests.lossy_steps import chain, plan_encoding_everything
 
 
 def said(report: Report) -> str:
@@ -201,3 +203,28 @@ def test_shares_for_people(share: float, text: str) -> None:
 )
 def test_speeds_for_people(bytes_per_second: float, text: str) -> None:
     assert format_rate(bytes_per_second) == text
+
+
+@pytest.fixture(scope="module")
+def encoding_plan() -> Plan:
+    """Encodes the inputs of two convolutions."""
+    return plan_encoding_everything(chain(3, 4, 4, 6), torch.zeros(2, 3, 16, 16), {"codec": "linear", "block": 512})
+
+
+def test_what_is_encoded_is_told_with_its_bytes_time_and_error(encoding_plan: Plan) -> None:
+    report = Report(encoding_plan.timeline, plan=encoding_plan)
+    assert "2 storages wait encoded (16.00 KiB in 4.031 KiB)" in lede(report)
+    shown = {tile.label: tile for tile in tiles(report)}
+    assert shown["Encoded"].value == "16.00 KiB in 4.031 KiB"
+    assert shown["Encoded"].note.startswith("2 storages, ") and shown["Encoded"].note.endswith(" to encode and decode")
+    assert "measured on normal numbers" in shown["Largest encoding error"].note
+    measured = replace(encoding_plan, errors={"relu": 0.012, "relu_1": 0.034}, errors_measured=True)
+    tile = next(t for t in tiles(Report(measured.timeline, plan=measured)) if t.label == "Largest encoding error")
+    assert tile.value == "3.4 %" and tile.note.endswith("measured in a step")
+    assert "Encoded" in glossary(report)
+
+
+def test_where_nothing_is_encoded_the_word_does_not_come(plan: Plan) -> None:
+    report = Report(plan.timeline, plan=plan)
+    assert "ncoded" not in lede(report) and "Encoded" not in glossary(report)
+    assert not [tile for tile in tiles(report) if "ncod" in tile.label]

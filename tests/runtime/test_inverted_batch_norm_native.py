@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal import native
 from shoal.runtime import inverted_batch_norm_reference as reference
 from shoal.runtime.inverted_batch_norm import kept_from_zero
-from shoal.runtime.inverted_batch_norm_native import BEST, backward_into, can, forward_into
+from shoal.runtime.inverted_batch_norm_native import BEST, applies, backward_into, forward_into
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native library is not built")
 LEVELS = (0, 1, BEST)
@@ -50,7 +50,7 @@ def test_it_is_as_close_to_float64_as_the_reference(
     pair: tuple[torch.Tensor, torch.Tensor], level: int, slope: float, frozen: bool, over: bool, threads: int
 ) -> None:
     y, grad = pair
-    assert can(grad, y, "leaky_relu")
+    assert applies(grad, y, "leaky_relu")
     generator = torch.Generator().manual_seed(1)
     scale, shift, deviation = (torch.randn(y.shape[1], generator=generator) for _ in range(3))
     scale = kept_from_zero(scale, 0.1)
@@ -63,7 +63,10 @@ def test_it_is_as_close_to_float64_as_the_reference(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        ours = (*backward_into(result if over else grad, result, y, *vectors, frozen, slope, level), result)
+        ours = (
+            *backward_into(result if over else grad, result, y, *vectors, frozen, "leaky_relu", slope, level),
+            result,
+        )
     finally:
         torch.set_num_threads(before)
     for mine, other, exact in zip(ours, theirs, right, strict=True):
@@ -86,7 +89,7 @@ def test_forward_is_the_plain_formula(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        forward_into(source, result, *vectors, slope, level)
+        forward_into(source, result, *vectors, "leaky_relu", slope, level)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(result.double(), right, rtol=1e-5, atol=1e-6)
@@ -94,12 +97,12 @@ def test_forward_is_the_plain_formula(
 
 def test_what_it_does_not_take_is_left_to_torch() -> None:
     y = torch.randn(2, 3, 4, 5)
-    assert can(y, y, "identity")
-    assert not can(y, y, "elu")
-    assert not can(y.double(), y.double(), "leaky_relu")
-    assert not can(y.bfloat16(), y.bfloat16(), "leaky_relu")
-    assert not can(y.transpose(2, 3), y.transpose(2, 3), "leaky_relu")
-    assert not can(y[:0], y[:0], "leaky_relu")
+    assert applies(y, y, "identity")
+    assert not applies(y, y, "elu")
+    assert not applies(y.double(), y.double(), "leaky_relu")
+    assert not applies(y.bfloat16(), y.bfloat16(), "leaky_relu")
+    assert not applies(y.transpose(2, 3), y.transpose(2, 3), "leaky_relu")
+    assert not applies(y[:0], y[:0], "leaky_relu")
 
 
 def test_without_the_library_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +110,6 @@ def test_without_the_library_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> N
     arguments = (y, torch.ones(3), torch.zeros(3), torch.ones(3), False, 1e-5, "leaky_relu", 0.01)
     ours = torch.ops.shoal.inverted_batch_norm_backward(grad, *arguments)
     monkeypatch.setattr(native, "library", lambda: None)
-    assert not can(grad, y, "leaky_relu")
+    assert not applies(grad, y, "leaky_relu")
     for mine, theirs in zip(ours, torch.ops.shoal.inverted_batch_norm_backward(grad, *arguments), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)

@@ -1,14 +1,12 @@
 """Triton's sweeps against float64: on CUDA where there is one, on the CPU in Triton's interpreter.
 
-The interpreter is chosen before Triton is imported, so one test runs all others again in a process of its own.
+One test runs all others again in the interpreter, see `tests.interpreter`.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,44 +15,8 @@ from shoal.errors import InputError
 from shoal.runtime import norm_sweeps, norm_triton
 from shoal.runtime.norm_act import activated, norm_act
 from shoal.runtime.statistics import measure, statistics, whole_gradient
+from tests.interpreter import compiled, drawn, each_shape, not_interpreted, on_device, passes_interpreted, with_triton
 from tests.norm_reference import assert_no_worse, row
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-on_device = pytest.mark.parametrize("device", [pytest.param(DEVICE, marks=() if INTERPRETED else pytest.mark.gpu)])
-with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-
-LAYOUTS = {
-    "channels_last": torch.channels_last,
-    "channels_last_3d": torch.channels_last_3d,
-    "contiguous": torch.contiguous_format,
-}
-# (shape, layout, channels left out beside it). No count fits a tile; one image; one channel; more channels than a
-# program has; a line, a volume, no pixels at all.
-SHAPES = [
-    ((3, 37, 9, 7), "channels_last", 0),
-    ((3, 37, 9, 7), "channels_last", 3),
-    ((3, 37, 9, 7), "contiguous", 3),
-    ((2, 20, 13, 11), "contiguous", 0),
-    ((1, 5, 3, 3), "channels_last", 0),
-    ((1, 1, 1, 1), "contiguous", 0),
-    ((2, 1, 5, 6), "contiguous", 2),
-    ((4, 70, 2, 2), "channels_last", 0),
-    ((70, 3), "contiguous", 1),
-    ((3, 6, 50), "contiguous", 0),
-    ((2, 3, 3, 4, 5), "contiguous", 0),
-    ((2, 3, 3, 4, 5), "channels_last_3d", 1),
-]
-each_shape = pytest.mark.parametrize(("shape", "layout", "gap"), SHAPES, ids=lambda value: str(value))
-
-
-def drawn(
-    shape: tuple[int, ...], layout: str, seed: int, device: str, gap: int = 0, offset: float = 0.0
-) -> torch.Tensor:
-    """Float32 in the layout, a slice of the channels of a tensor that has `gap` more."""
-    wide = (shape[0], shape[1] + gap, *shape[2:])
-    x = torch.randn(wide, generator=torch.Generator().manual_seed(seed)) + offset
-    return x.contiguous(memory_format=LAYOUTS[layout])[:, gap // 2 : gap // 2 + shape[1]].to(device)
 
 
 def vectors(channels: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,13 +32,9 @@ def broad(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @with_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@not_interpreted
 def test_all_of_this_in_tritons_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", __file__]
-    where = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, env=where, timeout=280)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    passes_interpreted(__file__)
 
 
 @on_device
@@ -88,6 +46,7 @@ def test_statistics_survive_a_mean_of_a_thousand_deviations(
     x = drawn(shape, layout, 0, device, gap, 1e3)
     assert norm_triton.applies(x)
     mean, variance = norm_triton.statistics(x)
+    assert mean.untyped_storage().data_ptr() != variance.untyped_storage().data_ptr()  # results of an op share nothing
     dims = [0, *range(2, x.dim())]
     true_variance, true_mean = torch.var_mean(x.double(), dims, correction=0)
     torch.testing.assert_close(mean.double(), true_mean, rtol=1e-7, atol=1e-6)
@@ -241,35 +200,15 @@ def test_importing_shoal_imports_no_kernel() -> None:
 
 
 @with_triton
-@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@not_interpreted
 @pytest.mark.parametrize("name", ["activate", "moments", "merge", "activate_backward"])
 def test_they_compile_for_a_device_that_is_not_here(
     name: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from shoal.runtime import norm_triton_kernels
 
-    kernel = getattr(norm_triton_kernels, name)
     fixed = {"RECTIFY": True, "CHANNELS_LAST": True, "ROWS": 32, "COLUMNS": 64, "PARTS": 32, "z": None}
-    narrow = ("x", "residual", "out", "grad", "grad_x", "masked")
-    numbers = ("pixels", "channels", "blocks_an_image", "blocks", "blocks_a_part", "parts")
-
-    def kind(argument: str) -> str:
-        if argument in fixed:
-            return "constexpr"
-        if argument.startswith("ld_") or argument in numbers:
-            return "i32"
-        return "*bf16" if argument in narrow else "*i32" if argument == "counts" else "*fp32"
-
-    source = ASTSource(
-        fn=kernel,
-        signature={argument: kind(argument) for argument in kernel.arg_names},
-        constexprs={(at,): fixed[argument] for at, argument in enumerate(kernel.arg_names) if argument in fixed},
-        attrs={(at,): [["tt.divisibility", 16]] for at, a in enumerate(kernel.arg_names) if kind(a) != "constexpr"},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert "ld.global.v4" in compiled.asm["ptx"]  # 16 bytes at a time
+    kinds = {**dict.fromkeys(("x", "residual", "out", "grad", "grad_x", "masked"), "*bf16"), "counts": "*i32"}
+    ptx = compiled(getattr(norm_triton_kernels, name), fixed, kinds)
+    assert "ld.global.v4" in ptx  # 16 bytes at a time

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import shoal
 from shoal import files
 from shoal.errors import InputError
 from shoal.training import checkpoint
@@ -126,3 +127,13 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(path: Path, monkeypatch: pyte
         parts.save(path, Position(2, 0, 0.0, 0, 0, [], []))
     assert parts.load(path).epoch == 1
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_the_plans_of_a_run_encode_comes_back_with_it(path: Path) -> None:
+    """Its numbers hang on that, and it hangs on times that were measured."""
+    parts, fresh = Parts(0), Parts(1)
+    for each in (parts, fresh):
+        shoal.compile(each.model, budget="1GiB", lossy="linear")
+    parts.model.shoal.encoded["some step"] = ("relu", "relu_1")
+    fresh.load(parts.save(path))
+    assert fresh.model.shoal.encoded == {"some step": ("relu", "relu_1")}

@@ -51,8 +51,8 @@ def _call(values: torch.Tensor, width_bytes: int, packed: torch.Tensor) -> _Call
     )
     if not fits:
         raise CodecError(
-            f"got {values.dtype} {tuple(values.shape)} and {packed.dtype} {tuple(packed.shape)} for {width_bytes} bytes "
-            "a value, expected dense float32, and as many uint8 as that, on the CPU"
+            f"got {values.dtype} {tuple(values.shape)} and {packed.dtype} {tuple(packed.shape)} for {width_bytes} "
+            "bytes a value, expected dense float32, and as many uint8 as that, on the CPU"
         )
     return _Call(
         elements=elems,

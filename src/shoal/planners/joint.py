@@ -102,14 +102,19 @@ def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     )
 
 
-def estimated_seconds(graph: StepGraph, budget_bytes: int) -> float:
-    """About how long the step takes as `joint` would plan it, within milliseconds; infinite where nothing may fit.
+def estimate(graph: StepGraph, budget_bytes: int) -> tuple[float, float]:
+    """How `joint` would fare, told within milliseconds: bytes over the budget, and seconds of the step.
 
-    The program in parts: a storage may be kept in one part, recomputed in another and offloaded in the rest.
+    The program in parts: a storage may be kept in one part, recomputed in another and offloaded in the rest. Where that
+    does not fit, the seconds are infinite, and it may still be that recomputing more than once does.
     """
     choice = recompute_choice(graph)
     solution = solve(choice, budget_bytes, whole=False, time_limit_seconds=_PARTS_SECONDS)
-    return sum(op.seconds for op in graph.ops) + solution.added_seconds
+    if math.isfinite(solution.added_seconds):
+        return 0.0, sum(op.seconds for op in graph.ops) + solution.added_seconds
+    least = solve(choice, None, whole=False, time_limit_seconds=_PARTS_SECONDS)
+    chosen = least.chosen or Chosen(frozenset())
+    return max(0.0, _play(choice, chosen).peak_bytes - budget_bytes), math.inf
 
 
 def _without_link(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.runtime.direct_call import direct_call
+
 
 def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """Replaces `weight * torch.rsqrt(variance + eps)`, (C,), in the dtype of `variance`; differentiable once.
@@ -18,7 +20,7 @@ def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: f
     >>> batch_norm_scale(torch.tensor([3.0]), torch.tensor([8.0]), 1.0)
     tensor([4.])
     """
-    scale: torch.Tensor = torch.ops.shoal.batch_norm_scale(variance, weight, eps)
+    scale: torch.Tensor = _batch_norm_scale(variance, weight, eps)
     return scale
 
 
@@ -41,7 +43,7 @@ def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tenso
         return
     momentum = layer.momentum if layer.momentum is not None else 0.0
     batches = layer.num_batches_tracked if layer.momentum is None else None
-    moved = torch.ops.shoal.moved_statistics(
+    moved = _moved_statistics(
         layer.running_mean, layer.running_var, mean.detach(), variance.detach(), batches, momentum, count
     )
     layer.running_mean.copy_(moved[0])
@@ -87,7 +89,7 @@ def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, .
     variance, *weights = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:2])
     weight = weights[0] if weights else None
-    taken = iter(torch.ops.shoal.batch_norm_scale_backward(grad, variance, weight, ctx.eps, needs))
+    taken = iter(batch_norm_scale_backward(grad, variance, weight, ctx.eps, needs))
     return (*(next(taken) if needed else None for needed in needs), None)
 
 
@@ -136,3 +138,7 @@ torch.library.register_fake("shoal::batch_norm_scale", _scale_fake)
 torch.library.register_fake("shoal::batch_norm_scale_backward", _scale_backward_fake)
 torch.library.register_fake("shoal::moved_statistics", _moved_fake)
 torch.library.register_autograd("shoal::batch_norm_scale", _differentiate, setup_context=_setup)
+
+_batch_norm_scale = direct_call(torch.ops.shoal.batch_norm_scale, _scale, _setup, _differentiate)
+batch_norm_scale_backward = direct_call(torch.ops.shoal.batch_norm_scale_backward, _scale_backward)
+_moved_statistics = direct_call(torch.ops.shoal.moved_statistics, _moved)

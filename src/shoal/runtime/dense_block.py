@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from shoal.runtime.batch_norm_vectors import batch_norm_scale
+from shoal.runtime.batch_norm_vectors import batch_norm_scale, batch_norm_scale_backward
 from shoal.runtime.norm_conv import convolve, convolve_backward
 from shoal.runtime.norm_conv_native import Window
 from shoal.runtime.statistics import layout_of, measure, whole_gradient, wide
@@ -216,7 +216,7 @@ def _backward(
             )
             assert of_x is not None and of_read_mean is not None and of_scale is not None
             assert of_beta is not None and of_weight is not None
-            of_read_variance, of_gamma = torch.ops.shoal.batch_norm_scale_backward(
+            of_read_variance, of_gamma = batch_norm_scale_backward(
                 of_scale, variance, step.gamma, step.eps, [True, True]
             )
             of_parameters.append([of_gamma, of_beta, of_weight])

@@ -7,8 +7,8 @@ gives the normalised input back. So one tensor is saved where PyTorch saves two.
 
 `inverted_batch_norm` and `inverted_batch_norm_backward` are custom ops of torch, `shoal::...`, single nodes for
 compilers; `forward_` and `backward_` are the same over their first operand; `run` is a layer's call. The sweeps are
-native kernels for float32 on the CPU (`inverted_batch_norm_native`), else pointwise ops of PyTorch
-(`inverted_batch_norm_reference`). Not yet good: double backward is refused.
+Triton's kernels on CUDA, native ones for float32 on the CPU, else pointwise ops of PyTorch, see
+`inverted_batch_norm_sweeps`. Not yet good: double backward is refused.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.runtime import inverted_batch_norm_native, inverted_batch_norm_reference
+from shoal.runtime import norm_sweeps
 from shoal.runtime.batch_norm_vectors import move_statistics
+from shoal.runtime.inverted_batch_norm_sweeps import sweeps
 from shoal.runtime.statistics import wide as wide_of
 
 _SCHEMA = (
@@ -244,20 +245,26 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = wide_of(x.dtype)
     if mean is None or variance is None:
-        # PyTorch's own sums, without a result; wide if given wide running statistics, which momentum 0 leaves alone.
-        given = (None, None) if x.dtype == wide else tuple(torch.zeros(2, x.shape[1], dtype=wide, device=x.device))
-        mean, variance = torch.ops.aten.batch_norm_update_stats(x, *given, 0.0)
+        mean, variance = _statistics(x)
     else:
         mean, variance = mean.to(wide, copy=True), variance.to(wide, copy=True)
     scale = torch.rsqrt(variance + eps)
     if weight is not None:
         scale = scale * kept_from_zero(weight.to(wide), eps)
     shift = torch.zeros_like(mean) if bias is None else bias.to(wide)
-    if inverted_batch_norm_native.can(x, y, activation):
-        slope = 1.0 if activation == "identity" else slope
-        inverted_batch_norm_native.forward_into(x, y, mean.contiguous(), scale.contiguous(), shift.contiguous(), slope)
-    else:
-        inverted_batch_norm_reference.forward_into(x, y, mean, scale, shift, activation, slope)
+    sweeps(x, y, activation).forward_into(x, y, mean, scale, shift, activation, slope)
+    return mean, variance
+
+
+def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and biased variance of the channels, (C,); nothing as large as `x` is allocated."""
+    kernel = norm_sweeps.sweeps(x)
+    if kernel is not None:
+        return kernel.statistics(x)
+    wide = wide_of(x.dtype)
+    # PyTorch's own sums, without a result; wide if given wide running statistics, which momentum 0 leaves alone.
+    given = (None, None) if x.dtype == wide else tuple(torch.zeros(2, x.shape[1], dtype=wide, device=x.device))
+    mean, variance = torch.ops.aten.batch_norm_update_stats(x, *given, 0.0)
     return mean, variance
 
 
@@ -277,15 +284,9 @@ def _backward(
     ones = torch.ones_like(inverse_deviation)
     scale = ones if weight is None else kept_from_zero(weight.to(wide), eps)
     shift = torch.zeros_like(ones) if bias is None else bias.to(wide)
-    if inverted_batch_norm_native.can(grad, y, activation):
-        slope = 1.0 if activation == "identity" else slope
-        of_weight, of_bias = inverted_batch_norm_native.backward_into(
-            grad, result, y, scale.contiguous(), shift.contiguous(), inverse_deviation.contiguous(), frozen, slope
-        )
-    else:
-        of_weight, of_bias = inverted_batch_norm_reference.backward_into(
-            grad, result, y, scale, shift, inverse_deviation, frozen, activation, slope
-        )
+    of_weight, of_bias = sweeps(grad, y, activation).backward_into(
+        grad, result, y, scale, shift, inverse_deviation, frozen, activation, slope
+    )
     return (
         of_weight.to(wide if weight is None else weight.dtype),
         of_bias.to(wide if bias is None else bias.dtype),

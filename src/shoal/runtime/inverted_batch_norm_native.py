@@ -1,6 +1,6 @@
 """The sweeps of `inverted_batch_norm` and its backward in `csrc/inverted_batch_norm.cpp`, for float32 on the CPU.
 
-ELU, other dtypes and other layouts are left to `inverted_batch_norm_reference`.
+A kernel of `inverted_batch_norm_sweeps`. ELU, other dtypes and other layouts are left to PyTorch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class _Call(ctypes.Structure):
     )
 
 
-def can(source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
-    """Whether the kernel is here and takes these operands, which have one layout."""
+def applies(source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
+    """As `Sweeps.applies`."""
     if y.device.type != "cpu" or not y.dtype == source.dtype == torch.float32 or activation == "elu" or not y.numel():
         return False
     return native.library() is not None and (_is_channels_last(y) or y.is_contiguous())
@@ -43,13 +43,15 @@ def forward_into(
     mean: torch.Tensor,
     scale: torch.Tensor,
     shift: torch.Tensor,
+    activation: str,
     slope: float,
     level: int = BEST,
 ) -> None:
-    """Write LeakyReLU((x - mean) * scale + shift) into `y`, which may be `x`; operands as for `backward_into`."""
+    """As `Sweeps.forward_into`; `level` as for `backward_into`."""
     library = native.library()
     assert library is not None
-    call = _call(x, y, slope, level)
+    mean, scale, shift = mean.contiguous(), scale.contiguous(), shift.contiguous()
+    call = _call(x, y, activation, slope, level)
     call.slide, call.shift, call.steep = mean.data_ptr(), shift.data_ptr(), scale.data_ptr()
     library.shoal_inverted_batch_norm_forward(ctypes.byref(call))
 
@@ -62,25 +64,16 @@ def backward_into(
     shift: torch.Tensor,
     inverse_deviation: torch.Tensor,
     frozen: bool,
+    activation: str,
     slope: float,
     level: int = BEST,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the gradient of x into `result`, which may be `grad`.
-
-    Args:
-        grad, result, y: (N, C, ...) float32 of one layout, for which `can` is true.
-        scale, shift, inverse_deviation: (C,) float32, contiguous.
-        frozen: whether the statistics were given.
-        slope: LeakyReLU's, 1 for the identity.
-        level: 0 for portable code, 1 for AVX2 at most.
-
-    Returns:
-        Gradients of scale and shift, (C,) float64.
-    """
+    """As `Sweeps.backward_into`; `level`: 0 for portable code, 1 for AVX2 at most."""
     library = native.library()
     assert library is not None
+    scale, shift = scale.contiguous(), shift.contiguous()
     channels = y.shape[1]
-    call = _call(y, result, slope, level)
+    call = _call(y, result, activation, slope, level)
     sums = torch.empty(2 * call.threads + 2, channels, dtype=torch.float64)
     call.grad, call.shift = grad.data_ptr(), shift.data_ptr()
     call.sum, call.centred, call.workspace = (sums[place:].data_ptr() for place in range(3))
@@ -97,7 +90,7 @@ def backward_into(
     return of_scale, of_shift
 
 
-def _call(y: torch.Tensor, result: torch.Tensor, slope: float, level: int) -> _Call:
+def _call(y: torch.Tensor, result: torch.Tensor, activation: str, slope: float, level: int) -> _Call:
     images, channels = y.shape[:2]
     return _Call(
         images=images,
@@ -106,7 +99,7 @@ def _call(y: torch.Tensor, result: torch.Tensor, slope: float, level: int) -> _C
         channels_last=_is_channels_last(y),
         threads=torch.get_num_threads(),
         level=level,
-        slope=slope,
+        slope=1.0 if activation == "identity" else slope,
         y=y.data_ptr(),
         result=result.data_ptr(),
     )

@@ -1,8 +1,7 @@
 """The sweeps of `inverted_batch_norm` and its backward in pointwise ops of PyTorch: any dtype, device and activation.
 
-On the CPU they go in pieces that stay in the cache, so that little but the result is allocated. The native kernels
-(`inverted_batch_norm_native`) do the same for float32; these are what they are held against. Not yet good: on CUDA each
-pointwise op is a sweep of its own.
+What the kernels of `inverted_batch_norm_sweeps` are held against, and what runs where none applies. On the CPU they go
+in pieces that stay in the cache, so that little but the result is allocated; on CUDA each pointwise op is a sweep.
 """
 
 from __future__ import annotations
@@ -17,6 +16,11 @@ _LEAST_PIECES = 16  # so that temporaries are small beside small tensors too
 _LEAST_ELEMS = 1 << 12
 
 
+def applies(source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
+    """As `Sweeps.applies`: always."""
+    return True
+
+
 def forward_into(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -26,15 +30,7 @@ def forward_into(
     activation: str,
     slope: float,
 ) -> None:
-    """Write the activation of (x - mean) * scale + shift into `y`, which may be `x`.
-
-    The mean is taken off first: far from zero it would take digits of the product with it.
-
-    Args:
-        x, y: (N, C, ...) of one dtype and layout.
-        mean, scale, shift: (C,), float32, or float64 for a float64 `x`.
-        activation, slope: as for `inverted_batch_norm`.
-    """
+    """As `Sweeps.forward_into`."""
     for (source, _), (target, per_channel) in zip(_pieces(x), _pieces(y), strict=True):
         if x.dtype == scale.dtype:
             torch.sub(source, mean.view(per_channel), out=target)
@@ -57,17 +53,7 @@ def backward_into(
     activation: str,
     slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the gradient of x into `result`, which may be `grad`.
-
-    Args:
-        grad, result, y: (N, C, ...) of one dtype and layout.
-        scale, shift, inverse_deviation: (C,), float32, or float64 for a float64 `y`.
-        frozen: whether the statistics were given.
-        activation, slope: as for `inverted_batch_norm`.
-
-    Returns:
-        Gradients of scale and shift, (C,) float64.
-    """
+    """As `Sweeps.backward_into`."""
     wide, inverse_scale = scale.dtype, scale.reciprocal()
     of_shift, of_scale = (torch.zeros_like(scale, dtype=torch.float64) for _ in range(2))
 

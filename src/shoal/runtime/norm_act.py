@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shoal.runtime.direct_call import direct_call
 from shoal.runtime.norm_sweeps import sweeps
 from shoal.runtime.statistics import by_channel, in_layout, layout_of
 
@@ -41,7 +42,7 @@ def norm_act(
     >>> norm_act([torch.tensor([[[1.0, 5.0]]])], 3 * ones, 2 * ones, ones)
     tensor([[[0., 5.]]])
     """
-    result: torch.Tensor = torch.ops.shoal.norm_act(list(xs), mean, scale, shift, residual, rectify)
+    result: torch.Tensor = _norm_act(list(xs), mean, scale, shift, residual, rectify)
     return result
 
 
@@ -288,7 +289,7 @@ def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     needs = [any(of_xs), any(of_vectors), bool(of_residual and ctx.rectify)]
     found: list[torch.Tensor] = []
     if any(needs):
-        found = torch.ops.shoal.norm_act_backward(grad, xs, mean, scale, shift, z, ctx.rectify, needs)
+        found = _norm_act_backward(grad, xs, mean, scale, shift, z, ctx.rectify, needs)
     taken = iter(found)
     grads = [next(taken) for _ in xs] if needs[0] else [None] * n
     vectors = [next(taken) for _ in range(3)] if needs[1] else [None] * 3
@@ -310,3 +311,6 @@ torch.library.impl("shoal::norm_act_backward", "CompositeExplicitAutograd", _bac
 torch.library.register_fake("shoal::norm_act", _forward_fake)
 torch.library.register_fake("shoal::norm_act_backward", _backward_fake)
 torch.library.register_autograd("shoal::norm_act", _differentiate, setup_context=_setup)
+
+_norm_act = direct_call(torch.ops.shoal.norm_act, _forward, _setup, _differentiate)
+_norm_act_backward = direct_call(torch.ops.shoal.norm_act_backward, _backward)

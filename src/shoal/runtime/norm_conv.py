@@ -17,6 +17,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from shoal.runtime import norm_conv_native
+from shoal.runtime.direct_call import direct_call
 from shoal.runtime.norm_act import activated, activated_backward, joined, parted, parted_fake
 from shoal.runtime.norm_conv_native import Window
 from shoal.runtime.norm_rows import pitch
@@ -61,7 +62,7 @@ def norm_conv(
     if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
         kind = torch.get_autocast_dtype(device)
         weight, bias = weight.to(kind), None if bias is None else bias.to(kind)
-    y, mean_y, variance_y = torch.ops.shoal.norm_conv(
+    y, mean_y, variance_y = _norm_conv(
         list(xs),
         mean,
         scale,
@@ -284,7 +285,7 @@ def _differentiate(ctx: Any, grad: torch.Tensor, of_mean: torch.Tensor, of_varia
     of_xs, *of_vectors = ctx.needs_input_grad[:4]
     of_weight, of_bias = ctx.needs_input_grad[5:7]
     needs = [any(of_xs), any(of_vectors), of_weight, of_bias]
-    found = torch.ops.shoal.norm_conv_backward(
+    found = _norm_conv_backward(
         grad,
         of_mean if ctx.statistics else None,
         of_variance if ctx.statistics else None,
@@ -321,6 +322,9 @@ torch.library.impl("shoal::norm_conv_backward", "CompositeExplicitAutograd", _ba
 torch.library.register_fake("shoal::norm_conv", _forward_fake)
 torch.library.register_fake("shoal::norm_conv_backward", _backward_fake)
 torch.library.register_autograd("shoal::norm_conv", _differentiate, setup_context=_setup)
+
+_norm_conv = direct_call(torch.ops.shoal.norm_conv, _forward, _setup, _differentiate)
+_norm_conv_backward = direct_call(torch.ops.shoal.norm_conv_backward, _backward)
 
 
 @register_flop_formula(torch.ops.shoal.norm_conv, get_raw=True)

@@ -30,7 +30,7 @@ from shoal.runtime.norm_rows import (
 )
 
 _WIDE = 1 << 16  # channels in times channels out: nine taps of such a weight fit no second cache
-_MANY_PIXELS = 4096
+_MUCH_WORK = 1 << 24  # multiplications of one tap
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ def applies(
 def pays(x: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> bool:
     """Whether that is faster than the library's convolution between two sweeps, as `python -m bench.norm_conv` has it.
 
-    A 1 x 1 is. A 3 x 3 is backward, unless it is wide; forward, the library wins with AVX2 where there are many pixels.
+    A 1 x 1 is. A 3 x 3 is backward, unless it is wide; forward, the library wins with AVX2 where there is much to do.
     """
     if weight.shape[2] == 1:
         return True
     if weight.shape[0] * weight.shape[1] >= _WIDE:
         return False
-    return backward or levels()[-1] == "avx512" or x.numel() // x.shape[1] < _MANY_PIXELS
+    return backward or levels()[-1] == "avx512" or x.numel() * weight.shape[0] < _MUCH_WORK
 
 
 def forward(

@@ -46,11 +46,13 @@ def pitch(x: torch.Tensor) -> int | None:
     3
     >>> pitch(torch.ones(2, 3, 4, 5))
     """
-    if x.dim() != 4 or x.dtype != torch.float32 or x.device.type != "cpu" or x.layout != torch.strided:
+    if x.dim() != 4 or x.dtype != torch.float32 or not x.is_cpu or x.layout != torch.strided:
         return None
     if x.numel() == 0:
         return None
     images, channels, height, width = x.shape
+    if x.is_contiguous(memory_format=torch.channels_last):
+        return channels
     over_images, over_channels, over_rows, over_columns = x.stride()
     if channels > 1 and over_channels != 1:
         return None

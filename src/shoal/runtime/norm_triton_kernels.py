@@ -13,13 +13,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _place(block, blocks_an_image, ROWS: tl.constexpr):
+def place(block, blocks_an_image, ROWS: tl.constexpr):
     """Image, first pixel of a block."""
     return block // blocks_an_image, block % blocks_an_image * ROWS
 
 
 @triton.jit
-def _tile(at, ld, image, first, rows, columns, pixels, CHANNELS_LAST: tl.constexpr):
+def tile(at, ld, image, first, rows, columns, pixels, CHANNELS_LAST: tl.constexpr):
     """Addresses of a tile (ROWS, COLUMNS)."""
     if CHANNELS_LAST:
         return at + first.to(tl.int64) * ld + (rows[:, None] * ld + columns[None, :])
@@ -47,7 +47,7 @@ def activate(
     COLUMNS: tl.constexpr,
 ):
     """out = act((x - mean) * scale + shift + residual); residual may be None. One block a program."""
-    image, first = _place(tl.program_id(0), blocks_an_image, ROWS)
+    image, first = place(tl.program_id(0), blocks_an_image, ROWS)
     rows = tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     ours = columns < channels
@@ -55,14 +55,14 @@ def activate(
     middle = tl.load(mean + columns, mask=ours, other=0.0)[None, :]
     factor = tl.load(scale + columns, mask=ours, other=0.0)[None, :]
     added = tl.load(shift + columns, mask=ours, other=0.0)[None, :]
-    value = tl.load(_tile(x, ld_x, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
+    value = tl.load(tile(x, ld_x, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
     value = (value.to(tl.float32) - middle) * factor + added
     if residual is not None:
-        more = _tile(residual, ld_residual, image, first, rows, columns, pixels, CHANNELS_LAST)
+        more = tile(residual, ld_residual, image, first, rows, columns, pixels, CHANNELS_LAST)
         value += tl.load(more, mask=there, other=0.0).to(tl.float32)
     if RECTIFY:
         value = tl.where(value <= 0.0, 0.0, value)  # as PyTorch's ReLU a NaN stays one
-    to = _tile(out, ld_out, image, first, rows, columns, pixels, CHANNELS_LAST)
+    to = tile(out, ld_out, image, first, rows, columns, pixels, CHANNELS_LAST)
     tl.store(to, value.to(out.dtype.element_ty), mask=there)
 
 
@@ -92,17 +92,17 @@ def moments(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     ours = columns < channels
     begin = part * blocks_a_part
-    image, first = _place(begin, blocks_an_image, ROWS)
+    image, first = place(begin, blocks_an_image, ROWS)
     there = (first + rows < pixels)[:, None] & ours[None, :]
-    values = tl.load(_tile(x, ld_x, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
+    values = tl.load(tile(x, ld_x, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
     around = tl.sum(values.to(tl.float32), axis=0) / tl.minimum(pixels - first, ROWS).to(tl.float32)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     square = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     count = begin * 0
     for block in range(begin, tl.minimum(begin + blocks_a_part, blocks)):
-        image, first = _place(block, blocks_an_image, ROWS)
+        image, first = place(block, blocks_an_image, ROWS)
         there = (first + rows < pixels)[:, None] & ours[None, :]
-        values = tl.load(_tile(x, ld_x, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
+        values = tl.load(tile(x, ld_x, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
         off = tl.where(there, values.to(tl.float32) - around[None, :], 0.0)
         total += off
         square += off * off
@@ -195,25 +195,25 @@ def activate_backward(
     product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     begin = part * blocks_a_part
     for block in range(begin, tl.minimum(begin + blocks_a_part, blocks)):
-        image, first = _place(block, blocks_an_image, ROWS)
+        image, first = place(block, blocks_an_image, ROWS)
         there = (first + rows < pixels)[:, None] & ours[None, :]
-        da = tl.load(_tile(grad, ld_grad, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
+        da = tl.load(tile(grad, ld_grad, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
         da = da.to(tl.float32)
-        off = tl.load(_tile(x, ld_x, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
+        off = tl.load(tile(x, ld_x, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
         off = off.to(tl.float32) - middle
         if RECTIFY:
             if z is not None:
-                kept = _tile(z, ld_z, image, first, rows, columns, pixels, CHANNELS_LAST)
+                kept = tile(z, ld_z, image, first, rows, columns, pixels, CHANNELS_LAST)
                 da = tl.where(tl.load(kept, mask=there, other=0.0).to(tl.float32) <= 0.0, 0.0, da)
             else:
                 da = tl.where(off * factor + added <= 0.0, 0.0, da)
         total += da
         product += tl.where(there, da * off, 0.0)
         if grad_x is not None:
-            to = _tile(grad_x, ld_grad_x, image, first, rows, columns, pixels, CHANNELS_LAST)
+            to = tile(grad_x, ld_grad_x, image, first, rows, columns, pixels, CHANNELS_LAST)
             tl.store(to, (da * factor).to(grad_x.dtype.element_ty), mask=there)
         if masked is not None:
-            to = _tile(masked, ld_masked, image, first, rows, columns, pixels, CHANNELS_LAST)
+            to = tile(masked, ld_masked, image, first, rows, columns, pixels, CHANNELS_LAST)
             tl.store(to, da.to(masked.dtype.element_ty), mask=there)
     to = part.to(tl.int64) * channels + columns
     tl.store(of_scale + to, tl.sum(product, axis=0), mask=ours)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shoal.runtime.direct_call import direct_call
 from shoal.runtime.norm_sweeps import sweeps
 
 
@@ -26,7 +27,7 @@ def statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     >>> mean, variance
     (tensor([4.]), tensor([5.]))
     """
-    mean, variance = torch.ops.shoal.statistics(x)
+    mean, variance = _statistics(x)
     return mean, variance
 
 
@@ -96,7 +97,9 @@ def layout_of(*tensors: torch.Tensor) -> torch.memory_format:
     """
     for x in tensors:
         for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-            if x.dim() == dims and not x.is_contiguous() and _channels_are_innermost(x):
+            if x.dim() != dims or x.is_contiguous():
+                continue
+            if x.is_contiguous(memory_format=layout) or _channels_are_innermost(x):
                 return layout
     return torch.contiguous_format
 
@@ -142,7 +145,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) 
 
 
 def _differentiate(ctx: Any, of_mean: torch.Tensor, of_variance: torch.Tensor) -> torch.Tensor:
-    gradient: torch.Tensor = torch.ops.shoal.statistics_backward(of_mean, of_variance, *ctx.saved_tensors)
+    gradient: torch.Tensor = _statistics_backward(of_mean, of_variance, *ctx.saved_tensors)
     return gradient
 
 
@@ -155,3 +158,6 @@ torch.library.impl("shoal::statistics_backward", "CompositeExplicitAutograd", _b
 torch.library.register_fake("shoal::statistics", _forward_fake)
 torch.library.register_fake("shoal::statistics_backward", _backward_fake)
 torch.library.register_autograd("shoal::statistics", _differentiate, setup_context=_setup)
+
+_statistics = direct_call(torch.ops.shoal.statistics, _forward, _setup, _differentiate)
+_statistics_backward = direct_call(torch.ops.shoal.statistics_backward, _backward)

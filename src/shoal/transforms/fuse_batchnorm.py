@@ -10,25 +10,8 @@ from shoal.errors import InputError
 from shoal.transforms.fuse_graph import LEVELS, Level, fuse_graph
 from shoal.transforms.fusion_ops import Tracer, hooked
 from shoal.transforms.fusion_summary import FusionSummary, Left
+from shoal.transforms.stand_in import StandIn
 from shoal.transforms.tracing import UntraceableError, trace
-
-_SHARED = (  # dicts of a module: whatever is set, moved, loaded or registered in one is so in the other
-    "_modules",
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 def fuse_batchnorm(model: nn.Module, level: Level | None = None) -> FusedModule:
@@ -53,7 +36,7 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None) -> FusedModule:
         and why; print it.
 
     Raises:
-        InputError: no such level, or `model` is no module.
+        InputError: no such level, or `model` is no module, or fused or split already.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
     >>> fused = fuse_batchnorm(net)
@@ -67,57 +50,55 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None) -> FusedModule:
     Known limits: a network that torch.fx cannot trace stays as it was, and the summary says so; so do layers with
     hooks, subclasses of batch norm, SyncBatchNorm, activations other than ReLU. Gradients of gradients are not
     available. Every op costs some Python beside its kernels, which shows where layers are small. What a model does by
-    `self.training` in its own code stays as in training. Give the result to `shoal.compile`, not to `shoal.split`.
+    `self.training` in its own code stays as in training. Give the result to `shoal.compile`, not to `shoal.split` or
+    `shoal.invert_batchnorm`; of an inverted network it fuses the batch norms that stayed plain.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if level is not None and level not in LEVELS:
         raise InputError(f"level={level!r}: expected one of {', '.join(map(repr, LEVELS))}, or None for the highest")
+    if isinstance(model, StandIn) and model.graph(training=True) is None:
+        raise InputError(
+            f"the model is what {model.made_by} returned, in which nothing is left to fuse; give the network it was "
+            "made from"
+        )
     return FusedModule(model, level)
 
 
-class FusedModule(nn.Module):
+class FusedModule(StandIn):
     """A network that trains with fused batch norms; made by `fuse_batchnorm`.
 
     Attributes:
         summary: what was fused, what was left and why.
     """
 
+    made_by = "shoal.fuse_batchnorm"
     summary: FusionSummary
 
     def __init__(self, model: nn.Module, level: Level | None) -> None:
-        super().__init__()
-        for shared in _SHARED:
-            setattr(self, shared, getattr(model, shared))
-        self.training = model.training
+        super().__init__(model)
         self._wanted = level
-        self._unfused = (model,)  # in a tuple, so that it is no child
         self._fused: tuple[fx.GraphModule, ...] = ()
         self._fuse()
 
     @property
     def unfused(self) -> nn.Module:
         """The network it was made from, with the same parameters."""
-        return self._unfused[0]
-
-    def train(self, mode: bool = True) -> FusedModule:
-        super().train(mode)
-        self.unfused.training = mode
-        return self
+        return self.source
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the network's own; fused in training mode."""
         if not self.training:
-            return self.unfused.forward(*args, **kwargs)
-        if not compiler.is_compiling() and hooked(self.unfused) != self._hooked:
+            return self.source.forward(*args, **kwargs)
+        if not compiler.is_compiling() and hooked(self.source) != self._hooked:
             self._fuse()
-        return (self._fused or self._unfused)[0].forward(*args, **kwargs)
+        return (self._fused or self._source)[0].forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
         return f"level={self.summary.level!r}, {len(self.summary.fused)} fused, {len(self.summary.left)} left"
 
     def _fuse(self) -> None:
-        model = self.unfused
+        model = self.source
         self._hooked = hooked(model)
         try:
             graph = trace(model, Tracer(), training=True)

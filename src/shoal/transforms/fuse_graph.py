@@ -19,6 +19,7 @@ from shoal.transforms.dense_blocks import join_dense_blocks
 from shoal.transforms.fused_layers import Affine, Convolve, Measure, Normalise
 from shoal.transforms.fusion_ops import Ops, refusal
 from shoal.transforms.fusion_summary import Fused, FusionSummary, Left
+from shoal.transforms.inverted_graph import inverted_layers
 
 Level = Literal["rcf", "mvf", "bnff", "icf"]
 LEVELS: tuple[Level, ...] = ("rcf", "mvf", "bnff", "icf")
@@ -222,10 +223,12 @@ class _Builder:
     def _report_unseen(self) -> None:
         """Batch norms that no node calls."""
         called = {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
+        inverted = set(inverted_layers(self.graph).values())
         for name, module in self.ops.modules.items():
             if isinstance(module, _BatchNorm) and name not in called:
                 around = next((leaf for leaf in called if name.startswith(f"{leaf}.")), None)
-                self.left[name] = f"it is inside {around}, which is called whole" if around else "it is not called"
+                without = "it is inverted" if name in inverted else "it is not called"
+                self.left[name] = f"it is inside {around}, which is called whole" if around else without
 
     def _name(self, node: fx.Node) -> str:
         return str(node.target) if node.op == "call_module" else node.name

@@ -11,7 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import CaptureError, InputError
 from shoal.transforms.inverted_graph import find
-from shoal.transforms.inverted_model import INEXACT, InvertedModel, RestoredModel, inexact_channels
+from shoal.transforms.inverted_model import INEXACT, InvertedModel, inexact_channels
+from shoal.transforms.stand_in import StandIn
 from shoal.transforms.tracing import UntraceableError, has_hooks, trace
 
 _log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | No
 
     Args:
         model: a network that torch.fx can trace. Its parameters, buffers and modules are shared, not copied, under
-            their names; so are state dicts.
+            their names; so are state dicts and the hooks on the network itself.
         slope: what becomes of a ReLU below zero, more than 0. LeakyReLU and ELU stay what they are.
         limit: the most that a normalised input, of variance 1, may be off when it is made again in float32; None for
             any. For trained models, whose channels may have scales near zero.
@@ -58,12 +59,16 @@ def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | No
     Limits: use the result, and no longer `model`, whose own forward pass has other scales by eps. Hooks that are put on
     converted batch norms and activations later do not run. In half precision the result holds fewer digits to make the
     input from; `reconstruction_errors(torch.bfloat16)` tells how few. ELU flattens out: below about -10 little can be
-    made again. No double backward.
+    made again. No double backward. Invert first: `shoal.fuse_batchnorm` and `shoal.split` take the result.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, InvertedModel):
         raise InputError("the model is inverted already; give the network it was made from, or restore it first")
+    if isinstance(model, StandIn) and model.graph(training=True) is None:
+        raise InputError(
+            f"the model is what {model.made_by} returned; invert the network first, and give that to {model.made_by}"
+        )
     if not isinstance(slope, (int, float)) or isinstance(slope, bool) or not 0 < slope < math.inf:
         raise InputError(f"slope={slope!r}: expected a number more than 0, such as 0.01; a slope of 0 has no inverse")
     _check_limit(limit)
@@ -134,8 +139,6 @@ class _Tracer(fx.Tracer):
 
 
 def _traced(model: nn.Module, *, training: bool) -> fx.Graph:
-    if isinstance(model, RestoredModel):
-        return model.graph(training=training)
     try:
         return trace(model, _Tracer(), training=training)
     except UntraceableError as reason:
@@ -148,9 +151,9 @@ def _traced(model: nn.Module, *, training: bool) -> fx.Graph:
 def _refuse_hooks(model: nn.Module) -> None:
     is_whole = _Tracer().is_leaf_module
     for name, module in model.named_modules():
-        if (name == "" or not is_whole(module, name)) and has_hooks(module):
+        if name and not is_whole(module, name) and has_hooks(module):
             raise InputError(
-                f"{name or type(model).__name__} has hooks, which do not run in a converted network; remove them, or "
+                f"{name} has hooks, which do not run in a converted network; remove them, or "
                 "convert the parts behind and before it"
             )
 

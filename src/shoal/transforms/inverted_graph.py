@@ -17,6 +17,7 @@ from shoal.transforms.tracing import has_hooks
 
 _LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _PRODUCERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_STACK = "nn_module_stack"  # the modules that a node is part of; torch.fx writes it
 _RELU_FUNCTIONS = (F.relu, torch.relu, F.relu_, torch.relu_)
 
 
@@ -136,6 +137,7 @@ def inverted_graph(model: nn.Module, trace: fx.Graph, sites: Mapping[str, Invert
             alone = alone and len(source.users) == 1
             producer = graph.create_node("get_attr", str(source.target)) if alone else None
             call = graph.call_function(inverted, (source, layer, producer, site.activation, site.slope))
+        call.meta[_STACK] = node.meta.get(_STACK, {}) | reader.meta.get(_STACK, {})
         reader.replace_all_uses_with(call)
         graph.erase_node(reader)
         graph.erase_node(node)
@@ -150,6 +152,7 @@ def leaky_graph(model: nn.Module, trace: fx.Graph, sites: Mapping[str, Inverted]
         if site.was == "ReLU":
             with graph.inserting_before(reader):
                 leaky = graph.call_function(F.leaky_relu, (node, site.slope, True))
+            leaky.meta[_STACK] = reader.meta.get(_STACK, {})
             reader.replace_all_uses_with(leaky)
             graph.erase_node(reader)
     return _module(model, graph, "RestoredGraph")
@@ -180,6 +183,15 @@ def inverted(
     """One converted call: `run`, over the result of `producer` where that is a convolution whom nobody looks at."""
     overwrite = producer is not None and not torch.compiler.is_compiling() and not has_hooks(producer)
     return run(layer, x, activation, slope, overwrite)
+
+
+def inverted_layers(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The nodes that call `inverted`, each with the path of its batch norm."""
+    return {
+        node: str(node.args[1].target)
+        for node in graph.nodes
+        if node.target is inverted and isinstance(node.args[1], fx.Node)
+    }
 
 
 def _name(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:

@@ -10,37 +10,22 @@ from torch import fx, nn
 
 from shoal.runtime.inverted_batch_norm import kept_from_zero, reconstruction_error
 from shoal.transforms.inverted_graph import Inverted, Left, inverted_graph, leaky_graph
+from shoal.transforms.stand_in import StandIn
 
 INEXACT = 1e-3  # of a normalised input, whose variance is 1: where `describe` and `restore_batchnorm` speak up
 _CHANNELS_TOLD = 8
 _NAMES = {"leaky_relu": "LeakyReLU", "elu": "ELU", "identity": "Identity"}
 
 
-class _Rewritten(nn.Module):
-    """A network whose graph was rewritten, once for training and once for eval mode; its modules stay its own."""
+class _Rewritten(StandIn):
+    """A network whose graph was rewritten, once for training and once for eval mode."""
 
     def __init__(self, model: nn.Module, graphs: Sequence[fx.GraphModule]) -> None:
-        super().__init__()
-        # Shared dicts: whatever is set, moved or loaded here is so there, and names stay.
-        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self.training = model.training
-        self._source = (model,)  # in tuples, so that they are no children
-        self._rewritten = tuple(graphs)
-
-    @property
-    def source(self) -> nn.Module:
-        """The network it was made from, with the same parameters."""
-        return self._source[0]
+        super().__init__(model)
+        self._rewritten = tuple(graphs)  # no children
 
     def graph(self, *, training: bool) -> fx.Graph:
-        """What it runs in a mode; torch.fx cannot trace `forward`, which takes whatever the network takes."""
         return self._rewritten[0 if training else 1].graph
-
-    def train(self, mode: bool = True) -> _Rewritten:
-        super().train(mode)
-        self.source.training = mode
-        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the network's own."""
@@ -54,6 +39,8 @@ class InvertedModel(_Rewritten):
         inverted: what was converted, in the order of the network.
         left: what was not, and why.
     """
+
+    made_by = "shoal.invert_batchnorm"
 
     def __init__(
         self, model: nn.Module, traces: Sequence[fx.Graph], sites: Mapping[str, Inverted], left: Sequence[Left]
@@ -142,6 +129,8 @@ class InvertedModel(_Rewritten):
 
 class RestoredModel(_Rewritten):
     """A network of plain batch norms with LeakyReLU in place of some ReLUs; made by `restore_batchnorm`."""
+
+    made_by = "shoal.restore_batchnorm"
 
     def __init__(self, model: nn.Module, traces: Sequence[fx.Graph], sites: Mapping[str, Inverted]) -> None:
         super().__init__(model, [leaky_graph(model, graph, sites) for graph in traces])

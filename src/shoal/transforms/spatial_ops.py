@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
+from shoal.transforms.inverted_graph import inverted
 from shoal.transforms.window import Window
 
 SpatialKind = Literal["convolution", "pooling", "padding", "batch norm", "pointwise", "concatenation"]
@@ -124,6 +125,8 @@ def kind_of(node: fx.Node, modules: Mapping[str, nn.Module], dims: int) -> Spati
     layer = layer_of(node, modules)
     if layer is not None:
         return _kind_of_layer(layer)
+    if node.target is inverted:
+        return "batch norm"
     if node.op == "call_function" and node.target in (torch.cat, torch.concat, torch.concatenate):
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
         return "concatenation" if dim in (1, -dims - 1) else None

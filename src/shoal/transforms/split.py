@@ -10,11 +10,13 @@ from torch import fx, nn
 
 from shoal.errors import CaptureError, InputError
 from shoal.transforms import drawn_cuts
+from shoal.transforms.inverted_graph import inverted_layers
 from shoal.transforms.patch_map import PatchMap
 from shoal.transforms.patches import Region, Span
 from shoal.transforms.split_graph import split_graph
 from shoal.transforms.split_plan import SplitPlan, plan_split
-from shoal.transforms.split_region import choose_region
+from shoal.transforms.split_region import SplitRegion, choose_region
+from shoal.transforms.stand_in import StandIn
 from shoal.transforms.tracing import UntraceableError, trace
 
 BatchNormMode = Literal["patch", "joint"]
@@ -40,7 +42,7 @@ def split(
 
     Args:
         model: a network that torch.fx can trace. Its parameters, buffers and modules are shared, not copied, under
-            their names; so are state dicts.
+            their names; so are state dicts and the hooks on the network itself.
         depth: share of the convolutional layers to split, 0 to 1, from the first on; joined at the next block boundary.
         grid: patches along each spatial dimension, as many numbers as the convolutions have dimensions.
         stochastic: omega of Stochastic Split-CNN (section 3.3), 0 or more and less than 0.5; 0.2 is the paper's. Every
@@ -57,7 +59,8 @@ def split(
         A module that runs split while it trains, and as the unsplit network in eval mode.
 
     Raises:
-        InputError: an argument is out of range; in a forward pass: the input is too small for the grid.
+        InputError: an argument is out of range, or the model is fused or split; in a forward pass: the input is too
+                small for the grid.
         CaptureError: torch.fx cannot trace the model, or an op before the join cannot run patch by patch; it is named.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
@@ -94,7 +97,7 @@ def split(
     return SplitModule(model, float(depth), tuple(grid), stochastic, batch_norm, join, exact=halo == "exact")
 
 
-class SplitModule(nn.Module):
+class SplitModule(StandIn):
     """A network that trains split; made by `split`, whose arguments it keeps.
 
     Attributes:
@@ -102,6 +105,8 @@ class SplitModule(nn.Module):
         split_in_eval: whether it is split in eval mode too, at the even cuts; False unless set. What a model gives
             to `F.dropout` as `training=self.training` stays as it was in training.
     """
+
+    made_by = "shoal.split"
 
     def __init__(
         self,
@@ -114,14 +119,9 @@ class SplitModule(nn.Module):
         *,
         exact: bool,
     ) -> None:
-        super().__init__()
+        super().__init__(model)
         self.grid, self.stochastic, self.batch_norm = grid, stochastic, "joint" if exact else batch_norm
         self.split_in_eval = False
-        # Shared dicts: whatever is set, moved or loaded here is so there, and names stay.
-        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self.training = model.training
-        self._unsplit = (model,)  # in a tuple, so that it is no child
         self._plan: SplitPlan | None = None
         self._split: tuple[fx.GraphModule, ...] = ()
         self._known: dict[Any, tuple[tuple[Region, ...], tuple[Region, ...]]] = {}
@@ -133,28 +133,25 @@ class SplitModule(nn.Module):
         if region is not None and any(parts > 1 for parts in grid):
             self._plan = plan_split(region, modules, grid, exact=exact)
             joint = self.batch_norm == "joint"
+            if joint:
+                _refuse_inverted(graph, region)
             self._split = (split_graph(model, graph, region, self._plan, joint=joint),)
 
     @property
     def unsplit(self) -> nn.Module:
         """The network it was made from, with the same parameters."""
-        return self._unsplit[0]
+        return self.source
 
     @property
     def plan(self) -> SplitPlan | None:
         """What is split and how; None where nothing is."""
         return self._plan
 
-    def train(self, mode: bool = True) -> SplitModule:
-        super().train(mode)
-        self.unsplit.training = mode
-        return self
-
     def forward(self, *args: Any, shoal_cuts: Any = None, **kwargs: Any) -> Any:
         """As the network's own; split in training mode, at `shoal_cuts` of `draw` where they are given."""
         plan = self._plan
         if plan is None or not (self.training or self.split_in_eval):
-            return self.unsplit(*args, **kwargs)
+            return self.source.forward(*args, **kwargs)
         sizes = self._sizes_of(args)
         if shoal_cuts is not None:
             cuts = drawn_cuts.from_sizes(shoal_cuts)
@@ -265,6 +262,11 @@ class SplitModule(nn.Module):
 
 
 def _traced(model: nn.Module) -> fx.Graph:
+    if isinstance(model, StandIn) and model.graph(training=True) is None:
+        raise InputError(
+            f"the model is what {model.made_by} returned, which cannot run patch by patch; give the network it was "
+            "made from"
+        )
     try:
         return trace(model, fx.Tracer(), training=True)
     except UntraceableError as reason:
@@ -272,6 +274,16 @@ def _traced(model: nn.Module) -> fx.Graph:
             f"torch.fx cannot trace {type(model).__name__}: {reason}; split a part of it that has no control flow over "
             "tensors, and put that in its place"
         ) from reason
+
+
+def _refuse_inverted(graph: fx.Graph, region: SplitRegion) -> None:
+    """An inverted batch norm has the statistics of what it is called with."""
+    inside = [layer for node, layer in inverted_layers(graph).items() if node in region.nodes]
+    if inside:
+        raise InputError(
+            f"the inverted batch norm {inside[0]} normalises each patch by itself; give batch_norm='patch' and no "
+            "halo, or the network as it was before shoal.invert_batchnorm"
+        )
 
 
 def _described(plan: SplitPlan, sizes: tuple[int, ...], batch_norm: str) -> str:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch import fx, nn
 
+from shoal.transforms.stand_in import StandIn
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -20,7 +22,7 @@ def trace(model: nn.Module, tracer: fx.Tracer, *, training: bool) -> fx.Graph:
     Replaces, in plain PyTorch, `torch.fx.symbolic_trace(model.train(training)).graph`; every module keeps its own mode.
 
     Args:
-        model: any network; nothing is run.
+        model: any network; nothing is run. Of what a transform returned, the graph that it made.
         tracer: says which modules are called as they are, and not entered.
         training: the mode of every module while it is traced.
 
@@ -30,6 +32,11 @@ def trace(model: nn.Module, tracer: fx.Tracer, *, training: bool) -> fx.Graph:
     >>> [node.name for node in trace(nn.Sequential(nn.ReLU()), fx.Tracer(), training=True).nodes]
     ['input_1', '_0', 'output']
     """
+    if isinstance(model, StandIn):
+        graph = model.graph(training=training)
+        if graph is None:
+            raise UntraceableError(f"it is what {model.made_by} returned")
+        return graph
     try:
         with _in_mode(model, training):
             return tracer.trace(model)

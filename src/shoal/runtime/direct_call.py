@@ -1,0 +1,116 @@
+"""Calls an op of this package by its own functions where nobody watches it.
+
+What `torch.library` puts around an op in Python (schema, dispatch, a walk through its arguments for autograd) takes 0.3
+to 0.5 ms for a forward and a backward pass: more than a small layer computes. A compiler, a capture, a dispatch mode or
+a transform of `torch.func` has to see the op, and gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shoal.errors import InputError
+
+
+def direct_call(
+    op: Callable[..., Any],
+    forward: Callable[..., Any],
+    setup: Callable[..., None] | None = None,
+    differentiate: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """What does as `op` does, in eager mode without `torch.library`.
+
+    Args:
+        op: as registered; it returns a tensor or a tuple of them (a list of tensors would be cut from autograd).
+        forward: its implementation, for all devices.
+        setup, differentiate: what `torch.library.register_autograd` was given; None: nothing runs through it backward.
+
+    Returns:
+        Takes the op's arguments, by position, its lists as lists; differentiable once, and says so where more is asked.
+    """
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, lengths: tuple[int, ...], *flat: Any) -> Any:
+            assert setup is not None
+            inputs = _nested(lengths, flat)
+            output = forward(*inputs)
+            ctx.lengths = lengths
+            setup(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            assert differentiate is not None
+            if torch.is_grad_enabled():
+                raise InputError(
+                    f"{op}: its gradient has none; leave out create_graph=True, or use the network as it was"
+                )
+            found = differentiate(_Nested(ctx), *grads)
+            found = found if isinstance(found, tuple) else (found,)
+            return None, *_flat(ctx.lengths, found)
+
+    def call(*arguments: Any) -> Any:
+        if _watched(arguments):
+            return op(*arguments)
+        if differentiate is None or not torch.is_grad_enabled():
+            return forward(*arguments)
+        lengths = tuple(len(value) if _is_tensors(value) else -1 for value in arguments)
+        return Direct.apply(lengths, *_flat(lengths, arguments))
+
+    return call
+
+
+class _Nested:
+    """The context of an op's backward pass, where a list of tensors has a list of needs."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+        self.needs_input_grad = _nested(ctx.lengths, ctx.needs_input_grad[1:])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+def _watched(arguments: tuple[Any, ...]) -> bool:
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    ):
+        return True
+    for value in arguments:
+        for tensor in value if type(value) is list else (value,):
+            kind = type(tensor)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                if tensor.is_meta:
+                    return True
+            elif isinstance(tensor, torch.Tensor):
+                return True
+    return False
+
+
+def _is_tensors(value: Any) -> bool:
+    return type(value) is list and any(isinstance(each, torch.Tensor) for each in value)
+
+
+def _flat(lengths: tuple[int, ...], values: tuple[Any, ...]) -> list[Any]:
+    flat: list[Any] = []
+    for length, value in zip(lengths, values, strict=True):
+        if length < 0:
+            flat.append(value)
+        else:
+            flat += [None] * length if value is None else value
+    return flat
+
+
+def _nested(lengths: tuple[int, ...], flat: tuple[Any, ...]) -> tuple[Any, ...]:
+    nested: list[Any] = []
+    taken = iter(flat)
+    for length in lengths:
+        nested.append(next(taken) if length < 0 else [next(taken) for _ in range(length)])
+    return tuple(nested)

@@ -1,0 +1,63 @@
+"""What every transform returns: a network that runs the modules of another in its own way, under their names."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from torch import fx, nn
+
+_SHARED = (  # dicts of a module: whatever is set, moved, loaded or registered in one is so in the other
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class StandIn(nn.Module):
+    """Shares everything with the network it stands in for but the forward pass, which its subclasses have.
+
+    Parameters, buffers, modules, names in state dicts and hooks on the network itself are the same in both; the mode
+    goes from here to the network, through its own `train`.
+
+    Attributes:
+        made_by: the function that returns it, for messages.
+    """
+
+    made_by: ClassVar[str]
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for shared in _SHARED:
+            setattr(self, shared, getattr(model, shared))
+        self._is_full_backward_hook = model._is_full_backward_hook
+        self.training = model.training
+        self._source = (model,)  # in a tuple, so that it is no child
+
+    @property
+    def source(self) -> nn.Module:
+        """The network it was made from, with the same parameters."""
+        return self._source[0]
+
+    def train(self, mode: bool = True) -> Self:
+        self.source.train(mode)
+        self.training = self.source.training
+        return self
+
+    def graph(self, *, training: bool) -> fx.Graph | None:
+        """What it runs in a mode, for other transforms to copy; None where they cannot go on from there.
+
+        torch.fx cannot trace `forward`, which takes whatever the network takes.
+        """
+        return None

@@ -1,0 +1,95 @@
+"""Triton's kernels in tests: on CUDA where there is one, in Triton's interpreter on the CPU, and compiled for a device
+that is not here.
+
+The interpreter is chosen before Triton is imported, so a test runs the others of its file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+on_device = pytest.mark.parametrize("device", [pytest.param(DEVICE, marks=() if INTERPRETED else pytest.mark.gpu)])
+with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+not_interpreted = pytest.mark.skipif(INTERPRETED, reason="of no use in the interpreter's process")
+LAYOUTS = {
+    "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
+    "contiguous": torch.contiguous_format,
+}
+# (shape, layout, channels left out beside it). No count fits a tile; one image; one channel; more channels than a
+# program has; a line, a volume, no pixels at all.
+SHAPES = [
+    ((3, 37, 9, 7), "channels_last", 0),
+    ((3, 37, 9, 7), "channels_last", 3),
+    ((3, 37, 9, 7), "contiguous", 3),
+    ((2, 20, 13, 11), "contiguous", 0),
+    ((1, 5, 3, 3), "channels_last", 0),
+    ((1, 1, 1, 1), "contiguous", 0),
+    ((2, 1, 5, 6), "contiguous", 2),
+    ((4, 70, 2, 2), "channels_last", 0),
+    ((70, 3), "contiguous", 1),
+    ((3, 6, 50), "contiguous", 0),
+    ((2, 3, 3, 4, 5), "contiguous", 0),
+    ((2, 3, 3, 4, 5), "channels_last_3d", 1),
+]
+each_shape = pytest.mark.parametrize(("shape", "layout", "gap"), SHAPES, ids=lambda value: str(value))
+
+
+def drawn(
+    shape: tuple[int, ...], layout: str, seed: int, device: str, gap: int = 0, offset: float = 0.0
+) -> torch.Tensor:
+    """Float32 in the layout, a slice of the channels of a tensor that has `gap` more."""
+    wide = (shape[0], shape[1] + gap, *shape[2:])
+    x = torch.randn(wide, generator=torch.Generator().manual_seed(seed)) + offset
+    return x.contiguous(memory_format=LAYOUTS[layout])[:, gap // 2 : gap // 2 + shape[1]].to(device)
+
+
+def passes_interpreted(*files: str) -> None:
+    """Run the tests of files in Triton's interpreter."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *files]
+    where = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, capture_output=True, text=True, env=where, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+def compiled(kernel: Any, fixed: Mapping[str, object], kinds: Mapping[str, str]) -> str:
+    """The kernel in PTX for compute capability 9.0.
+
+    Args:
+        kernel: of Triton.
+        fixed: what is known to the compiler.
+        kinds: Triton's types of arguments; the others are integers by their names, else pointers to float32.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    numbers = ("pixels", "channels", "blocks_an_image", "blocks", "blocks_a_part", "parts")
+
+    def kind(argument: str) -> str:
+        if argument in fixed:
+            return "constexpr"
+        if argument.startswith("ld_") or argument in numbers:
+            return "i32"
+        return kinds.get(argument, "*fp32")
+
+    known = [(at, argument) for at, argument in enumerate(kernel.arg_names)]
+    source = ASTSource(
+        fn=kernel,
+        signature={argument: kind(argument) for argument in kernel.arg_names},
+        constexprs={(at,): fixed[argument] for at, argument in known if argument in fixed},
+        attrs={(at,): [["tt.divisibility", 16]] for at, a in known if kind(a) not in ("constexpr", "fp32")},
+    )
+    ptx: str = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    return ptx

@@ -1,0 +1,232 @@
+"""What transforms return is the network under its own names, and what one returned another takes or refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.errors import InputError
+from shoal.models.resnet import Bottleneck, ResNet
+from shoal.transforms.fuse_batchnorm import fuse_batchnorm
+from shoal.transforms.invert_batchnorm import invert_batchnorm, restore_batchnorm
+from shoal.transforms.split import split
+from shoal.transforms.stand_in import StandIn
+from tests.inverted_networks import small_resnet, with_leaky, with_trained_layers
+from tests.training_laws import assert_same_training, classifier, images
+
+Transform = Callable[[nn.Module], Any]
+
+
+def in_half(model: nn.Module) -> nn.Module:
+    return split(model, depth=0.5)
+
+
+def exactly(model: nn.Module) -> nn.Module:
+    return split(model, depth=0.5, halo="exact")
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    return split(model, depth=0.5, stochastic=0.2)
+
+
+def there_and_back(model: nn.Module) -> nn.Module:
+    return restore_batchnorm(invert_batchnorm(model))
+
+
+TRANSFORMS: list[Transform] = [in_half, fuse_batchnorm, invert_batchnorm, there_and_back]
+each = pytest.mark.parametrize("transform", TRANSFORMS)
+
+
+def network() -> nn.Sequential:
+    """Trained, without dropout."""
+    net = with_trained_layers(small_resnet())
+    net[4].p = 0.0
+    assert isinstance(net, nn.Sequential)
+    return net
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Result, gradients and statistics of a step."""
+    y = model(x)
+    gradients = torch.autograd.grad(y.square().mean(), list(model.parameters()))
+    return [y.detach(), *gradients, *(buffer.clone() for buffer in model.buffers())]
+
+
+@each
+def test_hooks_on_the_network_run_once_a_call_whatever_the_mode_and_whoever_has_them(transform: Transform) -> None:
+    net, seen = network(), []
+    net.register_forward_pre_hook(lambda *_: seen.append("before"))
+    net.register_full_backward_hook(lambda *_: seen.append("backward"))
+    model = transform(net)
+    model.register_forward_hook(lambda *_: seen.append("after"))
+    x = torch.randn(4, 3, 16, 16, requires_grad=True)
+    for training in (True, False):
+        model.train(training)
+        model(x).sum().backward()
+        assert seen == ["before", "after", "backward"]
+        seen.clear()
+
+
+@each
+def test_the_network_s_own_train_decides(transform: Transform) -> None:
+    class Frozen(nn.Sequential):
+        def train(self, mode: bool = True) -> Frozen:
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    net = Frozen(*network())
+    model = transform(net).eval()
+    assert not net.training and not model.training and not any(module.training for module in model.modules())
+    assert model.train() is model
+    assert net.training and model.training and net[6].training and not net[1].training
+    model(torch.randn(4, 3, 16, 16))
+    assert net[1].num_batches_tracked == 0 and net[6].num_batches_tracked > 0
+
+
+@each
+def test_what_is_set_in_one_is_set_in_the_other(transform: Transform) -> None:
+    net = network()
+    model = transform(net)
+    assert isinstance(model, StandIn) and net not in list(model.modules())
+    model.register_buffer("mark", torch.ones(1), persistent=False)
+    net[10] = nn.Linear(8, 7)
+    assert net.get_buffer("mark") is model.get_buffer("mark")
+    assert "mark" not in model.state_dict() and list(model.state_dict()) == list(net.state_dict())
+    assert model.get_submodule("10") is net[10]
+    twin = copy.deepcopy(model)
+    assert twin.get_submodule("10") is twin.source[10] and twin.source is not net
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return ResNet(Bottleneck, (1, 1, 1, 1), 3)
+
+
+@pytest.mark.parametrize("make", [network, deep])
+def test_of_an_inverted_network_the_batch_norms_that_stayed_are_fused(make: Callable[[], nn.Module]) -> None:
+    net = make()
+    x = torch.randn(4, 3, 48, 48)
+    inverted = invert_batchnorm(copy.deepcopy(net))
+    both = fuse_batchnorm(invert_batchnorm(copy.deepcopy(net)))
+    assert both.summary.fused
+    converted = {site.layer for site in inverted.inverted}
+    reasons = {left.layer: left.reason for left in both.summary.left}
+    assert {reasons[layer] for layer in converted} == {"it is inverted"}
+    assert not converted & {fused.layer for fused in both.summary.fused}
+    for training in (True, False):
+        inverted.train(training)
+        both.train(training)
+        for ours, theirs in zip(step(both, x), step(inverted, x), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-4 * float(theirs.abs().max()) + 1e-6)
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """What a step keeps of activations, each storage once."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(torch.randn(4, 3, 48, 48))
+    del y
+    return sum(kept.values())
+
+
+def test_together_they_save_no_more_than_the_better_of_both() -> None:
+    inverted, fused = (saved_bytes(transform(deep())) for transform in (invert_batchnorm, fuse_batchnorm))
+    assert saved_bytes(fuse_batchnorm(invert_batchnorm(deep()))) <= inverted < fused < saved_bytes(deep())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_inverted_network_is_split_as_the_one_with_leaky_activations(training: bool) -> None:
+    net, x = network(), torch.randn(4, 3, 16, 16)
+    ours, theirs = split(invert_batchnorm(copy.deepcopy(net)), depth=0.6), split(with_leaky(net), depth=0.6)
+    assert ours.describe((16, 16)) == theirs.describe((16, 16))
+    ours.train(training)
+    theirs.train(training)
+    for mine, other in zip(step(ours, x), step(theirs, x), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()) + 1e-6)
+    ours, theirs = split(invert_batchnorm(copy.deepcopy(net)), stochastic=0.2), split(with_leaky(net), stochastic=0.2)
+    torch.manual_seed(5)
+    expected = theirs(x)
+    torch.manual_seed(5)
+    torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_converted_layer_can_be_joined_behind_by_its_name() -> None:
+    net = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2)))
+    for name in ("0", "0.1", "0.2"):
+        divided = split(invert_batchnorm(copy.deepcopy(net)), join=name)
+        assert divided.plan is not None and len(divided.plan.steps) == 2  # the convolution, and both others as one
+
+
+def test_statistics_of_all_patches_are_no_inverted_batch_norm_s() -> None:
+    inverted = invert_batchnorm(network())
+    for way in ({"halo": "exact"}, {"batch_norm": "joint"}):
+        with pytest.raises(InputError, match="inverted batch norm 1 normalises each patch by itself; give batch_norm="):
+            split(inverted, depth=0.5, **way)  # type: ignore[arg-type]
+    without = invert_batchnorm(nn.Sequential(nn.Conv2d(3, 3, 3), nn.MaxPool2d(2), nn.Conv2d(3, 3, 3)))
+    assert split(without, depth=0.5, halo="exact").plan is not None
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "complaint"),
+    [
+        (fuse_batchnorm, invert_batchnorm, "what shoal.fuse_batchnorm returned; invert the network first"),
+        (
+            in_half,
+            invert_batchnorm,
+            "invert the network first, and give that to shoal.split",
+        ),
+        (invert_batchnorm, invert_batchnorm, "the model is inverted already"),
+        (fuse_batchnorm, in_half, "what shoal.fuse_batchnorm returned, which cannot run patch by patch"),
+        (in_half, in_half, "what shoal.split returned, which cannot run patch by patch; give the network"),
+        (in_half, fuse_batchnorm, "what shoal.split returned, in which nothing is left to fuse; give the network"),
+        (drawn, fuse_batchnorm, "what shoal.split returned, in which nothing is left to fuse"),
+        (fuse_batchnorm, fuse_batchnorm, "what shoal.fuse_batchnorm returned, in which nothing is left to fuse"),
+    ],
+)
+def test_the_wrong_order_is_refused_and_nothing_changes(first: Transform, then: Transform, complaint: str) -> None:
+    model = first(network())
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(InputError, match=complaint):
+        then(model)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    model(torch.randn(4, 3, 16, 16))
+
+
+@pytest.mark.parametrize("last", [fuse_batchnorm, in_half, exactly])
+def test_a_restored_network_is_one_like_any_other(last: Transform) -> None:
+    net, x = network(), torch.randn(4, 3, 16, 16)
+    ours, theirs = last(there_and_back(copy.deepcopy(net))), last(with_leaky(net))
+    for mine, other in zip(step(ours, x), step(theirs, x), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()) + 1e-6)
+
+
+@pytest.mark.parametrize("last", [fuse_batchnorm, in_half])
+def test_both_together_train_planned_with_the_bits_of_eager_training(last: Transform) -> None:
+    planned = assert_same_training(nn.Sequential(last(invert_batchnorm(network()))), images(2, 4, 3, 16, 16))
+    targets = [op.target for op in planned.shoal.plan.graph.ops]
+    assert "shoal.inverted_batch_norm.default" in targets and "shoal.inverted_batch_norm_backward.default" in targets
+    if last is fuse_batchnorm:
+        assert any("norm_act" in target or "norm_conv" in target for target in targets)
+
+
+def test_drawn_cuts_reach_inverted_batch_norms_under_one_plan() -> None:
+    model = shoal.compile(split(invert_batchnorm(classifier(3, 4, 4)), depth=0.5, grid=(2, 1), stochastic=0.2))
+    plans = set()
+    for batch in images(3, 2, 3, 16, 16):
+        model(batch).square().mean().backward()
+        model.zero_grad()
+        plans.add(id(model.shoal.plan.graph))
+    assert len(plans) == 1
+    assert "shoal.inverted_batch_norm.default" in {op.target for op in model.shoal.plan.graph.ops}
