@@ -60,8 +60,20 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_p
 
 inline Ints pick(Ints table, Ints at) { return _mm256_permutevar8x32_epi32(table, at); }
 inline Floats pick(Floats table, Ints at) { return _mm256_permutevar8x32_ps(table, at); }
-inline Ints gather(const std::int32_t* from, Ints at) { return _mm256_i32gather_epi32(from, at, 4); }
-inline Floats gather(const float* from, Ints at) { return _mm256_i32gather_ps(from, at, 4); }
+// Loads and inserts: fewer steps than the processor's own gather takes.
+inline Floats gather(const float* from, Ints at) {
+    alignas(32) std::uint32_t place[kLanes];
+    store(place, at);
+    __m128 low = _mm_load_ss(from + place[0]), high = _mm_load_ss(from + place[4]);
+    low = _mm_insert_ps(low, _mm_load_ss(from + place[1]), 0x10);
+    high = _mm_insert_ps(high, _mm_load_ss(from + place[5]), 0x10);
+    low = _mm_insert_ps(low, _mm_load_ss(from + place[2]), 0x20);
+    high = _mm_insert_ps(high, _mm_load_ss(from + place[6]), 0x20);
+    low = _mm_insert_ps(low, _mm_load_ss(from + place[3]), 0x30);
+    high = _mm_insert_ps(high, _mm_load_ss(from + place[7]), 0x30);
+    return _mm256_set_m128(high, low);
+}
+inline Ints gather(const std::int32_t* from, Ints at) { return ints(gather(reinterpret_cast<const float*>(from), at)); }
 
 inline Ints next_if_greater(Ints number, Ints a, Ints than) {
     return _mm256_sub_epi32(number, _mm256_cmpgt_epi32(a, than));
@@ -104,21 +116,29 @@ inline void put_codes(const Ints* place, const float* x, std::uint8_t* codes) {
 namespace shoal {
 namespace {
 
+// Eight loads and inserts: in fewer steps than the processor's own gather.
+inline Floats eight_of(const float* values, const std::uint8_t* codes) {
+    std::uint64_t all;
+    __builtin_memcpy(&all, codes, sizeof all);
+    __m128 low = _mm_load_ss(values + (all & 0xff)), high = _mm_load_ss(values + (all >> 32 & 0xff));
+    low = _mm_insert_ps(low, _mm_load_ss(values + (all >> 8 & 0xff)), 0x10);
+    high = _mm_insert_ps(high, _mm_load_ss(values + (all >> 40 & 0xff)), 0x10);
+    low = _mm_insert_ps(low, _mm_load_ss(values + (all >> 16 & 0xff)), 0x20);
+    high = _mm_insert_ps(high, _mm_load_ss(values + (all >> 48 & 0xff)), 0x20);
+    low = _mm_insert_ps(low, _mm_load_ss(values + (all >> 24 & 0xff)), 0x30);
+    high = _mm_insert_ps(high, _mm_load_ss(values + (all >> 56)), 0x30);
+    return _mm256_set_m128(high, low);
+}
+
 void decode(const float* values, const std::uint8_t* codes, std::int64_t count, bool stream, float* out) {
     std::int64_t i = 0;
     if (stream) {
         for (; i < count && (reinterpret_cast<std::uintptr_t>(out + i) & 31); ++i) out[i] = values[codes[i]];
-        for (; i + kLanes <= count; i += kLanes) {
-            const Ints at = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
-            _mm256_stream_ps(out + i, gather(values, at));
-        }
+        for (; i + kLanes <= count; i += kLanes) _mm256_stream_ps(out + i, eight_of(values, codes + i));
+        _mm_sfence();
     }
-    for (; i + kLanes <= count; i += kLanes) {
-        const Ints at = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
-        _mm256_storeu_ps(out + i, gather(values, at));
-    }
+    for (; i + kLanes <= count; i += kLanes) _mm256_storeu_ps(out + i, eight_of(values, codes + i));
     for (; i < count; ++i) out[i] = values[codes[i]];
-    if (stream) _mm_sfence();
 }
 
 constexpr CodecLevel kLevel = {&largest, &encode, &draw, &signs, &decode};

@@ -9,6 +9,7 @@ void norm_conv(Draw& draw);
 void norm_pass(Draw& draw);
 void inverted_batch_norm(Draw& draw);
 void layout(Draw& draw);
+void codec(Draw& draw);
 void features(Draw& draw);
 
 }  // namespace fuzz

@@ -28,10 +28,11 @@ struct Kernel {
 };
 
 Kernel kernels[] = {
-    {"norm_conv", &norm_conv, 45, 0},
-    {"norm_pass", &norm_pass, 20, 0},
-    {"inverted_batch_norm", &inverted_batch_norm, 15, 0},
-    {"layout", &layout, 19, 0},
+    {"norm_conv", &norm_conv, 35, 0},
+    {"norm_pass", &norm_pass, 15, 0},
+    {"inverted_batch_norm", &inverted_batch_norm, 12, 0},
+    {"codec", &codec, 20, 0},
+    {"layout", &layout, 17, 0},
     {"features", &features, 1, 0},
 };
 
@@ -118,6 +119,15 @@ void features(Draw& draw) {
         shoal_statistics(&pass) != SHOAL_NO_SUCH_LEVEL || shoal_norm_act(&pass) != SHOAL_NO_SUCH_LEVEL ||
         shoal_norm_act_backward(&pass) != SHOAL_NO_SUCH_LEVEL)
         fail("level %d is not refused", pass.level);
+    ShoalTableCodec table{};
+    ShoalTruncation truncation{};
+    ShoalBits bits{};
+    table.level = truncation.level = bits.level = pass.level;
+    for (const std::int32_t outcome :
+         {shoal_table_encode(&table), shoal_table_decode(&table), shoal_truncation_pack(&truncation),
+          shoal_truncation_unpack(&truncation), shoal_one_bit_encode(&bits), shoal_one_bit_decode(&bits),
+          shoal_sign_mask_encode(&bits), shoal_sign_mask_decode(&bits)})
+        if (outcome != SHOAL_NO_SUCH_LEVEL) fail("level %d is not refused by a codec", pass.level);
 }
 
 int run(const Options& options) {
