@@ -12,7 +12,7 @@ namespace {
 
 constexpr float kInfinite = std::numeric_limits<float>::infinity();
 // How far from a line its thresholds may lie: in codes, and in places of a piece.
-constexpr double kLineTolerance = 1.0 / (1 << 17), kTreeTolerance = 4.0 / (1 << 24);
+constexpr double kLineTolerance = 1.0 / (1 << 17), kHalvesTolerance = 1.5 / 65536, kTreeTolerance = 4.0 / (1 << 24);
 // The upper half of a share's bits grows with its logarithm, 128 to a power of two, up to a quarter of one too much or
 // an eighth too little, whatever the scale.
 constexpr int kKeyRoom = 32;
@@ -124,6 +124,41 @@ bool derive_lines(Table& table) {
     return pieces == 1 || find_keys(table.joins, std::min(pieces, kPieces) - 1, table);
 }
 
+// Of the codes below 16 only 0 is computed: shares of that few are left to be seen exactly.
+bool derive_halves(Table& table) {
+    constexpr int kCodes = 16;
+    const float* at = table.middle.at;
+    const Line last_low = line_through(at, 113, 120, 1), last_high = line_through(at, 121, 127, 1);
+    if (!(last_high.slope > 0 && last_high.slope < last_low.slope)) return false;
+    table.high_slope = float(last_high.slope / last_low.slope);
+    table.slope[0] = 0.5 / double(at[1]);
+    table.offset[0] = 128.5 + kHalvesBias;
+    table.limit[0] = float(129 + 1.0 / 65536);
+    table.high_of[0] = 512;
+    if (!(table.slope[0] < kMostSlope)) return false;
+    for (int piece = 1; piece < kPieces; ++piece) {
+        const int first = kCodes * piece;
+        const Line low = line_through(at, first + 1, first + 8, 1), high = line_through(at, first + 9, first + 15, 1);
+        const double steep = double(table.high_slope);
+        table.slope[piece] = low.slope;
+        table.offset[piece] = 128 + low.offset + kHalvesBias;
+        table.high_of[piece] = float((1 - steep) * (128 + kHalvesBias) + high.offset - steep * low.offset);
+        table.limit[piece] = float(128 + first + kCodes - 1.0 / 256);
+        const auto place = [&](double share) {
+            const double lower = low.slope * share + double(float(table.offset[piece]));
+            return std::min(lower, steep * lower + double(table.high_of[piece])) - 128 - kHalvesBias;
+        };
+        for (int i = first + 1; i < first + kCodes; ++i)
+            if (!(std::fabs(place(double(at[i])) - i) <= kHalvesTolerance)) return false;
+        const double least = place(double(at[first]));
+        if (!(low.slope < kMostSlope && least > first + 1.0 / 256 && least < first + 1)) return false;
+    }
+    std::fill_n(table.joins, kPieces, kInfinite);
+    for (int piece = 1; piece < kPieces; ++piece) table.joins[piece - 1] = at[kCodes * piece];
+    table.shape = Shape::kHalves;
+    return find_keys(table.joins, kPieces - 1, table);
+}
+
 double tree_place(const Table& table, int piece, double share) {
     const double low = table.slope[piece] * share + double(table.low_offset);
     const double high = double(table.high_slope) * low + double(table.high_offset);
@@ -174,7 +209,7 @@ void derive(const float* magnitudes, const float* thresholds, Table& table) {
     std::copy(magnitudes, magnitudes + kMagnitudes, table.magnitude);
     bound(thresholds, table.middle);
     bound(magnitudes + 1, table.value);
-    if (!derive_tree(table) && !derive_lines(table)) table.shape = Shape::kAny;
+    if (!derive_tree(table) && !derive_halves(table) && !derive_lines(table)) table.shape = Shape::kAny;
 }
 
 }  // namespace shoal

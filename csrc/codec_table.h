@@ -27,7 +27,8 @@ enum class Shape : std::int32_t {
     kAny,    // bounds alone
     kLine,  // evenly spaced
     kLines,  // evenly spaced within each of up to nine pieces
-    kTree,   // piece n > 0 has 2^(n - 1) codes, halved: each half is evenly spaced
+    kHalves,  // piece n > 0 has the 16 codes from 16 * n on, halved: each half is evenly spaced
+    kTree,   // piece n > 0 has the 2^(n - 1) codes from there on, halved: each half is evenly spaced
 };
 
 // Everything derived from the magnitudes of a table. A share y belongs to piece n where joins[n - 1] <= y < joins[n].
@@ -42,6 +43,8 @@ struct Table {
     // kLines: 128 + index + fraction = slope * y + offset, at most limit; piece 8 is the one above `top_join`.
     double slope[kPieces + 1], offset[kPieces + 1];
     float limit[kPieces], top_join;  // one piece alone, and the top one, need no limit
+    // kHalves: the least of low = slope * y + offset, high_slope * low + high_of[n] and limit.
+    float high_of[kPieces];
     // kTree: 1 + place in the piece = least of low = slope * y + low_offset, steep * low + middle[n] and
     // high_slope * low + high_offset.
     float low_offset, high_slope, high_offset, across_slope, across_offset[kPieces];
@@ -49,8 +52,8 @@ struct Table {
 
 // A group of values whose index may be the next one, if seen exactly, has a fraction (of 2^16) less than this: what is
 // added before comparing, and twice the greatest error.
-constexpr int kNear = 7;
-constexpr double kLineBias = 3.0 / 65536, kTreeBias = 12.0 / (1 << 24);
+constexpr int kNear = 7, kNearHalves = 11;
+constexpr double kLineBias = 3.0 / 65536, kHalvesBias = 5.0 / 65536, kTreeBias = 12.0 / (1 << 24);
 constexpr double kTreeRoom = 1.0 / 1024;  // between the last code of a piece and what follows
 // Scales for which slopes, joins and shares near them are ordinary floats.
 constexpr float kLeastScale = 0x1p-80f, kMostScale = 0x1p100f;

@@ -101,11 +101,12 @@ inline void encode_groups(const Table& table, const float* x, std::int64_t group
             for (int line = 0; line < kGroup / 16; ++line) __builtin_prefetch(ahead + 16 * line);
             ahead += kGroup;
         }
-        if (__builtin_expect(any_lower_less(nearest, kNear), 0)) encode_exactly(table, x, scale, codes);
+        if (__builtin_expect(any_lower_less(nearest, Places::kNearest), 0)) encode_exactly(table, x, scale, codes);
     }
 }
 
 struct LinePlaces {
+    static constexpr int kNearest = kNear;
     Floats slope, offset;
     LinePlaces(const Table& table, float scale)
         : slope(all(float(table.slope[0] / double(scale)))), offset(all(float(table.offset[0]))) {}
@@ -115,6 +116,7 @@ struct LinePlaces {
 };
 
 struct LinesPlaces {
+    static constexpr int kNearest = kNear;
     Scaled scaled;
     Floats offset, limit, top_slope, top_offset;
     Ints below_top;
@@ -138,7 +140,31 @@ struct LinesPlaces {
     }
 };
 
+struct HalvesPlaces {
+    static constexpr int kNearest = kNearHalves;
+    Scaled scaled;
+    Floats offset, high_slope, high_of, limit;
+    HalvesPlaces(const Table& table, float scale)
+        : scaled(table, scale), high_slope(all(table.high_slope)), high_of(load_pieces(table.high_of)),
+          limit(load_pieces(table.limit)) {
+        float offsets[kPieces];
+        for (int piece = 0; piece < kPieces; ++piece) offsets[piece] = float(table.offset[piece]);
+        offset = load_pieces(offsets);
+    }
+    void operator()(const Ints* shares, Ints* place) const {
+        Ints piece[kVectors];
+        Floats low[kVectors];
+        SHOAL_EACH_VECTOR piece[v] = scaled.piece_of(shares[v]);
+        SHOAL_EACH_VECTOR low[v] =
+            multiply_add(floats(shares[v]), pick(scaled.slope, piece[v]), pick(offset, piece[v]));
+        SHOAL_EACH_VECTOR place[v] = least(ints(low[v]), ints(pick(limit, piece[v])));
+        SHOAL_EACH_VECTOR place[v] =
+            least(place[v], ints(multiply_add(low[v], high_slope, pick(high_of, piece[v]))));
+    }
+};
+
 struct TreePlaces {
+    static constexpr int kNearest = kNear;
     Scaled scaled;
     Floats low_offset, high_slope, high_offset, across_slope, across_offset, most;
     TreePlaces(const Table& table, float scale)
@@ -168,6 +194,8 @@ inline void encode_whole(const Table& table, const float* x, std::int64_t groups
             return encode_groups<kClips>(table, x, groups, scale, ahead, codes, LinePlaces(table, scale));
         case Shape::kLines:
             return encode_groups<kClips>(table, x, groups, scale, ahead, codes, LinesPlaces(table, scale));
+        case Shape::kHalves:
+            return encode_groups<kClips>(table, x, groups, scale, ahead, codes, HalvesPlaces(table, scale));
         case Shape::kTree:
             return encode_groups<kClips>(table, x, groups, scale, ahead, codes, TreePlaces(table, scale));
         case Shape::kAny: break;

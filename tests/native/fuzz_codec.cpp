@@ -58,7 +58,7 @@ struct Table {
 
     explicit Table(Draw& draw) : derived(static_cast<std::size_t>(shoal_codec_table_bytes()), 0, 8) {
         std::vector<double> values;
-        const int kind = static_cast<int>(draw.from(0, 3));
+        const int kind = static_cast<int>(draw.from(0, 4));
         if (kind == 0) {  // even
             for (int i = 0; i < 128; ++i) values.push_back(i / 127.0);
         } else if (kind == 1) {  // a tree, halved somewhere
@@ -78,6 +78,14 @@ struct Table {
             for (int decade = 0; static_cast<int>(values.size()) < 128; ++decade)
                 for (int m = 15; m > 1 && static_cast<int>(values.size()) < 128; --m)
                     values.push_back(m / 15.0 * std::pow(10.0, -decade));
+        } else if (kind == 3) {  // sixteen a decade, halved
+            values.push_back(0);
+            for (int decade = 0; decade < 8; ++decade)
+                for (int i = 0; i < 8; ++i) {
+                    const double unit = std::pow(10.0, -decade);
+                    if (decade < 7 || i) values.push_back(unit * (0.1 + 0.35 * i / 8));
+                    values.push_back(unit * (0.45 + 0.55 * i / 8));
+                }
         } else {
             for (int i = 0; i < 127; ++i) values.push_back(static_cast<double>(draw.from(1, 1 << 20)) * 0x1p-20);
             values.push_back(0);
