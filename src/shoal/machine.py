@@ -17,14 +17,19 @@ from typing import Any
 import torch
 
 from shoal.cache import cache_dir
-from shoal.codecs import kernels
+from shoal.codecs import kernels, levels_native
 from shoal.errors import InputError
 from shoal.files import write_json
 from shoal.native import fingerprint
 from shoal.runtime import norm_rows, norm_triton
 
 _FORMAT = 1
-_KERNEL_VARIABLES = (norm_rows.LEVEL_VARIABLE, norm_triton.VARIABLE, kernels.VARIABLE)
+_KERNEL_VARIABLES = (
+    norm_rows.LEVEL_VARIABLE,
+    norm_triton.VARIABLE,
+    kernels.VARIABLE,
+    levels_native.LEVEL_VARIABLE,
+)
 
 
 def device_of(name: str | torch.device) -> torch.device:
