@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from inspect import signature
 from types import ModuleType
 
 import pytest
@@ -10,6 +12,14 @@ import torch
 from shoal.codecs import kernels
 from shoal.codecs.kernels import kernel
 from shoal.errors import InputError
+
+FUNCTIONS = {
+    "table_codes": ("encode_blocks", "decode_blocks"),
+    "truncation": ("pack", "unpack"),
+    "one_bit": ("encode_blocks", "decode_blocks"),
+    "sign_mask": ("encode", "decode"),
+}
+REFERENCE = "shoal.codecs.truncation_reference"
 
 
 class Fake(ModuleType):
@@ -26,8 +36,9 @@ class Fake(ModuleType):
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
-    modules: dict[str, Fake] = {}
-    monkeypatch.setattr(kernels, "_module", modules.get)
+    modules = {name: Fake(name, False) for name in map("shoal.codecs.truncation_{}".format, kernels.KERNELS)}
+    modules[REFERENCE] = Fake(REFERENCE, True)
+    monkeypatch.setattr(kernels, "_module", modules.__getitem__)
     return modules
 
 
@@ -37,8 +48,8 @@ def put(found: dict[str, Fake], kind: str, applies: bool) -> Fake:
     return found[name]
 
 
-def test_without_kernels_the_reference_runs(found: dict[str, Fake]) -> None:
-    assert kernel("truncation", torch.ones(1)).__name__ == "shoal.codecs.truncation_reference"
+def test_where_none_applies_the_reference_runs(found: dict[str, Fake]) -> None:
+    assert kernel("truncation", torch.ones(1)).__name__ == REFERENCE
 
 
 def test_each_is_asked_about_the_tensors_in_order(found: dict[str, Fake]) -> None:
@@ -48,11 +59,6 @@ def test_each_is_asked_about_the_tensors_in_order(found: dict[str, Fake]) -> Non
     assert triton.asked == native.asked == [(x, out)]
     triton._applies = True
     assert kernel("truncation", x) is triton
-
-
-def test_one_that_does_not_apply_leaves_it_to_the_reference(found: dict[str, Fake]) -> None:
-    put(found, "native", False)
-    assert kernel("truncation", torch.ones(1)).__name__ == "shoal.codecs.truncation_reference"
 
 
 @pytest.mark.parametrize(
@@ -71,3 +77,14 @@ def test_a_variable_that_names_none_is_told(found: dict[str, Fake], monkeypatch:
     monkeypatch.setenv(kernels.VARIABLE, "cuda")
     with pytest.raises(InputError, match="SHOAL_CODEC_KERNELS=cuda: choose one of triton, native, torch"):
         kernel("truncation", torch.ones(1))
+
+
+@pytest.mark.parametrize("name", ["table_codes", "truncation", "one_bit", "sign_mask"])
+@pytest.mark.parametrize("kind", [*kernels.KERNELS, "reference"])
+def test_every_kernel_has_the_functions_of_the_reference(name: str, kind: str) -> None:
+    reference = import_module(f"shoal.codecs.{name}_reference")
+    module = import_module(f"shoal.codecs.{name}_{kind}")
+    assert kind == "reference" or callable(module.applies)
+    for function in FUNCTIONS[name]:
+        theirs, ours = (list(signature(getattr(m, function)).parameters) for m in (module, reference))
+        assert theirs[: len(ours)] == ours

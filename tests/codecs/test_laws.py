@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.codecs import Codec, Encoded
+from shoal.codecs import Codec, Encoded, get
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.one_bit import OneBitCodec
 from shoal.codecs.table_codec import TableCodec
@@ -127,6 +127,25 @@ def test_every_code_of_an_8_bit_type_comes_back(codec: TableCodec, exponent: int
     decoded = fixed.decode(Encoded(fixed, torch.float32, (256,), (1,), payload))
     assert len(set(bits(decoded))) == 256
     assert fixed.encode(decoded).payload[4:].tolist() == list(range(256))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_every_code_of_a_cast_comes_back(name: str, dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16)
+    codec, numbers = get(name), every[every.view(dtype).isfinite()]
+    payload = numbers.view(torch.uint8)
+    decoded = codec.decode(Encoded(codec, torch.float32, (len(numbers),), (1,), payload))
+    assert torch.equal(codec.encode(decoded).payload, payload)
+
+
+@few
+@given(bits=st.lists(st.booleans(), min_size=2, max_size=40), means=st.tuples(FINITE, FINITE).map(sorted))
+def test_every_pattern_of_one_bit_comes_back_with_its_means(bits: list[bool], means: list[float]) -> None:
+    negative, other = -abs(means[0]) - 1, abs(means[1])
+    bits = [True, False, *bits]  # a side of no values has a mean of 0
+    x = torch.tensor([negative if bit else other for bit in bits])
+    encoded = get("one_bit", block=None).encode(x)
+    assert torch.equal(encoded.decode(), x)
 
 
 # What becomes of a value that is no number, by the words of the sheet: of it, and of the rest of its block.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -36,11 +35,11 @@ def kernel(name: str, *tensors: torch.Tensor) -> ModuleType:
     for kind in KERNELS:
         if asked in (None, "", kind):
             found = _module(f"shoal.codecs.{name}_{kind}")
-            if found is not None and found.applies(*tensors):
+            if found.applies(*tensors):
                 return found
-    return import_module(f"shoal.codecs.{name}_reference")
+    return _module(f"shoal.codecs.{name}_reference")
 
 
 @cache
-def _module(name: str) -> ModuleType | None:
-    return None if find_spec(name) is None else import_module(name)
+def _module(name: str) -> ModuleType:
+    return import_module(name)

@@ -43,10 +43,12 @@ def decode_blocks(
     codes: torch.Tensor, scales: torch.Tensor, table: Table, block_elems: int | None, out: torch.Tensor
 ) -> None:
     """As `table_codes.decode_blocks`, on any device."""
-    values = table.values().to(out.device)
+    magnitudes = table.magnitudes.to(out.device)
     for elements, blocks, columns in pieces(out.numel(), block_elems):
+        code = codes[elements].view(-1, columns)
         of_block = scales[blocks, None]
-        value = values[codes[elements].int()].view(-1, columns).mul_(of_block)
+        value = magnitudes[(code & (SIGN - 1)).int()].mul_(of_block)
+        value = torch.where(code < SIGN, value, -value)
         # Processors differ in the NaN that a product gives.
         out[elements] = value.masked_fill_(of_block.isnan(), torch.nan).view(-1)
 
