@@ -28,7 +28,7 @@ def small() -> nn.Module:
 def data() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     draw = torch.Generator().manual_seed(0)
     return {
-        name: (torch.randn(n, 3, 16, 16, generator=draw), torch.randint(10, (n,), generator=draw))
+        name: (torch.randn(n, 3, 32, 32, generator=draw), torch.randint(10, (n,), generator=draw))
         for name, n in (("train", 32), ("test", 30))
     }
 
