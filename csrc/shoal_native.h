@@ -164,6 +164,11 @@ SHOAL_API void shoal_codec_table(const float* magnitudes, const float* threshold
 SHOAL_API std::int32_t shoal_table_encode(const ShoalTableCodec* call);
 SHOAL_API std::int32_t shoal_table_decode(const ShoalTableCodec* call);
 
+// Sets the top bit of each code where the value, of a ReLU clipped at `above` (NaN: not clipped), is 0 or clipped, and
+// clears it elsewhere.
+SHOAL_API void shoal_note_closed(const float* x, std::int64_t elements, float above, std::int32_t threads,
+                                 std::uint8_t* codes);
+
 // The top `width` bytes, 1 to 3, of float32, the lowest first: `nearest` rounds, else they are cut. Pack reads values and
 // writes packed, unpack the other way round.
 struct ShoalTruncation {

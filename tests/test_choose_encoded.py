@@ -81,6 +81,7 @@ def test_quick_codecs_are_used_no_more_than_the_budget_asks_for(share: float) ->
     assert plan.encoded and plan.predicted_seconds < exact.predicted_seconds
     assert plan.plain_seconds == pytest.approx(exact.plain_seconds)
     assert plan.added_seconds == pytest.approx(plan.predicted_seconds - exact.plain_seconds)
+    assert 0.1 * 2 * len(plan.encoded) - 1e-9 <= plan.lower_bound_seconds <= plan.added_seconds + 1e-9
     assert plan.codec_seconds == pytest.approx(0.1 * 2 * len(plan.encoded))
 
 

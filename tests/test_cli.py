@@ -372,3 +372,32 @@ def test_a_plan_that_does_not_fit_still_has_its_largest_batches(here: Path) -> N
 )
 def test_a_plan_that_cannot_be_made_is_told(arguments: list[str], said: str) -> None:
     assert said in told(invoke("plan", *arguments))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_plan_may_be_permitted_to_encode_and_tells_what_that_comes_to(here: Path) -> None:
+    arguments = ["plan", "--model", "mobilenet_v2", "--batch", "8", "--image", "32", "--hardware", "p100-nvlink"]
+    figures = json.loads(invoke(*arguments, "--budget", "1GiB", "--lossy", "dynamic_tree", "--json").stdout)
+    assert figures["planner"] == "joint"
+    assert figures["encoded_storages"] == figures["encoded_bytes"] == figures["payload_bytes"] == 0
+    assert figures["codec_seconds"] == 0 and figures["encoding_errors"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lossy", "dynamic"], "the codec 'dynamic' is unknown; give one of dynamic_tree, "),
+        (["--lossy", "one_bit"], "'one_bit' is not for activations; give one of dynamic_tree, "),
+        (["--lossy", "linear", "--planner", "sqrt"], "lossy needs planner='joint'; 'sqrt' does not"),
+    ],
+)
+def test_a_mistake_about_encoding_is_told(arguments: list[str], said: str) -> None:
+    for command in (["plan", "--model", "resnet18", "--image", "64"], ["train", *SMALL]):
+        assert said in told(invoke(*command, "--budget", "1GiB", *arguments))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_run_may_be_permitted_to_encode(here: Path) -> None:
+    done = invoke("train", *SMALL, "--budget", "1GiB", "--lossy", "linear", "--out", "run", "--json", "result.json")
+    assert done.exit_code == 0, done.output
+    assert json.loads((here / "result.json").read_text())["lossy"] == "linear"

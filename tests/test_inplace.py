@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from inspect import isfunction
@@ -15,7 +16,7 @@ from torch import fx, nn
 
 from shoal import inplace
 from shoal.capture import Captured, is_view
-from shoal.runtime import batch_norm, dropout, rectifier
+from shoal.runtime import batch_norm, dropout, encoded_activation, rectifier
 from shoal.schedule import schedule
 from tests.joint_graphs import NETWORKS, captured_step, operands, run_joint, run_lowered
 
@@ -57,6 +58,10 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (dropout.dropout, lambda x, y: (x, 0.4)),
     (dropout.dropout_backward, lambda x, y: (x, y > 0, 0.4)),
     (rectifier.backward, lambda x, y: (x, y > 0)),
+    (
+        encoded_activation.rectifier_backward,
+        lambda x, y: (x, encoded_activation.encode(y.relu(), "linear", 8, None, math.inf), y.shape, y.stride(), 8),
+    ),
     (batch_norm.normalise, lambda x, y: (x, *statistics(x))),
     (batch_norm.backward, lambda x, y: (x, y, *statistics(x)[:3])),
     (inverted_batch_norm, lambda x, y: (x, *wide_statistics(x)[:2], None, None, 1e-5, "leaky_relu", 0.2)),

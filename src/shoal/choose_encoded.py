@@ -29,6 +29,7 @@ from shoal.planners.joint import estimate
 from shoal.planners.recompute_choice import recompute_choice
 from shoal.residence import Encode
 from shoal.runtime.encoded_activation import encode, measured_errors
+from shoal.simulate import simulate
 from shoal.sizes import format_bytes
 from shoal.step import StepGraph
 from shoal.undisturbed import undisturbed
@@ -82,9 +83,14 @@ def as_encoded(plan: Plan, exact_graph: StepGraph, chosen: Iterable[str], lossy:
     names = tuple(chosen)
     if not names:
         return plan
-    residences = encode_residences(plan.residences, names, lossy)
-    error = error_on_normal_numbers(lossy)
-    return replace(plan, residences=residences, exact_graph=exact_graph, errors=dict.fromkeys(names, error))
+    codecs_seconds = plan.plain_seconds - simulate(exact_graph, {}).seconds
+    return replace(
+        plan,
+        residences=encode_residences(plan.residences, names, lossy),
+        lower_bound_seconds=plan.lower_bound_seconds + codecs_seconds,
+        exact_graph=exact_graph,
+        errors=dict.fromkeys(names, error_on_normal_numbers(lossy)),
+    )
 
 
 def encoded_by(plan: Plan) -> tuple[Lossy, frozenset[str]] | None:

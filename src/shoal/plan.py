@@ -40,7 +40,8 @@ class Plan:
         planner: the strategy that made it.
         hardware: what its times are for.
         budget_bytes: the promise; 0 for none.
-        lower_bound_seconds: no plan of this step inside this budget adds less time than this, by the same cost model.
+        lower_bound_seconds: no plan of this step inside this budget adds less time than this, by the same cost model;
+            where storages are encoded, none that encodes the same ones.
         planning_seconds: how long planning took.
         exact_graph: the step without those ops, which "plain" and "added" refer to; None where nothing is encoded.
         errors: ||decoded - x|| / ||x|| of each encoded storage, by its name.
@@ -156,13 +157,14 @@ class Plan:
         peak = self.timeline.peak
         share = 100 * self.predicted_peak_bytes / self.plain_peak_bytes
         budget = format_bytes(self.budget_bytes) if self.budget_bytes else "none"
+        alike = "no plan that encodes these" if self.encoded else "no plan"
         lines = [
             f"{self.graph.model or 'model'}, planner {self.planner}, times for {self.hardware or 'unknown hardware'}",
             f"budget          {budget}",
             f"predicted peak  {format_bytes(self.predicted_peak_bytes)} ({share:.1f} % of keeping everything, "
             f"{format_bytes(self.plain_peak_bytes)})",
             f"predicted step  {1e3 * self.predicted_seconds:.1f} ms, of which {1e3 * self.added_seconds:.1f} ms added "
-            f"(+{_percent(self.added_seconds, self.plain_seconds)}); no plan can add less than "
+            f"(+{_percent(self.added_seconds, self.plain_seconds)}); {alike} can add less than "
             f"{1e3 * self.lower_bound_seconds:.1f} ms",
             f"kept            {len(self.kept)} saved storages, {format_bytes(sum(s.nbytes for s in self.kept))}",
             f"recomputed      {len(self.recomputed)} storages, {format_bytes(sum(s.nbytes for s in self.recomputed))}",

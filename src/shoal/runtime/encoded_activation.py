@@ -22,11 +22,11 @@ import torch
 
 from shoal import codecs
 from shoal.codecs.table_codes import decode_blocks, encode_blocks
+from shoal.runtime.closed_signs import note_closed
 from shoal.runtime.rectifier import where_above, where_above_
 
 SCALE_BYTES = 4
-_PIECE_ELEMS = 1 << 16
-_SIGN = 0x80
+_PIECE_ELEMS = 1 << 17
 _SAMPLES = 256
 
 
@@ -48,12 +48,12 @@ def encode(x: torch.Tensor, codec: str, block_elems: int, seed: int | None, clos
     flat = x.as_strided((x.numel(),), (1,))
     if seed is not None:
         seed = _mixed(flat, seed)
-    if x.dtype == torch.float32:
-        encode_blocks(flat, _table(codec), block_elems or None, scales, codes, seed=seed)
+    if x.dtype == torch.float32 and not block_elems:
+        encode_blocks(flat, _table(codec), None, scales, codes, seed=seed)
+        if closed_above is not None:
+            note_closed(flat, codes, closed_above)
     else:
-        _encode_converted(flat, codec, block_elems, seed, scales, codes)
-    if closed_above is not None:
-        _note_closed(flat, codes, closed_above)
+        _encode_in_pieces(flat, codec, block_elems, seed, closed_above, scales, codes)
     if _meters:
         _meters[-1].append(_relative_error(flat, payload, codec, block_elems, closed_above))
     return payload
@@ -143,39 +143,34 @@ def _mixed(flat: torch.Tensor, seed: int) -> int:
     return (seed ^ found ^ (found >> 32)) & 0xFFFFFFFF
 
 
-def _encode_converted(
-    flat: torch.Tensor, codec: str, block_elems: int, seed: int | None, scales: torch.Tensor, codes: torch.Tensor
+def _encode_in_pieces(
+    flat: torch.Tensor,
+    codec: str,
+    block_elems: int,
+    seed: int | None,
+    closed_above: float | None,
+    scales: torch.Tensor,
+    codes: torch.Tensor,
 ) -> None:
-    """Half precision, converted a few blocks at a time."""
+    """A few blocks at a time: half precision is converted, and signs are noted while values and codes are near."""
     scale = None
     if not block_elems:
         low, high = torch.aminmax(flat)
         scale = float(max(-low, high))
-        if scale == 0 or not math.isfinite(scale):
-            scales.fill_(scale if scale == 0 else math.nan)
-            codes.zero_()
-            return
     piece_elems = _piece_elems(block_elems)
     for start in range(0, flat.numel(), piece_elems):
         piece = flat[start : start + piece_elems].float()
         first = start // block_elems if block_elems else 0
         own = scales[first : first + _scales(piece.numel(), block_elems)]
         into = codes[start : start + piece_elems]
-        form = _table(codec), block_elems or None
-        encode_blocks(piece, *form, own, into, scale=scale, seed=seed, first_elem=start)
-
-
-def _note_closed(flat: torch.Tensor, codes: torch.Tensor, closed_above: float) -> None:
-    """Set the sign bit where the value lets no gradient through, and only there. NaN lets it through."""
-    closed = torch.empty(min(_PIECE_ELEMS, flat.numel()), dtype=torch.bool, device=flat.device)
-    above = torch.empty_like(closed) if math.isfinite(closed_above) else None
-    for start in range(0, flat.numel(), _PIECE_ELEMS):
-        piece, code = flat[start : start + _PIECE_ELEMS], codes[start : start + _PIECE_ELEMS]
-        shut = closed[: piece.numel()]
-        torch.le(piece, 0, out=shut)
-        if above is not None:
-            shut.logical_or_(torch.ge(piece, closed_above, out=above[: piece.numel()]))
-        code.bitwise_and_(_SIGN - 1).bitwise_or_(shut.view(torch.uint8).mul_(_SIGN))
+        if scale is None or 0 < scale < math.inf:
+            form = _table(codec), block_elems or None
+            encode_blocks(piece, *form, own, into, scale=scale, seed=seed, first_elem=start)
+        else:  # nothing but zeros, or no number
+            own.fill_(0.0 if scale == 0 else math.nan)
+            into.zero_()
+        if closed_above is not None:
+            note_closed(piece, into, closed_above)
 
 
 def _decoded_pieces(

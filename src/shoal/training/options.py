@@ -111,7 +111,8 @@ class TrainOptions:
 
     def deciding(self) -> dict[str, Any]:
         """The arguments that decide every number of the run: a continuation must have the same."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FREE}
+        free = _FREE if self.lossy is None else _FREE - {"budget_bytes"}  # which then decides what is encoded
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in free}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dump`."""
