@@ -9,7 +9,6 @@ namespace shoal {
 namespace {
 
 constexpr std::int64_t kCached = 1 << 14;  // elements of a block that are still near when their scale is known
-constexpr std::int64_t kStreamed = std::int64_t{4} << 20;  // elements that the caches do not hold anyway
 
 std::int64_t blocks_of(const ShoalTableCodec& call) {
     return (call.elements + call.block_elements - 1) / call.block_elements;

@@ -7,6 +7,7 @@
 
 namespace shoal {
 
+constexpr std::int64_t kStreamed = std::int64_t{4} << 20;  // elements that the caches do not hold anyway
 constexpr int kMagnitudes = 128;
 constexpr int kPieces = 8;  // of a table that is looked up in one register of AVX2
 

@@ -85,6 +85,38 @@ SHOAL_AVX2_CODE inline Ints kept_lanes(const float* values) {
     return _mm256_srli_epi32(chosen, kDropped);
 }
 
+// Three bytes of each of eight values, in dwords 0, 1, 2 and 4, 5, 6.
+template <bool kNearest>
+SHOAL_AVX2_CODE inline Ints three_bytes(const float* values) {
+    const Ints close = _mm256_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1, 0, 1, 2, 4, 5, 6, 8, 9,
+                                        10, 12, 13, 14, -1, -1, -1, -1);
+    return _mm256_shuffle_epi8(kept_lanes<3, kNearest>(values), close);
+}
+
+// Thirty-two values to three whole vectors that pass the caches by; where it ended.
+template <bool kNearest>
+SHOAL_AVX2_CODE std::int64_t stream_three(const Call& call, std::int64_t first, std::int64_t last) {
+    const auto address = reinterpret_cast<std::uintptr_t>(call.packed);
+    std::int64_t i = first;
+    while (i < last && (address + 3 * i) % 32 != 0) ++i;
+    pack<3, kNearest>(call, first, i);
+    const Ints a = _mm256_setr_epi32(0, 1, 2, 4, 5, 6, 0, 0), b = _mm256_setr_epi32(2, 4, 5, 6, 0, 0, 0, 1);
+    const Ints c = _mm256_setr_epi32(5, 6, 0, 0, 0, 1, 2, 4), d = _mm256_setr_epi32(0, 0, 0, 1, 2, 4, 5, 6);
+    for (; i + 32 <= last; i += 32) {
+        const float* x = call.values + i;
+        const Ints one = _mm256_permutevar8x32_epi32(three_bytes<kNearest>(x), a);
+        const Ints two = _mm256_permutevar8x32_epi32(three_bytes<kNearest>(x + 8), b);
+        const Ints three = _mm256_permutevar8x32_epi32(three_bytes<kNearest>(x + 16), c);
+        const Ints four = _mm256_permutevar8x32_epi32(three_bytes<kNearest>(x + 24), d);
+        const auto to = reinterpret_cast<__m256i*>(call.packed + 3 * i);
+        _mm256_stream_si256(to, _mm256_blend_epi32(one, two, 0xc0));
+        _mm256_stream_si256(to + 1, _mm256_blend_epi32(two, three, 0xf0));
+        _mm256_stream_si256(to + 2, _mm256_blend_epi32(three, four, 0xfc));
+    }
+    _mm_sfence();
+    return i;
+}
+
 template <int kWidth, bool kNearest>
 SHOAL_AVX2_CODE void pack_avx2(const Call& call, std::int64_t first, std::int64_t last) {
     std::int64_t i = first;
@@ -105,12 +137,11 @@ SHOAL_AVX2_CODE void pack_avx2(const Call& call, std::int64_t first, std::int64_
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(call.packed + 2 * i), _mm256_permute4x64_epi64(both, 0xd8));
         }
     } else {
-        const Ints close = _mm256_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1, 0, 1, 2, 4, 5, 6, 8,
-                                            9, 10, 12, 13, 14, -1, -1, -1, -1);
         const Ints join = _mm256_setr_epi32(0, 1, 2, 4, 5, 6, 7, 7);
+        if (call.elements >= shoal::kStreamed) i = stream_three<kNearest>(call, i, last);
         // Each store writes eight bytes that the next one overwrites.
         for (; i + 11 <= last; i += 8) {
-            const Ints halves = _mm256_shuffle_epi8(kept_lanes<kWidth, kNearest>(call.values + i), close);
+            const Ints halves = three_bytes<kNearest>(call.values + i);
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(call.packed + 3 * i),
                                 _mm256_permutevar8x32_epi32(halves, join));
         }

@@ -36,11 +36,11 @@ def test_two_percent_of_the_plain_step_are_noise(exact: float | None, lossy: flo
 
 @pytest.mark.slow
 def test_it_runs_and_keeps_its_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    how = ["--quick", "--repeats", "1", "--budgets", "70,60", "--out", str(tmp_path)]
+    how = ["--quick", "--repeats", "1", "--budgets", "60", "--out", str(tmp_path)]
     assert lossy_budgets.main(how) == 0
     (path,) = tmp_path.glob("lossy_budgets_*.json")
     (result,) = json.loads(path.read_text())["results"]
-    assert [row["share"] for row in result["rows"]] == [70.0, 60.0]
+    assert [row["share"] for row in result["rows"]] == [60.0]
     for each in result["rows"]:
         for contender in ("exact", "lossy"):
             found = each[contender]
@@ -51,7 +51,7 @@ def test_it_runs_and_keeps_its_promises(tmp_path: Path, capsys: pytest.CaptureFi
                 assert all(0 < error < 0.1 for error in found["gradient_errors"].values())
         assert not each["exact"]["feasible"] or each["exact"]["encoded_storages"] == 0
     shown = capsys.readouterr().out
-    assert "exact adds" in shown and "2 budgets: with lossy=" in shown
+    assert "exact adds" in shown and "1 budgets: with lossy=" in shown
 
 
 @pytest.mark.parametrize(

@@ -75,3 +75,16 @@ def test_what_does_not_fit_is_refused_before_an_address_is_passed_on() -> None:
             native.pack(wrong[0], wrong[1], False, wrong[2])
         with pytest.raises(CodecError, match="expected"):
             native.unpack(wrong[2], wrong[1], wrong[0])
+
+
+@pytest.mark.parametrize("nearest", [False, True])
+@pytest.mark.parametrize("offset", [0, 1, 31])
+def test_three_bytes_past_the_caches_stay_within_their_place(nearest: bool, offset: int) -> None:
+    x = torch.randn((4 << 20) + 37, generator=torch.Generator().manual_seed(0))
+    x[::1001] = torch.nan
+    room = torch.full((3 * len(x) + 64,), 0xA5, dtype=torch.uint8)
+    right = torch.empty(3 * len(x), dtype=torch.uint8)
+    native.pack(x, 3, nearest, room[offset : offset + len(right)])
+    reference.pack(x, 3, nearest, right)
+    assert torch.equal(room[offset : offset + len(right)], right)
+    assert bool((room[:offset] == 0xA5).all()) and bool((room[offset + len(right) :] == 0xA5).all())
