@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -58,7 +60,7 @@ def test_the_op_and_the_direct_call_agree_to_the_bit(frozen: tuple[int, ...]) ->
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_without_a_watcher_the_op_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_watcher_the_op_is_not_called() -> None:
     tensors = _tensors()
     with torch.profiler.profile() as profile:
         _gradients(tensors)
@@ -90,7 +92,10 @@ def test_a_compiler_sees_the_op() -> None:
     torch.testing.assert_close(found[0], _call(tensors)[0], rtol=0, atol=0)
 
 
-def test_a_second_derivative_is_refused() -> None:
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_second_derivative_is_refused(watched: bool) -> None:
     tensors = _tensors()
+    with _Seen() if watched else nullcontext():
+        y = _call(tensors)[0]
     with pytest.raises(InputError, match="leave out create_graph"):
-        torch.autograd.grad(_call(tensors)[0].sum(), tensors[0], create_graph=True)
+        torch.autograd.grad(y.sum(), tensors[0], create_graph=True)

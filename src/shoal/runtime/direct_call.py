@@ -7,7 +7,7 @@ a transform of `torch.func` has to see the op, and gets it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,9 +46,7 @@ def direct_call(
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
             assert differentiate is not None
             if torch.is_grad_enabled():
-                raise InputError(
-                    f"{op}: its gradient has none; leave out create_graph=True, or use the network as it was"
-                )
+                raise _no_second_derivative(op)
             found = differentiate(_Nested(ctx), *grads)
             found = found if isinstance(found, tuple) else (found,)
             return None, *_flat(ctx.lengths, found)
@@ -56,7 +54,11 @@ def direct_call(
     def call(*arguments: Any) -> Any:
         if _watched(arguments):
             return op(*arguments)
-        if differentiate is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return forward(*arguments)
+        if differentiate is None:
+            if any(tensor.requires_grad for tensor in _tensors(arguments)):
+                raise _no_second_derivative(op)
             return forward(*arguments)
         lengths = tuple(len(value) if _is_tensors(value) else -1 for value in arguments)
         return Direct.apply(lengths, *_flat(lengths, arguments))
@@ -83,15 +85,22 @@ def _watched(arguments: tuple[Any, ...]) -> bool:
         or torch._C._get_tracing_state() is not None
     ):
         return True
+    # A subclass may watch what is done to it.
+    return any(
+        tensor.is_meta or (type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter)
+        for tensor in _tensors(arguments)
+    )
+
+
+def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
     for value in arguments:
-        for tensor in value if type(value) is list else (value,):
-            kind = type(tensor)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
-                if tensor.is_meta:
-                    return True
-            elif isinstance(tensor, torch.Tensor):
-                return True
-    return False
+        for each in value if type(value) is list else (value,):
+            if isinstance(each, torch.Tensor):
+                yield each
+
+
+def _no_second_derivative(op: Callable[..., Any]) -> InputError:
+    return InputError(f"{op}: its gradient has none; leave out create_graph=True, or use the network as it was")
 
 
 def _is_tensors(value: Any) -> bool:
