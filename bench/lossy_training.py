@@ -14,7 +14,6 @@ measured. A difference in test error below two standard errors over the seeds is
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from bench import tables
 from bench.budgets import comma_separated, make_folder
 from bench.conditions import conditions, describe, file_name
 from bench.inverted_steps import saved_bytes
+from bench.resume import earlier_errors
 from bench.split_accuracy import FULL, NARROW, WHOLE, Pace, error_percent, finding, images_of, told, train
 from bench.workload import Workload
 from shoal.capture_step import capture_step
@@ -135,23 +135,6 @@ def error_of(build: Callable[[], nn.Module], way: str, pace: Pace, data: Mapping
     return error_percent(net, data["test"])
 
 
-def finished(path: Path, pace: Pace) -> dict[str, dict[str, list[float]]]:
-    """The errors of an earlier run: by network and way, one for each seed.
-
-    Raises:
-        InputError: the file cannot be read, or is of another pace.
-    """
-    try:
-        earlier = json.loads(path.read_text())
-        theirs, errors = earlier["pace"], earlier["errors_percent"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"--resume {path}: {error}; give a file that bench.lossy_training wrote") from error
-    ours = json.loads(json.dumps(vars(pace)))
-    if theirs != ours:
-        raise InputError(f"--resume {path}: its runs had {theirs}, these have {ours}; ask for the same, or run anew")
-    return errors
-
-
 def table(network: str, errors: Mapping[str, list[float]], of_a_step: Mapping[str, Mapping[str, float]]) -> Table:
     """One row a way: what it learnt, and what a step of it takes."""
     plain = of_a_step["plain PyTorch"]
@@ -191,7 +174,7 @@ def _run(asked: argparse.Namespace) -> int:
         raise InputError(f"--seeds {asked.seeds} --images {asked.images} --epochs {asked.epochs}: give 1 or more")
     pace = QUICK if asked.quick else FULL_PACE if asked.full else SHORT
     pace = Pace(asked.images or pace.images, asked.epochs or pace.epochs, pace.batch, pace.rate, pace.steps_down)
-    known = finished(asked.resume, pace) if asked.resume else {}
+    known = earlier_errors(asked.resume, vars(pace), "bench.lossy_training") if asked.resume else {}
     data = images_of(device)
     if asked.quick:
         data["test"] = (data["test"][0][:500], data["test"][1][:500])

@@ -14,7 +14,6 @@ told as none.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -32,6 +31,7 @@ import shoal
 from bench import tables
 from bench.budgets import make_folder
 from bench.conditions import conditions, describe, file_name
+from bench.resume import earlier_errors
 from shoal import models
 from shoal.data.cifar10 import open_cifar10
 from shoal.data.source import Images
@@ -223,23 +223,6 @@ def error_percent(model: nn.Module, test: tuple[torch.Tensor, torch.Tensor]) -> 
     return 100 * wrong / len(test[0])
 
 
-def finished(path: Path, pace: Pace) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """The errors of an earlier run: by network, condition and way of evaluating, one for each seed.
-
-    Raises:
-        InputError: the file cannot be read, or is of another pace.
-    """
-    try:
-        earlier = json.loads(path.read_text())
-        theirs, errors = earlier["pace"], earlier["errors_percent"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"--resume {path}: {error}; give a file that bench.split_accuracy wrote") from error
-    ours = json.loads(json.dumps(vars(pace)))
-    if theirs != ours:
-        raise InputError(f"--resume {path}: its runs had {theirs}, these have {ours}; ask for the same, or run anew")
-    return errors
-
-
 def finding(errors: list[float], baseline: list[float]) -> str:
     """How a condition differs from the baseline, in points, where it does by more than two standard errors.
 
@@ -295,7 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"--networks {asked.networks} --seeds {asked.seeds}: give vgg, resnet or both, and 1 or more"
             )
         out = make_folder(asked.out)
-        known = finished(asked.resume, pace) if asked.resume else {}
+        known = earlier_errors(asked.resume, vars(pace), "bench.split_accuracy") if asked.resume else {}
         data = images_of(device)
     except InputError as error:
         print(f"bench.split_accuracy: {error}", file=sys.stderr)
