@@ -11,11 +11,14 @@ import hashlib
 import platform
 import sys
 import sysconfig
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 ABI_VERSION = 7
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+LEVELS = ("portable", "avx2", "avx512")  # in the order of ShoalLevel in csrc/shoal_native.h
 # In the order of the bits of ShoalFeature in csrc/shoal_native.h.
 _FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512bf16", "neon")
 # Linux spells some of them differently.
@@ -41,6 +44,24 @@ def library() -> ctypes.CDLL | None:
             if found is not None:
                 return found
     return None
+
+
+@cache
+def levels() -> tuple[str, ...]:
+    """Of `LEVELS`, those that kernels run in on this machine, the best last; none where the library was not built."""
+    native = library()
+    return () if native is None else LEVELS[: native.shoal_norm_conv_level() + 1]
+
+
+@cache
+def function(name: str) -> Callable[..., int] | None:
+    """A function of the library, by whose name its result is counted: int64 bytes, else an int32; None without it."""
+    native = library()
+    if native is None:
+        return None
+    found = getattr(native, name)
+    found.restype = ctypes.c_int64 if name.endswith("_bytes") else ctypes.c_int32
+    return cast(Callable[..., int], found)
 
 
 @cache

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from shoal import codecs
 from shoal.codecs import table_codes_native as native
 from shoal.codecs import table_codes_reference as reference
-from shoal.codecs.levels_native import LEVEL_VARIABLE, LEVELS, levels
+from shoal.codecs.levels_native import LEVEL_VARIABLE
 from shoal.codecs.table import Table, table_of
 from shoal.codecs.table_codes import blocks_of
 from shoal.errors import CodecError
+from shoal.native import LEVELS, levels
 from tests.codecs.native_levels import at_level, off_by_one, same_bits
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")

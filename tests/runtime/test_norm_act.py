@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.native import levels
 from shoal.runtime import norm_sweeps
 from shoal.runtime.norm_act import activated, activated_backward, norm_act
-from shoal.runtime.norm_rows import levels
 from tests.norm_reference import assert_no_worse, row
 
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from shoal.native import levels
 from shoal.runtime import norm_conv_native
 from shoal.runtime.norm_conv import norm_conv
 from shoal.runtime.norm_conv_native import Window
-from shoal.runtime.norm_rows import levels
 
 _DOUBLE = torch.float64
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from shoal import allocations
 from shoal.errors import InputError
+from shoal.native import LEVELS, levels
 from shoal.runtime import norm_conv_native
 from shoal.runtime.norm_conv_native import Window
-from shoal.runtime.norm_rows import LEVEL_VARIABLE, LEVELS, levels, pitch
+from shoal.runtime.norm_rows import LEVEL_VARIABLE, pitch
 from tests.norm_reference import Case, assert_no_worse, fused
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import InputError
+from shoal.native import levels
 from shoal.runtime import norm_pass_native as passes
-from shoal.runtime.norm_rows import levels
 from tests.norm_reference import assert_no_worse, row
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")

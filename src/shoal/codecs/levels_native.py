@@ -7,24 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
-from functools import cache
-from typing import cast
 
 import torch
 
 from shoal.errors import CodecError
-from shoal.native import library
+from shoal.native import LEVELS, function, levels, library
 
-LEVELS = ("portable", "avx2", "avx512")  # in the order of ShoalLevel
 LEVEL_VARIABLE = "SHOAL_CODEC_LEVEL"
-
-
-@cache
-def levels() -> tuple[str, ...]:
-    """The instruction sets the kernels run in on this machine, the best last; none where the library was not built."""
-    native = library()
-    return () if native is None else LEVELS[: native.shoal_norm_conv_level() + 1]
 
 
 def level_number() -> int:
@@ -60,15 +49,8 @@ def run(name: str, call: ctypes.Structure) -> None:
     Raises:
         CodecError: the processor does not run the level asked for, or memory ran out.
     """
-    if _function(name)(ctypes.byref(call)) != 0:
-        raise CodecError(f"{name}: this processor does not run level {call.level}; unset {LEVEL_VARIABLE}")
-
-
-@cache
-def _function(name: str) -> Callable[..., int]:
-    native = library()
-    if native is None:
+    called = function(name)
+    if called is None:
         raise CodecError("the native library was not built; unset SHOAL_CODEC_KERNELS")
-    found = getattr(native, name)
-    found.restype = ctypes.c_int32
-    return cast(Callable[..., int], found)
+    if called(ctypes.byref(call)) != 0:
+        raise CodecError(f"{name}: this processor does not run level {call.level}; unset {LEVEL_VARIABLE}")

@@ -13,10 +13,11 @@ import torch
 
 from shoal import native
 from shoal.codecs import kernels
+from shoal.codecs.levels_native import are_here, threads_for
 from shoal.codecs.table import SIGN
 
 _PIECE_ELEMS = 1 << 16
-_ELEMS_A_THREAD = 1 << 15  # a thread is not worth waking for less
+_LEAST_ELEMS = 1 << 15  # a thread is not worth waking for less
 
 
 def note_closed(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
@@ -41,29 +42,24 @@ def note_closed(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
         code.bitwise_and_(SIGN - 1).bitwise_or_(shut.view(torch.uint8).mul_(SIGN))
 
 
-def _native_takes(*tensors: torch.Tensor) -> bool:
-    wanted = os.environ.get(kernels.VARIABLE) in (None, "", "native")
-    library = native.library() if wanted else None
-    x, codes = tensors
+def _native_takes(x: torch.Tensor, codes: torch.Tensor) -> bool:
     return (
-        library is not None
-        and hasattr(library, "shoal_note_closed")
+        os.environ.get(kernels.VARIABLE) in (None, "", "native")
         and x.dtype == torch.float32
         and codes.dtype == torch.uint8
         and x.numel() == codes.numel()
-        and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+        and are_here(x, codes)
     )
 
 
 def _note_natively(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
     library = native.library()
     assert library is not None
-    threads = max(1, min(torch.get_num_threads(), x.numel() // _ELEMS_A_THREAD))
     library.shoal_note_closed.restype = None
     library.shoal_note_closed(
         ctypes.c_void_p(x.data_ptr()),
         ctypes.c_int64(x.numel()),
         ctypes.c_float(above if math.isfinite(above) else math.nan),  # which nothing reaches
-        ctypes.c_int32(threads),
+        ctypes.c_int32(threads_for(x.numel(), _LEAST_ELEMS)),
         ctypes.c_void_p(codes.data_ptr()),
     )

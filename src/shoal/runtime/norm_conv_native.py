@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 
 from shoal.errors import InputError
+from shoal.native import levels
 from shoal.runtime.norm_rows import (
     bytes_of,
     empty_rows,
     in_rows,
     level_number,
-    levels,
     pitch,
     place,
     run,

@@ -11,7 +11,8 @@ import ctypes
 import torch
 
 from shoal.errors import InputError
-from shoal.runtime.norm_rows import bytes_of, level_number, levels, pitch, run, vector, workspace
+from shoal.native import levels
+from shoal.runtime.norm_rows import bytes_of, level_number, pitch, run, vector, workspace
 
 
 class _Pass(ctypes.Structure):

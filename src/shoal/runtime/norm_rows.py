@@ -8,23 +8,13 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from functools import cache
-from typing import cast
 
 import torch
 
 from shoal.errors import InputError
-from shoal.native import library
+from shoal.native import LEVELS, function, levels
 
-LEVELS = ("portable", "avx2", "avx512")  # in the order of ShoalLevel
 LEVEL_VARIABLE = "SHOAL_NORM_LEVEL"
-
-
-@cache
-def levels() -> tuple[str, ...]:
-    """The instruction sets the kernels run in on this machine, the best last; none where the library was not built."""
-    native = library()
-    return () if native is None else LEVELS[: native.shoal_norm_conv_level() + 1]
 
 
 def level_number(level: str | None) -> int:
@@ -111,11 +101,8 @@ def bytes_of(call: str, *arguments: object) -> int:
     return int(_function(call)(*arguments))
 
 
-@cache
 def _function(name: str) -> Callable[..., int]:
-    native = library()
-    if native is None:
+    found = function(name)
+    if found is None:
         raise InputError("the native library was not built; use the torch reference")
-    found = getattr(native, name)
-    found.restype = ctypes.c_int64 if name.endswith("_bytes") else ctypes.c_int32
-    return cast(Callable[..., int], found)
+    return found
