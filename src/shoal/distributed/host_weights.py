@@ -222,7 +222,7 @@ class HostWeights:
         codec = self._gradient_codec if lane.packs else None
         if not self._waits_for_gradients:
             self._waits_for_gradients = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
         self.traffic.add("gradients", lane.send_gradient(self._link, codec), lane.raw_bytes)
 
     def _after_backward(self) -> None:
@@ -363,7 +363,7 @@ def _opened(device: torch.device, rehearse: str | Hardware | Link | None) -> Ope
     )
 
 
-def _hand_over(optimizer: torch.optim.Optimizer, to: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def _hand_over(optimizer: torch.optim.Optimizer, to: Mapping[torch.Tensor, torch.Tensor]) -> None:
     """Have an optimizer work on other parameters, with the state it has."""
     for group in optimizer.param_groups:
         group["params"] = [to[parameter] for parameter in group["params"]]
