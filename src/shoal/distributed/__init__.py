@@ -2,5 +2,6 @@
 
 from shoal.distributed.host_weights import HostWeights
 from shoal.distributed.precision import AdaptivePrecision, NormMonitor
+from shoal.distributed.sharded_weights import ShardedWeights
 
-__all__ = ["AdaptivePrecision", "HostWeights", "NormMonitor"]
+__all__ = ["AdaptivePrecision", "HostWeights", "NormMonitor", "ShardedWeights"]
