@@ -5,5 +5,14 @@ from shoal.distributed.exchange import Exchange
 from shoal.distributed.host_weights import HostWeights
 from shoal.distributed.local_convolution import LocalConv2d
 from shoal.distributed.precision import AdaptivePrecision, NormMonitor
+from shoal.distributed.sharded_weights import ShardedWeights
 
-__all__ = ["ActivationExchange", "AdaptivePrecision", "Exchange", "HostWeights", "LocalConv2d", "NormMonitor"]
+__all__ = [
+    "ActivationExchange",
+    "AdaptivePrecision",
+    "Exchange",
+    "HostWeights",
+    "LocalConv2d",
+    "NormMonitor",
+    "ShardedWeights",
+]
