@@ -3,6 +3,7 @@
 from shoal.distributed.activation_exchange import ActivationExchange
 from shoal.distributed.exchange import Exchange
 from shoal.distributed.host_weights import HostWeights
+from shoal.distributed.hybrid import hybrid
 from shoal.distributed.local_convolution import LocalConv2d
 from shoal.distributed.precision import AdaptivePrecision, NormMonitor
 from shoal.distributed.sharded_weights import ShardedWeights
@@ -15,4 +16,5 @@ __all__ = [
     "LocalConv2d",
     "NormMonitor",
     "ShardedWeights",
+    "hybrid",
 ]
