@@ -69,19 +69,16 @@ SHORT = Pace("cifar10", 3_200, 2_000, 4, 64, 0.05)
 
 
 def network() -> nn.Module:
-    """The paper's CIFAR-10 network, a quarter as wide."""
+    """The paper's CIFAR-10 network, a quarter as wide; a stride for its first pooling, no contrast normalisation."""
     return nn.Sequential(
-        nn.Conv2d(3, 16, 5, padding=2),
+        nn.Conv2d(3, 16, 5, stride=2, padding=2),
         nn.ReLU(),
-        nn.MaxPool2d(3, 2, padding=1),
-        nn.LocalResponseNorm(9, 0.001),
         nn.Conv2d(16, 16, 3, padding=1),
         nn.ReLU(),
-        nn.MaxPool2d(3, 2, padding=1),
-        nn.LocalResponseNorm(9, 0.001),
-        LocalConv2d(16, 16, (8, 8), 3, padding=1),
-        nn.ReLU(),
+        nn.MaxPool2d(2),
         LocalConv2d(16, 8, (8, 8), 3, padding=1),
+        nn.ReLU(),
+        LocalConv2d(8, 8, (8, 8), 3, padding=1),
         nn.ReLU(),
         nn.Flatten(),
         nn.Linear(512, 10),

@@ -101,6 +101,18 @@ class Branching(Odd):
         return x if x.sum() > 0 else -x
 
 
+class Again(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(self.y(self.z(x)).flatten(1))
+        return self.gate(self.gate(x[:, :4]))
+
+
+def _tied() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[4].weight = model[2].weight
+    return model
+
+
 def _conv(*then: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 6), *then)
 
@@ -117,6 +129,8 @@ def _conv(*then: nn.Module) -> nn.Module:
         (Skipping(), "it reads something else"),
         (Dropping(), "does something else in eval mode|as a function"),
         (Branching(), "cannot trace"),
+        (Again(), "layer gate is used twice"),
+        (_tied(), "shares its parameters"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_the_reason(model: nn.Module, why: str) -> None:

@@ -153,6 +153,7 @@ def find_border(model: nn.Module) -> Border:
         )
     if sum(node.op == "placeholder" for node in nodes) != 1:
         raise InputError(f"got {type(model).__name__} with several inputs, expected one batch of images; wrap it")
+    _check_unshared(model, [str(nodes[place].target) for place in layers])
     chain = nodes[layers[0] : layers[-1] + 1]
     for before, node in pairwise(chain):
         if node.all_input_nodes != [before]:
@@ -172,6 +173,19 @@ def find_border(model: nn.Module) -> Border:
         tuple(_step(node, modules, model) for node in chain),
         _graph(tail[:-1], chain[-1], tail[-1].args[0]),
     )
+
+
+def _check_unshared(model: nn.Module, layers: list[str]) -> None:
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
+    for name in layers:
+        shared = any(len(owners[id(parameter)]) > 1 for parameter in model.get_submodule(name).parameters())
+        if shared or layers.count(name) > 1:
+            raise InputError(
+                f"got {type(model).__name__}, whose layer {name} is used twice or shares its parameters; expected each "
+                "dense layer to have its own: use DistributedDataParallel with shoal.distributed.compress_gradients"
+            )
 
 
 def _traced(model: nn.Module) -> fx.Graph:

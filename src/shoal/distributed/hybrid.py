@@ -64,9 +64,8 @@ def hybrid(
     Limits: batch norm among the dense layers is refused. Dropout among them draws other masks than one process would.
     """
     border = find_border(model)
-    channels = [
-        ActivationExchange(Exchange(group, timeout_seconds=timeout_seconds), activation_codec(codec)) for _ in range(2)
-    ]
+    chosen = activation_codec(codec)
+    channels = [ActivationExchange(Exchange(group, timeout_seconds=timeout_seconds), chosen) for _ in range(2)]
     gradient_codec = codec if gradient_codec == SAME else gradient_codec
     return Hybrid(model, border, channels[0], channels[1], gradient_codec, group, timeout_seconds)
 
