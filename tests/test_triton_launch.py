@@ -48,7 +48,7 @@ def test_the_variable_turns_them_off(monkeypatch: pytest.MonkeyPatch, kernels: T
 
 
 def test_on_the_cpu_they_run_in_the_interpreter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(triton_launch, "_INTERPRETED", False)
     assert not launch_triton.KERNELS.run_on(torch.device("cpu"))
     assert not launch_triton.KERNELS.run_on(torch.device("meta"))
 
