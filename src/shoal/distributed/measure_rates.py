@@ -1,4 +1,4 @@
-"""Measure what links and codecs cost here, at the start of a run: well under a second on a fast link, a few on a slow one.
+"""Measure what links and codecs cost here, at the start of a run: under a second on a fast link, a few on a slow one.
 
 All ranks measure together and keep the slowest rank's seconds, so that they hold the same figures to the bit.
 """
@@ -22,7 +22,7 @@ from shoal.errors import TransferError
 from shoal.undisturbed import undisturbed
 
 CANDIDATES = ("bf16", "dynamic_tree")
-_LINK_BYTES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
+_LINK_BYTES = (8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
 _CODEC_ELEMS = (4 << 10, 64 << 10, 1 << 20, 4 << 20)
 _WARM_RUNS = 2
 _MOST_RUNS = 7
@@ -70,7 +70,7 @@ def measure_link(
     way: str = "all_reduce",
     largest_elems: int = 1 << 62,
 ) -> LinkRates:
-    """Seconds of the plain collective and of an exchange over their bytes, from 4 KiB to 16 MiB. A collective call.
+    """Seconds of the plain collective and of an exchange over their bytes, from 8 KiB to 32 MiB. A collective call.
 
     Sizes grow until one is expected to take more than a quarter of a second, or is larger than any bucket. The two take
     turns; medians, of the slowest rank.
@@ -98,8 +98,7 @@ def measure_link(
             taken = timed.in_turns([plain, exchanged], warm_runs=_WARM_RUNS if size == sizes[0] else 0)
             plain_points.append((size, taken[0]))
             exchange_points.append((part_bytes * (ranks - 1), taken[1]))
-            following = sizes[sizes.index(size) + 1] if size != sizes[-1] else size
-            if max(taken) * following / size > _MOST_SECONDS:
+            if max(_next_seconds(plain_points), _next_seconds(exchange_points)) > _MOST_SECONDS:
                 break
     return LinkRates(ranks, Curve.of(plain_points), Curve.of(exchange_points))
 
@@ -148,6 +147,18 @@ def _up_to(sizes: tuple[int, ...], largest: int) -> tuple[int, ...]:
     return sizes[: below + 1]
 
 
+def _next_seconds(points: list[tuple[int, float]]) -> float:
+    """What the next size, eight times the last, is expected to take; of latency alone nothing follows.
+
+    >>> _next_seconds([(1000, 0.5)]), _next_seconds([(1000, 0.5), (8000, 0.75)])
+    (0.0, 2.75)
+    """
+    if len(points) < 2:
+        return 0.0
+    (before, least), (size, seconds) = points[-2:]
+    return seconds + max(0.0, seconds - least) / (size - before) * 7 * size
+
+
 def _plain(way: str, values: torch.Tensor, group: dist.ProcessGroup | None, ranks: int) -> Callable[[], object]:
     if way == "reduce_scatter":
         part = torch.empty(values.numel() // ranks, device=values.device)
@@ -174,8 +185,8 @@ class _Timed:
             return self._slowest([median(seconds) for seconds in zip(*turns, strict=True)])
         except RuntimeError as error:
             raise TransferError(
-                f"the measurement of the link: got an error of the process group: {str(error).splitlines()[0]}; see the "
-                "other ranks' logs, then start all of them again"
+                f"the measurement of the link: got an error of the process group: {str(error).splitlines()[0]}; "
+                "see the other ranks' logs, then start all of them again"
             ) from error
 
     def _turn(self, runs: Sequence[Callable[[], object]]) -> list[float]:
