@@ -1,4 +1,4 @@
-"""The three networks of A2DTWP's table I, at full size and a quarter to an eighth as wide for small images.
+"""The three networks of A2DTWP's table I, at full size and an eighth as wide for small images.
 
 Both sizes have the same layers under the same names, so that the widths which AWP gives to the layers of one can be
 given to the other's.
@@ -25,11 +25,11 @@ _ALEXNET: Sequence[Convolution] = (
     (256, 3, 1, True),
 )
 _SMALL_ALEXNET: Sequence[Convolution] = (
-    (16, 5, 1, True),
-    (48, 5, 1, True),
-    (96, 3, 1, False),
-    (96, 3, 1, False),
-    (64, 3, 1, True),
+    (8, 5, 1, True),
+    (24, 5, 1, True),
+    (48, 3, 1, False),
+    (48, 3, 1, False),
+    (32, 3, 1, True),
 )
 _VGG_A = ((64, True), (128, True), (256, False), (256, True), (512, False), (512, True), (512, False), (512, True))
 
@@ -108,7 +108,7 @@ NETWORKS = {
     ),
     "vgg_a": Network(
         lambda: plain(_vgg(1), (4096, 4096), CLASSES, 224),
-        lambda: plain(_vgg(4), (128, 128), 10, 32),
+        lambda: plain(_vgg(8), (128, 128), 10, 32),
         64,
         "layer",
         0.02,
