@@ -54,7 +54,11 @@ def strides_without_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tu
 
 def same_places(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
     """Whether elements lie at the same places under either strides."""
-    return strides == others or 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, strides, others, strict=True))
+    return (
+        strides == others
+        or 0 in shape
+        or all(size == 1 or a == b for size, a, b in zip(shape, strides, others, strict=True))
+    )
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
