@@ -6,9 +6,6 @@ Replaces, for one block and up to the rounding, `torch.bucketize(x.abs() / x.abs
 
 from __future__ import annotations
 
-from ctypes import c_float
-from math import inf
-
 import torch
 
 from shoal.codecs.kernels import kernel
@@ -32,7 +29,7 @@ def as_float32(number: float) -> float:
     >>> as_float32(0.1)
     0.10000000149011612
     """
-    return c_float(number).value
+    return float(torch.tensor(number, dtype=torch.float64).float())
 
 
 def encode_blocks(
@@ -73,11 +70,11 @@ def encode_blocks(
     ([0, 255, 50], 2.54)
     """
     _check(x, scales, codes, block_elems)
-    rounded = None if scale is None else as_float32(scale)
-    if rounded is not None and not 0 < rounded < inf:
+    if scale is not None and not 0 < as_float32(scale) < float("inf"):
         raise CodecError(f"scale={scale}: expected a finite float32 > 0; leave it out for the greatest magnitude")
     run = kernel("table_codes", x, scales, codes)
-    run.encode_blocks(x, table, block_elems, scales, codes, scale=rounded, seed=seed, first_elem=first_elem)
+    scale = None if scale is None else as_float32(scale)
+    run.encode_blocks(x, table, block_elems, scales, codes, scale=scale, seed=seed, first_elem=first_elem)
 
 
 def decode_blocks(

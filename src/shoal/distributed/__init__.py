@@ -2,6 +2,7 @@
 
 from shoal.distributed.activation_exchange import ActivationExchange
 from shoal.distributed.exchange import Exchange
+from shoal.distributed.gradients import CompressedGradients, compress_gradients
 from shoal.distributed.host_weights import HostWeights
 from shoal.distributed.local_convolution import LocalConv2d
 from shoal.distributed.precision import AdaptivePrecision, NormMonitor
@@ -10,9 +11,11 @@ from shoal.distributed.sharded_weights import ShardedWeights
 __all__ = [
     "ActivationExchange",
     "AdaptivePrecision",
+    "CompressedGradients",
     "Exchange",
     "HostWeights",
     "LocalConv2d",
     "NormMonitor",
     "ShardedWeights",
+    "compress_gradients",
 ]
