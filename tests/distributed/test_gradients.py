@@ -25,6 +25,8 @@ from shoal.errors import CodecError, InputError, TransferError
 from tests.distributed.test_segments import FLOAT_CODECS
 from tests.ranks import run_on_ranks
 
+# SHOAL_TEST_STEPS=500 trains that long in every codec, which takes minutes.
+STEPS = int(os.environ.get("SHOAL_TEST_STEPS", "20"))
 NEARLY_EXACT = "round3"  # within 2**-16 of each value
 
 
@@ -105,11 +107,13 @@ def train_for_long(names: list[str], steps: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_weights_stay_equal_to_the_bit_for_500_steps(ranks: int) -> None:
-    first, *others = run_on_ranks(train_for_long, ranks, FLOAT_CODECS, 500, timeout_seconds=280)
-    for name in FLOAT_CODECS:
-        assert len(set(first[name])) > 400  # they move
+@pytest.mark.parametrize(
+    ("ranks", "names", "steps"), [(2, FLOAT_CODECS, STEPS), (3, FLOAT_CODECS, STEPS), (3, ["dynamic_tree"], 500)]
+)
+def test_weights_stay_equal_to_the_bit(ranks: int, names: list[str], steps: int) -> None:
+    first, *others = run_on_ranks(train_for_long, ranks, names, steps, timeout_seconds=max(steps, 250))
+    for name in names:
+        assert len(set(first[name])) > 0.8 * steps  # they move
         for other in others:
             assert other[name] == first[name]
 
