@@ -20,7 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOADED = ["pytest", "hypothesis", "torch", "torch.distributed", "torch.nn.parallel", "shoal", "tests.ranks"]
+_PRELOADED = [
+    "pytest",
+    "hypothesis",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "shoal",
+    "tests.ranks",
+]
 
 
 class RankError(AssertionError):

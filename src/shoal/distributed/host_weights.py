@@ -244,10 +244,10 @@ class HostWeights:
             began = time.perf_counter()
             self.adaptive.update()
             self._next.norm += time.perf_counter() - began
+        self.traffic.end_step()  # what is sent from here on is the next step's
+        self.seconds, self._next = self._next, StepSeconds()
         self._stale = True
         self._send_if_stale()
-        self.traffic.end_step()
-        self.seconds, self._next = self._next, StepSeconds()
 
     def _send_if_stale(self) -> None:
         if not self._stale:
