@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import shoal
 from shoal import codecs
+from shoal.distributed import compress_gradients
 from shoal.errors import InputError
 
 NONE, NOTHING, AUTO = "none", "nothing sent", "shoal auto"
@@ -88,7 +88,7 @@ def install(name: str, model: DistributedDataParallel) -> Installed:
 def _ours(name: str, model: DistributedDataParallel) -> Installed:
     codec = name.removeprefix(_OURS).removesuffix(_EXACT)
     settings: dict[str, Any] = {"local": "exact"} if name.endswith(_EXACT) else {}
-    compressed = shoal.distributed.compress_gradients(model, codec, **settings)
+    compressed = compress_gradients(model, codec, **settings)
     return Installed(
         sent_bytes=lambda: compressed.traffic.total("gradients").sent_bytes,
         close=compressed.close,

@@ -24,6 +24,7 @@ def row(seconds: float = 1.0, **others: Any) -> dict[str, Any]:
     return {"seconds": seconds, "of_ring": 1.0, "told_of_ring": None, **given, **others}
 
 
+@pytest.mark.slow
 @needs_lab
 def test_ranks_average_over_a_shaped_link_and_the_interface_counts_what_they_sent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -75,7 +76,7 @@ def test_an_unknown_name_is_one_line(setting: list[str], tmp_path: Path, capsys:
 def test_a_network_at_half_its_widths_has_about_a_quarter_of_the_parameters() -> None:
     whole, half = (layer_sizes.elems_of(layer_sizes.shapes_of(name)) for name in ("vgg11", "vgg11/2"))
     assert whole == 132_863_336
-    assert whole / 4 < half < whole / 3.9
+    assert whole / 4 < half < whole / 3.8  # the classes stay
 
 
 def test_ready_gradients_arrive_as_they_are() -> None:
