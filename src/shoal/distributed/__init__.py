@@ -4,6 +4,7 @@ from shoal.distributed.activation_exchange import ActivationExchange
 from shoal.distributed.exchange import Exchange
 from shoal.distributed.gradients import CompressedGradients, compress_gradients
 from shoal.distributed.host_weights import HostWeights
+from shoal.distributed.hybrid import hybrid
 from shoal.distributed.local_convolution import LocalConv2d
 from shoal.distributed.precision import AdaptivePrecision, NormMonitor
 from shoal.distributed.sharded_weights import ShardedWeights
@@ -18,4 +19,5 @@ __all__ = [
     "NormMonitor",
     "ShardedWeights",
     "compress_gradients",
+    "hybrid",
 ]
