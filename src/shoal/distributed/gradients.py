@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,32 @@ from shoal.sizes import format_bytes
 WAYS = {"encoded": "all_reduce", "exact": "all_gather"}  # by `local`
 
 
+@overload
+def compress_gradients(  # type: ignore[overload-overlap]  # the first that fits is taken
+    ddp_model: DistributedDataParallel,
+    codec: str | Codec | None = ...,
+    *,
+    error_feedback: bool | None = ...,
+    local: str = ...,
+    broadcast_every: int = ...,
+    timeout_seconds: float = ...,
+) -> CompressedGradients: ...
+
+
+@overload
 def compress_gradients(
-    ddp_model: DistributedDataParallel | torch.nn.Module,
+    ddp_model: torch.nn.Module,
+    codec: str | Codec | None = ...,
+    *,
+    error_feedback: bool | None = ...,
+    local: str = ...,
+    broadcast_every: int = ...,
+    timeout_seconds: float = ...,
+) -> CompressedShards: ...
+
+
+def compress_gradients(
+    ddp_model: torch.nn.Module,
     codec: str | Codec | None = "auto",
     *,
     error_feedback: bool | None = None,
