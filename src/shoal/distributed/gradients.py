@@ -1,10 +1,10 @@
-"""Gradients between ranks in fewer bytes: `compress_gradients`, for DistributedDataParallel."""
+"""Gradients between ranks in fewer bytes: `compress_gradients`, for DistributedDataParallel and FSDP2."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,14 @@ from shoal.codecs import registry
 from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FLOATS, FloatCodec
 from shoal.distributed.choose_codec import Chooser, Decision
+from shoal.distributed.ddp_buckets import DEFAULT_BUCKET_BYTES, expected_buckets
 from shoal.distributed.ddp_hook import shoal_gradients_hook
 from shoal.distributed.ddp_reducer import KIND, DdpReducer
 from shoal.distributed.exchange import Exchange
 from shoal.distributed.feedback import Feedback
 from shoal.distributed.layout import Piece
 from shoal.distributed.measure_rates import measure_choice
+from shoal.distributed.sharded_gradients import CompressedShards, is_sharded
 from shoal.distributed.traffic import Traffic, ring_all_reduce_bytes
 from shoal.errors import InputError
 from shoal.sizes import format_bytes
@@ -27,15 +29,39 @@ from shoal.sizes import format_bytes
 WAYS = {"encoded": "all_reduce", "exact": "all_gather"}  # by `local`
 
 
-def compress_gradients(
+@overload
+def compress_gradients(  # type: ignore[overload-overlap]  # the first that fits is taken
     ddp_model: DistributedDataParallel,
+    codec: str | Codec | None = ...,
+    *,
+    error_feedback: bool | None = ...,
+    local: str = ...,
+    broadcast_every: int = ...,
+    timeout_seconds: float = ...,
+) -> CompressedGradients: ...
+
+
+@overload
+def compress_gradients(
+    ddp_model: torch.nn.Module,
+    codec: str | Codec | None = ...,
+    *,
+    error_feedback: bool | None = ...,
+    local: str = ...,
+    broadcast_every: int = ...,
+    timeout_seconds: float = ...,
+) -> CompressedShards: ...
+
+
+def compress_gradients(
+    ddp_model: torch.nn.Module,
     codec: str | Codec | None = "auto",
     *,
     error_feedback: bool | None = None,
     local: str = "encoded",
     broadcast_every: int = 100,
     timeout_seconds: float = 600.0,
-) -> CompressedGradients:
+) -> CompressedGradients | CompressedShards:
     """Let DDP average gradients as codes: encode, all-to-all, sum in float32, encode, all-gather, decode.
 
     Replaces DDP's own all-reduce (`register_comm_hook`). A collective call, once, before the first backward pass.
@@ -47,7 +73,8 @@ def compress_gradients(
     With one rank, gradients are those of plain DDP, to the bit.
 
     Args:
-        ddp_model: on a group of gloo or NCCL.
+        ddp_model: on a group of gloo or NCCL; or a model that `fully_shard` was applied to, whose gradients are encoded
+            once, on the way to the ranks that hold their shards.
         codec: the name of a codec of floats, such as "dynamic_tree", or a codec; "auto": links and codecs are measured
             now, and each bucket travels in what is fastest, or as it is; None: all travel as they are.
         error_feedback: add what encoding lost to the next gradient of the same parameter; takes a float32 a parameter
@@ -62,7 +89,7 @@ def compress_gradients(
         What can be read, saved and closed.
 
     Raises:
-        InputError: the model is no DistributedDataParallel, or an argument is not so.
+        InputError: the model is neither a DistributedDataParallel nor sharded, or an argument is not so.
         CodecError: there is no codec of this name.
         TransferError: another rank failed while links were measured. Later `backward()` raises it on every rank when
             one died, sent nothing in time, sent something else or met an error; then start from the last checkpoint.
@@ -79,9 +106,12 @@ def compress_gradients(
     Limits: what is owed (error feedback) is in units of GradScaler's scale of its step. float64 travels as it is.
     Where all buckets travel as they are, no hook is set, and errors of other ranks are torch.distributed's.
     """
-    if not isinstance(ddp_model, DistributedDataParallel):
+    sharded = isinstance(ddp_model, torch.nn.Module) and is_sharded(ddp_model)
+    if not sharded and not isinstance(ddp_model, DistributedDataParallel):
         got = type(ddp_model).__name__
         raise InputError(f"got a {got}, expected torch.nn.parallel.DistributedDataParallel; wrap the model in it first")
+    if sharded and local != "encoded":
+        raise InputError(f"got local={local!r} for a sharded model, expected 'encoded'; leave it out")
     if local not in WAYS:
         raise InputError(f"got local={local!r}, expected one of {', '.join(WAYS)}")
     if broadcast_every < 0:
@@ -91,6 +121,8 @@ def compress_gradients(
         raise InputError(f"got codec {chosen.name}, expected one that encodes gradients, such as dynamic_tree")
     if error_feedback is None:
         error_feedback = isinstance(chosen, Codec) and chosen.name == "one_bit"
+    if not isinstance(ddp_model, DistributedDataParallel):
+        return CompressedShards(ddp_model, chosen, error_feedback, timeout_seconds)
     return CompressedGradients(ddp_model, chosen, error_feedback, local, broadcast_every, timeout_seconds)
 
 
@@ -143,9 +175,13 @@ class CompressedGradients:
         sent, raw = format_bytes(step.sent_bytes), format_bytes(step.raw_bytes)
         lines = [f"{self.ranks} ranks: {sent} of gradients a step instead of {raw} ({step.share:.3f})"]
         if self._reducer is None:
-            elems = sum(parameter.numel() for parameter in self._parameters.values())
-            reason = self._chooser.decide(elems).reason if self._chooser is not None else "as it is"
-            return "\n".join([*lines, f"every bucket, of {elems} values in all: {reason}"])
+            if self._chooser is None:
+                return "\n".join([*lines, "every bucket: as it is"])
+            expected = dict.fromkeys(self._expected_buckets())  # buckets of one size once
+            reasons = [
+                f"buckets of {sum(bucket)} values: {self._chooser.decide(*bucket).reason}" for bucket in expected
+            ]
+            return "\n".join([*lines, "every bucket as it is: encoding would not save enough in all", *reasons])
         return "\n".join(
             [*lines, *(f"bucket {number}, {d.elems} values: {d.reason}" for number, d in self.decisions.items())]
         )
@@ -183,7 +219,7 @@ class CompressedGradients:
             device = next(iter(self._parameters.values())).device
             elems = sum(parameter.numel() for parameter in self._parameters.values())
             self._chooser = measure_choice(scatter, self._group, device=device, way=self._way, largest_elems=elems)
-            if self._chooser.declines_up_to(elems):
+            if self._chooser.declines(self._expected_buckets()):
                 scatter.close()
                 gather.close()
                 return
@@ -203,13 +239,18 @@ class CompressedGradients:
         if self._broadcast_every:
             self._handles.append(self._model.register_forward_pre_hook(self._broadcast_weights))
 
+    def _expected_buckets(self) -> list[tuple[int, int]]:
+        trained = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
+        cap_bytes = int(getattr(self._model, "bucket_bytes_cap", DEFAULT_BUCKET_BYTES))
+        return expected_buckets([(p.numel(), p.dim() >= 2) for p in trained], cap_bytes)
+
     def _decide(self, pieces: tuple[Piece, ...], dtype: torch.dtype) -> tuple[Decision, Codec | None]:
         encoded = sum(piece.elems for piece in pieces if piece.encoded)
         raw = sum(piece.elems for piece in pieces if not piece.encoded)
         if dtype not in FLOATS:
             return _asked(None, f"as it is: no codec takes {dtype}", encoded + raw), None
         if self._chooser is not None:
-            decision = self._chooser.decide(encoded, raw)
+            decision = self._chooser.decide(encoded, raw, dtype.itemsize)
             return decision, None if decision.codec is None else registry.get(decision.codec)
         if not encoded:
             return _asked(None, "as it is: no parameter in it has two dimensions", raw), None
