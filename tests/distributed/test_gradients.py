@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import shoal
 from shoal import codecs
 from shoal.distributed import round as rounds
 from shoal.distributed.gradients import compress_gradients
@@ -465,3 +466,9 @@ def loses_a_plain_bucket() -> str:
 def test_a_bucket_that_travels_as_it_is_fails_as_the_others_do() -> None:
     first, _ = run_on_ranks(loses_a_plain_bucket, 2, may_end=(1,))
     assert "gradients of bucket" in first
+
+
+def test_it_is_there_once_shoal_is_imported() -> None:
+    assert shoal.distributed.compress_gradients is compress_gradients
+    with pytest.raises(AttributeError, match="module 'shoal' has no attribute 'distribute'"):
+        _ = shoal.distribute  # type: ignore[attr-defined]
