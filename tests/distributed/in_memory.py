@@ -61,6 +61,7 @@ def run_means(make: Callable[[int], Mean], ranks: int) -> None:
         mean.encode()
         mean.scatter(exchange)
         mean.gather(exchange)
+        mean.decode()
 
     with ThreadPoolExecutor(ranks) as pool:
         results: list[Any] = [pool.submit(run, rank) for rank in range(ranks)]

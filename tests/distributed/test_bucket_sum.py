@@ -12,7 +12,7 @@ from shoal.codecs.codec import Codec
 from shoal.distributed.bucket_sum import CodedBucket, LocalExactMean, ShardedMean
 from shoal.distributed.buffers import Buffers
 from shoal.distributed.feedback import Feedback
-from shoal.distributed.layout import Piece, cut
+from shoal.distributed.layout import Piece, cut, in_chunks
 from shoal.errors import InputError
 from tests.distributed.in_memory import run_means
 from tests.distributed.test_segments import FLOAT_CODECS
@@ -53,6 +53,25 @@ def local_exact(buffers: list[torch.Tensor], codec: Codec) -> None:
         ),
         len(buffers),
     )
+
+
+def test_a_bucket_in_chunks_has_the_bits_of_the_whole() -> None:
+    whole = gradients(2)
+    parts = [one.clone() for one in whole]
+    shards = cut(PIECES, 2, part_elems=256)
+    codec = codecs.get("dynamic_tree", block=256)
+    chunks = in_chunks(shards, 1000)
+    assert len(chunks) == 6
+    for cuts, into in (((shards,), whole), (chunks, parts)):
+        for chunk in cuts:
+            run_means(
+                lambda rank, chunk=chunk, into=into: ShardedMean(
+                    CodedBucket("bucket 0", chunk, codec, rank, 2), into[rank], Buffers()
+                ),
+                2,
+            )
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -19,7 +19,7 @@ import shoal
 from shoal import codecs
 from shoal.distributed import round as rounds
 from shoal.distributed.gradients import compress_gradients
-from shoal.distributed.layout import Piece, cut
+from shoal.distributed.layout import Piece, cut, in_chunks
 from shoal.distributed.message import HEADER_BYTES, checksum
 from shoal.distributed.segments import message_bytes
 from shoal.errors import CodecError, InputError, TransferError
@@ -117,6 +117,44 @@ def test_weights_stay_equal_to_the_bit(ranks: int, names: list[str], steps: int)
         assert len(set(first[name])) > 0.8 * steps  # they move
         for other in others:
             assert other[name] == first[name]
+
+
+# A bucket so large that it travels in chunks.
+
+LARGE = 1024, 2200
+
+
+def grads_of_a_large_layer() -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Of ours, of plain DDP, and what ours sent."""
+    found = []
+    for compress in (False, True):
+        torch.manual_seed(5)
+        ddp = DistributedDataParallel(nn.Linear(*LARGE), bucket_cap_mb=100)
+        if compress:
+            gradients = compress_gradients(ddp, NEARLY_EXACT, error_feedback=True, timeout_seconds=20)
+        for step in range(2):
+            ddp.zero_grad()
+            x = torch.randn(3, LARGE[0], generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            ddp(x).square().mean().backward()
+        found.append(torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None]))
+    plain, ours = found
+    sent_bytes = gradients.traffic.last_step("gradients").sent_bytes
+    gradients.close()
+    return ours, plain, sent_bytes
+
+
+def test_a_large_bucket_travels_in_chunks_and_every_rank_has_the_same_bits() -> None:
+    pieces = [Piece("bias", LARGE[1], False), Piece("weight", LARGE[0] * LARGE[1], True)]
+    shards = cut(pieces, 2)
+    chunks = in_chunks(shards)
+    assert len(chunks) == 2
+    found = run_on_ranks(grads_of_a_large_layer, 2)
+    for rank, (ours, plain, sent_bytes) in enumerate(found):
+        torch.testing.assert_close(ours, found[0][0], rtol=0, atol=0)
+        assert float((ours - plain).norm() / plain.norm()) < 1e-4
+        messages = [message_bytes(segments, codecs.get(NEARLY_EXACT)) for chunk in chunks for segments in chunk]
+        assert sum(messages) == 3 * LARGE[0] * LARGE[1] + 4 * LARGE[1]
+        assert sent_bytes == sum(messages) + 2 * len(chunks) * HEADER_BYTES, rank
 
 
 # What DDP can do beside.

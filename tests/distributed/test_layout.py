@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal import codecs, models
-from shoal.distributed.layout import STEP_ELEMS, Piece, cut
+from shoal.distributed.layout import STEP_ELEMS, Piece, cut, in_chunks
 from shoal.distributed.message import HEADER_BYTES
 from shoal.distributed.segments import message_bytes
 from shoal.distributed.traffic import ring_all_reduce_bytes
@@ -41,6 +41,19 @@ def test_every_value_has_one_owner_within_its_parameter(pieces: tuple[Piece, ...
             assert not piece.encoded or segment.start % STEP_ELEMS == 0
             seen += range(segment.first, segment.first + segment.elems)
     assert sorted(seen) == list(range(first))
+
+
+@settings(deadline=None)
+@given(pieces_drawn, st.integers(1, 9), st.sampled_from([64, 1 << 18]), st.integers(1, 5000))
+def test_chunks_hold_all_segments_in_order_and_no_rank_is_without_one_in_a_chunk(
+    pieces: tuple[Piece, ...], ranks: int, part_elems: int, chunk_elems: int
+) -> None:
+    shards = cut(pieces, ranks, part_elems)
+    chunks = in_chunks(shards, chunk_elems)
+    for rank, shard in enumerate(shards):
+        assert sum((chunk[rank] for chunk in chunks), ()) == shard
+    assert len(chunks) == 1 or all(segments for chunk in chunks for segments in chunk)
+    assert len(chunks) <= max(1, sum(piece.elems for piece in pieces) // chunk_elems)
 
 
 @settings(deadline=None)

@@ -52,7 +52,10 @@ class Mean(Protocol):
         """The first exchange."""
 
     def gather(self, exchange: Exchange) -> None:
-        """The sum, the second exchange, and the mean in the bucket."""
+        """The sum and the second exchange."""
+
+    def decode(self) -> None:
+        """The mean in the bucket."""
 
 
 class ShardedMean:
@@ -70,6 +73,7 @@ class ShardedMean:
         self._sizes = [message_bytes(shard, bucket.codec) for shard in bucket.shards]
         self._sending: list[torch.Tensor] = []
         self._received: list[torch.Tensor] = []
+        self._means: list[torch.Tensor] = []
 
     def encode(self) -> None:
         bucket = self._bucket
@@ -99,15 +103,18 @@ class ShardedMean:
         self._give(self._received)
         for segment in own:
             values[segment.values].div_(bucket.ranks)
-        means = [self._take(size) for size in self._sizes]
+        means = self._means = [self._take(size) for size in self._sizes]
         if bucket.feedback is not None:
             bucket.feedback.pack_means(values, own, bucket.codec, means[bucket.rank])
         else:
             pack(values, own, bucket.codec, means[bucket.rank])
         exchange.all_gather(means[bucket.rank], self._sizes, what=f"mean of the {bucket.what}", out=means)
-        for shard, message in zip(bucket.shards, means, strict=True):
-            unpack(message, shard, bucket.codec, values)
-        self._give(means)
+
+    def decode(self) -> None:
+        values = self._values
+        for shard, message in zip(self._bucket.shards, self._means, strict=True):
+            unpack(message, shard, self._bucket.codec, values)
+        self._give(self._means)
         if values is not self._buffer:
             self._buffer.copy_(values)
 
@@ -147,9 +154,12 @@ class LocalExactMean:
         return
 
     def gather(self, exchange: Exchange) -> None:
-        bucket, values = self._bucket, self._values
+        bucket = self._bucket
         sizes = [message.numel() for message in self._messages]
         exchange.all_gather(self._messages[bucket.rank], sizes, what=bucket.what, out=self._messages)
+
+    def decode(self) -> None:
+        bucket, values = self._bucket, self._values
         own = values.clone()
         values.zero_()
         # In the order of ranks, so that what travels raw has the same mean everywhere.

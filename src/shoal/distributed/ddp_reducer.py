@@ -16,13 +16,14 @@ from shoal.distributed.buffers import Buffers
 from shoal.distributed.choose_codec import Decision
 from shoal.distributed.exchange import Exchange
 from shoal.distributed.feedback import Feedback
-from shoal.distributed.layout import Piece, cut
+from shoal.distributed.layout import Piece, Segment, cut, in_chunks
 from shoal.distributed.reduction_threads import Job, ReductionThreads
 from shoal.distributed.traffic import Traffic, ring_all_reduce_bytes
 from shoal.errors import ShoalError, TransferError
 
 KIND = "gradients"
 # How pieces travel: the decision, and its codec or None for an all-reduce of the bucket as it is.
+Chunks = tuple[CodedBucket, ...]
 Decide = Callable[[tuple[Piece, ...], torch.dtype], tuple[Decision, Codec | None]]
 
 
@@ -62,7 +63,7 @@ class DdpReducer:
         self._step_ended = step_ended
         self._ranks: int = dist.get_world_size(group)
         self._rank: int = dist.get_rank(group)
-        self._buckets: dict[tuple[str, ...], tuple[Decision, CodedBucket | None]] = {}
+        self._buckets: dict[tuple[str, ...], tuple[Decision, Chunks | None]] = {}
         self._buffers = Buffers()
         self._lock = Lock()
         self._failure: BaseException | None = None
@@ -77,23 +78,24 @@ class DdpReducer:
         in_backward = self._watch_backward()
         if self._failure is not None:
             return _done(buffer) if in_backward else _failed(self._failure)
-        decision, coded = self._of(bucket)
+        decision, chunks = self._of(bucket)
         self.decisions[bucket.index()] = decision
         raw_bytes = ring_all_reduce_bytes(buffer.nbytes, self._ranks)
         self._raw_bytes += raw_bytes
-        if coded is None or self._closed:
+        if chunks is None or self._closed:
             self._plain_bytes += raw_bytes
             return self._all_reduce(buffer, bucket.index())
         mean = LocalExactMean if self._local_exact else ShardedMean
+        if self._threads is None:
+            self._threads = ReductionThreads(*self._exchanges, failed=self._fail, failure=lambda: self._failure)
         try:
-            job = Job(mean(coded, buffer, self._buffers), buffer, raises=not in_backward)
+            for chunk in chunks:  # each leaves while the next is encoded
+                job = Job(mean(chunk, buffer, self._buffers), buffer, raises=not in_backward)
+                self._threads.put(job)
         except BaseException as error:
             self._fail(error)
             return _done(buffer)
-        if self._threads is None:
-            self._threads = ReductionThreads(*self._exchanges, failed=self._fail, failure=lambda: self._failure)
-        self._threads.put(job)
-        return job.future
+        return job.future  # chunks are done in order
 
     def raise_failure(self) -> None:
         """Raise what went wrong in an earlier bucket, if anything did."""
@@ -111,7 +113,7 @@ class DdpReducer:
         for exchange in self._exchanges:
             exchange.close()
 
-    def _of(self, bucket: GradBucket) -> tuple[Decision, CodedBucket | None]:
+    def _of(self, bucket: GradBucket) -> tuple[Decision, Chunks | None]:
         parameters = bucket.parameters()
         names = tuple(self._names.get(id(parameter), f"parameter {id(parameter)}") for parameter in parameters)
         found = self._buckets.get(names)
@@ -123,18 +125,25 @@ class DdpReducer:
             found = self._buckets[names] = self._planned(bucket, pieces)
         return found
 
-    def _planned(self, bucket: GradBucket, pieces: tuple[Piece, ...]) -> tuple[Decision, CodedBucket | None]:
+    def _planned(self, bucket: GradBucket, pieces: tuple[Piece, ...]) -> tuple[Decision, Chunks | None]:
         decision, codec = self._decide(pieces, bucket.buffer().dtype)
         if codec is None:
             return decision, None
         shards = cut(pieces, 1 if self._local_exact else self._ranks)
-        unsettled = set()
+        unsettled: set[Segment] = set()
         if self._feedback is not None:
             own = () if self._local_exact else shards[self._rank]
             unsettled = self._feedback.adopt(pieces, own, bucket.buffer().device)
         what = f"gradients of bucket {bucket.index()}"
-        coded = CodedBucket(what, shards, codec, self._rank, self._ranks, self._feedback, unsettled)
-        return decision, coded
+        # One of another dtype is summed in a float32 copy, and one that all gather needs its whole bucket: in one.
+        whole = self._local_exact or bucket.buffer().dtype != torch.float32
+        parts = (shards,) if whole else in_chunks(shards)
+        chunks = []
+        for number, part in enumerate(parts):
+            settling = set() if self._local_exact else unsettled & set(part[self._rank])
+            name = what if len(parts) == 1 else f"{what}, part {number + 1} of {len(parts)}"
+            chunks.append(CodedBucket(name, part, codec, self._rank, self._ranks, self._feedback, settling))
+        return decision, tuple(chunks)
 
     def _all_reduce(self, buffer: torch.Tensor, number: int) -> torch.futures.Future[torch.Tensor]:
         """What DDP does without a hook."""

@@ -9,6 +9,7 @@ from itertools import pairwise
 STEP_ELEMS = 64  # shards begin at a multiple of so many values of their parameter
 # Long runs of values are encoded in parts of so many, whose scratch stays in the caches; whole blocks of any codec.
 PART_ELEMS = 1 << 18
+CHUNK_ELEMS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,30 @@ def cut(pieces: Sequence[Piece], ranks: int, part_elems: int = PART_ELEMS) -> tu
                 before += piece.elems
             first += piece.elems
     return tuple(tuple(sorted(shard, key=lambda segment: segment.first)) for shard in shards)
+
+
+def in_chunks(
+    shards: Sequence[tuple[Segment, ...]], chunk_elems: int = CHUNK_ELEMS
+) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
+    """The shards in runs of whole segments, of about `chunk_elems` values over all ranks: what travels by itself.
+
+    While one chunk is on the link the next is encoded and the one before decoded. Segments stay as they are, so the
+    bits do not depend on the chunks.
+
+    Returns:
+        Of each chunk, each rank's segments.
+
+    >>> shards = cut([Piece("weight", 1000, True)], 2, part_elems=128)
+    >>> [[len(segments) for segments in chunk] for chunk in in_chunks(shards, 500)]
+    [[2, 2], [2, 2]]
+    """
+    total = sum(segment.elems for shard in shards for segment in shard)
+    count = max(1, min(total // chunk_elems, *(len(shard) for shard in shards)))
+    bounds = [[round(chunk * len(shard) / count) for chunk in range(count + 1)] for shard in shards]
+    return tuple(
+        tuple(shard[at[chunk] : at[chunk + 1]] for shard, at in zip(shards, bounds, strict=True))
+        for chunk in range(count)
+    )
 
 
 def _bound(wanted: int, elems: int, step: int) -> int:

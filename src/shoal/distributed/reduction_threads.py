@@ -1,12 +1,13 @@
-"""Buckets on their way: one thread for the first exchange, one for the second, in the order they became ready.
+"""Chunks of buckets on their way: a thread for the first exchange, one for the second, one that decodes, in order.
 
-While one bucket's mean is gathered, the next one's gradients are under way, and the backward pass goes on.
+While one chunk's mean is gathered, the next one's gradients are under way, and the backward pass goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -18,11 +19,11 @@ from shoal.distributed.exchange import Exchange
 
 
 class Job:
-    """One bucket in one step.
+    """One bucket, or a chunk of it, in one step.
 
     Attributes:
         mean: what is to be done.
-        buffer: the bucket.
+        buffer: the whole bucket.
         raises: whether the future gets an error, if there was one.
         future: gets the buffer when all is done.
     """
@@ -66,15 +67,17 @@ class ReductionThreads:
         self._failure = failure
         self._scattering: SimpleQueue[Job | None] = SimpleQueue()
         self._gathering: SimpleQueue[Job | None] = SimpleQueue()
+        self._decoding: SimpleQueue[Job | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._run_scatter, args=(scatter,), name="shoal-gradients-scatter", daemon=True),
             Thread(target=self._run_gather, args=(gather,), name="shoal-gradients-gather", daemon=True),
+            Thread(target=self._run_decode, name="shoal-gradients-decode", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
 
     def put(self, job: Job) -> None:
-        """Send a bucket on its way."""
+        """Send a chunk on its way."""
         self._scattering.put(job)
 
     def close(self) -> None:
@@ -86,28 +89,33 @@ class ReductionThreads:
     def _run_scatter(self, exchange: Exchange) -> None:
         streams: dict[torch.device, Any] = {}
         while (job := self._scattering.get()) is not None:
-            self._stage(job, job.mean.scatter, exchange, streams)
+            self._stage(job, partial(job.mean.scatter, exchange), streams)
             self._gathering.put(job)
         self._gathering.put(None)
 
     def _run_gather(self, exchange: Exchange) -> None:
         streams: dict[torch.device, Any] = {}
         while (job := self._gathering.get()) is not None:
-            self._stage(job, job.mean.gather, exchange, streams)
+            self._stage(job, partial(job.mean.gather, exchange), streams)
+            self._decoding.put(job)
+        self._decoding.put(None)
+
+    def _run_decode(self) -> None:
+        streams: dict[torch.device, Any] = {}
+        while (job := self._decoding.get()) is not None:
+            self._stage(job, job.mean.decode, streams)
             failure = self._failure()
             if job.raises and failure is not None:
                 job.future.set_exception(failure)  # type: ignore[arg-type]
             else:
                 job.future.set_result(job.buffer)
 
-    def _stage(
-        self, job: Job, stage: Callable[[Exchange], None], exchange: Exchange, streams: dict[torch.device, Any]
-    ) -> None:
+    def _stage(self, job: Job, stage: Callable[[], None], streams: dict[torch.device, Any]) -> None:
         if self._failure() is not None:
             return
         try:
             with torch.no_grad(), job.on_stream(streams):
-                stage(exchange)
+                stage()
                 if job.buffer.device.type == "cuda":
                     torch.cuda.current_stream().synchronize()  # buffers are lent again, to other streams
         except BaseException as error:
