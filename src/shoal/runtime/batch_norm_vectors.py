@@ -35,7 +35,7 @@ def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tenso
         mean, variance: of the batch, (C,), the variance biased.
         count: elements of a channel.
     """
-    if _runs_again():
+    if runs_again():
         return
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
@@ -50,8 +50,8 @@ def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tenso
     layer.running_var.copy_(moved[1])
 
 
-def _runs_again() -> bool:
-    """Whether a backward pass has called."""
+def runs_again() -> bool:
+    """Whether a backward pass has called: a checkpointed forward pass, whose running statistics have moved already."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 

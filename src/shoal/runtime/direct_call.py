@@ -52,7 +52,7 @@ def direct_call(
             return None, *_flat(ctx.lengths, found)
 
     def call(*arguments: Any) -> Any:
-        if _watched(arguments):
+        if watched(arguments):
             return op(*arguments)
         if not torch.is_grad_enabled():
             return forward(*arguments)
@@ -77,7 +77,8 @@ class _Nested:
         return getattr(self._ctx, name)
 
 
-def _watched(arguments: tuple[Any, ...]) -> bool:
+def watched(arguments: tuple[Any, ...]) -> bool:
+    """Whether a compiler, a capture, a mode, a transform or a tensor's class has to see an op of `arguments`."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
