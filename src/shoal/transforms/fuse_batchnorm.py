@@ -8,11 +8,11 @@ from torch import compiler, fx, nn
 
 from shoal.errors import InputError
 from shoal.transforms.fuse_graph import LEVELS, Level, fuse_graph
-from shoal.transforms.fusion_ops import Tracer, hooked
+from shoal.transforms.fusion_ops import Tracer
 from shoal.transforms.fusion_size import WHENS, When
 from shoal.transforms.fusion_summary import FusionSummary, Left
 from shoal.transforms.stand_in import StandIn
-from shoal.transforms.tracing import UntraceableError, trace
+from shoal.transforms.tracing import UntraceableError, has_hooks, trace
 
 
 def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When = "pays") -> FusedModule:
@@ -96,16 +96,21 @@ class FusedModule(StandIn):
         """As the network's own; fused in training mode."""
         if not self.training:
             return self.source.forward(*args, **kwargs)
-        if not compiler.is_compiling() and hooked(self.source) != self._hooked:
+        if not compiler.is_compiling() and self._with_hooks() != self._hooked:
             self._fuse()
         return (self._fused or self._source)[0].forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
         return f"level={self.summary.level!r}, {len(self.summary.fused)} fused, {len(self.summary.left)} left"
 
+    def _with_hooks(self) -> list[int]:
+        """Which modules inside have hooks now."""
+        return [at for at, module in enumerate(self._inside) if has_hooks(module)]
+
     def _fuse(self) -> None:
         model = self.source
-        self._hooked = hooked(model)
+        self._inside = tuple(model.modules())[1:]  # in a tuple, so that none is a child
+        self._hooked = self._with_hooks()
         try:
             graph = trace(model, Tracer(), training=True)
         except UntraceableError as reason:

@@ -89,7 +89,7 @@ class Affine(nn.Module):
         if layer.training and runs_again():  # its running statistics have moved
             z = F.batch_norm(x, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
         else:
-            z = layer(x)
+            z = layer.forward(x)
         return z.relu_() if self.rectify else z
 
     def _line(self, mean: torch.Tensor, variance: torch.Tensor) -> Vectors:
@@ -146,10 +146,10 @@ class Convolve(nn.Module):
             xs, vectors, rectify = [vectors], None, False
         x = xs[0]
         if x.dim() != len(window.stride) + 2:  # one image without a batch
-            return layer(torch.relu(joined(xs)) if rectify else joined(xs)), None
+            return layer.forward(torch.relu(joined(xs)) if rectify else joined(xs)), None
         wanted = any(measures(reader) for reader in self.readers) and fuses(self.when, x, self._elems(x))
         if vectors is None and not wanted and not (rectify and fuses(self.when, x)):
-            return layer(torch.relu(joined(xs)) if rectify else joined(xs)), None
+            return layer.forward(torch.relu(joined(xs)) if rectify else joined(xs)), None
         mean, scale, shift = vectors or (None, None, None)
         y, mean_y, variance_y = norm_conv(xs, mean, scale, shift, rectify, layer.weight, layer.bias, window, wanted)
         return y, ((mean_y, variance_y) if wanted else None)
