@@ -12,11 +12,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal import planners
-from shoal.capture import capture, module_path
+from shoal.capture import capture
 from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, InputError
 from shoal.hardware import Link
 from shoal.inner import Compiler, compiler
+from shoal.layer_paths import module_path
 from shoal.lossy import Lossy, lossy_of
 from shoal.lower import lower
 from shoal.offloading import AUTO, Offloading, offloading

@@ -7,7 +7,6 @@ storage, every op what it reads and writes, and keeps the way back from the data
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from shoal import inplace
 from shoal.aliasing import is_view
 from shoal.cost import flops, moved_bytes, signature, target_name
 from shoal.errors import CaptureError
+from shoal.layer_paths import layer_path
 from shoal.lossless import save_fewer_bytes
 from shoal.rerun import can_run_again, is_random, moves_statistics, second_call, second_node
 from shoal.step import RESIDENT, Again, Op, StepGraph, Storage, StorageKind, at_largest
@@ -170,31 +170,6 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], terms: Te
         else {},
         terms,
     )
-
-
-def layer_path(node: fx.Node) -> str:
-    """Module path of the layer a node belongs to, such as "layer1.0.conv1"; for backward nodes the forward layer's."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    if not stack:
-        return ""
-    return module_path(str(next(reversed(stack.values()))[0]))
-
-
-def module_path(source: str) -> str:
-    """A module's path in its model from how Dynamo writes it, or how it writes a parameter or a buffer of it.
-
-    >>> module_path("L['model']._modules['layer1']._modules['0']._parameters['weight']")
-    'layer1.0'
-    """
-    source = re.sub(r"\._(parameters|buffers)\['[^']*'\]$", "", source)
-    source = re.sub(r"^L\['\w+'\]\.?", "", source)
-    source = re.sub(r"_modules\['([^']*)'\]", r"\1", source)
-    source = re.sub(r"\[(\d+)\]|\['([^']*)'\]", lambda m: f".{m.group(1) or m.group(2)}", source)
-    while source != (source := re.sub(r"getattr\(([^(),]+), '([^']*)'\)", r"\1.\2", source)):
-        pass  # how torch.fx writes the children of a Sequential, one in the other
-    # Transforms call the network's layers under their names.
-    source = re.sub(r"^.*\b_((split|fused)\.0|rewritten\.[01])\b", "", source)
-    return source.replace("._modules", "").strip(".")
 
 
 def _backward_nodes(graph: fx.Graph, forward_outputs: Iterable[Any]) -> set[fx.Node]:

@@ -16,17 +16,18 @@ from typing import Any
 
 import torch
 
+from shoal import triton_launch
 from shoal.cache import cache_dir
 from shoal.codecs import kernels, levels_native
 from shoal.errors import InputError
 from shoal.files import write_json
 from shoal.native import fingerprint
-from shoal.runtime import norm_rows, norm_triton
+from shoal.runtime import norm_rows
 
 _FORMAT = 1
 _KERNEL_VARIABLES = (
     norm_rows.LEVEL_VARIABLE,
-    norm_triton.VARIABLE,
+    triton_launch.VARIABLE,
     kernels.VARIABLE,
     levels_native.LEVEL_VARIABLE,
 )

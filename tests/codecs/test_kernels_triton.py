@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from shoal.codecs import (
     get,
     kernels,
-    launch_triton,
     one_bit_reference,
     one_bit_triton,
     sign_mask_reference,
@@ -234,15 +233,6 @@ def test_importing_shoal_imports_no_kernel() -> None:
     program = "import sys, shoal.codecs.table_codes_triton; assert 'shoal.codecs.kernels_triton' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "shoal.codecs.kernels_triton", None)  # importing it raises ImportError
-    launch_triton._kernels.cache_clear()
-    try:
-        assert launch_triton.kernels() is None
-    finally:
-        launch_triton._kernels.cache_clear()
 
 
 TYPES = {

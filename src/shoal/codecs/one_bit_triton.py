@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from shoal.codecs.launch_triton import applies, block_tiles, found, on
+from shoal.codecs.launch_triton import applies, block_tiles, found
 from shoal.codecs.one_bit_reference import LANES, RUN_ELEMS
+from shoal.triton_launch import on_device
 
 __all__ = ["applies", "decode_blocks", "encode_blocks"]
 
@@ -27,7 +28,7 @@ def encode_blocks(x: torch.Tensor, block_elems: int | None, means: torch.Tensor,
     runs = blocks * runs_a_block
     sums = torch.empty((runs, 2), dtype=torch.float64, device=x.device)
     counts = torch.empty((runs, 2), dtype=torch.int32, device=x.device)
-    with on(x.device):
+    with on_device(x.device):
         found().sum_sides[(-(-runs // _RUNS),)](
             x, bits, sums, counts, elems, block, runs_a_block, runs, min(block, RUN_ELEMS), RUN_ELEMS, _RUNS, LANES
         )
@@ -42,5 +43,5 @@ def decode_blocks(bits: torch.Tensor, means: torch.Tensor, block_elems: int | No
     if not programs:
         return
     block = min(block_elems or elems, elems)
-    with on(out.device):
+    with on_device(out.device):
         found().decode_sides[(programs,)](bits, means, out, elems, -(-elems // block), block, parts, rows, columns)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shoal.codecs.launch_triton import TILE_ELEMS, applies, found, on, tiles
+from shoal.codecs.launch_triton import TILE_ELEMS, applies, found, tiles
+from shoal.triton_launch import on_device
 
 __all__ = ["applies", "decode", "encode"]
 
@@ -21,7 +22,7 @@ _AS = {
 def encode(x: torch.Tensor, out: torch.Tensor) -> None:
     """As `sign_mask.encode`; tensors for which `applies` is true."""
     if x.numel():
-        with on(x.device):
+        with on_device(x.device):
             bits, largest = _AS[x.dtype]
             found().sign_mask[tiles(x.numel())](x.view(bits), out, x.numel(), largest, TILE_ELEMS)
 
@@ -29,5 +30,5 @@ def encode(x: torch.Tensor, out: torch.Tensor) -> None:
 def decode(mask: torch.Tensor, out: torch.Tensor) -> None:
     """As `sign_mask.decode`; tensors for which `applies` is true."""
     if out.numel():
-        with on(out.device):
+        with on_device(out.device):
             found().unpack_flags[tiles(out.numel())](mask, out.view(torch.uint8), out.numel(), TILE_ELEMS)

@@ -12,9 +12,10 @@ from functools import lru_cache
 
 import torch
 
-from shoal.codecs.launch_triton import applies, block_tiles, found, on
+from shoal.codecs.launch_triton import applies, block_tiles, found
 from shoal.codecs.table import Table
 from shoal.errors import CodecError
+from shoal.triton_launch import on_device
 
 __all__ = ["applies", "decode_blocks", "encode_blocks"]
 
@@ -91,7 +92,7 @@ def encode_blocks(
         return
     buckets = _placed(table, x.device, seed is not None)
     shape = (x.numel(), scales.numel(), min(block_elems or x.numel(), x.numel()), parts)
-    with on(x.device):
+    with on_device(x.device):
         if parts > 1:
             scales.zero_()
             found().largest[(grid,)](x, scales.view(torch.int32), shape[0], shape[2], parts, columns)
@@ -125,7 +126,7 @@ def decode_blocks(
     if not grid:
         return
     shape = (out.numel(), scales.numel(), min(block_elems or out.numel(), out.numel()), parts)
-    with on(out.device):
+    with on_device(out.device):
         found().decode[(grid,)](codes, scales, _magnitudes(table, out.device), out, *shape, rows, columns, num_warps=8)
 
 

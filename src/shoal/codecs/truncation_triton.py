@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shoal.codecs.launch_triton import TILE_ELEMS, applies, found, on, tiles
+from shoal.codecs.launch_triton import TILE_ELEMS, applies, found, tiles
+from shoal.triton_launch import on_device
 
 __all__ = ["applies", "pack", "unpack"]
 
@@ -13,7 +14,7 @@ _WHOLE = {1: torch.uint8, 2: torch.int16}
 
 def pack(x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) -> None:
     """As `truncation.pack`; tensors for which `applies` is true."""
-    with on(x.device):
+    with on_device(x.device):
         if width_bytes in _WHOLE and _aligned(out, width_bytes):
             whole = out.view(_WHOLE[width_bytes])
             found().pack_whole[tiles(x.numel())](x, whole, x.numel(), 32 - 8 * width_bytes, nearest, TILE_ELEMS)
@@ -32,7 +33,7 @@ def pack(x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) ->
 
 def unpack(packed: torch.Tensor, width_bytes: int, out: torch.Tensor) -> None:
     """As `truncation.unpack`; tensors for which `applies` is true."""
-    with on(out.device):
+    with on_device(out.device):
         if width_bytes in _WHOLE and _aligned(packed, width_bytes):
             whole = packed.view(_WHOLE[width_bytes])
             found().unpack_whole[tiles(out.numel())](whole, out, out.numel(), width_bytes, TILE_ELEMS)

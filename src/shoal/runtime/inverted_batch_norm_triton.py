@@ -15,7 +15,8 @@ import torch
 
 from shoal.runtime import norm_triton
 from shoal.runtime.norm_tiles import laid_out
-from shoal.runtime.norm_triton import dense, on_device
+from shoal.runtime.norm_triton import dense
+from shoal.triton_launch import on_device
 
 
 def applies(source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:

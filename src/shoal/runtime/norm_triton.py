@@ -7,35 +7,21 @@ work. With TRITON_INTERPRET=1 tensors on the CPU are swept too, by Triton's inte
 
 from __future__ import annotations
 
-import os
-import warnings
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from importlib import import_module
-from types import ModuleType
-
 import torch
 
 from shoal.errors import InputError
 from shoal.runtime.norm_tiles import is_channels_last, laid_out, power
+from shoal.triton_launch import TritonKernels, on_device
 
-VARIABLE = "SHOAL_TRITON"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def kernels() -> ModuleType | None:
-    """`shoal.runtime.norm_triton_kernels`, or None where SHOAL_TRITON=0 or Triton is not installed."""
-    return None if os.environ.get(VARIABLE) == "0" else _kernels()
 
 
 def applies(*tensors: torch.Tensor) -> bool:
     """Whether the sweeps read and write such tensors, (N, C, ...), here."""
     device = tensors[0].device
-    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+    if not KERNELS.run_on(device) or any(x.device != device or x.dtype not in _DTYPES for x in tensors):
         return False
-    if any(x.device != device or x.dtype not in _DTYPES for x in tensors):
-        return False
-    return is_channels_last(*tensors) is not None and kernels() is not None and _run_on(device)
+    return is_channels_last(*tensors) is not None
 
 
 def statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +30,7 @@ def statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     moments = x.new_empty((3, grid.parts, grid.channels), dtype=torch.float32)
     counts = x.new_empty(grid.parts, dtype=torch.int32)
     mean, variance = (x.new_empty(grid.channels, dtype=torch.float32) for _ in range(2))  # an op's results: none a view
-    found, columns = _found(), min(grid.columns, 16)
+    found, columns = KERNELS.found(), min(grid.columns, 16)
     with on_device(x.device):
         found.moments[grid.by_part](x, at, *moments, counts, *grid.extent, *grid.shares, *grid.tile)
         found.merge[(-(-grid.channels // columns),)](
@@ -65,7 +51,7 @@ def norm_act(
     """As `Sweeps.norm_act`; tensors for which `applies` is true together."""
     grid, at = laid_out(x, residual, out)
     with on_device(x.device):
-        _found().activate[grid.by_block](
+        KERNELS.found().activate[grid.by_block](
             x,
             at[0],
             *dense(mean, scale, shift),
@@ -94,7 +80,7 @@ def norm_act_backward(
     grid, at = laid_out(x, grad, z, grad_x, masked)
     sums = x.new_empty((2, grid.parts, grid.channels), dtype=torch.float32)
     with on_device(x.device):
-        _found().activate_backward[grid.by_part](
+        KERNELS.found().activate_backward[grid.by_part](
             grad,
             at[1],
             z,
@@ -121,36 +107,9 @@ def dense(*vectors: torch.Tensor) -> list[torch.Tensor]:
     return [vector.detach().float().contiguous() for vector in vectors]
 
 
-@cache
-def _kernels() -> ModuleType | None:
-    try:
-        return import_module("shoal.runtime.norm_triton_kernels")
-    except ImportError:
-        return None
-
-
-def _found() -> ModuleType:
-    found = kernels()
-    if found is None:
-        raise InputError(f"{VARIABLE}=0, or Triton is not installed; install triton, or use PyTorch's own kernels")
-    return found
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Within it kernels are started on `device`."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@cache
-def _run_on(device: torch.device) -> bool:
-    """Whether a kernel runs there: Triton wants a device that it knows and a C compiler."""
-    if device.type != "cuda":
-        return bool(_found().INTERPRETED)
+def _try_on(device: torch.device) -> None:
     one = torch.ones((1, 1), device=device)
-    try:
-        norm_act(one, one[0], one[0], one[0], None, True, torch.empty_like(one))
-    except Exception as error:  # whatever the compiler raises: PyTorch's own kernels remain
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        warnings.warn(f"Triton does not run on {device} ({reason}); {VARIABLE}=0 spares the attempt", stacklevel=2)
-        return False
-    return True
+    norm_act(one, one[0], one[0], one[0], None, True, torch.empty_like(one))
+
+
+KERNELS = TritonKernels("shoal.runtime.norm_triton_kernels", "PyTorch's own kernels", InputError, _try_on)

@@ -1,4 +1,4 @@
-"""Triton kernels of batch norm's sweeps; imported only where they run, by `shoal.runtime.norm_triton`.
+"""Triton kernels of batch norm's sweeps; imported only where they run, by `shoal.triton_launch`.
 
 A tensor is `images` of `pixels` of `channels`. With CHANNELS_LAST all pixels are one image, `ld` elements apart; else
 its pixels lie side by side, its channels `pixels` apart and its images `ld`. Programs (part, columns) each sweep over

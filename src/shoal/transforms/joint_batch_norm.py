@@ -12,6 +12,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.errors import InputError
+from shoal.runtime.batch_norm_vectors import move_statistics
 from shoal.transforms.patches import Region, at, crop
 
 
@@ -32,35 +34,32 @@ def joint_batch_norm(
         have: what the patches cover.
         core: which part of each counts.
         places: the index of each patch.
+
+    Raises:
+        InputError: a channel has one element, as in PyTorch's own layer in training mode.
     """
     if not (layer.training or layer.running_mean is None):
         return tuple(layer(x) for x in patches)
     cores = [crop(x, have, core, place) for x, place in zip(patches, places, strict=True)]
     dims = [0, *range(2, patches[0].dim())]
     count = sum(x.numel() // x.shape[1] for x in cores)
+    if count < 2:
+        raise InputError(
+            f"batch norm got one value for each of {patches[0].shape[1]} channels, expected at least 2 to train; "
+            "give a larger batch"
+        )
     with torch.no_grad():
         wide_type = torch.promote_types(patches[0].dtype, torch.float32)
         mean = _total([x.sum(dims, dtype=wide_type) for x in cores]) / count
-        squares = _total([(x - _wide(mean, x)).square().sum(dims, dtype=wide_type) for x in cores])
-        variance = squares / count
-        _move_running_statistics(layer, mean, squares, count)
+        variance = _total([(x - _wide(mean, x)).square().sum(dims, dtype=wide_type) for x in cores]) / count
+        if layer.training:
+            move_statistics(layer, mean, variance, count)
         inverse = torch.rsqrt(variance + layer.eps)
     spans = [
         tuple((wants[0] - has[0], wants[1] - has[0]) for has, wants in zip(at(have, p), at(core, p), strict=True))
         for p in places
     ]
     return _JointBatchNorm.apply(mean, inverse, layer.weight, layer.bias, count, spans, *patches)
-
-
-def _move_running_statistics(layer: _BatchNorm, mean: torch.Tensor, squares: torch.Tensor, count: int) -> None:
-    if not layer.training or layer.running_mean is None or layer.running_var is None:
-        return
-    assert layer.num_batches_tracked is not None
-    layer.num_batches_tracked.add_(1)
-    share: Any = layer.momentum if layer.momentum is not None else 1.0 / layer.num_batches_tracked
-    unbiased = squares / max(1, count - 1)
-    layer.running_mean.copy_(layer.running_mean + share * (mean.to(layer.running_mean.dtype) - layer.running_mean))
-    layer.running_var.copy_(layer.running_var + share * (unbiased.to(layer.running_var.dtype) - layer.running_var))
 
 
 def _total(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,313 @@
+"""A2DTWP: weights that travel to the device in 1 to 4 bytes, against 32 bits and a bfloat16 cast; tables II and III.
+
+    python -m bench.adaptive_precision                       both parts: half an hour on two cores
+    python -m bench.adaptive_precision --part training       what widths do to learning: narrow networks on CIFAR-10
+    python -m bench.adaptive_precision --part steps          what they do to a step's time: full layer shapes
+    python -m bench.adaptive_precision --quick               small: does it run?
+
+The two parts are measured apart and joined in the last table: steps to a validation error come from training a narrow
+form of each network (the same layers under the same names), seconds of a step from the full layer shapes over a link
+whose speed beside this CPU is that of the paper's beside its GPUs (see `bench.adaptive_steps`). AWP's step time is that
+of the widths its layers really had in training, each weighed by how long it had them. T is derived as the paper does,
+from the 32-bit run; INTERVAL is an epoch. The paper's oracle is the best fixed width. Rows where it loses stay.
+
+The thread that copies needs a core: run it with OMP_NUM_THREADS one below the number of cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from bench import adaptive_steps as steps
+from bench import adaptive_training as training
+from bench import tables
+from bench.adaptive_networks import NETWORKS
+from bench.budgets import comma_separated, make_folder
+from bench.conditions import conditions, describe, file_name
+from bench.split_accuracy import images_of
+from shoal.distributed.precision import packable
+from shoal.errors import InputError
+from shoal.files import write_json
+
+SIZES = {"alexnet": steps.Size(4, 224), "vgg_a": steps.Size(1, 224), "resnet34": steps.Size(4, 224)}
+QUICK_SIZE = steps.Size(2, 32)
+CODECS = ("truncate1", "truncate2", "truncate3", "round1", "round2", "round3", "bf16")
+_GIVEN_SHARE = 0.8  # of the baseline's steps: the error it has reached by then is the given one
+Runs = Mapping[str, Mapping[str, Any]]
+
+
+def given_error(baseline: Mapping[str, Any]) -> float:
+    """The validation error that contenders race to: the baseline's best within most of its run."""
+    errors = baseline["errors_percent"]
+    return min(errors[: max(1, round(_GIVEN_SHARE * len(errors)))])
+
+
+def phases(
+    run: Mapping[str, Any], until: int, by_block: Mapping[str, Sequence[str]]
+) -> list[tuple[float, steps.Widths]]:
+    """The widths a run had up to a step: how large a share of the steps, and the bytes of each weight."""
+    begun = [step for step, _ in run["widths"]]
+    ends = [*begun[1:], until]
+    found = []
+    for (step, widths), end in zip(run["widths"], ends, strict=True):
+        share = (min(end, until) - step) / until
+        if share > 0:
+            found.append((share, {name: widths[group] for group in widths for name in by_block.get(group, [group])}))
+    return found
+
+
+def weights_of(model: nn.Module, widths: Mapping[str, int]) -> dict[str, list[str]]:
+    """The weights of each layer or block that widths are given by."""
+    return {
+        group: [name for name in packable(model) if name == group or name.startswith(f"{group}.")] for group in widths
+    }
+
+
+def plans_of(model: nn.Module, runs: Runs | None) -> tuple[dict[str, steps.Widths], dict[str, list[float]]]:
+    """The widths to measure steps with: fixed ones, and those of each phase of each AWP; and the phases' shares."""
+    names = packable(model)
+    plans: dict[str, steps.Widths] = {name: dict.fromkeys(names, width) for name, width in steps.WIDTHS_BYTES.items()}
+    shares: dict[str, list[float]] = {}
+    for contender in (training.AWP, training.AWP_NEAREST):
+        run = (runs or {}).get(contender)
+        if run is None:
+            continue
+        assert runs is not None
+        until = training.steps_to(run, given_error(runs[training.BASELINE])) or run["steps"][-1]
+        for number, (share, widths) in enumerate(phases(run, until, weights_of(model, run["widths"][0][1]))):
+            plans[f"{contender} {number}"] = widths
+            shares.setdefault(contender, []).append(share)
+    return plans, shares
+
+
+def of_contenders(measured: Mapping[str, Any], shares: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """By contender, phases weighed by their shares; a bfloat16 cast takes what two bytes take."""
+    found: dict[str, dict[str, Any]] = {name: dict(measured[name]) for name in steps.WIDTHS_BYTES}
+    found["bf16 cast"] = dict(measured["16 bits"])
+    for contender, weights in shares.items():
+        of_phases = [measured[f"{contender} {number}"] for number in range(len(weights))]
+
+        def mean(values: Sequence[float], weights: Sequence[float] = weights) -> float:
+            return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+
+        found[contender] = {
+            key: mean([phase[key] for phase in of_phases]) for key in ("step_seconds", "sent_bytes", "raw_bytes")
+        }
+        found[contender]["parts"] = {
+            part: mean([phase["parts"][part] for phase in of_phases]) for part in of_phases[0]["parts"]
+        }
+    return found
+
+
+def profile_table(network: str, contenders: Mapping[str, Mapping[str, Any]], computation_seconds: float) -> Table:
+    """Tables II and III for one network: milliseconds, and the paper's columns for VGG-A."""
+    shown = Table(title=f"{network}: milliseconds of a step's parts, each by itself (the paper: VGG-A, batch 64)")
+    shown.add_column("part")
+    paper = network == "vgg_a"
+    for name in contenders:
+        shown.add_column(name, justify="right")
+    for name in ("x86 32-bit", "x86 A2DTWP", "POWER 32-bit", "POWER A2DTWP") if paper else ():
+        shown.add_column(name, justify="right")
+    rows = ("weights to device", "norm", "pack", "unpack", "update", "waited for weights", "waited for gradients")
+    for part in rows:
+        cells = [f"{1e3 * found['parts'][part]:.1f}" for found in contenders.values()]
+        theirs = [value for column in steps.PAPER_MS.get(part, ((None, None), (None, None))) for value in column]
+        shown.add_row(part, *cells, *(("" if value is None else f"{value:g}") for value in (theirs if paper else ())))
+    shown.add_row("forward and backward", *[f"{1e3 * computation_seconds:.1f}"] * len(contenders))
+    shown.add_row("step", *(f"{1e3 * found['step_seconds']:.1f}" for found in contenders.values()))
+    shown.add_row("AWP + ADT, of the step", *(f"{overhead_percent(found):.1f} %" for found in contenders.values()))
+    baseline = contenders["32 bits"]["parts"]["weights to device"]
+    ratios = (baseline / found["parts"]["weights to device"] for found in contenders.values())
+    shown.add_row(
+        "weights' transfer, times faster", *(f"{ratio:.2f}" for ratio in ratios), *(["", "2.94", "", "3.20"] * paper)
+    )
+    return shown
+
+
+def overhead_percent(found: Mapping[str, Any]) -> float:
+    """Norms, packing and unpacking as a share of the step."""
+    parts = found["parts"]
+    return 100 * (parts["norm"] + parts["pack"] + parts["unpack"]) / found["step_seconds"]
+
+
+def race_table(network: str, runs: Runs, contenders: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Time to a given validation error: trained steps times measured seconds."""
+    error = given_error(runs[training.BASELINE])
+    shown = Table(title=f"{network}: to a validation error of {error:.1f} %")
+    for column in (
+        "contender",
+        "steps",
+        "s a step",
+        "bytes a step, of 32 bits",
+        "time, of 32 bits",
+        "last error",
+        "best",
+    ):
+        shown.add_column(column, justify="left" if column == "contender" else "right")
+    whole = race_seconds(runs, contenders, training.BASELINE)
+    for name, run in runs.items():
+        mine, found = race_seconds(runs, contenders, name), contenders[name]
+        taken = training.steps_to(run, error)
+        shown.add_row(
+            name,
+            "never" if taken is None else str(taken),
+            f"{found['step_seconds']:.2f}",
+            f"{100 * found['sent_bytes'] / found['raw_bytes']:.1f} %",
+            "" if mine is None or whole is None else f"{100 * (mine / whole - 1):+.1f} %",
+            f"{run['errors_percent'][-1]:.1f} %",
+            f"{min(run['errors_percent']):.1f} %",
+        )
+    return shown
+
+
+def race_seconds(runs: Runs, contenders: Mapping[str, Mapping[str, Any]], name: str) -> float | None:
+    """Steps to the given error times the seconds of a step; None if it never gets there."""
+    taken = training.steps_to(runs[name], given_error(runs[training.BASELINE]))
+    return None if taken is None else taken * contenders[name]["step_seconds"]
+
+
+def codec_table(found: Mapping[str, Mapping[str, float]]) -> Table:
+    shown = Table(title="Packing all weights of VGG-A, and the mean relative bias of what comes back")
+    for column in ("codec", "bytes a weight", "pack ms", "unpack ms", "bias"):
+        shown.add_column(column, justify="left" if column == "codec" else "right")
+    for name, row in found.items():
+        shown.add_row(
+            name,
+            f"{row['bytes']:g}",
+            f"{1e3 * row['pack']:.1f}",
+            f"{1e3 * row['unpack']:.1f}",
+            f"{row['bias_percent']:+.4f} %",
+        )
+    return shown
+
+
+def train_all(asked: argparse.Namespace, result: dict[str, Any], path: Path, console: Console) -> None:
+    data = images_of(torch.device("cpu"))
+    pace = training.QUICK if asked.quick else training.SHORT
+    result["pace"] = vars(pace)
+    contenders = (training.BASELINE, training.AWP, "bf16 cast") if asked.quick else training.CONTENDERS
+    for network in asked.networks:
+        runs = result["training"].setdefault(network, {})
+        for contender in contenders:
+            if contender in runs:
+                continue
+            threshold = runs.get(training.BASELINE, {}).get("threshold")
+            runs[contender] = training.run_of(NETWORKS[network], contender, pace, data, asked.seed, threshold)
+            write_json(path, result)
+        console.print(f"{network}: T = {runs[training.BASELINE]['threshold']:.2e}", highlight=False)
+
+
+def measure_all(asked: argparse.Namespace, result: dict[str, Any], path: Path, console: Console) -> None:
+    sizes = dict.fromkeys(NETWORKS, QUICK_SIZE) if asked.quick else SIZES
+    vgg = _network("vgg_a", asked.quick)
+    if "link" not in result:
+        seconds = steps.computation_seconds(vgg, sizes["vgg_a"], 1 if asked.quick else 2)
+        result["link"] = vars(steps.paper_link(vgg, seconds, sizes["vgg_a"]))
+        timed = steps.codec_seconds(vgg, CODECS, 1 if asked.quick else 3)
+        weight = dict(vgg.named_parameters())[packable(vgg)[4]].detach()
+        result["codecs"] = {
+            name: {
+                "pack": timed[name][0],
+                "unpack": timed[name][1],
+                "bytes": steps.codecs.get(name).bytes_for((8,)) / 8,
+                "bias_percent": steps.bias_percent(weight, name),
+            }
+            for name in CODECS
+        }
+        write_json(path, result)
+    del vgg
+    for network in asked.networks:
+        size = sizes[network]
+        link = steps.faster(steps.Link(**result["link"]), NETWORKS[network].batch / size.images)
+        model = _network(network, asked.quick)
+        plans, shares = plans_of(model, result["training"].get(network))
+        computation = steps.computation_seconds(model, size, 1 if asked.quick else 2)
+        measured = steps.profile(model, size, link, plans, asked.rounds)
+        result["steps"][network] = {
+            "size": vars(size),
+            "computation_seconds": computation,
+            "measured": measured,
+            "shares": shares,
+        }
+        write_json(path, result)
+        console.print(
+            f"{network}: {size.images} images of a batch of {NETWORKS[network].batch}, {size.pixels} pixels, ", end=""
+        )
+        console.print(f"{link.to_device_bytes_per_second / 1e6:.1f} MB/s to the device", highlight=False)
+
+
+def _network(name: str, quick: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return NETWORKS[name].narrow() if quick else NETWORKS[name].full()
+
+
+def show(result: Mapping[str, Any], console: Console) -> None:
+    """Every table that there are figures for."""
+    if "codecs" in result:
+        console.print(codec_table(result["codecs"]))
+    for network, found in result["steps"].items():
+        contenders = of_contenders(found["measured"], found["shares"])
+        console.print(profile_table(network, contenders, found["computation_seconds"]))
+        runs = result["training"].get(network)
+        if runs:
+            console.print(race_table(network, runs, contenders))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 0 unless bytes or results were wrong (1), or an argument or the data was (2)."""
+    asked = _parser().parse_args(arguments)
+    try:
+        if unknown := set(asked.networks) - set(NETWORKS):
+            raise InputError(f"--networks {', '.join(sorted(unknown))}: give some of {', '.join(NETWORKS)}")
+        return _run(asked)
+    except (InputError, steps.WrongBytes) as error:
+        print(f"bench.adaptive_precision: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+
+
+def _run(asked: argparse.Namespace) -> int:
+    device = torch.device("cpu")
+    path = make_folder(asked.out) / file_name("adaptive_precision", device)
+    console = tables.console()
+    found = conditions(device, asked.seed)
+    console.print(describe(found), highlight=False, markup=False)
+    result: dict[str, Any] = {"training": {}, "steps": {}}
+    if asked.resume:
+        result |= json.loads(asked.resume.read_text())
+    result["conditions"] = found
+    if asked.part in ("training", "all"):
+        train_all(asked, result, path, console)
+    if asked.part in ("steps", "all"):
+        measure_all(asked, result, path, console)
+    show(result, console)
+    write_json(path, result)
+    console.print(f"Figures in {path}", highlight=False, markup=False)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.adaptive_precision", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="small: does it run?")
+    parser.add_argument("--part", choices=("training", "steps", "all"), default="all")
+    parser.add_argument("--networks", type=comma_separated, default=list(NETWORKS), help=f"of {', '.join(NETWORKS)}")
+    parser.add_argument("--rounds", type=int, default=2, help="measured steps of each contender")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", type=Path, help="a file of figures: what was trained is not trained again")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

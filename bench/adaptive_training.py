@@ -1,0 +1,120 @@
+"""What the widths of A2DTWP do to learning: error over steps, of narrow networks on CIFAR-10."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from bench.adaptive_networks import Network
+from bench.split_accuracy import batches, error_percent
+from shoal.distributed.awp import threshold_from
+from shoal.distributed.host_weights import HostWeights
+from shoal.distributed.precision import AdaptivePrecision, NormMonitor
+
+BASELINE = "32 bits"
+AWP, AWP_NEAREST = "AWP", "AWP, rounded"
+FIXED: Mapping[str, int | str] = {"8 bits": 8, "16 bits": 16, "bf16 cast": "bf16"}
+CONTENDERS = (BASELINE, AWP, AWP_NEAREST, *FIXED)
+_DROP_POINTS = 1.0  # of validation error, that ends the while in which T is found
+
+Split = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long is trained.
+
+    Attributes:
+        images, batch, epochs: as they are called.
+        looks: evaluations an epoch.
+        tests: images of the test split.
+    """
+
+    images: int
+    batch: int
+    epochs: int
+    looks: int
+    tests: int
+
+
+QUICK = Pace(200, 50, 1, 2, 100)
+SHORT = Pace(3_000, 50, 4, 4, 500)
+
+
+def run_of(
+    network: Network, contender: str, pace: Pace, data: Mapping[str, Split], seed: int, threshold: float | None
+) -> dict[str, Any]:
+    """Train one narrow network with its weights on the host.
+
+    Returns:
+        steps and errors_percent of each look; of the baseline its norms' `threshold`; of AWP the `widths`: the step
+        from which on they hold, and the bytes of each weight.
+    """
+    torch.manual_seed(seed)
+    model = network.narrow()
+    optimizer = torch.optim.SGD(model.parameters(), lr=network.rate, momentum=0.9, weight_decay=5e-4)
+    steps_an_epoch = pace.images // pace.batch
+    precision: int | str | AdaptivePrecision = FIXED.get(contender, 32)
+    monitor = NormMonitor(model) if contender == BASELINE else None
+    if contender in (AWP, AWP_NEAREST):
+        assert threshold is not None
+        precision = AdaptivePrecision(model, threshold, steps_an_epoch, by=network.by)
+    weights = HostWeights(
+        model, optimizer, precision=precision, rounding="nearest" if contender == AWP_NEAREST else "cut"
+    )
+    x, y = (tensor[: pace.images] for tensor in data["train"])
+    test = tuple(tensor[: pace.tests] for tensor in data["test"])
+    draw = torch.Generator().manual_seed(seed)
+    found: dict[str, Any] = {"steps": [], "errors_percent": [], "widths": []}
+    step, began = 0, time.perf_counter()
+    for _ in range(pace.epochs):
+        for images, labels in batches(x, y, pace.batch, draw):
+            if isinstance(precision, AdaptivePrecision):
+                widths = {name: precision.bytes_of(name) for name in precision.groups}
+                if not found["widths"] or found["widths"][-1][1] != widths:
+                    found["widths"].append((step, widths))
+            model.train()
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            if monitor is not None:
+                monitor.history.append(_norms(weights, monitor))
+            step += 1
+            if step % max(1, steps_an_epoch // pace.looks) == 0:
+                found["steps"].append(step)
+                found["errors_percent"].append(error_percent(model, test))  # type: ignore[arg-type]
+    weights.close()
+    found["seconds"] = time.perf_counter() - began
+    if monitor is not None:
+        found["threshold"] = threshold_from(monitor.history[: _while(found, steps_an_epoch)])
+    return found
+
+
+def steps_to(run: Mapping[str, Any], error_percent: float) -> int | None:
+    """The step at which a run first was at this error or below; None if it never was.
+
+    >>> steps_to({"steps": [10, 20, 30], "errors_percent": [80.0, 60.0, 61.0]}, 60.0)
+    20
+    """
+    pairs = zip(run["steps"], run["errors_percent"], strict=True)
+    return next((step for step, error in pairs if error <= error_percent), None)
+
+
+def _norms(weights: HostWeights, monitor: NormMonitor) -> list[float]:
+    weights.wait()
+    monitor.update()
+    return monitor.history.pop()
+
+
+def _while(found: Mapping[str, Any], at_least: int) -> int:
+    """The steps until the error has dropped, an epoch or more."""
+    errors = found["errors_percent"]
+    for step, error in zip(found["steps"], errors, strict=True):
+        if step >= at_least and error <= errors[0] - _DROP_POINTS:
+            return step
+    return found["steps"][-1]

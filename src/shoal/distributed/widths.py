@@ -1,0 +1,61 @@
+"""In which codec each parameter's weights travel: a fixed width, a codec by name, or what `AdaptivePrecision` says."""
+
+from __future__ import annotations
+
+from shoal.codecs.codec import Codec
+from shoal.codecs.registry import get
+from shoal.distributed.precision import AdaptivePrecision
+from shoal.errors import InputError
+
+RAW_BYTES = 4  # a float32
+_VERBS = {"cut": "truncate", "nearest": "round"}
+_FIXED_BITS = (8, 16, 24, 32)
+
+
+class Widths:
+    """Read what a caller asks for.
+
+    Args:
+        precision: 8, 16, 24 or 32 bits for every weight (32 is the baseline, the best of the others the paper's
+            oracle); the name of a codec, such as "bf16"; or an `AdaptivePrecision`.
+        rounding: of 8, 16 and 24 bits: "cut" (the paper) or "nearest".
+
+    Attributes:
+        adaptive: what decides while training, if anything does.
+
+    Raises:
+        InputError: either is none of these.
+        CodecError: there is no such codec.
+
+    >>> Widths(16).codec("conv.weight").name, Widths(32).codec("conv.weight")
+    ('truncate2', None)
+    """
+
+    def __init__(self, precision: int | str | AdaptivePrecision, rounding: str = "cut") -> None:
+        if rounding not in _VERBS:
+            raise InputError(f"rounding={rounding!r}: expected 'cut' or 'nearest'")
+        self.adaptive = precision if isinstance(precision, AdaptivePrecision) else None
+        self._by_bytes: dict[int, Codec | None] = {
+            width: get(f"{_VERBS[rounding]}{width}") for width in range(1, RAW_BYTES)
+        }
+        self._by_bytes[RAW_BYTES] = None
+        self._fixed: Codec | None = None
+        if isinstance(precision, str):
+            self._fixed = get(precision)
+        elif not isinstance(precision, AdaptivePrecision):
+            if isinstance(precision, bool) or precision not in _FIXED_BITS:
+                raise InputError(
+                    f"precision={precision!r}: expected 8, 16, 24 or 32 bits, a codec's name or an AdaptivePrecision"
+                )
+            self._fixed = self._by_bytes[precision // 8]
+
+    def codec(self, name: str) -> Codec | None:
+        """Of the weights of this name, now; None for float32 as it is."""
+        if self.adaptive is None:
+            return self._fixed
+        return self._by_bytes[self.adaptive.bytes_of(name)] if self.adaptive.watches(name) else None
+
+    def most_bytes(self, elems: int) -> int:
+        """Of any payload of so many weights, whatever is decided later."""
+        codecs = list(self._by_bytes.values()) if self.adaptive is not None else [self._fixed]
+        return max((codec.payload_bytes(elems) for codec in codecs if codec is not None), default=0)

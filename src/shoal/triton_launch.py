@@ -1,0 +1,87 @@
+"""Where Triton kernels run: on CUDA tensors, and in Triton's interpreter on the CPU, slow, for tests.
+
+No magic: a module of kernels is imported when a tensor first asks for it, and one small kernel is tried on each device.
+Without Triton, or with SHOAL_TRITON=0, there are none and the caller's other kernels do the work. TRITON_INTERPRET=1
+chooses the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from shoal.errors import ShoalError
+
+VARIABLE = "SHOAL_TRITON"
+
+
+@dataclass(frozen=True)
+class TritonKernels:
+    """A module of Triton kernels.
+
+    Attributes:
+        module: its name; it has an attribute INTERPRETED.
+        instead: what does the work where there are none, for the message.
+        error: what `found` raises.
+        try_on: starts a small kernel on a CUDA device, and raises whatever hinders it.
+    """
+
+    module: str
+    instead: str
+    error: type[ShoalError]
+    try_on: Callable[[torch.device], object]
+
+    def here(self) -> ModuleType | None:
+        """The module, or None where SHOAL_TRITON=0 or Triton is not installed."""
+        return None if os.environ.get(VARIABLE) == "0" else _imported(self.module)
+
+    def found(self) -> ModuleType:
+        """The module.
+
+        Raises:
+            ShoalError: there is none; of the class `error`.
+        """
+        here = self.here()
+        if here is None:
+            raise self.error(f"{VARIABLE}=0, or Triton is not installed; install triton, or use {self.instead}")
+        return here
+
+    def run_on(self, device: torch.device) -> bool:
+        """Whether a kernel runs there: Triton wants a device that it knows and a C compiler."""
+        if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET")):
+            return False
+        return self.here() is not None and _run_on(self, device)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Within it kernels are started on `device`."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def _imported(module: str) -> ModuleType | None:
+    try:
+        return import_module(module)
+    except ImportError:
+        return None
+
+
+@cache
+def _run_on(kernels: TritonKernels, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return bool(kernels.found().INTERPRETED)
+    try:
+        kernels.try_on(device)
+    except Exception as error:  # whatever the compiler raises: the others remain
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"Triton does not run on {device} ({reason}); {VARIABLE}=0 spares the attempt", stacklevel=2)
+        return False
+    return True
