@@ -42,7 +42,8 @@ def test_trains_as_the_network_itself_where_some_maps_are_fused(
 
 @pytest.mark.parametrize("least", [1 << 30, 15000, 4000])
 def test_dense_blocks_of_which_some_are_small(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusion_size, "LEAST_ELEMS", least)
+    monkeypatch.setattr(fusion_size, "LEAST_ELEMS", 4000)
+    monkeypatch.setattr(fusion_size, "LEAST_BLOCK_ELEMS", least)
     net = _dense_net().double()
     fused = fuse_batchnorm(copy.deepcopy(net))
     for model in (net, fused):
@@ -65,7 +66,7 @@ def test_who_wants_the_bytes_says_always(monkeypatch: pytest.MonkeyPatch) -> Non
         for model in (net, fuse_batchnorm(net, when="always"), fuse_batchnorm(net, when="pays"))
     )
     assert always < 0.5 * plain and pays <= plain
-    monkeypatch.setattr(fusion_size, "LEAST_ELEMS", 15000)  # the second block is smaller
+    monkeypatch.setattr(fusion_size, "LEAST_BLOCK_ELEMS", 15000)  # the second block is smaller
     assert always < _saved_bytes(fuse_batchnorm(net), images) < pays
 
 

@@ -47,8 +47,8 @@ def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tenso
     batches = layer.num_batches_tracked if layer.momentum is None else None
     running, mean, variance = (layer.running_mean, layer.running_var), mean.detach(), variance.detach()
     if batches is None and running[0].dtype == mean.dtype and not watched((*running, mean)):
-        running[0].lerp_(mean, momentum)
-        running[1].lerp_(variance * (count / (count - 1)), momentum)
+        for moving, now in zip(running, (mean, variance * (count / (count - 1))), strict=True):
+            moving.add_((now - moving).mul_(momentum))  # the bits of `_moved`
         return
     with torch.no_grad():
         moved = torch.ops.shoal.moved_statistics(*running, mean, variance, batches, momentum, count)

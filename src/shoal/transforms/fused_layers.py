@@ -22,6 +22,7 @@ from shoal.runtime.norm_act import joined, norm_act
 from shoal.runtime.norm_conv import norm_conv
 from shoal.runtime.norm_conv_native import Window
 from shoal.runtime.statistics import statistics, wide
+from shoal.transforms import fusion_size
 from shoal.transforms.fusion_size import When, fuses
 
 Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # mean, scale, shift
@@ -203,13 +204,17 @@ class DenseBlock(nn.Module):
                     move_statistics(norm.layer, *pair, count)
         return features, (means, variances)
 
+    def _elems(self, x: torch.Tensor) -> int:
+        """Of what the last layer reads."""
+        return x.numel() // x.shape[1] * self.layers[-1][0][0].layer.num_features
+
     def _is_one_op(self, xs: Sequence[torch.Tensor]) -> bool:
         kind, device = xs[0].dtype, xs[0].device
         return (
             not torch.is_autocast_enabled(device.type)
             and all(x.dtype == kind for x in xs)
             and xs[0].numel() > xs[0].shape[1]
-            and fuses(self.when, xs[0], xs[0].numel() // xs[0].shape[1] * self.layers[-1][0][0].layer.num_features)
+            and fuses(self.when, xs[0], self._elems(xs[0]), fusion_size.LEAST_BLOCK_ELEMS)
             and all(
                 norm.layer.training and conv.layer.weight.dtype == kind and xs[0].dim() == conv.layer.weight.dim()
                 for layer in self.layers

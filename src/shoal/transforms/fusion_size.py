@@ -14,15 +14,20 @@ from shoal.runtime.direct_call import watched
 When = Literal["pays", "always"]
 WHENS: tuple[When, ...] = ("pays", "always")
 
-LEAST_ELEMS = 1 << 18
-"""Elements from which on a fused batch norm is faster than PyTorch's own, called from Python on the CPU.
+LEAST_ELEMS = 1 << 20
+"""Elements from which on a fused batch norm is no slower than PyTorch's own, called from Python on the CPU.
 
-Below, the passes over the tensor that fusing saves (one reads or writes a cached element in about 0.1 ns) are worth
-less than what the call of an op written in Python costs beside PyTorch's own (`bench.batchnorm --crossing`)."""
+A smaller map (4 MiB of float32) stays in the last cache, where the passes over it that fusing saves are worth less than
+what calling an op written in Python costs beside PyTorch's own."""
+
+LEAST_BLOCK_ELEMS = LEAST_ELEMS // 8
+"""The same for all channels of a dense block: one call there, and no concatenation is written for any of its layers."""
 
 
-def fuses(when: When, x: torch.Tensor, elems: int | None = None) -> bool:
+def fuses(when: When, x: torch.Tensor, elems: int | None = None, least: int | None = None) -> bool:
     """Whether a batch norm of `elems` elements, by default those of `x`, is done by its neighbours.
+
+    `least` stands in for `LEAST_ELEMS`.
 
     Always on devices other than the CPU, for which nothing was measured, and where a compiler, a capture or a dispatch
     mode watches: it gets the op, whose call costs nothing there.
@@ -32,4 +37,5 @@ def fuses(when: When, x: torch.Tensor, elems: int | None = None) -> bool:
     """
     if when == "always" or torch.compiler.is_compiling():
         return True
-    return (x.numel() if elems is None else elems) >= LEAST_ELEMS or not x.is_cpu or watched((x,))
+    enough = (x.numel() if elems is None else elems) >= (LEAST_ELEMS if least is None else least)
+    return enough or not x.is_cpu or watched((x,))
