@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import compiler, fx, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from shoal.errors import InputError
+from shoal.transforms.eager_graph import EagerGraph
 from shoal.transforms.fuse_graph import LEVELS, Level, fuse_graph
 from shoal.transforms.fusion_ops import Tracer
 from shoal.transforms.fusion_size import WHENS, When
@@ -98,7 +100,9 @@ class FusedModule(StandIn):
             return self.source.forward(*args, **kwargs)
         if not compiler.is_compiling() and self._with_hooks() != self._hooked:
             self._fuse()
-        return (self._fused or self._source)[0].forward(*args, **kwargs)
+        if compiler.is_compiling() or not self._fused or _has_any_global_hook():
+            return (self._fused or self._source)[0].forward(*args, **kwargs)
+        return self._eager(self._fused[0])(*args, **kwargs)
 
     def extra_repr(self) -> str:
         return f"level={self.summary.level!r}, {len(self.summary.fused)} fused, {len(self.summary.left)} left"
@@ -109,6 +113,7 @@ class FusedModule(StandIn):
 
     def _fuse(self) -> None:
         model = self.source
+        self._eager = EagerGraph()
         self._inside = tuple(model.modules())[1:]  # in a tuple, so that none is a child
         self._hooked = self._with_hooks()
         try:
