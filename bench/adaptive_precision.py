@@ -8,8 +8,8 @@
 The two parts are measured apart and joined in the last table: steps to a validation error come from training a narrow
 form of each network (the same layers under the same names), seconds of a step from the full layer shapes over a link
 whose speed beside this CPU is that of the paper's beside its GPUs (see `bench.adaptive_steps`). AWP's step time is that
-of the widths its layers really had in training, each weighed by how long it had them. T is derived as the paper does,
-from the 32-bit run; INTERVAL is an epoch. The paper's oracle is the best fixed width. Rows where it loses stay.
+of the widths its layers really had in training, at four points of the way. T is derived as the paper does, from the
+32-bit run; INTERVAL is two thirds of the steps. The paper's oracle is the best fixed width. Rows where it loses stay.
 
 The thread that copies needs a core: run it with OMP_NUM_THREADS one below the number of cores.
 """
@@ -53,16 +53,19 @@ def given_error(baseline: Mapping[str, Any]) -> float:
 
 
 def phases(
-    run: Mapping[str, Any], until: int, by_block: Mapping[str, Sequence[str]]
+    run: Mapping[str, Any], until: int, by_block: Mapping[str, Sequence[str]], parts: int = 4
 ) -> list[tuple[float, steps.Widths]]:
-    """The widths a run had up to a step: how large a share of the steps, and the bytes of each weight."""
-    begun = [step for step, _ in run["widths"]]
-    ends = [*begun[1:], until]
-    found = []
-    for (step, widths), end in zip(run["widths"], ends, strict=True):
-        share = (min(end, until) - step) / until
-        if share > 0:
-            found.append((share, {name: widths[group] for group in widths for name in by_block.get(group, [group])}))
+    """The widths a run had in the middle of each of so many parts of its way to a step: the share of the steps, and the
+    bytes of each weight; neighbours with the same widths are one."""
+    found: list[tuple[float, steps.Widths]] = []
+    for part in range(parts):
+        middle = until * (part + 0.5) / parts
+        widths = [widths for step, widths in run["widths"] if step <= middle][-1]
+        each = {name: widths[group] for group in widths for name in by_block.get(group, [group])}
+        if found and found[-1][1] == each:
+            found[-1] = found[-1][0] + 1 / parts, each
+        else:
+            found.append((1 / parts, each))
     return found
 
 

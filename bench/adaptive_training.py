@@ -20,6 +20,9 @@ BASELINE = "32 bits"
 AWP, AWP_NEAREST = "AWP", "AWP, rounded"
 FIXED: Mapping[str, int | str] = {"8 bits": 8, "16 bits": 16, "bf16 cast": "bf16"}
 CONTENDERS = (BASELINE, AWP, AWP_NEAREST, *FIXED)
+# The paper's 2.94 times faster transfer says that its weights travelled in 1.36 bytes in the mean. An INTERVAL of two
+# thirds of the steps gives that where every batch counts: 1 byte for two thirds of them, then 2.
+_INTERVAL_SHARE = 2 / 3
 _DROP_POINTS = 1.0  # of validation error, that ends the while in which T is found
 
 Split = tuple[torch.Tensor, torch.Tensor]
@@ -43,7 +46,7 @@ class Pace:
 
 
 QUICK = Pace(200, 50, 1, 2, 100)
-SHORT = Pace(3_000, 50, 4, 4, 500)
+SHORT = Pace(5_000, 50, 6, 3, 2_000)
 
 
 def run_of(
@@ -63,7 +66,8 @@ def run_of(
     monitor = NormMonitor(model) if contender == BASELINE else None
     if contender in (AWP, AWP_NEAREST):
         assert threshold is not None
-        precision = AdaptivePrecision(model, threshold, steps_an_epoch, by=network.by)
+        interval = max(1, round(_INTERVAL_SHARE * steps_an_epoch * pace.epochs))
+        precision = AdaptivePrecision(model, threshold, interval, by=network.by)
     weights = HostWeights(
         model, optimizer, precision=precision, rounding="nearest" if contender == AWP_NEAREST else "cut"
     )

@@ -47,3 +47,8 @@ def sent_bytes() -> int:
     """
     interface = os.environ["SHOAL_LAB_INTERFACE"]
     return int(Path("/sys/class/net", interface, "statistics/tx_bytes").read_text())
+
+
+def sharing() -> int:
+    """How many ranks' bytes `sent_bytes` counts."""
+    return int(os.environ["WORLD_SIZE"]) if os.environ["SHOAL_LAB_INTERFACE"] == "lo" else 1

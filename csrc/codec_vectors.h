@@ -128,15 +128,15 @@ struct LinesPlaces {
         for (int piece = 0; piece < kPieces; ++piece) offsets[piece] = float(table.offset[piece]);
         offset = load_pieces(offsets);
     }
+    // One vector after the other, here and below: all four at once want more registers than there are.
     void operator()(const Ints* shares, Ints* place) const {
-        Ints piece[kVectors];
-        Floats low[kVectors], top[kVectors];
-        SHOAL_EACH_VECTOR piece[v] = scaled.piece_of(shares[v]);
-        SHOAL_EACH_VECTOR low[v] =
-            multiply_add(floats(shares[v]), pick(scaled.slope, piece[v]), pick(offset, piece[v]));
-        SHOAL_EACH_VECTOR top[v] = multiply_add(floats(shares[v]), top_slope, top_offset);
-        SHOAL_EACH_VECTOR place[v] = least(ints(low[v]), ints(pick(limit, piece[v])));
-        SHOAL_EACH_VECTOR place[v] = chosen_if_greater(shares[v], below_top, ints(top[v]), place[v]);
+        SHOAL_EACH_VECTOR {
+            const Ints piece = scaled.piece_of(shares[v]);
+            const Floats low = multiply_add(floats(shares[v]), pick(scaled.slope, piece), pick(offset, piece));
+            const Floats top = multiply_add(floats(shares[v]), top_slope, top_offset);
+            place[v] = least(ints(low), ints(pick(limit, piece)));
+            place[v] = chosen_if_greater(shares[v], below_top, ints(top), place[v]);
+        }
     }
 };
 
@@ -152,14 +152,12 @@ struct HalvesPlaces {
         offset = load_pieces(offsets);
     }
     void operator()(const Ints* shares, Ints* place) const {
-        Ints piece[kVectors];
-        Floats low[kVectors];
-        SHOAL_EACH_VECTOR piece[v] = scaled.piece_of(shares[v]);
-        SHOAL_EACH_VECTOR low[v] =
-            multiply_add(floats(shares[v]), pick(scaled.slope, piece[v]), pick(offset, piece[v]));
-        SHOAL_EACH_VECTOR place[v] = least(ints(low[v]), ints(pick(limit, piece[v])));
-        SHOAL_EACH_VECTOR place[v] =
-            least(place[v], ints(multiply_add(low[v], high_slope, pick(high_of, piece[v]))));
+        SHOAL_EACH_VECTOR {
+            const Ints piece = scaled.piece_of(shares[v]);
+            const Floats low = multiply_add(floats(shares[v]), pick(scaled.slope, piece), pick(offset, piece));
+            const Floats high = multiply_add(low, high_slope, pick(high_of, piece));
+            place[v] = least(least(ints(low), ints(pick(limit, piece))), ints(high));
+        }
     }
 };
 

@@ -182,8 +182,8 @@ def test_a_short_last_batch_and_eval_mode() -> None:
 
 def test_drawn_cuts_are_encoded_like_any_other_size() -> None:
     torch.manual_seed(0)
-    net = split(chain(3, 8, 8, 8), 0.7, stochastic=0.3)
-    plain, batches = copy.deepcopy(net), images(3, 4, 3, 32, 32)
+    net = split(chain(3, 8, 8, 8), 0.7, grid=(2, 1), stochastic=0.3)
+    plain, batches = copy.deepcopy(net), images(2, 4, 3, 32, 32)
     with codecs_of_no_time():
         peak = shoal.plan(copy.deepcopy(net), batches[0]).predicted_peak_bytes
         planned = shoal.compile(net, budget=int(0.8 * peak), lossy="dynamic_tree")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ def test_the_variable_turns_them_off(monkeypatch: pytest.MonkeyPatch, kernels: T
 
 
 def test_on_the_cpu_they_run_in_the_interpreter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(triton_launch, "_INTERPRETED", False)
     assert not launch_triton.KERNELS.run_on(torch.device("cpu"))
     assert not launch_triton.KERNELS.run_on(torch.device("meta"))
 
@@ -72,3 +73,12 @@ def test_a_device_is_tried_once() -> None:
     trials: list[torch.device] = []
     kernels = TritonKernels("math", "slower ones", InputError, trials.append)
     assert kernels.run_on(CUDA) and kernels.run_on(CUDA) and trials == [CUDA]
+
+
+def test_importing_shoal_imports_no_kernel() -> None:
+    program = """
+import sys, shoal.codecs.table_codes_triton, shoal.runtime.norm_act, shoal.runtime.inverted_batch_norm_triton
+assert not [name for name in sys.modules if name.startswith("shoal.") and "kernels" in name and "triton" in name]
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

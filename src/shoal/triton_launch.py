@@ -21,6 +21,7 @@ import torch
 from shoal.errors import ShoalError
 
 VARIABLE = "SHOAL_TRITON"
+_INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # Triton, too, asks once
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class TritonKernels:
 
     def run_on(self, device: torch.device) -> bool:
         """Whether a kernel runs there: Triton wants a device that it knows and a C compiler."""
-        if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET")):
+        if device.type != "cuda" and not (_INTERPRETED and device.type == "cpu"):
             return False
         return self.here() is not None and _run_on(self, device)
 

@@ -41,6 +41,7 @@ def test_the_link_makes_vggs_raw_weights_take_the_papers_share_of_its_computatio
 def test_phases_are_weighed_by_how_long_they_lasted_up_to_the_given_error() -> None:
     run = {"widths": [(0, {"a": 1}), (30, {"a": 2}), (90, {"a": 3})]}
     assert phases(run, 60, {"a": ["a.x", "a.y"]}) == [(0.5, {"a.x": 1, "a.y": 1}), (0.5, {"a.x": 2, "a.y": 2})]
+    assert [share for share, _ in phases(run, 120, {})] == [0.25, 0.5, 0.25]
     part = {"parts": {"pack": 1.0}, "raw_bytes": 8, "all_step_seconds": []}
     measured: dict[str, Any] = {
         name: {"step_seconds": 4.0, "sent_bytes": 8, **part} for name in adaptive_steps.WIDTHS_BYTES

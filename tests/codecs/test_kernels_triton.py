@@ -81,10 +81,18 @@ def test_all_of_this_in_tritons_interpreter() -> None:
     assert " passed" in done.stdout
 
 
+# The interpreter is slow, and tables differ in numbers alone: it sees all kinds of blocks with one of them.
+IN_BLOCKS = [
+    (name, block)
+    for name in TABLES
+    for block in (None, 16, 100, 4096, 5000)
+    if not INTERPRETED or block == 100 or (name == "dynamic_tree" and block != 16)
+]
+
+
 @on_device
 @with_triton
-@each_table
-@pytest.mark.parametrize("block", [None, 100, 4096] if INTERPRETED else [None, 16, 100, 4096, 5000])
+@pytest.mark.parametrize(("name", "block"), IN_BLOCKS)
 @pytest.mark.parametrize(
     "options", [{}, {"seed": -7, "first_elem": 5}, {"scale": 0.5}, {"scale": 1e-40, "seed": 2**31}]
 )
@@ -146,7 +154,7 @@ def test_truncation(device: str, width: int, nearest: bool) -> None:
 @with_triton
 @pytest.mark.parametrize("block", [None, 8, 104, 4096, 4104])
 def test_one_bit(device: str, block: int | None) -> None:
-    elems = 600 if block == 8 else 9001
+    elems = 600 if block == 8 else 9001 if block is None or not INTERPRETED else 4200
     whole = mixed(elems)
     numbers = torch.randn(elems, generator=torch.Generator().manual_seed(1)) * 10.0 ** (torch.arange(elems) % 9)
     for x in (whole, whole[200:213], numbers, numbers[:4095], -torch.zeros(3), torch.zeros(0)):
@@ -227,12 +235,6 @@ def test_thresholds_too_close_or_too_far_apart_are_refused() -> None:
         buckets_of(torch.cat([one, one.nextafter(torch.ones(1))]))
     with pytest.raises(CodecError, match="fewer decades"):
         buckets_of(torch.tensor([1e-30, 0.5, 0.5001]))
-
-
-def test_importing_shoal_imports_no_kernel() -> None:
-    program = "import sys, shoal.codecs.table_codes_triton; assert 'shoal.codecs.kernels_triton' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 TYPES = {

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.distributed.choose_codec import MARGIN, Chooser, Decision, choose, route
+from shoal.distributed.choose_codec import MARGIN, Chooser, choose, route
 from shoal.distributed.link_rates import CodecRates, Curve, LinkRates
 from shoal.errors import InputError
 from tests.distributed.rates import candidate_lists, codec, link, links
@@ -123,6 +123,13 @@ def test_a_bucket_of_biases_travels_as_it_is() -> None:
     assert decision.reason == "as it is: nothing in it may be encoded"
 
 
+def test_bf16_gains_nothing_on_values_of_two_bytes() -> None:
+    assert choose(link(0.01), [BF16], 1_000_000).codec == "bf16"
+    decision = choose(link(0.01), [BF16], 1_000_000, value_bytes=2)
+    assert (decision.codec, decision.plain_bytes, decision.break_even_gbps) == (None, 2_000_000, 0.0)
+    assert choose(link(0.01), [BF16, TREE], 1_000_000, value_bytes=2).codec == "dynamic_tree"
+
+
 def test_no_candidate() -> None:
     assert choose(link(0.001), [], 1000).reason == "as it is: there is no candidate"
 
@@ -146,33 +153,27 @@ def test_an_unknown_way_is_refused() -> None:
         route("broadcast", 2)
 
 
-@given(links, candidate_lists, st.integers(1, 10**8), ways, st.lists(st.floats(0, 1), max_size=20))
-def test_where_all_is_declined_no_bucket_is_encoded(
-    some: LinkRates, candidates: tuple[CodecRates, ...], largest: int, way: str, shares: list[float]
+@given(links, candidate_lists, ways, st.lists(st.tuples(elems, raw_elems), max_size=5))
+def test_a_model_is_declined_where_its_buckets_do_not_save_the_margin_together(
+    some: LinkRates, candidates: tuple[CodecRates, ...], way: str, buckets: list[tuple[int, int]]
 ) -> None:
     chooser = Chooser(some, candidates, way)
-    if chooser.declines_up_to(largest):
-        for share in shares:
-            assert chooser.decide(max(1, int(share * largest))).codec is None
-    else:
-        assert any(_chosen(chooser, size) for size in chooser._turns(largest))
+    decisions = [chooser.decide(*bucket) for bucket in buckets]
+    if all(decision.codec is None for decision in decisions):
+        assert chooser.declines(buckets)
+    elif all(decision.codec is not None for decision in decisions):
+        assert not chooser.declines(buckets)
 
 
-def _chosen(chooser: Chooser, size: int) -> bool:
-    decision: Decision = chooser.decide(size)
-    return decision.codec is not None
-
-
-def test_a_gain_between_sizes_that_lose_is_found() -> None:
-    """Messages of a megabyte are slow on this link, smaller and larger ones are not."""
-    plain = Curve((1000, 10**6, 10**6 + 1000), (1e-6, 1e-6, 1.0))
-    none = Curve((1,), (1e-9,))
-    some = LinkRates(2, plain, Curve((1000, 10**9), (5e-6, 500.0)))
-    costs = CodecRates("bf16", 2.0, none, none)
-    chooser = Chooser(some, (costs,))
-    assert chooser.decide(1).codec is None
-    assert not chooser.declines_up_to(10**7)
-    assert chooser.declines_up_to(1000)
+def test_a_gain_in_a_small_bucket_is_not_worth_a_hook() -> None:
+    """Small messages gain on this link, large ones do not."""
+    plain = Curve((1000, 10**5, 10**8), (1e-3, 1e-3, 0.1))
+    exchange = Curve((1000, 10**5, 10**8), (1e-4, 1e-4, 0.2))
+    chooser = Chooser(LinkRates(2, plain, exchange), (codec("bf16", 2.0, 1e9),))
+    small, large = (10_000, 0), (10**7, 0)
+    assert (chooser.decide(*small).codec, chooser.decide(*large).codec) == ("bf16", None)
+    assert chooser.declines([small, large])
+    assert not chooser.declines([small])
 
 
 def test_the_margin_is_of_the_plain_seconds() -> None:

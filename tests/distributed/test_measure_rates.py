@@ -46,7 +46,7 @@ def test_all_ranks_hold_the_same_figures(ranks: int, way: str) -> None:
 def test_one_rank_measures_nothing() -> None:
     chooser = run_on_ranks(_measured, 1, "all_reduce", 1 << 20)[0][0]
     assert chooser.candidates == ()
-    assert chooser.declines_up_to(1 << 20)
+    assert chooser.declines([(1 << 20, 0)])
 
 
 class _SlowExchange(Exchange):
@@ -73,7 +73,7 @@ def test_a_slow_link_ends_the_measurement_early_and_is_worth_encoding() -> None:
     chooser = run_on_ranks(_on_a_slow_link, 2)[0]
     assert chooser.link.plain.sizes[-1] < 32 << 20
     assert chooser.decide(1 << 20).codec == "dynamic_tree"
-    assert not chooser.declines_up_to(1 << 20)
+    assert not chooser.declines([(1 << 20, 0)])
 
 
 def _with_codecs(names: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from shoal import codecs
 from shoal.distributed.precision import AdaptivePrecision
 from shoal.distributed.sharded_weights import ShardedWeights
 from shoal.distributed.traffic import Sent
-from shoal.errors import InputError
+from shoal.errors import InputError, TransferError
 from tests.ranks import run_on_ranks
 
 RANKS = 2
@@ -193,3 +194,21 @@ def test_what_cannot_be_packed_is_refused() -> None:
         assert "expected float32" in half
         assert "dimension 1" in columns
         assert "offload_policy" in offloaded
+
+
+def outlives_another() -> str:
+    model, optimizer = made()
+    ShardedWeights(model, optimizer, precision=16)
+    run(model, optimizer, 0, 1)
+    if dist.get_rank() == 1:
+        os._exit(1)
+    try:
+        run(model, optimizer, 1, 3)
+    except TransferError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def test_a_rank_that_dies_ends_the_others_with_a_clear_error() -> None:
+    message = run_on_ranks(outlives_another, RANKS, may_end={1})[0]
+    assert "rank 0 of 2" in message and "bytes of weights" in message and "last checkpoint" in message

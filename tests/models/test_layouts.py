@@ -53,6 +53,7 @@ def test_state_dict_has_torchvisions_names_shapes_and_order(name: str) -> None:
     ("name", "key", "shape"),
     [
         ("alexnet", "classifier.4.weight", (4096, 4096)),
+        ("vgg11", "features.18.weight", (512, 512, 3, 3)),
         ("vgg16", "features.28.bias", (512,)),
         ("vgg19_bn", "features.50.running_var", (512,)),
         ("resnet18", "layer2.0.downsample.0.weight", (128, 64, 1, 1)),
@@ -65,6 +66,11 @@ def test_state_dict_has_torchvisions_names_shapes_and_order(name: str) -> None:
 def test_a_tensor_that_torchvisions_checkpoint_holds(name: str, key: str, shape: tuple[int, ...]) -> None:
     with torch.device("meta"):
         assert models.build(name).state_dict()[key].shape == shape
+
+
+def test_vgg11_has_the_parameters_that_its_paper_counts() -> None:
+    with torch.device("meta"):
+        assert parameters(models.build("vgg11")) == 132_863_336  # "133" million: configuration A in its table 2
 
 
 def test_googlenet_loads_a_checkpoint_with_auxiliary_classifiers_and_leaves_the_checkpoint_whole() -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from shoal.errors import InputError
 from shoal.training import loop
 from shoal.training.options import Outcome, Progress, TrainOptions
+from tests.lossy_steps import codecs_of_no_time
 from tests.training.tiny import put_in_place
 
 needs_compiler = pytest.mark.skipif(
@@ -114,6 +116,23 @@ def test_so_does_one_with(tiny: Options, tmp_path: Path, change: dict[str, Any])
     part = tiny(**change, out=tmp_path / "parts")
     run(part, stop_after=2)
     assert_same_training(run(replace(part, resume=True)), whole)
+
+
+def test_so_does_one_that_encodes_what_an_earlier_choice_encoded(tiny: Options, tmp_path: Path) -> None:
+    """The whole run encodes as if codecs took no time; the rest of the interrupted one would choose by other times."""
+    tiny = partial(tiny, planner="joint", batch=10)  # no short last batch, which would be planned too
+    roomy = run(tiny(budget_bytes=ROOMY, epochs=1, out=tmp_path / "roomy"))
+    assert roomy.plan is not None
+    lossy = {"lossy": "linear", "budget_bytes": int(0.85 * roomy.plan.predicted_peak_bytes)}
+    part = tiny(**lossy, out=tmp_path / "parts")
+    with codecs_of_no_time():
+        whole = run(tiny(**lossy, out=tmp_path / "whole"))
+        run(part, stop_after=2)
+    assert whole.plan is not None and whole.plan.encoded, "the test shows nothing: nothing was encoded"
+    resumed = run(replace(part, resume=True))
+    assert_same_training(resumed, whole)
+    assert resumed.plan is not None and resumed.plan.encoded == whole.plan.encoded
+    assert whole.losses[1] != roomy.losses[1]
 
 
 def test_a_split_run_knows_its_patches_and_an_image(tiny: Options) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from shoal.codecs import wire
-from shoal.codecs.memory_order import dims_by_stride, same_places, strides_in_order, without_gaps
+from shoal.codecs.memory_order import dims_by_stride, same_places, strides_without_gaps, without_gaps
 from shoal.codecs.table import Table
 from shoal.errors import CodecError
 
@@ -166,24 +166,21 @@ class Codec(ABC):
         Raises:
             CodecError: it was encoded by another codec, the payload has another length, or `out` is not so.
         """
-        if encoded.codec != self:
+        if encoded.codec is not self and encoded.codec != self:
             raise CodecError(f"got a tensor encoded by {encoded.codec}, expected {self}; decode it with its own codec")
         payload = encoded.payload
         self._check_payload(payload, self.bytes_for(encoded.shape))
-        with torch.no_grad():
-            if out is None:
-                out = torch.empty_strided(encoded.shape, encoded.stride, dtype=encoded.dtype, device=payload.device)
+        if out is not None:
             _check_out(out, encoded)
-            direct = same_places(out.shape, out.stride(), encoded.stride)
-            to = (
-                out
-                if direct
-                else torch.empty_strided(encoded.shape, encoded.stride, dtype=encoded.dtype, device=payload.device)
-            )
-            self._decode_dense(payload, to)
-            if not direct:
-                out.copy_(to)
-        return out
+            if not out.requires_grad and same_places(out.shape, out.stride(), encoded.stride):
+                self._decode_dense(payload, out)
+                return out
+        made = torch.empty_strided(encoded.shape, encoded.stride, dtype=encoded.dtype, device=payload.device)
+        self._decode_dense(payload, made)
+        if out is None:
+            return made
+        with torch.no_grad():
+            return out.copy_(made)
 
     def table(self) -> Table:
         """The 128 magnitudes of an 8-bit type.
@@ -226,7 +223,7 @@ class Codec(ABC):
             got = tensor.dtype if tensor.layout == torch.strided else tensor.layout
             expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             raise CodecError(f"{self.name}: got {got}, expected a dense tensor of {expected}; convert it first")
-        dense = without_gaps(tensor.detach())
+        dense = without_gaps(tensor.detach() if tensor.requires_grad else tensor)
         size = self.bytes_for(tensor.shape)
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=tensor.device)
@@ -245,7 +242,7 @@ class Codec(ABC):
             )
 
     def _encoded(self, dense: torch.Tensor, payload: torch.Tensor) -> Encoded:
-        stride = strides_in_order(dense.shape, dims_by_stride(dense))
+        stride = strides_without_gaps(dense.shape, dense.stride())
         return Encoded(self, dense.dtype, tuple(dense.shape), stride, payload)
 
 

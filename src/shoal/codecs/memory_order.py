@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -13,8 +14,12 @@ def dims_by_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     >>> dims_by_stride(torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))
     (0, 2, 3, 1)
     """
+    return _by_stride(tensor.shape, tensor.stride())
+
+
+def _by_stride(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     # A dimension of size one, whose stride means nothing, stands inside of one that steps as far.
-    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride()[dim], -tensor.shape[dim], dim)))
+    return tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim], dim)))
 
 
 def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
@@ -33,15 +38,31 @@ def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, .
 
 def without_gaps(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` itself where its elements fill a range of memory once each, else a contiguous copy."""
-    dense = strides_in_order(tensor.shape, dims_by_stride(tensor))
-    return tensor if same_places(tensor.shape, tensor.stride(), dense) else tensor.contiguous()
+    shape, strides = tensor.shape, tensor.stride()
+    return tensor if same_places(shape, strides, strides_without_gaps(shape, strides)) else tensor.contiguous()
+
+
+@lru_cache(1024)  # a network's tensors come again with every step
+def strides_without_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor without gaps whose dimensions step in the order of these.
+
+    >>> strides_without_gaps((2, 3), (10, 1)), strides_without_gaps((2, 3), (1, 10))
+    ((3, 1), (1, 2))
+    """
+    return strides_in_order(shape, _by_stride(shape, strides))
 
 
 def same_places(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
     """Whether elements lie at the same places under either strides."""
-    return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, strides, others, strict=True))
+    return (
+        strides == others
+        or 0 in shape
+        or all(size == 1 or a == b for size, a, b in zip(shape, strides, others, strict=True))
+    )
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor without gaps as they lie in memory, (n,): a view."""
+    if tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -16,7 +16,7 @@ import torch
 
 from shoal.codecs.codec import Encoded, Properties
 from shoal.codecs.float_codec import FloatCodec
-from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, read_floats
+from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, read_floats, write_floats
 from shoal.codecs.kernels import kernel
 from shoal.codecs.memory_order import flat, same_places
 from shoal.codecs.raw import check_flat, check_length
@@ -141,8 +141,9 @@ class OneBitCodec(FloatCodec):
 
     def _encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
         numbers = 2 * blocks_of(values.numel(), self.block)
-        with floats_to_write(payload, numbers) as means:
-            encode_blocks(values, self.block, means.view(-1, 2), payload[FLOAT_BYTES * numbers :])
+        means = floats_to_write(payload, numbers)
+        encode_blocks(values, self.block, means.view(-1, 2), payload[FLOAT_BYTES * numbers :])
+        write_floats(payload, means)
 
     def _decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
         numbers = 2 * blocks_of(values.numel(), self.block)

@@ -15,7 +15,7 @@ import torch
 
 from shoal.codecs.codec import Encoded, Properties
 from shoal.codecs.float_codec import FloatCodec
-from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, read_floats
+from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, part_of, read_floats, write_floats
 from shoal.codecs.memory_order import flat
 from shoal.codecs.table import Table
 from shoal.codecs.table_codes import as_float32, blocks_of, decode_blocks, encode_blocks
@@ -133,14 +133,15 @@ class TableCodec(FloatCodec):
 
     def _encode(self, values: torch.Tensor, payload: torch.Tensor, seed: int | None = None) -> None:
         blocks = blocks_of(values.numel(), self.block)
-        codes = payload[FLOAT_BYTES * blocks :]
-        with floats_to_write(payload, blocks) as scales:
-            encode_blocks(values, self.codes, self.block, scales, codes, scale=self.fixed_scale, seed=seed)
+        codes = part_of(payload, FLOAT_BYTES * blocks, values.numel())
+        scales = floats_to_write(payload, blocks)
+        encode_blocks(values, self.codes, self.block, scales, codes, scale=self.fixed_scale, seed=seed)
+        write_floats(payload, scales)
 
     def _decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
         blocks = blocks_of(values.numel(), self.block)
-        scales, codes = read_floats(payload, blocks), payload[FLOAT_BYTES * blocks :]
-        decode_blocks(codes, scales, self.codes, self.block, values)
+        codes = part_of(payload, FLOAT_BYTES * blocks, values.numel())
+        decode_blocks(codes, read_floats(payload, blocks), self.codes, self.block, values)
 
     def _error_bound(self, values: torch.Tensor) -> torch.Tensor:
         """Half of the gap that the value lies in, and the roundings of a division, a threshold and a product."""

@@ -6,6 +6,9 @@ Replaces, for one block and up to the rounding, `torch.bucketize(x.abs() / x.abs
 
 from __future__ import annotations
 
+from ctypes import c_float
+from math import inf
+
 import torch
 
 from shoal.codecs.kernels import kernel
@@ -29,7 +32,7 @@ def as_float32(number: float) -> float:
     >>> as_float32(0.1)
     0.10000000149011612
     """
-    return float(torch.tensor(number, dtype=torch.float64).float())
+    return c_float(number).value
 
 
 def encode_blocks(
@@ -70,11 +73,11 @@ def encode_blocks(
     ([0, 255, 50], 2.54)
     """
     _check(x, scales, codes, block_elems)
-    if scale is not None and not 0 < as_float32(scale) < float("inf"):
+    rounded = None if scale is None else as_float32(scale)
+    if rounded is not None and not 0 < rounded < inf:
         raise CodecError(f"scale={scale}: expected a finite float32 > 0; leave it out for the greatest magnitude")
     run = kernel("table_codes", x, scales, codes)
-    scale = None if scale is None else as_float32(scale)
-    run.encode_blocks(x, table, block_elems, scales, codes, scale=scale, seed=seed, first_elem=first_elem)
+    run.encode_blocks(x, table, block_elems, scales, codes, scale=rounded, seed=seed, first_elem=first_elem)
 
 
 def decode_blocks(

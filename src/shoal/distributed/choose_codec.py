@@ -23,7 +23,7 @@ from shoal.distributed.link_rates import CodecRates, LinkRates
 from shoal.errors import InputError
 
 MARGIN = 0.1  # of the plain seconds: what a prediction must save at least, for it may err
-_RAW_BYTES = 4  # of a float32
+_RAW_BYTES = 4  # raw values travel beside encoded ones as float32
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ def choose(
     elems: int,
     *,
     raw_elems: int = 0,
+    value_bytes: int = 4,
     way: str = "all_reduce",
     margin: float = MARGIN,
 ) -> Decision:
@@ -109,6 +110,7 @@ def choose(
         candidates: in any order.
         elems: values that may be encoded.
         raw_elems: of the same bucket that never are (batch norms, biases): they travel beside the encoded ones.
+        value_bytes: of a value of the bucket as it is: 2 for bfloat16 gradients, which the plain collective sends so.
         way: a name of `route`.
         margin: share of the plain seconds that must be saved.
 
@@ -125,8 +127,8 @@ def choose(
     """
     total = elems + raw_elems
     moves = route(way, link.ranks)
-    plain_seconds = link.plain.at(_RAW_BYTES * total)
-    plain_bytes = math.ceil(_RAW_BYTES * moves.plain * total)
+    plain_seconds = link.plain.at(value_bytes * total)
+    plain_bytes = math.ceil(value_bytes * moves.plain * total)
     link_gbps = _gbps(plain_bytes, plain_seconds)
 
     def decided(codec: str | None, reason: str, seconds: float, break_even_gbps: float, sent_bytes: int) -> Decision:
@@ -166,24 +168,22 @@ class Chooser:
     way: str = "all_reduce"
     margin: float = MARGIN
 
-    def decide(self, elems: int, raw_elems: int = 0) -> Decision:
+    def decide(self, elems: int, raw_elems: int = 0, value_bytes: int = 4) -> Decision:
         """`choose` for a bucket; remembered."""
-        return _decide(self, elems, raw_elems)
+        return _decide(self, elems, raw_elems, value_bytes)
 
-    def declines_up_to(self, elems: int) -> bool:
-        """Whether every bucket of up to so many values travels as it is."""
-        return all(self.decide(size).codec is None for size in self._turns(elems))
+    def declines(self, buckets: Iterable[tuple[int, int]]) -> bool:
+        """Whether a model's buckets travel as they are, all of them: encoding some does not save the margin in all.
 
-    def _turns(self, elems: int) -> list[int]:
-        """The sizes between which every prediction is a straight line: a gain shows at one of them."""
-        moves = route(self.way, self.link.ranks)
-        knots = {size / _RAW_BYTES for size in self.link.plain.sizes}
-        for rates in self.candidates:
-            curves = [(share * rates.bytes_per_elem, self.link.exchange) for share in moves.rounds]
-            curves += [(moves.encoded, rates.encode), (moves.decoded, rates.decode)]
-            knots.update(size / share for share, curve in curves if share for size in curve.sizes)
-        whole = {int(knot) + step for knot in knots for step in (0, 1)}
-        return sorted(size for size in {1, elems, *whole} if 1 <= size <= elems)
+        A hook costs a pass over the buckets that it leaves as they are, for DDP divides while it copies.
+
+        Args:
+            buckets: of each, the values that may be encoded and those that may not.
+        """
+        decisions = [self.decide(*bucket) for bucket in buckets]
+        plain_seconds = sum(decision.plain_seconds for decision in decisions)
+        saved_seconds = sum(d.plain_seconds - d.encoded_seconds for d in decisions if d.codec is not None)
+        return not saved_seconds > self.margin * plain_seconds
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,16 @@ class _Prediction:
 
 
 @lru_cache(maxsize=4096)
-def _decide(chooser: Chooser, elems: int, raw_elems: int) -> Decision:
-    return choose(chooser.link, chooser.candidates, elems, raw_elems=raw_elems, way=chooser.way, margin=chooser.margin)
+def _decide(chooser: Chooser, elems: int, raw_elems: int, value_bytes: int) -> Decision:
+    return choose(
+        chooser.link,
+        chooser.candidates,
+        elems,
+        raw_elems=raw_elems,
+        value_bytes=value_bytes,
+        way=chooser.way,
+        margin=chooser.margin,
+    )
 
 
 def _gbps(sent_bytes: int, seconds: float) -> float:

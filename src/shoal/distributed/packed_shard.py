@@ -15,6 +15,7 @@ import torch
 from shoal.codecs.codec import Codec, Encoded
 from shoal.distributed.traffic import Traffic
 from shoal.distributed.widths import RAW_BYTES
+from shoal.errors import TransferError
 
 
 class ShardWire:
@@ -95,6 +96,38 @@ class PackedShard(torch.Tensor):
         whole = torch.empty(self.wire.elems, dtype=param_dtype, device=gathered.device)
         self.wire.unpack(gathered, metadata, whole)
         return whole, (whole,)
+
+
+class ToldAllGather:
+    """FSDP2's own all-gather of a module's weights, whose failure says who failed and what to do.
+
+    Args:
+        comm: what FSDP2 gathers with.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `comm` does."""
+        return self.comm.allocate(*args, **kwargs)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        """As `comm` does.
+
+        Raises:
+            TransferError: a rank died, sent nothing in time, or sent something else.
+        """
+        try:
+            return self.comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+        except RuntimeError as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TransferError(
+                f"rank {group.rank()} of {group.size()}: the all-gather of {input_tensor.nbytes} bytes of weights a "
+                f"rank failed ({reason}); a rank died, stalled or has other weights: resume from the last checkpoint"
+            ) from error
 
 
 def packed(shard: torch.Tensor, wire: ShardWire) -> PackedShard:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shoal.distributed.exchange import Exchange
-from shoal.distributed.packed_shard import PackedShard, ShardWire, packed
+from shoal.distributed.packed_shard import PackedShard, ShardWire, ToldAllGather, packed
 from shoal.distributed.precision import AdaptivePrecision, packable
 from shoal.distributed.traffic import Traffic
 from shoal.distributed.widths import Widths
@@ -44,8 +44,8 @@ class ShardedWeights:
         weights = ShardedWeights(model, optimizer, precision=AdaptivePrecision(model, -2e-3, 4000))
 
     Limits: shards along dimension 0; no CPU offload, no tensor parallel parameters, no second mesh after the forward
-    pass. A rank that dies in an all-gather is reported by torch.distributed. Uses FSDP2's records of its parameters,
-    which torch does not document.
+    pass. A rank that dies in an all-gather ends the others with a `TransferError` on gloo; NCCL's watchdog ends them
+    itself. Uses FSDP2's records of its parameters, which torch does not document.
     """
 
     def __init__(
@@ -123,6 +123,9 @@ class ShardedWeights:
             local = sharded.sharded_param._local_tensor
             if isinstance(local, PackedShard):
                 _replace(sharded, local.as_subclass(torch.Tensor))
+        for group in _groups(self._model):
+            if isinstance(group._all_gather_comm, ToldAllGather):
+                group._all_gather_comm = group._all_gather_comm.comm
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
@@ -132,6 +135,9 @@ class ShardedWeights:
             local = sharded.sharded_param._local_tensor
             if not isinstance(local, PackedShard):
                 _replace(sharded, packed(local, ShardWire(sharded, self._codecs[name], self.traffic, self._ranks)))
+        for group in _groups(self._model):
+            if not isinstance(group._all_gather_comm, ToldAllGather):
+                group._all_gather_comm = ToldAllGather(group._all_gather_comm)
         if self.adaptive is not None:
             shards = {name: sharded.sharded_param._local_tensor for name, sharded in self._sharded.items()}
             self.adaptive.watch(shards, self._sum_up)
@@ -170,8 +176,8 @@ def _gather_nothing(model: nn.Module) -> None:
             module.reshard()
 
 
-def _records(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's records of all parameters."""
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's records of what is gathered together."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -180,13 +186,13 @@ def _records(model: nn.Module) -> Iterator[Any]:
             groups = getattr(state, "_fsdp_param_groups", None)
             for group in [state._fsdp_param_group] if groups is None else groups:
                 if group is not None:
-                    yield from group.fsdp_params
+                    yield group
 
 
 def _sharded_of(model: nn.Module) -> dict[str, Any]:
     """By the name of the parameter, its record."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {names[id(record.sharded_param)]: record for record in _records(model)}
+    found = {names[id(record.sharded_param)]: record for group in _groups(model) for record in group.fsdp_params}
     if not found:
         raise InputError("the model is not sharded; apply torch.distributed.fsdp.fully_shard to it first")
     for name, record in found.items():

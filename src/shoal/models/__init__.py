@@ -39,6 +39,7 @@ class _Network:
 
 _NETWORKS = {
     "alexnet": _Network(AlexNet),
+    "vgg11": _Network(partial(VGG, 11, False)),
     "vgg16": _Network(partial(VGG, 16, False)),
     "vgg16_bn": _Network(partial(VGG, 16, True)),
     "vgg19": _Network(partial(VGG, 19, False)),

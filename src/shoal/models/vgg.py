@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 # Convolutions per stage, by the network's depth in weight layers; every stage ends in a 2x2 pool.
-CONVOLUTIONS = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 WIDTHS = (64, 128, 256, 512, 512)
 
 
@@ -14,7 +14,7 @@ class VGG(nn.Module):
     """Stages of 3x3 convolutions and a classifier; torchvision's names. Images from 32 pixels.
 
     Args:
-        depth: 16 or 19.
+        depth: 11, 16 or 19.
         batch_norm: a batch norm after every convolution.
         cifar: one linear layer on the 512 channels that a 32-pixel image leaves, in place of the three large ones.
     """

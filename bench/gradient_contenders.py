@@ -1,0 +1,102 @@
+"""Ways to average gradients over ranks: plain DDP, PyTorch's communication hooks, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal import codecs
+from shoal.distributed import compress_gradients
+from shoal.errors import InputError
+
+NONE, NOTHING, AUTO = "none", "nothing sent", "shoal auto"
+HOOKS = ("fp16 hook", "PowerSGD 1", "PowerSGD 2")
+# As found in torch 2.13 on gloo; each is run by itself, since one of them ends its process.
+BROKEN = ("quantization per tensor", "quantization per channel", "PowerSGD 1, buckets of 25 MiB")
+OURS = tuple(f"shoal {name}" for name in ("dynamic_tree", "linear", "one_bit", "truncate1", "bf16"))
+EXACT = "shoal dynamic_tree, own part exact"
+CONTENDERS = (NOTHING, NONE, *HOOKS, *OURS, EXACT, AUTO)
+EVERY = (*CONTENDERS, *BROKEN, *(f"shoal {name}" for name in codecs.names()))
+_OURS, _EXACT = "shoal ", ", own part exact"
+_ONE_BUCKET_MIB = 1 << 20
+_POWER_SGD_FROM = 2  # its least with error feedback: two steps of plain all-reduce before
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A contender on one DDP model.
+
+    Attributes:
+        warm_ups: steps before it does what it does from then on; DDP rebuilds its buckets after the first.
+        sent_bytes: what it says it has put on the wire so far, None where it keeps no count.
+        close: to be called on all ranks.
+        reason: what "auto" decided.
+    """
+
+    warm_ups: int = 2
+    sent_bytes: Callable[[], int | None] = field(default=lambda: None)
+    close: Callable[[], None] = field(default=lambda: None)
+    reason: Callable[[], str] = field(default=lambda: "")
+
+
+def bucket_mib(name: str) -> int | None:
+    """DDP's `bucket_cap_mb`: PowerSGD needs all in one bucket on gloo, where the order of several differs by rank.
+
+    >>> bucket_mib("none"), bucket_mib("PowerSGD 1")
+    (None, 1048576)
+    """
+    return _ONE_BUCKET_MIB if name in HOOKS and name.startswith("PowerSGD") else None
+
+
+def install(name: str, model: DistributedDataParallel) -> Installed:
+    """Make `model` average its gradients as `name` does. A collective call.
+
+    Raises:
+        InputError: no such contender.
+    """
+    if name == NONE:
+        return Installed()
+    if name == NOTHING:
+        model.register_comm_hook(None, _nothing)
+    elif name == "fp16 hook":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name.startswith("PowerSGD "):
+        state = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=int(name.split()[1][0]),
+            start_powerSGD_iter=_POWER_SGD_FROM,
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return Installed(warm_ups=_POWER_SGD_FROM + 1)
+    elif name == BROKEN[0]:
+        model.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_pertensor_hook)
+    elif name == BROKEN[1]:
+        model.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_perchannel_hook)
+    elif name.startswith(_OURS) and name in (*EVERY, AUTO):
+        return _ours(name, model)
+    else:
+        raise InputError(f"unknown contender {name!r}; known are {', '.join(EVERY)}")
+    return Installed()
+
+
+def _ours(name: str, model: DistributedDataParallel) -> Installed:
+    codec = name.removeprefix(_OURS).removesuffix(_EXACT)
+    settings: dict[str, Any] = {"local": "exact"} if name.endswith(_EXACT) else {}
+    compressed = compress_gradients(model, codec, **settings)
+    return Installed(
+        sent_bytes=lambda: compressed.traffic.total("gradients").sent_bytes,
+        close=compressed.close,
+        reason=compressed.explain,
+    )
+
+
+def _nothing(_, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and these would be strings
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done

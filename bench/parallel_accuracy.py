@@ -1,0 +1,278 @@
+"""Test error of data and of model parallel training whose gradients, or activations, travel in 8 bits and in 32.
+
+    python -m bench.parallel_accuracy                  2 and 4 ranks, 3 seeds, CIFAR-10
+    python -m bench.parallel_accuracy --quick          digits, one seed, a few steps: does it run?
+    python -m bench.parallel_accuracy --ranks 2 --how model    in pieces; --resume FILE continues
+
+Dettmers 2016, section 3.4: a network of two convolutions, two locally connected layers and one linear layer, narrower
+than the paper's. *Data parallel*: all of it under DistributedDataParallel, gradients through `compress_gradients`.
+*Model parallel*: convolutions data parallel in 32 bits, local and linear layers shared out by `hybrid`, activations
+and activation gradients of them encoded. Ranks are real processes joined by gloo; a batch is divided among them, so
+that all runs of a seed see the same images in the same order. The F test asks, as the paper does, whether the means of
+all types and of 32 bits differ by more than seeds do. At the end of every run each parameter that all ranks hold whole
+must have the same bits on all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import nn
+from torch.nn import functional as F
+
+from bench import parallel_ranks, tables
+from bench.budgets import make_folder
+from bench.conditions import conditions, describe, file_name
+from bench.resume import earlier_errors
+from shoal.data.digits import open_digits
+from shoal.distributed.gradients import compress_gradients
+from shoal.distributed.hybrid import hybrid
+from shoal.distributed.local_convolution import LocalConv2d
+from shoal.errors import InputError
+from shoal.files import write_json
+
+EXACT = "32 bits"
+TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
+DATA, MODEL = "data parallel", "model parallel"
+HOW = {"data": (DATA,), "model": (MODEL,), "both": (DATA, MODEL)}
+CODECS = {DATA: (EXACT, *TYPES, "one_bit"), MODEL: (EXACT, *TYPES)}
+# Of the paper's F tests on MNIST, over 32 bits and the four types.
+PAPER = {DATA: "F(4,4)=0.71, p=0.59", MODEL: "F(4,4)=0.54, p=0.71"}
+CONFIDENCE = 0.99
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long and on what is trained; `batch` is of all ranks together."""
+
+    data: str
+    images: int
+    test_images: int
+    epochs: int
+    batch: int
+    rate: float
+
+
+QUICK = Pace("digits", 128, 64, 1, 32, 0.05)
+SHORT = Pace("cifar10", 3_200, 2_000, 4, 64, 0.05)
+
+
+def network() -> nn.Module:
+    """The paper's CIFAR-10 network, a quarter as wide; a stride for its first pooling, no contrast normalisation."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 5, stride=2, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        LocalConv2d(16, 8, (8, 8), 3, padding=1),
+        nn.ReLU(),
+        LocalConv2d(8, 8, (8, 8), 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
+
+
+def images_of(pace: Pace) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Normalised float images and labels by split."""
+    found = {}
+    if pace.data == "cifar10":
+        from bench.split_accuracy import images_of as cifar10
+
+        for name, (x, y) in cifar10(torch.device("cpu")).items():
+            rows = pace.images if name == "train" else pace.test_images
+            found[name] = x[:rows].contiguous(), y[:rows].clone()
+        return found
+    source = open_digits()
+    for name, samples, rows in (("train", source.train, pace.images), ("test", source.test, pace.test_images)):
+        read = [samples.read(index) for index in range(rows)]
+        x = torch.stack([torch.tensor(image, dtype=torch.float32) for image, _ in read])
+        found[name] = (x - source.mean[0]) / source.deviation[0], torch.tensor([int(label) for _, label in read])
+    return found
+
+
+def errors_by_run(path: str, pace: Pace, runs: list[tuple[str, str, int]]) -> Iterator[tuple[str, str, int, float]]:
+    """Train each (how, codec, seed) on this group's ranks; yields its test error in percent."""
+    data = torch.load(path, mmap=True)
+    for how, codec, seed in runs:
+        yield how, codec, seed, error_percent(how, codec, seed, pace, data)
+
+
+def error_percent(how: str, codec: str, seed: int, pace: Pace, data: dict[str, Any]) -> float:
+    """One network's test error after training."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(seed)
+    net = network()
+    named = None if codec == EXACT else codec
+    closing: Any = None
+    model: Any
+    if how == DATA:
+        model = nn.parallel.DistributedDataParallel(net)
+        groups: Any = list(model.parameters())
+        whole = groups
+        closing = compress_gradients(model, named)
+    else:
+        model = closing = hybrid(net, named, gradient_codec=None)
+        groups = model.parameter_groups()
+        whole = groups[0]["params"]
+    optimizer = torch.optim.SGD(groups, lr=pace.rate, momentum=0.9, weight_decay=5e-4)
+    x, y = data["train"]
+    draw = torch.Generator().manual_seed(seed)
+    steps, done = math.ceil(len(x) / pace.batch) * pace.epochs, 0
+    for _ in range(pace.epochs):
+        for part in torch.randperm(len(x), generator=draw).split(pace.batch):
+            for group in optimizer.param_groups:
+                group["lr"] = pace.rate * 0.5 * (1 + math.cos(math.pi * done / steps))
+            images, labels = x[part], y[part]
+            if torch.rand((), generator=draw) < 0.5:
+                images = images.flip(-1) if pace.data == "cifar10" else images
+            optimizer.zero_grad()
+            F.cross_entropy(model(images.tensor_split(ranks)[rank]), labels.tensor_split(ranks)[rank]).backward()
+            optimizer.step()
+            done += 1
+    wrong = _wrong(model, data["test"])
+    for parameter in whole:
+        first = parameter.detach().clone()
+        dist.broadcast(first, 0)
+        if not torch.equal(first, parameter):
+            raise AssertionError(f"{how}, {codec}: ranks hold other weights at the end")
+    if closing is not None:
+        closing.close()
+    return 100 * wrong / len(data["test"][0])
+
+
+@torch.no_grad()
+def _wrong(model: nn.Module, test: tuple[torch.Tensor, torch.Tensor]) -> int:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model.eval()
+    wrong = torch.zeros((), dtype=torch.int64)
+    for images, labels in zip(test[0].split(512), test[1].split(512), strict=True):
+        found = model(images.tensor_split(ranks)[rank]).argmax(1)
+        wrong += (found != labels.tensor_split(ranks)[rank]).sum()
+    dist.all_reduce(wrong)
+    return int(wrong)
+
+
+def interval(errors: list[float]) -> tuple[float, float]:
+    """The confidence interval of the mean.
+
+    >>> [round(end, 2) for end in interval([10.0, 11.0, 12.0])]
+    [5.27, 16.73]
+    """
+    from scipy import stats
+
+    if len(errors) < 2:
+        return (-math.inf, math.inf)
+    quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(errors) - 1))
+    away = quantile * statistics.stdev(errors) / math.sqrt(len(errors))
+    return statistics.mean(errors) - away, statistics.mean(errors) + away
+
+
+def f_test(groups: list[list[float]]) -> str:
+    """One-way analysis of variance over the groups.
+
+    >>> f_test([[1.0, 2.0, 3.0], [2.0, 3.0, 4.0]])
+    'F(1,4)=1.50, p=0.29'
+    """
+    from scipy import stats
+
+    if min(len(group) for group in groups) < 2:
+        return "needs two seeds"
+    found = stats.f_oneway(*groups)
+    freedom = len(groups) - 1, sum(len(group) for group in groups) - len(groups)
+    return f"F({freedom[0]},{freedom[1]})={found.statistic:.2f}, p={found.pvalue:.2f}"
+
+
+def table(how: str, ranks: str, rows: dict[str, list[float]]) -> Table:
+    tested = f_test([rows[codec] for codec in (EXACT, *TYPES)])
+    shown = Table(title=f"{how}, {ranks} ranks: test error; {tested}; the paper's on MNIST: {PAPER[how]}")
+    for column in (
+        "type",
+        "mean and deviation",
+        "seeds",
+        "to 32 bits",
+        "99 % interval of the mean",
+        "overlaps 32 bits'",
+    ):
+        shown.add_column(column, justify="left" if column == "type" else "right")
+    low, high = interval(rows[EXACT])
+    for codec, errors in rows.items():
+        mean, spread = statistics.mean(errors), statistics.stdev(errors) if len(errors) > 1 else 0.0
+        first, last = interval(errors)
+        away = "" if codec == EXACT else f"{mean - statistics.mean(rows[EXACT]):+.2f}"
+        overlaps = "" if codec == EXACT else "yes" if first <= high and low <= last else "no"
+        each = ", ".join(f"{error:.1f}" for error in errors)
+        shown.add_row(codec, f"{mean:.2f} ± {spread:.2f} %", each, away, f"{first:.1f} to {last:.1f}", overlaps)
+    return shown
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run it; 0 unless an argument or the data was wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.parallel_accuracy", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="digits and a few steps: does it run?")
+    parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
+    parser.add_argument("--how", default="both", choices=tuple(HOW))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--images", type=int, help="training images; by default as fits the pace")
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--resume", type=Path, help="a file of figures of the same pace: its runs are not run again")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
+    asked = parser.parse_args(arguments)
+    pace = QUICK if asked.quick else SHORT
+    pace = Pace(
+        pace.data, asked.images or pace.images, pace.test_images, asked.epochs or pace.epochs, pace.batch, pace.rate
+    )
+    try:
+        if asked.seeds < 1 or not all(one.isdigit() and int(one) > 0 for one in asked.ranks.split(",")):
+            raise InputError(f"got --ranks {asked.ranks} --seeds {asked.seeds}, expected positive numbers, such as 2,4")
+        out = make_folder(asked.out)
+        known = earlier_errors(asked.resume, asdict(pace), "bench.parallel_accuracy") if asked.resume else {}
+        data = images_of(pace)
+    except InputError as error:
+        print(f"bench.parallel_accuracy: {error}", file=sys.stderr)
+        return 2
+    console = tables.console()
+    found = conditions(torch.device("cpu"), 0)
+    console.print(describe(found), highlight=False, markup=False)
+    console.print(f"{asdict(pace)}, {asked.seeds} seeds, one thread a rank", highlight=False)
+    errors: dict[str, Any] = dict(known)
+    result = {"conditions": found, "pace": asdict(pace), "errors_percent": errors}
+    path = out / file_name("parallel_accuracy", torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(data, Path(folder) / "images.pt")
+        for ranks in asked.ranks.split(","):
+            rows = errors.setdefault(ranks, {how: {codec: [] for codec in codecs} for how, codecs in CODECS.items()})
+            runs = [
+                (how, codec, seed)
+                for seed in range(asked.seeds)
+                for how in HOW[asked.how]
+                for codec in CODECS[how]
+                if seed >= len(rows[how][codec])
+            ]
+            at = str(Path(folder) / "images.pt")
+            for how, codec, _, error in parallel_ranks.results(errors_by_run, int(ranks), at, pace, runs):
+                rows[how][codec].append(error)
+                write_json(path, result)
+            for how in CODECS:
+                if all(rows[how].values()):
+                    console.print(table(how, ranks, rows[how]))
+    console.print(f"Figures in {path}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

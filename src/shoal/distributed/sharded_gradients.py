@@ -1,0 +1,213 @@
+"""Gradients of FSDP2 in fewer bytes: what `compress_gradients` sets up on modules that `fully_shard` was applied to.
+
+FSDP2 keeps its parameter groups in attributes that torch does not document; all that Shoal reads of them is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.codecs import registry
+from shoal.codecs.codec import Codec
+from shoal.codecs.float_codec import FLOATS
+from shoal.distributed.choose_codec import Chooser, Decision
+from shoal.distributed.coded_reduce_scatter import KIND, CodedReduceScatter
+from shoal.distributed.exchange import Exchange
+from shoal.distributed.feedback import Feedback
+from shoal.distributed.layout import Piece
+from shoal.distributed.measure_rates import measure_choice
+from shoal.distributed.traffic import Traffic
+from shoal.errors import InputError
+from shoal.sizes import format_bytes
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the model or to modules of it."""
+    return any(hasattr(module, "set_custom_reduce_scatter") for module in model.modules())
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What one call of `fully_shard` shards.
+
+    Attributes:
+        name: of its module.
+        module: that takes a custom reduce-scatter.
+        group: FSDP2's record of its parameters.
+        ranks_group: the process group of its shards.
+        pieces: of one rank's shard, padded, in FSDP2's order.
+        dtype: gradients are reduced in.
+    """
+
+    name: str
+    module: Any
+    group: Any
+    ranks_group: Any
+    pieces: tuple[Piece, ...]
+    dtype: torch.dtype
+
+
+def units(model: nn.Module) -> Iterator[Unit]:
+    """What `fully_shard` made of the model, in the order of its modules.
+
+    Raises:
+        InputError: one module's parameters lie on several meshes.
+    """
+    seen = set()
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name, module in model.named_modules():
+        if not hasattr(module, "set_custom_reduce_scatter"):
+            continue
+        state: Any = module._get_fsdp_state()
+        if id(state) in seen:
+            continue
+        seen.add(id(state))
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        if len(groups) > 1:
+            raise InputError(
+                f"got {name or 'a model'} with parameters on {len(groups)} meshes, expected one mesh a module"
+            )
+        for group in groups:
+            if not hasattr(group.mesh_info, "shard_process_group"):
+                continue  # replicated
+            trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad]
+            pieces = tuple(
+                Piece(
+                    names.get(id(one.sharded_param), name),
+                    one.padded_sharded_param_size.numel(),
+                    one.sharded_param.dim() >= 2,
+                )
+                for one in trained
+            )
+            policy = group.mp_policy
+            if pieces:
+                dtype = policy.reduce_dtype or policy.param_dtype or trained[0].sharded_param.dtype
+                yield Unit(name or "the root", module, group, group.mesh_info.shard_process_group, pieces, dtype)
+
+
+class CompressedShards:
+    """What `compress_gradients` set up on a sharded model: encode, all-to-all, decode and sum in float32.
+
+    Attributes:
+        traffic: bytes put on the wire by this rank, of kind "gradients"; each backward pass that reduces is a step.
+        rank, ranks: of this process among those that hold the shards of the first sharded module, and how many.
+        decisions: how each sharded module's gradients travel, by its name.
+    """
+
+    def __init__(
+        self, model: nn.Module, codec: Codec | str | None, error_feedback: bool, timeout_seconds: float
+    ) -> None:
+        self.traffic = Traffic()
+        self.decisions: dict[str, Decision] = {}
+        self._units = list(units(model))
+        if not self._units:
+            raise InputError(f"got a {type(model).__name__} without sharded parameters, expected some that are trained")
+        self._exchanges: dict[Any, Exchange] = {}
+        self._step_under_way = False
+        for unit in self._units:
+            if unit.ranks_group not in self._exchanges:
+                self._exchanges[unit.ranks_group] = Exchange(unit.ranks_group, timeout_seconds=timeout_seconds)
+        first = self._exchanges[self._units[0].ranks_group]
+        self.rank, self.ranks = first.rank, first.ranks
+        self._feedback = Feedback(self.ranks, self.rank) if error_feedback else None
+        choosers = self._measured() if codec == "auto" else {}
+        for unit in self._units:
+            exchange = self._exchanges[unit.ranks_group]
+            decision, taken = _decide(unit, exchange.ranks, codec, choosers.get(unit.ranks_group))
+            self.decisions[unit.name] = decision
+            plain = unit.group._reduce_scatter_comm
+            comm = CodedReduceScatter(
+                unit.name, unit.pieces, taken, plain, exchange, self._feedback, self.traffic, self._count_step
+            )
+            unit.module.set_custom_reduce_scatter(comm)
+
+    def explain(self) -> str:
+        """The bytes of the last step, and for each sharded module how its gradients travel and why, a line each."""
+        step = self.traffic.last_step(KIND)
+        sent, raw = format_bytes(step.sent_bytes), format_bytes(step.raw_bytes)
+        lines = [f"{self.ranks} ranks: {sent} of gradients a step instead of {raw} ({step.share:.3f})"]
+        return "\n".join([*lines, *(f"{name}, {d.elems} values: {d.reason}" for name, d in self.decisions.items())])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank: what it owes; to be saved by every rank beside the model's."""
+        return {"feedback": None if self._feedback is None else self._feedback.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """
+        Args:
+            state: of `state_dict`, of the same rank.
+
+        Raises:
+            InputError: it is of another rank, of another number of ranks, or of another model.
+        """
+        if self._feedback is None or state["feedback"] is None:
+            return
+        elems = {
+            piece.name: self._exchanges[unit.ranks_group].ranks * piece.elems
+            for unit in self._units
+            for piece in unit.pieces
+        }
+        self._feedback.load_state_dict(state["feedback"], elems, self._units[0].group.device)
+
+    def close(self) -> None:
+        """Put FSDP2's own reduce-scatters back and free the process groups. A collective call."""
+        for unit in self._units:
+            comm = unit.group._reduce_scatter_comm
+            if isinstance(comm, CodedReduceScatter):
+                unit.module.set_custom_reduce_scatter(comm.plain)
+        for exchange in self._exchanges.values():
+            exchange.close()
+        self._exchanges.clear()
+
+    def _measured(self) -> dict[Any, Chooser]:
+        largest: dict[Any, int] = {}
+        for unit in self._units:
+            elems = self._exchanges[unit.ranks_group].ranks * sum(piece.elems for piece in unit.pieces)
+            largest[unit.ranks_group] = max(elems, largest.get(unit.ranks_group, 0))
+        device = self._units[0].group.device
+        return {
+            group: measure_choice(exchange, group, device=device, way="reduce_scatter", largest_elems=largest[group])
+            for group, exchange in self._exchanges.items()
+        }
+
+    def _count_step(self) -> None:
+        """At the end of the backward pass in which something was reduced, the step ends."""
+        if self._step_under_way:
+            return
+        self._step_under_way = True
+
+        def end() -> None:
+            self._step_under_way = False
+            self.traffic.end_step()
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+def _decide(
+    unit: Unit, ranks: int, codec: Codec | str | None, chooser: Chooser | None
+) -> tuple[Decision, Codec | None]:
+    encoded = ranks * sum(piece.elems for piece in unit.pieces if piece.encoded)
+    raw = ranks * sum(piece.elems for piece in unit.pieces if not piece.encoded)
+    if unit.dtype not in FLOATS:
+        return _asked(None, f"as it is: no codec takes {unit.dtype}", encoded + raw), None
+    if chooser is not None:
+        decision = chooser.decide(encoded, raw, unit.dtype.itemsize)
+        return decision, None if decision.codec is None else registry.get(decision.codec)
+    if ranks == 1 or not isinstance(codec, Codec):
+        return _asked(None, "as it is: there is one rank" if ranks == 1 else "as it is, as asked", encoded + raw), None
+    if not encoded:
+        return _asked(None, "as it is: no parameter in it has two dimensions", raw), None
+    return _asked(codec.name, f"{codec.name}, as asked", encoded + raw), codec
+
+
+def _asked(codec: str | None, reason: str, elems: int) -> Decision:
+    """A decision without measurements."""
+    return Decision(codec, elems, math.nan, math.nan, 0.0, 0.0, 0, 0, reason)
