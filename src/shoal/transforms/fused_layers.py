@@ -88,8 +88,8 @@ class Affine(nn.Module):
     def _plain(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
         layer, x = self.layer, joined(xs)
         if layer.training and runs_again():  # its running statistics have moved
-            copies = (None if old is None else old.clone() for old in (layer.running_mean, layer.running_var))
-            z = F.batch_norm(x, *copies, layer.weight, layer.bias, True, 0.0, layer.eps)
+            mean, variance = (None if old is None else old.clone() for old in (layer.running_mean, layer.running_var))
+            z = F.batch_norm(x, mean, variance, layer.weight, layer.bias, True, 0.0, layer.eps)
         else:
             z = layer.forward(x)
         return z.relu_() if self.rectify else z
