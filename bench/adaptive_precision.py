@@ -39,7 +39,7 @@ from shoal.distributed.precision import packable
 from shoal.errors import InputError
 from shoal.files import write_json
 
-SIZES = {"alexnet": steps.Size(4, 224), "vgg_a": steps.Size(1, 224), "resnet34": steps.Size(4, 224)}
+SIZES = {"alexnet": steps.Size(16, 224), "vgg_a": steps.Size(4, 224), "resnet34": steps.Size(4, 224)}
 QUICK_SIZE = steps.Size(2, 32)
 CODECS = ("truncate1", "truncate2", "truncate3", "round1", "round2", "round3", "bf16")
 _GIVEN_SHARE = 0.8  # of the baseline's steps: the error it has reached by then is the given one
@@ -212,8 +212,8 @@ def train_all(asked: argparse.Namespace, result: dict[str, Any], path: Path, con
 
 def measure_all(asked: argparse.Namespace, result: dict[str, Any], path: Path, console: Console) -> None:
     sizes = dict.fromkeys(NETWORKS, QUICK_SIZE) if asked.quick else SIZES
-    vgg = _network("vgg_a", asked.quick)
     if "link" not in result:
+        vgg = _network("vgg_a", asked.quick)
         seconds = steps.computation_seconds(vgg, sizes["vgg_a"], 1 if asked.quick else 2)
         result["link"] = vars(steps.paper_link(vgg, seconds, sizes["vgg_a"]))
         timed = steps.codec_seconds(vgg, CODECS, 1 if asked.quick else 3)
@@ -227,8 +227,9 @@ def measure_all(asked: argparse.Namespace, result: dict[str, Any], path: Path, c
             }
             for name in CODECS
         }
+        result["norms"] = steps.norm_seconds(vgg, 1 if asked.quick else 5)
         write_json(path, result)
-    del vgg
+        del vgg, weight
     for network in asked.networks:
         size = sizes[network]
         link = steps.faster(steps.Link(**result["link"]), NETWORKS[network].batch / size.images)
@@ -258,6 +259,10 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     """Every table that there are figures for."""
     if "codecs" in result:
         console.print(codec_table(result["codecs"]))
+        for name, (seconds, error) in result["norms"].items():
+            console.print(
+                f"Norms of VGG-A by {name}: {1e3 * seconds:.1f} ms, relative error {error:.1e}", highlight=False
+            )
     for network, found in result["steps"].items():
         contenders = of_contenders(found["measured"], found["shares"])
         console.print(profile_table(network, contenders, found["computation_seconds"]))

@@ -9,9 +9,10 @@ link is faster by that ratio; packing, norms and the optimizer do not shrink wit
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from bench.workload import turns
 from shoal import codecs
 from shoal.codecs.codec import Encoded
 from shoal.distributed.host_weights import HostWeights, StepSeconds
+from shoal.distributed.norms import square_sums
 from shoal.distributed.precision import AdaptivePrecision, packable
 from shoal.hardware import Link
 from shoal.runtime.links.open_link import OpenLink, open_link
@@ -210,6 +212,27 @@ def codec_seconds(model: nn.Module, names: Sequence[str], repeats: int) -> dict[
             taken[name][0].append(between - began)
             taken[name][1].append(time.perf_counter() - between)
     return {name: (statistics.median(pack), statistics.median(unpack)) for name, (pack, unpack) in taken.items()}
+
+
+def norm_seconds(model: nn.Module, repeats: int) -> dict[str, tuple[float, float]]:
+    """The l2 norms of all weights, ours and PyTorch's: the median time, and the largest error against float64."""
+    weights = [dict(model.named_parameters())[name].detach() for name in packable(model)]
+    exact = [
+        math.sqrt(sum(float(part.double().square().sum()) for part in w.reshape(-1).split(1 << 20))) for w in weights
+    ]
+    ways: dict[str, Callable[[], list[float]]] = {
+        "shoal": lambda: [math.sqrt(total) for total in square_sums(weights)],
+        "torch._foreach_norm": lambda: [float(norm) for norm in torch._foreach_norm(weights)],
+    }
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    errors = {}
+    for name, counts in turns(list(ways), repeats, warm_ups=1):
+        began = time.perf_counter()
+        found = ways[name]()
+        if counts:
+            taken[name].append(time.perf_counter() - began)
+        errors[name] = max(abs(ours / right - 1) for ours, right in zip(found, exact, strict=True))
+    return {name: (statistics.median(taken[name]), errors[name]) for name in ways}
 
 
 def bias_percent(values: torch.Tensor, codec: str) -> float:

@@ -46,7 +46,7 @@ class Pace:
 
 
 QUICK = Pace(200, 50, 1, 2, 100)
-SHORT = Pace(5_000, 50, 6, 3, 2_000)
+SHORT = Pace(3_000, 50, 4, 4, 500)
 
 
 def run_of(

@@ -82,7 +82,7 @@ def measure_link(
         return LinkRates(1, plain=Curve((1,), (0.0,)), exchange=Curve((1,), (0.0,)))
     sizes = _up_to(_LINK_BYTES, 4 * largest_elems)
     values = torch.zeros(sizes[-1] // 4, device=place)
-    data = torch.zeros(sizes[-1], dtype=torch.uint8, device=place)
+    data, received = (torch.zeros(sizes[-1], dtype=torch.uint8, device=place) for _ in range(2))
     plain_points: list[tuple[int, float]] = []
     exchange_points: list[tuple[int, float]] = []
     timed = _Timed(group, place)
@@ -90,10 +90,12 @@ def measure_link(
         for size in sizes:
             part_bytes = size // (ranks - 1)
             parts, part_sizes = [data[:part_bytes]] * ranks, [part_bytes] * ranks
+            # As a hook has them: memory that is there, of each peer its own.
+            out = [received[max(0, peer) * part_bytes :][:part_bytes] for peer in _places(exchange)]
             plain = _plain(way, values[: size // 4 // ranks * ranks], group, ranks)
 
-            def exchanged(parts: list[torch.Tensor] = parts, part_sizes: list[int] = part_sizes) -> object:
-                return exchange.all_to_all(parts, part_sizes, what="the measurement of the link")
+            def exchanged(parts: list[Any] = parts, part_sizes: list[int] = part_sizes, out: list[Any] = out) -> object:
+                return exchange.all_to_all(parts, part_sizes, what="the measurement of the link", out=out)
 
             taken = timed.in_turns([plain, exchanged], warm_runs=_WARM_RUNS if size == sizes[0] else 0)
             plain_points.append((size, taken[0]))
@@ -145,6 +147,11 @@ def _up_to(sizes: tuple[int, ...], largest: int) -> tuple[int, ...]:
     """Those below the largest, and the next."""
     below = sum(size < largest for size in sizes)
     return sizes[: below + 1]
+
+
+def _places(exchange: Exchange) -> list[int]:
+    """Of each rank, how many others come before it; this rank has none."""
+    return [-1 if r == exchange.rank else r - (r > exchange.rank) for r in range(exchange.ranks)]
 
 
 def _next_seconds(points: list[tuple[int, float]]) -> float:
