@@ -1,7 +1,7 @@
 """A traced network's graph that calls its layers without the ways in of `nn.Module`, for eager mode.
 
-Each call of a module by its path looks the path up part by part and asks after hooks, which shows where layers are small.
-Modules with hooks are called as ever.
+Each call of a module by its path looks the path up part by part and asks after hooks, which shows where layers are
+small. Modules with hooks are called as ever.
 """
 
 from __future__ import annotations
