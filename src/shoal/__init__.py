@@ -1,5 +1,8 @@
 """Shoal: train deep networks in shallow memory. Convolutional networks in PyTorch, inside a byte budget."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from shoal import codecs
 from shoal.compile import compile
 from shoal.errors import BudgetError, CaptureError, CodecError, ShoalError, TransferError
@@ -10,6 +13,9 @@ from shoal.transforms.fuse_batchnorm import fuse_batchnorm
 from shoal.transforms.invert_batchnorm import invert_batchnorm, restore_batchnorm
 from shoal.transforms.split import split
 
+if TYPE_CHECKING:
+    from shoal import distributed
+
 __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
@@ -19,6 +25,7 @@ __all__ = [
     "TransferError",
     "codecs",
     "compile",
+    "distributed",
     "fuse_batchnorm",
     "invert_batchnorm",
     "lossy_report",
@@ -27,3 +34,10 @@ __all__ = [
     "restore_batchnorm",
     "split",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`shoal.distributed`, which most programs never ask for, is imported when it is."""
+    if name == "distributed":
+        return import_module("shoal.distributed")
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import shoal
 from shoal import codecs
 from shoal.distributed import round as rounds
 from shoal.distributed.gradients import compress_gradients
@@ -25,6 +26,8 @@ from shoal.errors import CodecError, InputError, TransferError
 from tests.distributed.test_segments import FLOAT_CODECS
 from tests.ranks import run_on_ranks
 
+# SHOAL_TEST_STEPS=500 trains that long in every codec, which takes minutes.
+STEPS = int(os.environ.get("SHOAL_TEST_STEPS", "20"))
 NEARLY_EXACT = "round3"  # within 2**-16 of each value
 
 
@@ -105,11 +108,13 @@ def train_for_long(names: list[str], steps: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_weights_stay_equal_to_the_bit_for_500_steps(ranks: int) -> None:
-    first, *others = run_on_ranks(train_for_long, ranks, FLOAT_CODECS, 500, timeout_seconds=280)
-    for name in FLOAT_CODECS:
-        assert len(set(first[name])) > 400  # they move
+@pytest.mark.parametrize(
+    ("ranks", "names", "steps"), [(2, FLOAT_CODECS, STEPS), (3, FLOAT_CODECS, STEPS), (3, ["dynamic_tree"], 500)]
+)
+def test_weights_stay_equal_to_the_bit(ranks: int, names: list[str], steps: int) -> None:
+    first, *others = run_on_ranks(train_for_long, ranks, names, steps, timeout_seconds=max(steps, 250))
+    for name in names:
+        assert len(set(first[name])) > 0.8 * steps  # they move
         for other in others:
             assert other[name] == first[name]
 
@@ -377,16 +382,20 @@ def fail_in_mid_step(break_it: Callable[[], None], timeout_seconds: float) -> tu
     loss_of(ddp, batch(0, dist.get_rank())).backward()
     errors, seconds = [], []
     for step in (1, 2):
-        output = loss_of(ddp, batch(step, dist.get_rank()))
+        started = time.monotonic()
+        try:
+            output = loss_of(ddp, batch(step, dist.get_rank()))
+        except TransferError as error:  # the step after
+            errors.append(str(error))
+            break
         if step == 1 and dist.get_rank() == 1:
             ddp.module.twice.weight.register_post_accumulate_grad_hook(lambda _: break_it())
-        started = time.monotonic()
         try:
             output.backward()
         except TransferError as error:
             errors.append(str(error))
         seconds.append(time.monotonic() - started)
-    assert gradients.traffic.steps == 3
+    assert gradients.traffic.steps == 2
     return errors, seconds
 
 
@@ -457,3 +466,9 @@ def loses_a_plain_bucket() -> str:
 def test_a_bucket_that_travels_as_it_is_fails_as_the_others_do() -> None:
     first, _ = run_on_ranks(loses_a_plain_bucket, 2, may_end=(1,))
     assert "gradients of bucket" in first
+
+
+def test_it_is_there_once_shoal_is_imported() -> None:
+    assert shoal.distributed.compress_gradients is compress_gradients
+    with pytest.raises(AttributeError, match="module 'shoal' has no attribute 'distribute'"):
+        _ = shoal.distribute  # type: ignore[attr-defined]

@@ -95,6 +95,13 @@ class DdpReducer:
         self._threads.put(job)
         return job.future
 
+    def raise_failure(self) -> None:
+        """Raise what went wrong in an earlier bucket, if anything did."""
+        if isinstance(self._failure, ShoalError):
+            raise type(self._failure)(str(self._failure)) from self._failure
+        if self._failure is not None:
+            raise self._failure
+
     def close(self) -> None:
         """From now on all-reduce every bucket as it is."""
         self._closed = True
@@ -166,10 +173,7 @@ class DdpReducer:
         self._traffic.end_step()
         self._counted_bytes = sent_bytes
         self._raw_bytes = self._plain_bytes = 0
-        if isinstance(self._failure, ShoalError):
-            raise type(self._failure)(str(self._failure)) from self._failure
-        if self._failure is not None:
-            raise self._failure
+        self.raise_failure()
         self._step_ended()
 
     def _fail(self, error: BaseException) -> None:

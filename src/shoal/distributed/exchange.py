@@ -47,11 +47,12 @@ class Exchange:
         if not timeout_seconds > 0:
             raise InputError(f"got timeout_seconds={timeout_seconds}, expected more than 0")
         backends = dist.get_backend_config(group)
+        kinds = {place.partition(":")[2] for place in backends.split(",")}
         self._members: list[int] = dist.get_process_group_ranks(group)
         self._group: Any = dist.new_group(
             self._members,
             timeout=timedelta(seconds=timeout_seconds),
-            backend=backends,
+            backend=kinds.pop() if len(kinds) == 1 else backends,
             use_local_synchronization=len(self._members) < dist.get_world_size(),
         )
         self._host_sends = "cpu:" in backends

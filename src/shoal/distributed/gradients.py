@@ -235,6 +235,7 @@ class CompressedGradients:
             self._step_ended,
         )
         self._model.register_comm_hook(self._reducer, shoal_gradients_hook)
+        self._handles.append(self._model.register_forward_pre_hook(self._raise_failure))
         if self._broadcast_every:
             self._handles.append(self._model.register_forward_pre_hook(self._broadcast_weights))
 
@@ -259,6 +260,11 @@ class CompressedGradients:
     def _step_ended(self) -> None:
         self._steps += 1
         self._broadcast_due = bool(self._broadcast_every) and self._steps % self._broadcast_every == 0
+
+    def _raise_failure(self, _model: torch.nn.Module, _inputs: Any) -> None:
+        """Before DDP broadcasts buffers, which after an error would hang or raise its own."""
+        if self._reducer is not None:
+            self._reducer.raise_failure()
 
     def _broadcast_weights(self, _model: torch.nn.Module, _inputs: Any) -> None:
         """Before a forward pass that trains: rank 0's weights for all, where ranks' means differ."""

@@ -1,4 +1,4 @@
-"""Measure what links and codecs cost here, at the start of a run: under a second on a fast link, a few on a slow one.
+"""Measure what links and codecs cost here, at the start of a run: a second on a fast link, a few on a slow one.
 
 All ranks measure together and keep the slowest rank's seconds, so that they hold the same figures to the bit.
 """
@@ -25,8 +25,9 @@ CANDIDATES = ("bf16", "dynamic_tree")
 _LINK_BYTES = (8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
 _CODEC_ELEMS = (4 << 10, 64 << 10, 1 << 20, 4 << 20)
 _WARM_RUNS = 2
-_MOST_RUNS = 7
-_ENOUGH_SECONDS = 0.03  # of runs of one size
+_LEAST_TURNS, _MOST_TURNS = 3, 7
+_ENOUGH_SECONDS = 0.06  # of turns of one size
+_LONG_SECONDS = 0.2  # one turn that takes so long says enough: what disturbs it is short beside it
 _MOST_SECONDS = 0.25  # that a run may be expected to take
 
 
@@ -82,7 +83,7 @@ def measure_link(
         return LinkRates(1, plain=Curve((1,), (0.0,)), exchange=Curve((1,), (0.0,)))
     sizes = _up_to(_LINK_BYTES, 4 * largest_elems)
     values = torch.zeros(sizes[-1] // 4, device=place)
-    data = torch.zeros(sizes[-1], dtype=torch.uint8, device=place)
+    data, received = (torch.zeros(sizes[-1], dtype=torch.uint8, device=place) for _ in range(2))
     plain_points: list[tuple[int, float]] = []
     exchange_points: list[tuple[int, float]] = []
     timed = _Timed(group, place)
@@ -90,10 +91,12 @@ def measure_link(
         for size in sizes:
             part_bytes = size // (ranks - 1)
             parts, part_sizes = [data[:part_bytes]] * ranks, [part_bytes] * ranks
+            # As a hook has them: memory that is there, of each peer its own.
+            out = [received[max(0, peer) * part_bytes :][:part_bytes] for peer in _places(exchange)]
             plain = _plain(way, values[: size // 4 // ranks * ranks], group, ranks)
 
-            def exchanged(parts: list[torch.Tensor] = parts, part_sizes: list[int] = part_sizes) -> object:
-                return exchange.all_to_all(parts, part_sizes, what="the measurement of the link")
+            def exchanged(parts: list[Any] = parts, part_sizes: list[int] = part_sizes, out: list[Any] = out) -> object:
+                return exchange.all_to_all(parts, part_sizes, what="the measurement of the link", out=out)
 
             taken = timed.in_turns([plain, exchanged], warm_runs=_WARM_RUNS if size == sizes[0] else 0)
             plain_points.append((size, taken[0]))
@@ -147,6 +150,11 @@ def _up_to(sizes: tuple[int, ...], largest: int) -> tuple[int, ...]:
     return sizes[: below + 1]
 
 
+def _places(exchange: Exchange) -> list[int]:
+    """Of each rank, how many others come before it; this rank has none."""
+    return [-1 if r == exchange.rank else r - (r > exchange.rank) for r in range(exchange.ranks)]
+
+
 def _next_seconds(points: list[tuple[int, float]]) -> float:
     """What the next size, eight times the last, is expected to take; of latency alone nothing follows.
 
@@ -180,8 +188,8 @@ class _Timed:
                 run()
             turns = [self._turn(runs)]
             first = self._slowest([sum(turns[0])])[0]
-            more = min(_MOST_RUNS - 1, int(_ENOUGH_SECONDS / max(first, 1e-9)))
-            turns += [self._turn(runs) for _ in range(more)]
+            wanted = min(_MOST_TURNS, max(_LEAST_TURNS, int(_ENOUGH_SECONDS / max(first, 1e-9))))
+            turns += [self._turn(runs) for _ in range(1, 1 if first > _LONG_SECONDS else wanted)]
             return self._slowest([median(seconds) for seconds in zip(*turns, strict=True)])
         except RuntimeError as error:
             raise TransferError(
