@@ -39,7 +39,7 @@ from shoal.distributed.precision import packable
 from shoal.errors import InputError
 from shoal.files import write_json
 
-SIZES = {"alexnet": steps.Size(16, 224), "vgg_a": steps.Size(4, 224), "resnet34": steps.Size(4, 224)}
+SIZES = {"alexnet": steps.Size(8, 224), "vgg_a": steps.Size(4, 224), "resnet34": steps.Size(4, 224)}
 QUICK_SIZE = steps.Size(2, 32)
 CODECS = ("truncate1", "truncate2", "truncate3", "round1", "round2", "round3", "bf16")
 _GIVEN_SHARE = 0.8  # of the baseline's steps: the error it has reached by then is the given one

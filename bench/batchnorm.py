@@ -6,9 +6,10 @@
     python -m bench.batchnorm --quick                small images, one round, nothing that compiles: does it run?
 
 A step is forward, cross entropy, backward in channels_last float32. Contenders: eager, Inductor, `fuse_batchnorm` at
-each level, and `shoal.compile` without a budget, plain and fused, its steps in an arena. All of a table take turns in
-one process; each network has a process for each malloc, with OpenMP's threads pinned: glibc's malloc as it comes maps,
-faults in and unmaps every large activation in every step, so a speedup of kernels has to be held against the tuned one.
+each level (`when="always"`), and `shoal.compile` without a budget, plain and fused, its steps in an arena. All of a
+table take turns in one process; each network has a process for each malloc, with OpenMP's threads pinned: glibc's
+malloc as it comes maps, faults in and unmaps every large activation in every step, so a speedup of kernels has to be
+held against the tuned one.
 Before anything is timed each contender's outputs, gradients and running statistics are held against eager's in float32,
 and those of the fused networks in float64 on small images. "saved" is what the network saves for its backward pass,
 each storage once, without parameters and batch; "peak" is all of a step, in bytes of tensors: what an arena holds is

@@ -38,7 +38,8 @@ class Contender:
 
 def _fused(level: str | None) -> Contender:
     def make(model: nn.Module) -> Forward:
-        return shoal.fuse_batchnorm(model, cast(Any, level))
+        # A level is shown whole; the default is what a user gets, small maps unfused.
+        return shoal.fuse_batchnorm(model, cast(Any, level), when="pays" if level is None else "always")
 
     return Contender(f"fuse_batchnorm, {level or 'default'}", make, fuses=True)
 

@@ -205,7 +205,7 @@ main()
 def test_unets_segment_synthetic_images_unless_told_otherwise(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    def stop(options: Any, watcher: Any) -> None:
+    def stop(options: Any, watcher: Any, ranks: Any) -> None:
         seen.append(options)
         raise KeyboardInterrupt
 
@@ -222,8 +222,8 @@ def test_hardware_lists_this_machine_and_those_that_are_not_here(monkeypatch: py
         measured.append((device, folder))
         return (MeasuredLink("host slab", 9e9, 8e9, 1e-6, 2e-6, 3e-6),)
 
-    monkeypatch.setattr(cli, "measure", lambda device: presets.get("h200"))
-    monkeypatch.setattr(cli, "measure_links", measure_links)
+    monkeypatch.setattr(cli.hardware, "measure", lambda device: presets.get("h200"))
+    monkeypatch.setattr(cli.hardware, "measure_links", measure_links)
     done = invoke("hardware", "--device", "cpu", "--folder", "disk", "--json")
     assert done.exit_code == 0, done.output
     here, *elsewhere = json.loads(done.stdout)
@@ -315,7 +315,7 @@ def few_planners(monkeypatch: pytest.MonkeyPatch) -> None:
     def quick(*arguments: Any, **options: Any) -> Any:
         return largest_batches(*arguments, names=("sqrt", "keep_all", "hmms"), **options)
 
-    monkeypatch.setattr(cli, "largest_batches", quick)
+    monkeypatch.setattr(cli.plan, "largest_batches", quick)
 
 
 ALEXNET = ["plan", "--model", "alexnet", "--batch", "256", "--image", "64", "--hardware", "p100-nvlink"]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
+from torch.nn.parallel import DistributedDataParallel
 
 from shoal import inner as inner_compilers
 from shoal import planners, presets
@@ -57,7 +58,8 @@ def compile(
 
     Args:
         model: the network. Its forward pass has to be one graph (no data-dependent control flow). In distributed
-            data parallel, compile the model first and wrap it then.
+            data parallel, give either the model before it is wrapped or the wrapper: the budget is each rank's, and
+            the buckets of gradients count in it.
         budget: device bytes at the peak of a step, forward and backward: an int of bytes or a text such as "2GiB".
             Parameters, gradients, optimizer state, buffers, the batch and workspaces count. None keeps everything and
             only reports.
@@ -105,6 +107,7 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     planners.get(planner)
     inner_compilers.compiler(inner)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -118,20 +121,21 @@ def compile(
     permitted = lossy_of(lossy, planner)
     if plan is None:
         reject_needless_lossy(permitted, inner, budget)
-    device_type = next((p.device.type for p in model.parameters()), "cpu")
+    device_type = next((p.device.type for p in network.parameters()), "cpu")
     pace = _pace(rehearse, device_type) if rehearse is not None else None
     leaves = wanted_offloading(inner, offload_to, host_budget, device_type=device_type, pace=pace)
     status = Status(None if budget is None else parse_bytes(budget))
-    session = Session(status, planner, Standing(model, optimizer), name or type(model).__name__, plan, leaves)
+    session = Session(status, planner, Standing(network, optimizer), name or type(network).__name__, plan, leaves)
     session.lossy = permitted
-    weakref.finalize(model, session.close)  # Dynamo keeps the compiled code for good, and the session with it
+    weakref.finalize(network, session.close)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
-        _reject_hopeless(model, optimizer, session)
-    caller = _Caller(model, session, inner, choose=split == AUTO)
+        _reject_hopeless(network, optimizer, session)
+    caller = _Caller(network, session, inner, choose=split == AUTO)
     forget = weakref.WeakMethod(caller.forget)
     session.on_repair = lambda: (method := forget()) and method()
-    object.__setattr__(model, "shoal", status)
-    object.__setattr__(model, "_compiled_call_impl", caller)
+    for told in (network, model):
+        object.__setattr__(told, "shoal", status)
+    object.__setattr__(network, "_compiled_call_impl", caller)
     return model
 
 
@@ -165,6 +169,7 @@ class _Caller:
             return model._call_impl(*args, **kwargs)
         if self._divided is None:
             self._divided = self._choose(args, kwargs)
+        self.session.standing.called_by(DistributedDataParallel._get_active_ddp_module())
         accumulating = any(p.grad is not None for p in model.parameters())
         planned = self._planned.get(accumulating)
         if planned is None:

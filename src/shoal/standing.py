@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shoal.step import StepGraph
 
@@ -23,6 +24,11 @@ class Standing:
     def __init__(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._model = None if model is None else weakref.ref(model)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._wrapper: weakref.ref[DistributedDataParallel] | None = None
+
+    def called_by(self, wrapper: DistributedDataParallel | None) -> None:
+        """Say which data parallel wrapper calls the model, if any: the buckets of its gradients count."""
+        self._wrapper = None if wrapper is None else weakref.ref(wrapper)
 
     def tensors(self) -> list[torch.Tensor]:
         """Parameters, buffers, and the gradients and optimizer state that are there already."""
@@ -33,6 +39,8 @@ class Standing:
             tensors += [p.grad for p in model.parameters() if p.grad is not None]
         if optimizer is not None:
             tensors += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
+        if bucket_bytes := self.bucket_bytes():
+            tensors.append(torch.empty(bucket_bytes, dtype=torch.uint8, device="meta"))  # its reducer shows none
         return tensors
 
     def bytes_beside(self, graph: StepGraph) -> int:
@@ -40,15 +48,29 @@ class Standing:
         model, optimizer = self._alive()
         state_bytes = optimizer_state_bytes(optimizer) if optimizer is not None else 0
         if model is None:
-            return state_bytes
+            return state_bytes + self.bucket_bytes()
         in_graph_bytes = sum(s.nbytes for s in graph.storages if s.kind in ("parameter", "buffer"))
         model_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
-        return max(0, model_bytes - in_graph_bytes) + self.gradient_bytes() + state_bytes
+        return max(0, model_bytes - in_graph_bytes) + self.gradient_bytes() + self.bucket_bytes() + state_bytes
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that are there before the step: those it accumulates onto."""
         model, _ = self._alive()
         return distinct_bytes(p.grad for p in model.parameters() if p.grad is not None) if model is not None else 0
+
+    def bucket_bytes(self) -> int:
+        """Bytes of the data parallel wrapper's buckets, but for those that gradients are views of already.
+
+        What its communication hook holds counts as far as the wrapper's attribute `hook_bytes` tells.
+        """
+        wrapper = self._wrapper() if self._wrapper is not None else None
+        if wrapper is None:
+            return 0
+        ignored = wrapper.parameters_to_ignore
+        exchanged = [p for name, p in wrapper.module.named_parameters() if p.requires_grad and name not in ignored]
+        if wrapper.gradient_as_bucket_view:
+            exchanged = [p for p in exchanged if p.grad is None]
+        return sum(p.numel() * p.element_size() for p in exchanged) + getattr(wrapper, "hook_bytes", 0)
 
     def _alive(self) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
         model = self._model() if self._model is not None else None

@@ -144,3 +144,33 @@ def test_open_explains_a_wrong_argument(name: str, arguments: dict[str, object],
     with pytest.raises(InputError, match=message) as caught:
         shoal.data.open(name, **({"batch": 4} | arguments))
     assert "\n" not in str(caught.value)
+
+
+@given(ranks=st.integers(1, 5), batch=st.integers(5, 25), number=st.integers(0, 50))
+@settings(max_examples=30, deadline=None)
+def test_ranks_share_each_batch_of_one_and_nothing_is_lost(ranks: int, batch: int, number: int) -> None:
+    alone = epoch(small(batch=batch), number)
+    shares = [epoch(of_rank(rank, ranks, batch), number) for rank in range(ranks)]
+    for place, together in enumerate(zip(*shares, strict=True)):
+        assert torch.equal(torch.cat([images for images, _ in together]), alone[place][0])
+        assert torch.equal(torch.cat([labels for _, labels in together]), alone[place][1])
+        sizes = [len(labels) for _, labels in together]
+        assert max(sizes) - min(sizes) <= 1
+        assert ranks == 1 or min(sizes) >= min(2, batch // ranks)
+    left_out = alone[len(shares[0]) :]
+    assert sum(len(labels) for _, labels in left_out) < 2 * ranks  # which would leave a rank fewer than two
+
+
+def test_every_rank_tests_in_as_many_batches_though_some_are_empty() -> None:
+    shares = [list(of_rank(rank, 3, 6).test) for rank in range(3)]
+    assert [[len(labels) for _, labels in share] for share in shares] == [[2, 2, 2, 1], [2, 2, 2, 1], [2, 2, 2, 0]]
+    assert shares[2][-1][0].shape == (0, 3, 8, 8)
+    assert torch.equal(
+        torch.cat([labels for share in zip(*shares, strict=True) for _, labels in share]), torch.arange(20)
+    )
+
+
+def of_rank(rank: int, ranks: int, batch: int) -> Data:
+    source = small().train.examples
+    whole = Source("small", source.samples, source.samples, (), (8, 8), (100.0,) * 3, (50.0,) * 3, padding=2, flip=True)
+    return load(whole, batch=batch, seed=0, workers=0, augmented=True, rank=rank, ranks=ranks)

@@ -15,6 +15,7 @@ import shoal
 from shoal import files
 from shoal.errors import InputError
 from shoal.training import checkpoint
+from shoal.training.arrangement import Arrangement
 from shoal.training.checkpoint import Position
 
 ARGUMENTS = {"model": "tiny", "batch": 4, "image": None, "lr": 0.1}
@@ -27,6 +28,7 @@ class Parts:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, features), nn.BatchNorm1d(features), nn.Dropout(0.5))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.arrangement = Arrangement(self.model, self.optimizer)
         self.scaler = torch.amp.GradScaler("cpu", enabled=True)
 
     def step(self) -> torch.Tensor:
@@ -38,10 +40,10 @@ class Parts:
 
     def save(self, path: Path, position: Position | None = None, **changed: Any) -> Path:
         arguments = {**ARGUMENTS, **changed}
-        return checkpoint.save(path, arguments, position or Position.start(), self.model, self.optimizer, self.scaler)
+        return checkpoint.save(path, arguments, position or Position.start(), self.arrangement, self.scaler)
 
     def load(self, path: Path, **changed: Any) -> Position:
-        return checkpoint.load(path, {**ARGUMENTS, **changed}, self.model, self.optimizer, self.scaler)
+        return checkpoint.load(path, {**ARGUMENTS, **changed}, self.arrangement, self.scaler)
 
 
 @pytest.fixture

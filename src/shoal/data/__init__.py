@@ -44,18 +44,22 @@ def open(
     seed: int = 0,
     workers: int = 0,
     augment: bool = True,
+    rank: int = 0,
+    ranks: int = 1,
     **options: Any,
 ) -> Data:
     """Open a data set. Replaces a `torchvision.datasets` class, its transforms and two `DataLoader`s.
 
     Args:
         name: "digits" (embedded), "cifar10", "image_folder" or "synthetic".
-        batch: samples in a batch; the last of an epoch may be short.
+        batch: samples in a batch, over all ranks; the last of an epoch may be short.
         root: where the data lies; "cifar10" looks in SHOAL_DATA by itself.
         image: pixels along each side; by default 32, for "image_folder" 224.
         seed: of order, augmentation, held-out samples and synthetic images.
         workers: processes that prepare batches; 0 prepares them in this one.
         augment: random crops (all but synthetic) and mirroring (cifar10, image_folder) of the training split.
+        rank, ranks: load that rank's share of every batch. Together the ranks have what one would have; only a last
+            batch that leaves some rank fewer than two training samples is left out.
         options: of the data set: "image_folder" takes `holdout`, "synthetic" takes `num_classes`, `in_channels`,
             `dims`, `spatial`, `dense`, `train_samples` and `test_samples`.
 
@@ -73,6 +77,10 @@ def open(
             continue
         if isinstance(number, bool) or not isinstance(number, int) or number < lowest:
             raise InputError(f"{what}={number!r}: expected an int from {lowest}")
+    if not 0 <= rank < ranks <= batch:
+        raise InputError(
+            f"rank={rank}, ranks={ranks}, batch={batch}: expected a rank below ranks, and a sample for each"
+        )
     opener = _SOURCES.get(name)
     if opener is None:
         close = difflib.get_close_matches(str(name).lower(), _SOURCES, n=1)
@@ -87,4 +95,4 @@ def open(
     if image is not None:
         options["image"] = image
     options |= {key: value for key, value in (("root", root), ("seed", seed)) if key in known}
-    return load(opener(**options), batch=batch, seed=seed, workers=workers, augmented=augment)
+    return load(opener(**options), batch=batch, seed=seed, workers=workers, augmented=augment, rank=rank, ranks=ranks)

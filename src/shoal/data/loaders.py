@@ -15,23 +15,62 @@ from shoal.data.source import Samples, Source
 from shoal.errors import InputError
 
 
-class Order(Sampler[int]):
-    """The order of one epoch: a permutation drawn from (seed, epoch), or as they come."""
+def share(images: int, rank: int, ranks: int) -> slice:
+    """Which of `images` in a row are this rank's: as many as any other's, or one more.
 
-    def __init__(self, samples: int, seed: int, shuffle: bool) -> None:
+    >>> [share(10, rank, 4) for rank in range(4)]
+    [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None), slice(8, 10, None)]
+    """
+    each, more = divmod(images, ranks)
+    first = rank * each + min(rank, more)
+    return slice(first, first + each + (rank < more))
+
+
+class Order(Sampler[list[int]]):
+    """The batches of one epoch, in a permutation drawn from (seed, epoch) or as they come, and of each a rank's share.
+
+    Args:
+        samples: how many there are.
+        batch: samples in a batch, over all ranks.
+        seed, shuffle: of the permutation; without `shuffle` samples stay in order.
+        rank, ranks: whose share, of how many.
+        crumbs: whether a last batch is given that leaves some rank fewer than two samples where a whole one would not.
+    """
+
+    def __init__(
+        self, samples: int, batch: int, seed: int, shuffle: bool, rank: int = 0, ranks: int = 1, crumbs: bool = True
+    ) -> None:
         self.samples = samples
+        self.batch = batch
         self.seed = seed
         self.shuffle = shuffle
+        self.rank = rank
+        self.ranks = ranks
+        self.least = 0 if crumbs else ranks * min(2, batch // ranks)
         self.epoch = 0
         self.first = 0
 
     def __len__(self) -> int:
-        return max(0, self.samples - self.first)
+        return sum(self.whole(place) >= self.least for place in range(self.first, -(-self.samples // self.batch)))
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[list[int]]:
         rng = np.random.default_rng((self.seed, self.epoch))
         order = rng.permutation(self.samples) if self.shuffle else np.arange(self.samples)
-        return iter(order[self.first :].tolist())
+        for place in range(self.first, self.first + len(self)):
+            whole = order[place * self.batch : (place + 1) * self.batch]
+            yield whole[share(len(whole), self.rank, self.ranks)].tolist()
+
+    def whole(self, place: int) -> int:
+        """Samples in the batch at that place of an epoch, over all ranks."""
+        return max(0, min(self.batch, self.samples - place * self.batch))
+
+
+@dataclass(frozen=True)
+class NoneLike:
+    """No samples, where a rank has none of a batch: an image and a label show of which shape."""
+
+    image: torch.Tensor
+    label: torch.Tensor
 
 
 class Examples(Dataset[Any]):
@@ -62,13 +101,13 @@ class Examples(Dataset[Any]):
         normal = normalise(image, self.mean, self.deviation)
         return torch.from_numpy(normal), torch.as_tensor(label, dtype=torch.int64)
 
-    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]] | InputError:
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]] | NoneLike | InputError:
         """What a DataLoader asks for: the samples of a batch, or what is wrong with one of them.
 
         An exception would leave a worker process as the text of its traceback, and hold the others up as they end.
         """
         try:
-            return [self[index] for index in indices]
+            return [self[index] for index in indices] if indices else NoneLike(*self[0])
         except InputError as error:
             return error
 
@@ -78,19 +117,31 @@ class Loader(DataLoader[Any]):
 
     Args:
         examples: what it loads.
-        batch: samples in a batch; the last may be short.
+        batch: samples in a batch, over all ranks; the last may be short.
         shuffle: whether every epoch has an order of its own.
         workers: processes that prepare batches.
+        rank, ranks: of each batch, the share of which rank of how many; it may be empty.
+        crumbs: False leaves out a last batch that gives some rank fewer than two samples where a whole one would not.
     """
 
-    def __init__(self, examples: Examples, *, batch: int, shuffle: bool, workers: int) -> None:
+    def __init__(
+        self,
+        examples: Examples,
+        *,
+        batch: int,
+        shuffle: bool,
+        workers: int,
+        rank: int = 0,
+        ranks: int = 1,
+        crumbs: bool = True,
+    ) -> None:
         self.examples = examples
-        self.order = Order(len(examples), examples.seed, shuffle)
+        self.order = Order(len(examples), batch, examples.seed, shuffle, rank, ranks, crumbs)
         self.batches = -(-len(examples) // batch)
         # A generator of its own: without one, workers are seeded from PyTorch's, and dropout would not repeat itself.
         generator = torch.Generator().manual_seed(examples.seed)
         super().__init__(
-            examples, batch, sampler=self.order, num_workers=workers, collate_fn=_collate, generator=generator
+            examples, batch_sampler=self.order, num_workers=workers, collate_fn=_collate, generator=generator
         )
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
@@ -106,7 +157,7 @@ class Loader(DataLoader[Any]):
             )
         self.examples.set_epoch(epoch)
         self.order.epoch = epoch
-        self.order.first = first_batch * (self.batch_size or 1)
+        self.order.first = first_batch
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:  # type: ignore[override]
         for batch in super().__iter__():
@@ -117,7 +168,12 @@ class Loader(DataLoader[Any]):
             yield handed_over.pop()  # no one here holds the batch while its reader works, or while the next is loaded
 
 
-def _collate(examples: list[tuple[torch.Tensor, torch.Tensor]] | InputError) -> Any:
+def _collate(examples: list[tuple[torch.Tensor, torch.Tensor]] | NoneLike | InputError) -> Any:
+    if isinstance(examples, NoneLike):
+        return [
+            examples.image.new_empty((0, *examples.image.shape)),
+            examples.label.new_empty((0, *examples.label.shape)),
+        ]
     # default_collate stacks into new tensors of torch's own: a wall on its allocations counts the batch.
     return examples if isinstance(examples, InputError) else default_collate(examples)
 
@@ -160,14 +216,16 @@ class Data:
         self.train.set_epoch(epoch, first_batch)
 
 
-def load(source: Source, *, batch: int, seed: int, workers: int, augmented: bool) -> Data:
+def load(
+    source: Source, *, batch: int, seed: int, workers: int, augmented: bool, rank: int = 0, ranks: int = 1
+) -> Data:
     """Loaders over both splits of a source; the test split in order and never augmented."""
     train = Examples(source.train, source, seed, augmented)
     test = Examples(source.test, source, seed, False)
     return Data(
         name=source.name,
-        train=Loader(train, batch=batch, shuffle=True, workers=workers),
-        test=Loader(test, batch=batch, shuffle=False, workers=workers),
+        train=Loader(train, batch=batch, shuffle=True, workers=workers, rank=rank, ranks=ranks, crumbs=ranks == 1),
+        test=Loader(test, batch=batch, shuffle=False, workers=workers, rank=rank, ranks=ranks),
         num_classes=len(source.classes),
         in_channels=len(source.mean),
         image=source.spatial[-1],

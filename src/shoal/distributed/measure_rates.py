@@ -1,4 +1,4 @@
-"""Measure what links and codecs cost here, at the start of a run: under a second on a fast link, a few on a slow one.
+"""Measure what links and codecs cost here, at the start of a run: a second on a fast link, a few on a slow one.
 
 All ranks measure together and keep the slowest rank's seconds, so that they hold the same figures to the bit.
 """
@@ -25,8 +25,9 @@ CANDIDATES = ("bf16", "dynamic_tree")
 _LINK_BYTES = (8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
 _CODEC_ELEMS = (4 << 10, 64 << 10, 1 << 20, 4 << 20)
 _WARM_RUNS = 2
-_MOST_RUNS = 7
-_ENOUGH_SECONDS = 0.03  # of runs of one size
+_LEAST_TURNS, _MOST_TURNS = 3, 7
+_ENOUGH_SECONDS = 0.06  # of turns of one size
+_LONG_SECONDS = 0.2  # one turn that takes so long says enough: what disturbs it is short beside it
 _MOST_SECONDS = 0.25  # that a run may be expected to take
 
 
@@ -187,8 +188,8 @@ class _Timed:
                 run()
             turns = [self._turn(runs)]
             first = self._slowest([sum(turns[0])])[0]
-            more = min(_MOST_RUNS - 1, int(_ENOUGH_SECONDS / max(first, 1e-9)))
-            turns += [self._turn(runs) for _ in range(more)]
+            wanted = min(_MOST_TURNS, max(_LEAST_TURNS, int(_ENOUGH_SECONDS / max(first, 1e-9))))
+            turns += [self._turn(runs) for _ in range(1, 1 if first > _LONG_SECONDS else wanted)]
             return self._slowest([median(seconds) for seconds in zip(*turns, strict=True)])
         except RuntimeError as error:
             raise TransferError(

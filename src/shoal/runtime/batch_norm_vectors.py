@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.runtime.direct_call import direct_call
+from shoal.runtime.direct_call import direct_call, watched
 
 
 def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -20,11 +20,13 @@ def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: f
     >>> batch_norm_scale(torch.tensor([3.0]), torch.tensor([8.0]), 1.0)
     tensor([4.])
     """
-    scale: torch.Tensor = _batch_norm_scale(variance, weight, eps)
+    if not watched((variance, weight)):  # PyTorch's own ops are called sooner than one of ours
+        inverse = torch.rsqrt(variance + eps)
+        return inverse if weight is None else inverse * weight
+    scale: torch.Tensor = torch.ops.shoal.batch_norm_scale(variance, weight, eps)
     return scale
 
 
-@torch.no_grad()
 def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
     """Running statistics and the number of batches, moved on as the layer's own forward in training mode moves them.
 
@@ -35,7 +37,7 @@ def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tenso
         mean, variance: of the batch, (C,), the variance biased.
         count: elements of a channel.
     """
-    if _runs_again():
+    if runs_again():
         return
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
@@ -43,15 +45,19 @@ def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tenso
         return
     momentum = layer.momentum if layer.momentum is not None else 0.0
     batches = layer.num_batches_tracked if layer.momentum is None else None
-    moved = _moved_statistics(
-        layer.running_mean, layer.running_var, mean.detach(), variance.detach(), batches, momentum, count
-    )
-    layer.running_mean.copy_(moved[0])
-    layer.running_var.copy_(moved[1])
+    running, mean, variance = (layer.running_mean, layer.running_var), mean.detach(), variance.detach()
+    if batches is None and running[0].dtype == mean.dtype and not watched((*running, mean)):
+        for moving, now in zip(running, (mean, variance * (count / (count - 1))), strict=True):
+            moving.add_((now - moving).mul_(momentum))  # the bits of `_moved`
+        return
+    with torch.no_grad():
+        moved = torch.ops.shoal.moved_statistics(*running, mean, variance, batches, momentum, count)
+        running[0].copy_(moved[0])
+        running[1].copy_(moved[1])
 
 
-def _runs_again() -> bool:
-    """Whether a backward pass has called."""
+def runs_again() -> bool:
+    """Whether a backward pass has called: a checkpointed forward pass, whose running statistics have moved already."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -139,6 +145,4 @@ torch.library.register_fake("shoal::batch_norm_scale_backward", _scale_backward_
 torch.library.register_fake("shoal::moved_statistics", _moved_fake)
 torch.library.register_autograd("shoal::batch_norm_scale", _differentiate, setup_context=_setup)
 
-_batch_norm_scale = direct_call(torch.ops.shoal.batch_norm_scale, _scale, _setup, _differentiate)
 batch_norm_scale_backward = direct_call(torch.ops.shoal.batch_norm_scale_backward, _scale_backward)
-_moved_statistics = direct_call(torch.ops.shoal.moved_statistics, _moved)

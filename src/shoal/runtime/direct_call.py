@@ -14,6 +14,8 @@ import torch
 
 from shoal.errors import InputError
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def direct_call(
     op: Callable[..., Any],
@@ -52,7 +54,7 @@ def direct_call(
             return None, *_flat(ctx.lengths, found)
 
     def call(*arguments: Any) -> Any:
-        if _watched(arguments):
+        if watched(arguments):
             return op(*arguments)
         if not torch.is_grad_enabled():
             return forward(*arguments)
@@ -61,7 +63,8 @@ def direct_call(
                 raise _no_second_derivative(op)
             return forward(*arguments)
         lengths = tuple(len(value) if _is_tensors(value) else -1 for value in arguments)
-        return Direct.apply(lengths, *_flat(lengths, arguments))
+        # Past what `Function.apply` does for functorch, which does not watch.
+        return super(torch.autograd.Function, Direct).apply(lengths, *_flat(lengths, arguments))
 
     return call
 
@@ -77,7 +80,8 @@ class _Nested:
         return getattr(self._ctx, name)
 
 
-def _watched(arguments: tuple[Any, ...]) -> bool:
+def watched(arguments: tuple[Any, ...]) -> bool:
+    """Whether a compiler, a capture, a mode, a transform or a tensor's class has to see an op of `arguments`."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -85,11 +89,14 @@ def _watched(arguments: tuple[Any, ...]) -> bool:
         or torch._C._get_tracing_state() is not None
     ):
         return True
-    # A subclass may watch what is done to it.
-    return any(
-        tensor.is_meta or (type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter)
-        for tensor in _tensors(arguments)
-    )
+    for value in arguments:
+        for each in value if type(value) is list else (value,):
+            if type(each) in _PLAIN:
+                if each.is_meta:
+                    return True
+            elif isinstance(each, torch.Tensor):  # a subclass may watch what is done to it
+                return True
+    return False
 
 
 def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:

@@ -29,6 +29,7 @@ from shoal.runtime.norm_rows import (
     workspace,
 )
 
+_ONES = [1, 1]
 _WIDE = 1 << 16  # channels in times channels out: nine taps of such a weight fit no second cache
 _MUCH_WORK = 1 << 24  # multiplications of one tap
 
@@ -74,16 +75,16 @@ def applies(
     """Whether `forward` and `backward` can do this case, here."""
     kernel = tuple(weight.shape[2:])
     return (
-        bool(levels())
+        kernel in ((1, 1), (3, 3))
+        and bool(levels())
         and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-        and kernel in ((1, 1), (3, 3))
+        and weight.is_cpu
         and weight.shape[1] == x.shape[1]
         and weight.shape[0] > 0
-        and all(step == 1 for step in window.stride)
-        and all(step == 1 for step in window.dilation)
-        and all(beside == kernel[0] // 2 for beside in window.padding)
         and window.groups == 1
+        and list(window.stride) == _ONES
+        and list(window.dilation) == _ONES
+        and list(window.padding) == [kernel[0] // 2] * 2
         and (bias is None or bias.dtype == torch.float32)
         and pitch(x) is not None
     )

@@ -75,6 +75,8 @@ def empty_rows(images: int, channels: int, height: int, width: int) -> torch.Ten
 
 def vector(values: torch.Tensor) -> torch.Tensor:
     """`values`, (C,), dense and in float32."""
+    if values.dtype == torch.float32 and values.is_contiguous():
+        return values
     return values.detach().float().contiguous()
 
 

@@ -14,9 +14,11 @@ import torch
 
 from shoal.errors import InputError
 from shoal.files import write_atomically
+from shoal.training.arrangement import Arrangement
+from shoal.training.ranks import Ranks
 
 _FORMAT = "shoal-checkpoint"
-_VERSION = 1
+_VERSION = 2
 # What reading a file that is no whole checkpoint may raise.
 _DAMAGED = (
     OSError,
@@ -66,26 +68,33 @@ def save(
     path: Path,
     arguments: Mapping[str, Any],
     position: Position,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    arrangement: Arrangement,
     scaler: torch.amp.GradScaler,
+    ranks: Ranks | None = None,
 ) -> Path:
-    """Write the run's state, generators included.
+    """Write the run's state, generators included. Every rank calls it, and rank 0 writes.
 
     Raises:
         InputError: the folder is not writable or the disk is full; an earlier checkpoint is untouched.
     """
+    ranks = ranks or Ranks()
+    own = {
+        "encoded": {step: list(names) for step, names in _encoded(arrangement.network).items()},
+        "generator": torch.get_rng_state(),
+        "cuda_generators": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "travel": arrangement.own_state(),
+    }
+    whole_state, every = arrangement.state(), ranks.collect(own)
+    if not ranks.first:
+        return path
     state = {
         "format": _FORMAT,
         "version": _VERSION,
         "arguments": dict(arguments),
         "position": dict(vars(position)),
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        **whole_state,
         "scaler": scaler.state_dict(),
-        "encoded": {step: list(names) for step, names in _encoded(model).items()},
-        "generator": torch.get_rng_state(),
-        "cuda_generators": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "ranks": every,
     }
     # To memory first: on a full disk torch's writer hides the reason.
     whole = io.BytesIO()
@@ -96,16 +105,17 @@ def save(
 def load(
     path: Path,
     arguments: Mapping[str, Any],
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    arrangement: Arrangement,
     scaler: torch.amp.GradScaler,
+    ranks: Ranks | None = None,
 ) -> Position:
-    """Put a run back where `save` found it. Runs no code from the file.
+    """Put a run back where `save` found it. Runs no code from the file. Every rank calls it and reads the file.
 
     Args:
         path: of the checkpoint.
         arguments: those of this run; they must equal the checkpoint's.
-        model, optimizer, scaler: freshly made with those arguments; filled in.
+        arrangement, scaler: freshly made with those arguments; filled in.
+        ranks: which of them this is; None: the only one.
 
     Raises:
         InputError: the file is missing, damaged or no checkpoint, or another run's.
@@ -114,22 +124,23 @@ def load(
         raise InputError(f"there is no checkpoint {path} to resume from; run without --resume, or give the run's --out")
     state = _read(path)
     differing = [
-        f"{name}={state['arguments'].get(name)!r} there and {value!r} here"
-        for name, value in arguments.items()
-        if state["arguments"].get(name) != value
+        f"{name}={state['arguments'].get(name)!r} there and {arguments.get(name)!r} here"
+        for name in {**arguments, **state["arguments"]}
+        if state["arguments"].get(name) != arguments.get(name)
     ]
     if differing:
         raise InputError(f"{path} belongs to another run ({'; '.join(differing)}); resume with the same arguments")
     try:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        own = state["ranks"][ranks.rank if ranks else 0]
+        arrangement.load_state(state)
+        arrangement.load_own_state(own["travel"])
         scaler.load_state_dict(state["scaler"])
-        _encoded(model).update({step: tuple(names) for step, names in state.get("encoded", {}).items()})
-        torch.set_rng_state(state["generator"])
-        if torch.cuda.is_available() and state["cuda_generators"]:
-            torch.cuda.set_rng_state_all(state["cuda_generators"])
+        _encoded(arrangement.network).update({step: tuple(names) for step, names in own["encoded"].items()})
+        torch.set_rng_state(own["generator"])
+        if torch.cuda.is_available() and own["cuda_generators"]:
+            torch.cuda.set_rng_state_all(own["cuda_generators"])
         return Position(**state["position"])
-    except (RuntimeError, KeyError, ValueError, TypeError) as error:
+    except (RuntimeError, LookupError, ValueError, TypeError) as error:
         raise InputError(
             f"{path} does not fit this model ({_first_line(error)}); run without --resume to start again"
         ) from error
@@ -148,6 +159,9 @@ def _read(path: Path) -> dict[str, Any]:
         if damaged is not None:
             raise zipfile.BadZipFile(f"wrong checksum in {damaged}")
         state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["format"] == _FORMAT and state["version"] == 1:  # of one process alone
+            parts_of_one = {name: state.get(name, {}) for name in ("encoded", "generator", "cuda_generators")}
+            state |= {"version": _VERSION, "ranks": [{**parts_of_one, "travel": {}}]}
         if state["format"] != _FORMAT or state["version"] != _VERSION or not isinstance(state["arguments"], dict):
             raise ValueError(f"format {state['format']!r} of version {state['version']!r}")
     except PermissionError as error:

@@ -12,6 +12,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from shoal.sizes import format_bytes
+from shoal.training.bytes_on_wire import bytes_by_kind
 from shoal.training.options import Outcome, Progress, TrainOptions
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ def outcome_table(options: TrainOptions, outcome: Outcome) -> Table:
             share = outcome.measured_peak_bytes / options.budget_bytes
             measured += f", {share:.1%} of the budget of {format_bytes(options.budget_bytes)}"
         _row(table, "measured peak", measured)
+    for name, value in bytes_by_kind(outcome.traffic).items():
+        _row(table, name, value)
     if (arena := outcome.arena) is not None:
         _row(
             table,

@@ -2,42 +2,41 @@
 
 Two runs with the same deciding arguments give the same losses bit for bit on the CPU, whatever their planner and
 however often they were interrupted: order and augmentation depend on seed, epoch and image alone, and a checkpoint
-holds the generators' states.
+holds the generators' states. Several ranks share each batch and train as one would with the whole of it; batch norm
+and dropout alone see a rank's share.
 """
 
 from __future__ import annotations
 
-import gc
-import signal
 import statistics
-import threading
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-import shoal
-import shoal.data
 import shoal.models
 from shoal.data import Data
 from shoal.data.loaders import Loader
 from shoal.data.pixels import picture
-from shoal.errors import InputError
-from shoal.machine import device_of
 from shoal.runtime.arena import Arena
 from shoal.runtime.arena_cuda import CudaArena
-from shoal.runtime.wall import Wall, wall
-from shoal.training import checkpoint
-from shoal.training.optimizers import learning_rate, optimizer_of
+from shoal.runtime.wall import Wall
+from shoal.training import checkpoint, prepare
+from shoal.training.arrangement import Arrangement
+from shoal.training.arrangements import arranged
+from shoal.training.optimizers import learning_rate
 from shoal.training.options import ArenaOutcome, Outcome, Progress, TrainOptions
+from shoal.training.ranks import Ranks, lost_ranks_told
 from shoal.training.results import check_writable, versions
+from shoal.training.stop import Stop, asked_to_stop
 from shoal.transforms.split import SplitModule
 
+_FAR_APART = 1_000_003  # seeds of ranks, which draw dropout each for itself
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -54,40 +53,51 @@ class Watcher(Protocol):
         """An epoch is done, tested and saved."""
 
 
-def train(options: TrainOptions, watcher: Watcher) -> Outcome:
+def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -> Outcome:
     """Train as asked, from the beginning or from the checkpoint in `options.out`.
 
-    SIGINT and SIGTERM end the run after the step that runs, with a checkpoint; a second one ends it at once.
+    SIGINT and SIGTERM end the run after the step that runs, with a checkpoint; a second one ends it at once. Where
+    several ranks train, each calls this, a signal to one ends all after the same step, and rank 0 writes.
 
     Raises:
+        TransferError: another rank is gone or did not answer in time.
         torch.OutOfMemoryError: a step went past the wall of `options.enforce`, or past the device.
         ShoalError: an argument, a file or the data is wrong, no plan fits the budget, the model cannot be captured.
     """
-    check_writable(options.out)
-    device = _device(options.device)
-    options = replace(options, device=str(device))
-    torch.manual_seed(options.seed)
-    data = _open_data(options)
-    layout = _layout(options, _check_fits(options, data))
+    ranks = ranks or Ranks()
+    if ranks.first:
+        check_writable(options.out)
+    device = prepare.device(options.device)
+    options = replace(options, device=device.type if ranks.count > 1 else str(device), ranks=ranks.several)
+    torch.manual_seed(options.seed + _FAR_APART * ranks.rank)
+    data = prepare.open_data(options, ranks)
+    layout = prepare.layout(options, prepare.check_fits(options, data))
     with ExitStack() as stack:
         # Raised before the model is made, so that its parameters count.
-        meter = _raise_wall(stack, device, options.enforce)
+        meter = prepare.raise_wall(stack, device, options.enforce)
         model = shoal.models.build(
             options.model, num_classes=data.num_classes, in_channels=data.in_channels, seed=options.seed
         )
         model.to(device=device, memory_format=layout)  # type: ignore[call-overload]  # its stub knows no memory_format
-        model = _divided(options, model)
-        arena = _open_arena(device) if options.arena else None
+        model = prepare.divided(options, model)
+        arena = prepare.open_arena(device) if options.arena else None
         if arena is not None:
             stack.callback(arena.close)
-        run = _Run(options, device, model, data, layout, meter, arena, watcher)
+        arrangement = arranged(options, model, ranks, data.train.batches)
+        # Closing is a collective call: not where a rank is gone.
+        stack.push(lambda kind, *_: arrangement.close() if kind is None or ranks.count == 1 else None)
+        run = _Run(options, device, arrangement, data, layout, meter, arena, watcher, ranks)
+        if ranks.count > 1:
+            # Of 1 x 1 kernels, whose strides say the same in two ways.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         if options.resume:
             run.resume()
         if options.enforce and meter is not None:
             meter.limit_bytes = options.budget_bytes
-        with _asked_to_stop() as stop:
-            run.train(stop)
-        return run.outcome(stop.signal)
+        with asked_to_stop() as run.stop, lost_ranks_told(ranks):
+            run.train()
+        return run.outcome()
 
 
 class _Run:
@@ -97,12 +107,13 @@ class _Run:
         self,
         options: TrainOptions,
         device: torch.device,
-        model: nn.Module,
+        arrangement: Arrangement,
         data: Data,
         layout: torch.memory_format,
         meter: Wall | None,
         arena: Arena | CudaArena | None,
         watcher: Watcher,
+        ranks: Ranks,
     ) -> None:
         self.options = options
         self.device = device
@@ -111,42 +122,41 @@ class _Run:
         self.meter = meter
         self.arena = arena
         self.watcher = watcher
-        self.optimizer = optimizer_of(
-            options.optimizer, model, lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
-        )
+        self.ranks = ranks
+        self.arrangement = arrangement
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp == "fp16")
-        self.model = _compiled(options, model, self.optimizer)
         self.position = checkpoint.Position.start()
         self.checkpoint = options.out / "checkpoint.pt"
         self.peak_bytes: int | None = None
         self.rates: list[tuple[int, float]] = []
         self.told_plan = False
+        self.stop = Stop()
+        self.stopped_by = 0
 
     def resume(self) -> None:
         self.position = checkpoint.load(
-            self.checkpoint, self.options.deciding(), self.model, self.optimizer, self.scaler
+            self.checkpoint, self.options.deciding(), self.arrangement, self.scaler, self.ranks
         )
 
     def save(self) -> None:
         checkpoint.save(
-            self.checkpoint, self.options.deciding(), self.position, self.model, self.optimizer, self.scaler
+            self.checkpoint, self.options.deciding(), self.position, self.arrangement, self.scaler, self.ranks
         )
 
-    def train(self, stop: _Stop) -> None:
+    def train(self) -> None:
         at = self.position
-        self.data.set_epoch(0)
-        steps = len(self.data.train)
+        steps = self.data.train.batches
         while at.epoch < self.options.epochs:
             self.data.set_epoch(at.epoch, first_batch=at.step)
             now = self._progress(steps)
-            self.model.train()
+            self.arrangement.called.train()
             for images, labels in self._batches(self.data.train):
-                if len(images) == 1 < self.options.batch:
+                if self.ranks.count == 1 == len(images) < self.options.batch:
                     at.step += 1
                     continue  # what is left of the epoch is one image, which batch norm may refuse to train on
                 now = self._step(images, labels, steps)
                 del images, labels  # else they live on while the next batch is loaded
-                if stop.signal and at.step < steps:
+                if self._asked_to_stop() and at.step < steps:
                     self.save()
                     return
             accuracy = self._test()
@@ -154,35 +164,37 @@ class _Run:
             at.next_epoch()
             self.save()
             self.watcher.epoch_ended(now, accuracy)
-            if stop.signal:
+            if self._asked_to_stop():
                 return
+
+    def _asked_to_stop(self) -> bool:
+        if self.ranks.count == 1:  # else the ranks have agreed
+            self.stopped_by = self.stop.signal
+        return self.stopped_by != 0
 
     def _step(self, images: torch.Tensor, labels: torch.Tensor, steps: int) -> Progress:
         if self.meter is not None:
             self.meter.reset_peak()
         began = time.perf_counter()
-        at = self.position
+        at, arrangement = self.position, self.arrangement
         rate = learning_rate(self.options.lr, at.epoch * steps + at.step, self.options.epochs * steps)
-        for group in self.optimizer.param_groups:
+        for group in arrangement.optimizer.param_groups:
             group["lr"] = rate
+        whole = self.data.train.order.whole(at.step)
         # An epoch's short last batch makes a sequence of allocations of its own.
         with nullcontext() if self.arena is None else self.arena.step(images.shape):
             with self._autocast():
-                outputs = self.model(images)
+                outputs = arrangement.called(images)
                 loss = nn.functional.cross_entropy(outputs, labels)
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
+            # The ranks' gradients are averaged: where shares differ, each counts as much as it has images.
+            fair = loss if len(images) * self.ranks.count == whole else loss * (len(images) * self.ranks.count / whole)
+            self.scaler.scale(fair).backward()
+            self.scaler.step(arrangement.optimizer)
             self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
-        mean = loss.item()
-        at.losses.append(mean)
-        at.loss_sum += mean * labels.numel()
-        at.right += int((outputs.argmax(1) == labels).sum())
-        at.answers += labels.numel()
-        at.step += 1
-        seconds = time.perf_counter() - began
-        self.rates.append((len(images), len(images) / seconds))
+            arrangement.optimizer.zero_grad(set_to_none=True)
+        right = int((outputs.argmax(1) == labels).sum())
         self._read_peak()
+        self._count(loss.item(), right, labels.numel(), whole, len(images) / (time.perf_counter() - began))
         if not self.told_plan and (state := self._state()) is not None:
             self.watcher.planned(state)
             self.told_plan = True
@@ -190,9 +202,28 @@ class _Run:
         self.watcher.stepped(now)
         return now
 
+    def _count(self, mean: float, right: int, answers: int, images: int, images_per_second: float) -> None:
+        """Add a step's results to the run's, over all ranks, and hear whether one is asked to stop."""
+        at = self.position
+        loss_sum = mean * answers
+        if self.ranks.count > 1:
+            peak_bytes = -1 if self.peak_bytes is None else self.peak_bytes
+            told = (loss_sum, right, answers, images_per_second, peak_bytes, self.stop.signal)
+            losses, rights, counts, rates, peaks, signals = zip(*self.ranks.fold(told), strict=True)
+            loss_sum, right, answers = sum(losses), int(sum(rights)), int(sum(counts))
+            mean, images_per_second = loss_sum / answers, sum(rates)
+            self.peak_bytes = None if max(peaks) < 0 else int(max(peaks))
+            self.stopped_by = int(max(signals))
+        at.losses.append(mean)
+        at.loss_sum += loss_sum
+        at.right += right
+        at.answers += answers
+        at.step += 1
+        self.rates.append((images, images_per_second))
+
     def _state(self) -> Any:
         """What `shoal.compile` tells of its plan; None for plain PyTorch and before the first step."""
-        state = getattr(self.model, "shoal", None)
+        state = getattr(self.arrangement.network, "shoal", None)
         return None if state is None or state.plan is None else state
 
     def _read_peak(self) -> None:
@@ -222,16 +253,22 @@ class _Run:
     @torch.no_grad()
     def _test(self) -> float:
         """The share of right answers on the test images, in quarter batches: testing must fit where training fits."""
-        self.model.eval()
+        arrangement, ranks = self.arrangement, self.ranks
+        arrangement.called.eval()
+        arrangement.begin_test()
         right = answers = 0
-        each = max(1, self.options.batch // 4)
-        for batch, answer in self._batches(self.data.test):
-            for images, labels in zip(batch.split(each), answer.split(each), strict=True):
+        most = max(1, self.options.batch // 4 // ranks.count)
+        for place, (batch, answer) in enumerate(self._batches(self.data.test)):
+            largest_share = -(-self.data.test.order.whole(place) // ranks.count)
+            calls = -(-largest_share // most)  # as many on every rank: a call may be a collective one
+            for images, labels in zip(batch.tensor_split(calls), answer.tensor_split(calls), strict=True):
                 with self._autocast():
-                    outputs = self.model(images)
+                    outputs = arrangement.tested(images)
                 right += int((outputs.argmax(1) == labels).sum())
                 answers += labels.numel()
-        return right / max(1, answers)
+        rights, counts, signals = zip(*ranks.fold((right, answers, self.stop.signal)), strict=True)
+        self.stopped_by = int(max(signals))
+        return sum(rights) / max(1, sum(counts))
 
     def _batches(self, loader: Loader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         # On the CPU the loader's own batch is device memory that the wall counts, unless it comes from a worker.
@@ -246,7 +283,7 @@ class _Run:
             self.device.type, dtype=_DTYPES.get(self.options.amp), enabled=self.options.amp in _DTYPES
         )
 
-    def outcome(self, stopped_by: int) -> Outcome:
+    def outcome(self) -> Outcome:
         state = self._state()
         return Outcome(
             losses=tuple(self.position.losses),
@@ -258,146 +295,25 @@ class _Run:
             lower_bound_seconds=getattr(state, "lower_bound_seconds", None),
             predicted_peak_bytes=getattr(state, "predicted_peak_bytes", None),
             checkpoint=self.checkpoint,
-            signal=stopped_by if self.position.epoch < self.options.epochs else 0,
+            signal=self.stopped_by if self.position.epoch < self.options.epochs else 0,
             versions=versions(self.options),
             arena=self._arena_outcome(),
+            travel=self.arrangement.explain(),
+            traffic=None if (traffic := self.arrangement.traffic) is None else traffic.to_json(),
             **self._drawing(),
         )
 
     def _drawing(self) -> dict[str, Any]:
         """Where the patches lie, and an image to draw them over; nothing where nothing is split."""
-        if not isinstance(self.model, SplitModule):
+        network = self.arrangement.network
+        if not isinstance(network, SplitModule):
             return {}
         image, _ = self.data.test.dataset[0]
         shown = picture(image.numpy()) if image.dim() == 3 and len(image) in (1, 3) else ""
-        return {"patches": self.model.patch_map(image.shape[1:]), "image": shown}
+        return {"patches": network.patch_map(image.shape[1:]), "image": shown}
 
     def _arena_outcome(self) -> ArenaOutcome | None:
         arena = self.arena
         if arena is None:
             return None
         return ArenaOutcome(arena.bytes, arena.fragmentation, arena.departures, arena.replayed_steps)
-
-
-class _Stop:
-    """Which signal asked the run to end, 0 for none."""
-
-    signal = 0
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[_Stop]:
-    """Note SIGINT and SIGTERM instead of obeying them at once; a second one acts as ever."""
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stop.signal = number
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _leave_signals_to_the_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of the terminal; the workers must outlive the step that ends the run."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return device_of(name)
-
-
-def _raise_wall(stack: ExitStack, device: torch.device, enforce: bool) -> Wall | None:
-    """A wall without a limit yet, which counts; None where it is not asked for and cannot be had."""
-    gc.collect()  # what an earlier run in this process has left would count
-    try:
-        return stack.enter_context(wall(None, device))
-    except InputError:
-        if enforce:
-            raise
-        return None
-
-
-def _open_arena(device: torch.device) -> Arena | CudaArena:
-    return CudaArena(device) if device.type == "cuda" else Arena(device)
-
-
-def _open_data(options: TrainOptions) -> Data:
-    """The data set, with labels per pixel for networks that answer per pixel."""
-    dense: dict[str, Any] = {}
-    if options.model.startswith("unet"):
-        if options.data != "synthetic":
-            raise InputError(f"{options.model} answers per pixel, data {options.data!r} per image; give 'synthetic'")
-        dense = {"dense": True, "dims": 3 if options.model.endswith("3d") else 2}
-    data = shoal.data.open(
-        options.data,
-        batch=options.batch,
-        image=options.image,
-        root=options.root,
-        seed=options.seed,
-        workers=options.workers,
-        **dense,
-    )
-    for loader in (data.train, data.test):
-        loader.worker_init_fn = _leave_signals_to_the_parent
-    return data
-
-
-def _check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
-    """The shape of a batch, which the network was seen to take."""
-    shape = shoal.models.example_shape(options.model, options.batch, data.image, in_channels=data.in_channels)
-    try:
-        with torch.device("meta"), torch.no_grad():
-            network = shoal.models.build(options.model, num_classes=data.num_classes, in_channels=data.in_channels)
-            network.eval()(torch.empty(shape))
-            divided = _divided(options, network)
-    except RuntimeError as error:
-        raise InputError(
-            f"{options.model} cannot take images of {data.image} pixels a side "
-            f"({str(error).strip().splitlines()[0]}); give a larger --image"
-        ) from error
-    if isinstance(divided, SplitModule):
-        divided.check(shape[2:])
-    return shape
-
-
-def _divided(options: TrainOptions, model: nn.Module) -> nn.Module:
-    if options.split is None:
-        return model
-    return shoal.split(model, options.split, options.grid, options.stochastic, halo=options.halo)  # type: ignore[arg-type]
-
-
-def _layout(options: TrainOptions, shape: tuple[int, ...]) -> torch.memory_format:
-    """Of images and weights. A three-dimensional network has another channels-last than a two-dimensional one."""
-    if not options.channels_last:
-        return torch.preserve_format
-    return torch.channels_last_3d if len(shape) == 5 else torch.channels_last
-
-
-def _compiled(options: TrainOptions, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-    if options.planner == "none":
-        return model
-    return shoal.compile(
-        model,
-        budget=options.budget_bytes,
-        planner=options.planner,
-        offload_to=options.offload_to,
-        host_budget=options.host_budget_bytes,
-        rehearse=options.rehearse,
-        lossy=options.lossy,
-        optimizer=optimizer,
-        inner=options.inner,
-        name=options.model,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,18 +14,25 @@ NAMES = ("sgd", "adamw")
 
 
 def optimizer_of(
-    name: str, model: nn.Module, *, lr: float = 0.02, momentum: float = 0.9, weight_decay: float = 5e-4
+    name: str,
+    model: nn.Module,
+    *,
+    lr: float = 0.02,
+    momentum: float = 0.9,
+    weight_decay: float = 5e-4,
+    groups: list[dict[str, Any]] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer called `name` over `model`'s parameters; `momentum` is SGD's.
+    """The optimizer called `name` over `model`'s parameters, or over `groups` of them; `momentum` is SGD's.
 
     Raises:
         InputError: there is none of that name.
     """
+    parameters = model.parameters() if groups is None else groups
     match name:
         case "sgd":
-            return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay)
+            return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
         case "adamw":
-            return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+            return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
     raise InputError(f"unknown optimizer {name!r}: give one of {', '.join(NAMES)}")
 
 

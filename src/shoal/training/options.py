@@ -17,6 +17,9 @@ PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "lay
 OPTIMIZERS = ("sgd", "adamw")
 PRECISIONS = ("none", "bf16", "fp16")
 INNERS = ("eager", "inductor")
+WEIGHTS = ("host", "sharded")
+PRECISIONS_OF_WEIGHTS = ("8", "16", "24", "32", "bf16", "adaptive")
+PARALLEL = ("hybrid",)
 
 # What may differ between a run and its continuation without a number changing.
 _FREE = {"budget_bytes", "planner", "enforce", "arena", "workers", "inner", "root", "out", "resume"}
@@ -29,7 +32,7 @@ class TrainOptions:
 
     Attributes:
         model, data: names for `shoal.models.build` and `shoal.data.open`.
-        batch: images per step.
+        batch: images per step, over all ranks.
         budget_bytes: for planning and for the wall; None only for the planner "none" without a wall.
         planner: one of `PLANNERS`; "none" trains with plain PyTorch.
         epochs: passes over the training images.
@@ -49,6 +52,13 @@ class TrainOptions:
             network as it is.
         offload_to, host_budget_bytes, rehearse: as `offload_to`, `host_budget` and `rehearse` of `shoal.compile`.
         lossy: the codec in which the planner "joint" may store inputs of convolutions; None for none.
+        ranks: how many processes train together; None for one alone.
+        compress_gradients: the codec in which gradients travel, "auto" for what measures fastest, None for float32.
+        weights: "host" keeps weights and optimizer on the host, "sharded" a share of them on each rank; None: whole on
+            every rank.
+        precision: of `weights` on their way: "8", "16", "24" or "32" bits, "bf16", or "adaptive" (AWP).
+        awp_threshold, awp_interval: AWP's T, and its INTERVAL in batches, None for those of an epoch.
+        parallel: "hybrid" for data parallel convolutions and model parallel linear layers; None for data parallel.
         out: folder of everything the run writes.
         resume: continue from the checkpoint in `out`.
     """
@@ -81,6 +91,13 @@ class TrainOptions:
     host_budget_bytes: int | None = None
     rehearse: str | None = None
     lossy: str | None = None
+    ranks: int | None = None
+    compress_gradients: str | None = None
+    weights: str | None = None
+    precision: str | None = None
+    awp_threshold: float | None = None
+    awp_interval: int | None = None
+    parallel: str | None = None
     out: Path = Path("runs")
     resume: bool = False
 
@@ -103,11 +120,44 @@ class TrainOptions:
         if self.split is None and (self.stochastic is not None or self.halo is not None):
             raise InputError("nothing is split; give --split too, such as --split 0.5")
         offloads = self.offload_to not in ("auto", None) or self.rehearse is not None
-        if self.planner == "none" and offloads:
+        if self.planner == "none" and offloads and not (self.weights == "host" and self.offload_to in ("auto", None)):
             raise InputError("planner 'none' is plain PyTorch, which offloads nothing; choose another planner")
+        if self.ranks is not None and self.batch % self.ranks:
+            raise InputError(f"batch={self.batch} over {self.ranks} ranks: give a multiple of {self.ranks}")
         lossy_of(self.lossy, self.planner)
+        self._check_travel()
         if self.budget_bytes is None and (self.enforce or self.planner != "none"):
             raise InputError("no budget was given; give --budget, such as 150MiB, or --planner none for plain PyTorch")
+
+    def _check_travel(self) -> None:
+        for name, known in (("weights", WEIGHTS), ("precision", PRECISIONS_OF_WEIGHTS), ("parallel", PARALLEL)):
+            if (given := getattr(self, name)) is not None and given not in known:
+                raise InputError(f"unknown {name} {given!r}: give one of {', '.join(known)}")
+        what = f"--weights {self.weights}" if self.weights else f"--parallel {self.parallel}" if self.parallel else ""
+        if self.weights and self.parallel:
+            raise InputError(f"--weights {self.weights} and --parallel {self.parallel} exclude one another; give one")
+        if what and self.planner != "none":
+            raise InputError(
+                f"a plan inside a budget needs whole weights on the device; give {what} with --planner none"
+            )
+        if what and (self.arena or self.amp == "fp16"):
+            other = "--arena" if self.arena else "--amp fp16; --amp bf16 is possible"
+            raise InputError(f"{what} cannot be combined with {other}")
+        if self.precision and not self.weights:
+            raise InputError(
+                f"precision {self.precision!r} is of weights that travel; give --weights host or sharded too"
+            )
+        awp = self.awp_threshold is not None or self.awp_interval is not None
+        if awp and self.precision != "adaptive":
+            raise InputError("a threshold or an interval of AWP needs --adaptive-precision")
+        if self.weights == "host" and self.ranks is not None:
+            raise InputError(
+                f"--weights host trains one process, torchrun started {self.ranks}; give --weights sharded"
+            )
+        if self.weights == "sharded" and self.compress_gradients:
+            raise InputError("--weights sharded exchanges gradients in float32; leave --compress-gradients out")
+        if self.weights == "host" and self.compress_gradients == "auto":
+            raise InputError("--weights host measures no link; name a codec: --compress-gradients dynamic_tree")
 
     def deciding(self) -> dict[str, Any]:
         """The arguments that decide every number of the run: a continuation must have the same."""
@@ -176,6 +226,8 @@ class Outcome:
         arena: what its arena came to; None without one.
         patches: where the patches of a split network lie in its images.
         image: the first test image as an address that begins with "data:", to draw them over.
+        traffic: bytes that rank 0 put on the wire, as of `Traffic.to_json`; None where nothing travels.
+        travel: how things travel and why, in lines for people.
     """
 
     losses: tuple[float, ...]
@@ -192,6 +244,8 @@ class Outcome:
     arena: ArenaOutcome | None = None
     patches: PatchMap | None = None
     image: str = ""
+    traffic: dict[str, Any] | None = None
+    travel: str = ""
 
     @property
     def test_accuracy(self) -> float | None:

@@ -14,6 +14,7 @@ from shoal.errors import InputError
 from shoal.files import write_json, write_text
 from shoal.plan import Plan
 from shoal.report.page import Report, save_html
+from shoal.training.bytes_on_wire import bytes_by_kind
 from shoal.training.options import Outcome, TrainOptions
 from shoal.transforms.patch_map import PatchMap
 
@@ -30,6 +31,8 @@ def result(options: TrainOptions, outcome: Outcome) -> dict[str, Any]:
         "losses": list(outcome.losses),
         "test_accuracies": list(outcome.accuracies),
         "test_accuracy": outcome.test_accuracy,
+        "traffic": outcome.traffic,
+        "travel": outcome.travel.splitlines(),
         "arena_outcome": outcome.arena and asdict(outcome.arena),
         "finished": not outcome.signal,
         "versions": outcome.versions,
@@ -67,6 +70,7 @@ def save_results(options: TrainOptions, outcome: Outcome, json_path: Path | None
         outcome={
             "test accuracy": "not tested" if accuracy is None else f"{accuracy:.1%}",
             "images per second": f"{outcome.images_per_second:.0f}",
+            **bytes_by_kind(outcome.traffic),
         },
         patches=outcome.patches,
         image=outcome.image,

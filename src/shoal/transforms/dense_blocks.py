@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from shoal.transforms.fused_layers import Affine, Convolve, DenseBlock, Measure, Moments
+from shoal.transforms.fusion_size import When
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,13 @@ class _Link:
         return _nodes(self.norm.args[1])
 
 
-def join_dense_blocks(graph: fx.Graph, added: dict[str, nn.Module]) -> list[tuple[str, str]]:
+def join_dense_blocks(graph: fx.Graph, added: dict[str, nn.Module], when: When) -> list[tuple[str, str]]:
     """Replace every dense block of the graph by one call.
 
     Args:
         graph: of fused layers; it is changed.
         added: the modules that it calls by name; the blocks come to them.
+        when: whether small maps are fused.
 
     Returns:
         The names of the first and the last convolution of each block.
@@ -56,7 +58,7 @@ def join_dense_blocks(graph: fx.Graph, added: dict[str, nn.Module]) -> list[tupl
             continue
         taken.update(one.conv for layer in layers for one in layer)
         names.append((str(link.conv.target), str(layers[-1][-1].conv.target)))
-        _replace(graph, added, layers, f"dense_block_{len(names)}")
+        _replace(graph, added, layers, when, f"dense_block_{len(names)}")
     return names
 
 
@@ -108,9 +110,9 @@ def _layer(link: _Link, by_conv: dict[fx.Node, _Link]) -> list[_Link]:
         link = following
 
 
-def _replace(graph: fx.Graph, added: dict[str, nn.Module], layers: list[list[_Link]], name: str) -> None:
+def _replace(graph: fx.Graph, added: dict[str, nn.Module], layers: list[list[_Link]], when: When, name: str) -> None:
     first = layers[0][0]
-    added[name] = DenseBlock([[(link.affine, link.convolve) for link in layer] for layer in layers])
+    added[name] = DenseBlock([[(link.affine, link.convolve) for link in layer] for layer in layers], when)
     xs, moments = first.reads(), first.reads_moments()
     with graph.inserting_before(first.norm):
         both = graph.call_module(name, (xs, moments))
@@ -159,6 +161,8 @@ def _channels(features: torch.Tensor, start: int, width: int) -> torch.Tensor:
     return features.narrow(1, start, width)
 
 
-def _moments(moments: Moments, start: int, width: int) -> Moments:
+def _moments(moments: Moments | None, start: int, width: int) -> Moments | None:
+    if moments is None:
+        return None
     mean, variance = moments
     return mean[start : start + width], variance[start : start + width]

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from torch import compiler, fx, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from shoal.errors import InputError
+from shoal.transforms.eager_graph import EagerGraph
 from shoal.transforms.fuse_graph import LEVELS, Level, fuse_graph
-from shoal.transforms.fusion_ops import Tracer, hooked
+from shoal.transforms.fusion_ops import Tracer
+from shoal.transforms.fusion_size import WHENS, When
 from shoal.transforms.fusion_summary import FusionSummary, Left
 from shoal.transforms.stand_in import StandIn
-from shoal.transforms.tracing import UntraceableError, trace
+from shoal.transforms.tracing import UntraceableError, has_hooks, trace
 
 
-def fuse_batchnorm(model: nn.Module, level: Level | None = None) -> FusedModule:
+def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When = "pays") -> FusedModule:
     """Fuse batch norms and ReLUs with the convolutions before and after them, so that fewer activations are saved.
 
     Replaces, in plain PyTorch, `relu(bn(conv(x)))` by a convolution that measures its result and one that normalises
@@ -30,13 +33,16 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None) -> FusedModule:
             "bnff": and convolutions measure their results, and normalise what they read: no normalised tensor is kept.
             "icf": and tensors that are concatenated are measured once, by whoever makes them, and no concatenation is
             kept that only batch norms read: a dense block saves each feature map once.
+        when: "pays": in eager mode on the CPU, small maps run as PyTorch's own layers: calling a fused one would cost
+            more than the passes it saves. Decided at every call, by `shoal.transforms.fusion_size.LEAST_ELEMS`.
+            "always": they are fused too, which saves their bytes. Under `shoal.compile` and `torch.compile` all are.
 
     Returns:
         A module that trains fused and in eval mode is the network itself. `summary` tells what was fused, what not
         and why; print it.
 
     Raises:
-        InputError: no such level, or `model` is no module, or fused or split already.
+        InputError: no such `level` or `when`, or `model` is no module, or fused or split already.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
     >>> fused = fuse_batchnorm(net)
@@ -49,7 +55,7 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None) -> FusedModule:
 
     Known limits: a network that torch.fx cannot trace stays as it was, and the summary says so; so do layers with
     hooks, subclasses of batch norm, SyncBatchNorm, activations other than ReLU. Gradients of gradients are not
-    available. Every op costs some Python beside its kernels, which shows where layers are small. What a model does by
+    available. What a model does by
     `self.training` in its own code stays as in training. Give the result to `shoal.compile`, not to `shoal.split` or
     `shoal.invert_batchnorm`; of an inverted network it fuses the batch norms that stayed plain.
     """
@@ -57,12 +63,14 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None) -> FusedModule:
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if level is not None and level not in LEVELS:
         raise InputError(f"level={level!r}: expected one of {', '.join(map(repr, LEVELS))}, or None for the highest")
+    if when not in WHENS:
+        raise InputError(f"when={when!r}: expected one of {', '.join(map(repr, WHENS))}")
     if isinstance(model, StandIn) and model.graph(training=True) is None:
         raise InputError(
             f"the model is what {model.made_by} returned, in which nothing is left to fuse; give the network it was "
             "made from"
         )
-    return FusedModule(model, level)
+    return FusedModule(model, level, when)
 
 
 class FusedModule(StandIn):
@@ -75,9 +83,9 @@ class FusedModule(StandIn):
     made_by = "shoal.fuse_batchnorm"
     summary: FusionSummary
 
-    def __init__(self, model: nn.Module, level: Level | None) -> None:
+    def __init__(self, model: nn.Module, level: Level | None, when: When) -> None:
         super().__init__(model)
-        self._wanted = level
+        self._wanted, self._when = level, when
         self._fused: tuple[fx.GraphModule, ...] = ()
         self._fuse()
 
@@ -90,27 +98,35 @@ class FusedModule(StandIn):
         """As the network's own; fused in training mode."""
         if not self.training:
             return self.source.forward(*args, **kwargs)
-        if not compiler.is_compiling() and hooked(self.source) != self._hooked:
+        if not compiler.is_compiling() and self._with_hooks() != self._hooked:
             self._fuse()
-        return (self._fused or self._source)[0].forward(*args, **kwargs)
+        if compiler.is_compiling() or not self._fused or _has_any_global_hook():
+            return (self._fused or self._source)[0].forward(*args, **kwargs)
+        return self._eager(self._fused[0])(*args, **kwargs)
 
     def extra_repr(self) -> str:
         return f"level={self.summary.level!r}, {len(self.summary.fused)} fused, {len(self.summary.left)} left"
 
+    def _with_hooks(self) -> list[int]:
+        """Which modules inside have hooks now."""
+        return [at for at, module in enumerate(self._inside) if has_hooks(module)]
+
     def _fuse(self) -> None:
         model = self.source
-        self._hooked = hooked(model)
+        self._eager = EagerGraph()
+        self._inside = tuple(model.modules())[1:]  # in a tuple, so that none is a child
+        self._hooked = self._with_hooks()
         try:
             graph = trace(model, Tracer(), training=True)
         except UntraceableError as reason:
             why = Left(type(model).__name__, f"torch.fx cannot trace it: {reason}")
             self._fused, self.summary = (), FusionSummary(self._wanted or "bnff", (), (why,))
             return
-        graph_module, summary = fuse_graph(model, graph, self._wanted or _highest(model, graph))
+        graph_module, summary = fuse_graph(model, graph, self._wanted or _highest(model, graph), self._when)
         self._fused, self.summary = (graph_module,), summary
 
 
 def _highest(model: nn.Module, graph: fx.Graph) -> Level:
     """The lowest level that fuses all that can be."""
-    (_, most), (_, without_concatenations) = (fuse_graph(model, graph, level) for level in ("icf", "bnff"))
+    (_, most), (_, without_concatenations) = (fuse_graph(model, graph, level, "always") for level in ("icf", "bnff"))
     return "bnff" if most.fused == without_concatenations.fused else "icf"

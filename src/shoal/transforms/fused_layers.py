@@ -1,23 +1,29 @@
 """What a fused network calls in place of its layers: batch norm in two halves, and a convolution that does its part.
 
-They hold the network's own layers and read parameters, buffers and modes from them at every call.
+They hold the network's own layers and read parameters, buffers and modes from them at every call. Where a map is too
+small for fusing to pay (`shoal.transforms.fusion_size`) they call those layers instead: nobody measures the map, so its
+batch norm, which is given no statistics, normalises it whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from shoal.runtime.batch_norm_vectors import batch_norm_scale, move_statistics
+from shoal.runtime.batch_norm_vectors import batch_norm_scale, move_statistics, runs_again
 from shoal.runtime.dense_block import Step, dense_block
 from shoal.runtime.norm_act import joined, norm_act
 from shoal.runtime.norm_conv import norm_conv
 from shoal.runtime.norm_conv_native import Window
 from shoal.runtime.statistics import statistics, wide
+from shoal.transforms import fusion_size
+from shoal.transforms.fusion_size import When, fuses
 
 Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # mean, scale, shift
 Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
@@ -31,39 +37,62 @@ def measures(layer: _BatchNorm) -> bool:
 class Measure(nn.Module):
     """Statistics in a sweep of their own, for batch norms whose input no fused convolution produced."""
 
-    def __init__(self, readers: Iterable[_BatchNorm]) -> None:
+    def __init__(self, readers: Iterable[_BatchNorm], when: When) -> None:
         super().__init__()
-        self.readers = tuple(readers)
+        self.readers, self.when = tuple(readers), when
 
     def forward(self, x: torch.Tensor) -> Moments | None:
-        """(N, C, ...) → mean and variance, (C,); None where every reader is frozen."""
-        return statistics(x) if any(measures(layer) for layer in self.readers) else None
+        """(N, C, ...) → mean and variance, (C,); None where every reader is frozen, or `x` is small."""
+        wanted = any(measures(layer) for layer in self.readers) and fuses(self.when, x)
+        return statistics(x) if wanted else None
 
 
 class Affine(nn.Module):
-    """The half of a batch norm over vectors: running statistics, and the line it draws through each channel."""
+    """The half of a batch norm over vectors: running statistics, and the line it draws through each channel.
 
-    def __init__(self, layer: _BatchNorm) -> None:
+    Args:
+        layer: the batch norm.
+        rectify: whether a ReLU comes right after it.
+        when: whether small maps are fused.
+    """
+
+    def __init__(self, layer: _BatchNorm, rectify: bool, when: When) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.rectify, self.when = layer, rectify, when
 
-    def forward(self, xs: Sequence[torch.Tensor], moments: Sequence[Moments | None]) -> Vectors:
-        """The tensors that are normalised side by side, and the statistics of each → mean, scale, shift, (C,)."""
+    def forward(self, xs: Sequence[torch.Tensor], moments: Sequence[Moments | None]) -> Vectors | torch.Tensor:
+        """The tensors that are normalised side by side, and the statistics of each → mean, scale, shift, (C,).
+
+        What is too small to be fused comes back normalised, and rectified where a ReLU follows.
+        """
         layer, x = self.layer, xs[0]
         layer._check_input_dim(x)
         if not measures(layer):
+            if not fuses(self.when, x):
+                return self._plain(xs)
             assert layer.running_mean is not None and layer.running_var is not None
             mean, variance = layer.running_mean.to(wide(x.dtype)), layer.running_var.to(wide(x.dtype))
             return self._line(mean, variance)
+        if all(pair is None for pair in moments):
+            return self._plain(xs)
         count = x.numel() // x.shape[1]
         if count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
-        pairs = [pair for pair in moments if pair is not None]
+        pairs = [statistics(part) if pair is None else pair for part, pair in zip(xs, moments, strict=True)]
         mean = joined_vectors([pair[0] for pair in pairs])
         variance = joined_vectors([pair[1] for pair in pairs])
         if layer.training and layer.track_running_stats:
             move_statistics(layer, mean, variance, count)
         return self._line(mean, variance)
+
+    def _plain(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
+        layer, x = self.layer, joined(xs)
+        if layer.training and runs_again():  # its running statistics have moved
+            mean, variance = (None if old is None else old.clone() for old in (layer.running_mean, layer.running_var))
+            z = F.batch_norm(x, mean, variance, layer.weight, layer.bias, True, 0.0, layer.eps)
+        else:
+            z = layer.forward(x)
+        return z.relu_() if self.rectify else z
 
     def _line(self, mean: torch.Tensor, variance: torch.Tensor) -> Vectors:
         layer = self.layer
@@ -79,9 +108,14 @@ class Normalise(nn.Module):
         self.layer, self.rectify = layer, rectify
 
     def forward(
-        self, xs: Sequence[torch.Tensor], vectors: Vectors, residual: torch.Tensor | None = None
+        self, xs: Sequence[torch.Tensor], vectors: Vectors | torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As `norm_act`."""
+        """As `norm_act`; in place of vectors what they would have made of `xs` (rectified where nothing is added)."""
+        if isinstance(vectors, torch.Tensor):
+            if residual is None:
+                return vectors
+            z = vectors + residual
+            return z.relu_() if self.rectify else z
         if residual is not None and residual.shape != _shape(xs):  # broadcast: the sum by itself
             z = norm_act(xs, *vectors, None, False) + residual
             return z.relu() if self.rectify else z
@@ -89,41 +123,63 @@ class Normalise(nn.Module):
 
 
 class Convolve(nn.Module):
-    """A convolution with a normalisation and a ReLU before it, and statistics after it."""
+    """A convolution with a normalisation and a ReLU before it, and statistics after it.
 
-    def __init__(self, layer: _ConvNd, rectify: bool, readers: Iterable[_BatchNorm]) -> None:
+    Args:
+        layer: the convolution.
+        rectify: whether a ReLU comes before it.
+        readers: batch norms that read its result.
+        when: whether small maps are fused.
+    """
+
+    def __init__(self, layer: _ConvNd, rectify: bool, readers: Iterable[_BatchNorm], when: When) -> None:
         super().__init__()
-        self.layer, self.rectify = layer, rectify
+        self.layer, self.rectify, self.when = layer, rectify, when
         self.readers = tuple(readers)
         stride, padding, dilation = (list(numbers) for numbers in (layer.stride, zero_padding(layer), layer.dilation))
         self.window = Window(stride, padding, dilation, layer.groups)
 
     def forward(
-        self, xs: Sequence[torch.Tensor], vectors: Vectors | None = None
+        self, xs: Sequence[torch.Tensor], vectors: Vectors | torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Moments | None]:
-        """The result, and its statistics where a reader wants them."""
-        layer, wanted = self.layer, any(measures(reader) for reader in self.readers)
-        if xs[0].dim() != len(self.window.stride) + 2:  # one image without a batch
-            return layer(torch.relu(joined(xs)) if self.rectify else joined(xs)), None
+        """The result, and its statistics where a reader wants them; in place of vectors, what it convolves as it is."""
+        layer, window, rectify = self.layer, self.window, self.rectify
+        if isinstance(vectors, torch.Tensor):
+            xs, vectors, rectify = [vectors], None, False
+        x = xs[0]
+        if x.dim() != len(window.stride) + 2:  # one image without a batch
+            return layer.forward(torch.relu(joined(xs)) if rectify else joined(xs)), None
+        wanted = any(measures(reader) for reader in self.readers) and fuses(self.when, x, self._elems(x))
+        if vectors is None and not wanted and not (rectify and fuses(self.when, x)):
+            return layer.forward(torch.relu(joined(xs)) if rectify else joined(xs)), None
         mean, scale, shift = vectors or (None, None, None)
-        y, mean_y, variance_y = norm_conv(
-            xs, mean, scale, shift, self.rectify, layer.weight, layer.bias, self.window, wanted
-        )
+        y, mean_y, variance_y = norm_conv(xs, mean, scale, shift, rectify, layer.weight, layer.bias, window, wanted)
         return y, ((mean_y, variance_y) if wanted else None)
+
+    def _elems(self, x: torch.Tensor) -> int:
+        """About as many as the result has."""
+        return x.numel() // x.shape[1] * self.layer.out_channels // prod(self.window.stride)
 
 
 class DenseBlock(nn.Module):
-    """The layers of a dense block, each a chain of batch norms and convolutions."""
+    """The layers of a dense block, each a chain of batch norms and convolutions.
 
-    def __init__(self, layers: Sequence[Sequence[tuple[Affine, Convolve]]]) -> None:
+    Args:
+        layers: batch norms and convolutions of each.
+        when: whether small maps are fused.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[tuple[Affine, Convolve]]], when: When) -> None:
         super().__init__()
+        self.when = when
         self.layers = tuple(tuple(layer) for layer in layers)  # in tuples, so that none is a child
 
-    def forward(self, xs: Sequence[torch.Tensor], moments: Sequence[Moments | None]) -> tuple[torch.Tensor, Moments]:
+    def forward(
+        self, xs: Sequence[torch.Tensor], moments: Sequence[Moments | None]
+    ) -> tuple[torch.Tensor, Moments | None]:
         """What the first layer reads, and its statistics → all channels and their statistics.
 
-        Statistics that are not given are measured; where no batch norm of the block does, they are zeros that nobody
-        reads.
+        Statistics that are not given are measured; None where no batch norm of the block does.
         """
         if not self._is_one_op(xs):
             return self._layer_by_layer(xs, moments)
@@ -149,12 +205,17 @@ class DenseBlock(nn.Module):
                     move_statistics(norm.layer, *pair, count)
         return features, (means, variances)
 
+    def _elems(self, x: torch.Tensor) -> int:
+        """Of what the last layer reads."""
+        return x.numel() // x.shape[1] * self.layers[-1][0][0].layer.num_features
+
     def _is_one_op(self, xs: Sequence[torch.Tensor]) -> bool:
         kind, device = xs[0].dtype, xs[0].device
         return (
             not torch.is_autocast_enabled(device.type)
             and all(x.dtype == kind for x in xs)
             and xs[0].numel() > xs[0].shape[1]
+            and fuses(self.when, xs[0], self._elems(xs[0]), fusion_size.LEAST_BLOCK_ELEMS)
             and all(
                 norm.layer.training and conv.layer.weight.dtype == kind and xs[0].dim() == conv.layer.weight.dim()
                 for layer in self.layers
@@ -164,10 +225,13 @@ class DenseBlock(nn.Module):
 
     def _layer_by_layer(
         self, xs: Sequence[torch.Tensor], moments: Sequence[Moments | None]
-    ) -> tuple[torch.Tensor, Moments]:
+    ) -> tuple[torch.Tensor, Moments | None]:
         measuring = any(measures(norm.layer) for layer in self.layers for norm, _ in layer)
         features = list(xs)
-        measured = [statistics(x) if pair is None and measuring else pair for x, pair in zip(xs, moments, strict=True)]
+        measured = [
+            statistics(x) if pair is None and measuring and fuses(self.when, x) else pair
+            for x, pair in zip(xs, moments, strict=True)
+        ]
         for layer in self.layers:
             read, pairs = list(features), list(measured)
             for norm, conv in layer:
@@ -175,7 +239,9 @@ class DenseBlock(nn.Module):
                 read, pairs = [y], [pair]
             features += read
             measured += pairs
-        known = [pair or _unmeasured(x) for x, pair in zip(features, measured, strict=True)]
+        if all(pair is None for pair in measured):
+            return joined(features), None
+        known = [statistics(x) if pair is None else pair for x, pair in zip(features, measured, strict=True)]
         mean, variance = (joined_vectors([pair[which] for pair in known]) for which in range(2))
         return joined(features), (mean, variance)
 
@@ -202,8 +268,3 @@ def joined_vectors(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _shape(xs: Sequence[torch.Tensor]) -> torch.Size:
     channels = sum(x.shape[1] for x in xs)
     return torch.Size([xs[0].shape[0], channels, *xs[0].shape[2:]])
-
-
-def _unmeasured(x: torch.Tensor) -> Moments:
-    nothing = x.new_zeros(x.shape[1], dtype=wide(x.dtype))
-    return nothing, nothing

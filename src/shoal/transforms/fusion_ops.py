@@ -22,11 +22,6 @@ _SUMS = (operator.add, operator.iadd, torch.add)
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
 
 
-def hooked(model: nn.Module) -> frozenset[str]:
-    """Names of the modules inside `model` that have hooks."""
-    return frozenset(name for name, module in model.named_modules() if name and has_hooks(module))
-
-
 class Tracer(fx.Tracer):
     """Enters no module with hooks: it stays, with all that is in it."""
 

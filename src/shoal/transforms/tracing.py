@@ -9,8 +9,6 @@ from torch import fx, nn
 
 from shoal.transforms.stand_in import StandIn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 class UntraceableError(Exception):
     """torch.fx cannot trace a model; its text is the reason, in one line."""
@@ -46,7 +44,9 @@ def trace(model: nn.Module, tracer: fx.Tracer, *, training: bool) -> fx.Graph:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something else runs where the module is called."""
-    return any(getattr(module, hooks) for hooks in _HOOKS)
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 @contextmanager

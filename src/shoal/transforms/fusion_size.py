@@ -1,0 +1,41 @@
+"""Where a fused layer is worth its call: decided at every call, by the size of what is normalised.
+
+No magic: all it does is compare a number of elements with one that was measured.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from shoal.runtime.direct_call import watched
+
+When = Literal["pays", "always"]
+WHENS: tuple[When, ...] = ("pays", "always")
+
+LEAST_ELEMS = 1 << 20
+"""Elements from which on a fused batch norm is no slower than PyTorch's own, called from Python on the CPU.
+
+A smaller map (4 MiB of float32) stays in the last cache, where the passes over it that fusing saves are worth less than
+what calling an op written in Python costs beside PyTorch's own."""
+
+LEAST_BLOCK_ELEMS = LEAST_ELEMS // 8
+"""The same for all channels of a dense block: one call there, and no concatenation is written for any of its layers."""
+
+
+def fuses(when: When, x: torch.Tensor, elems: int | None = None, least: int | None = None) -> bool:
+    """Whether a batch norm of `elems` elements, by default those of `x`, is done by its neighbours.
+
+    `least` stands in for `LEAST_ELEMS`.
+
+    Always on devices other than the CPU, for which nothing was measured, and where a compiler, a capture or a dispatch
+    mode watches: it gets the op, whose call costs nothing there.
+
+    >>> fuses("pays", torch.ones(1, 8, 4, 4)), fuses("always", torch.ones(1, 8, 4, 4))
+    (False, True)
+    """
+    if when == "always" or torch.compiler.is_compiling():
+        return True
+    enough = (x.numel() if elems is None else elems) >= (LEAST_ELEMS if least is None else least)
+    return enough or not x.is_cpu or watched((x,))

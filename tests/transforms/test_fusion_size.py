@@ -1,0 +1,103 @@
+"""A fused network of which some maps are too small: they run PyTorch's own layers, and train as ever."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import shoal
+from shoal import fuse_batchnorm
+from shoal.errors import InputError
+from shoal.models.densenet import DenseNet
+from shoal.transforms import fusion_size
+from shoal.transforms.fuse_graph import LEVELS, Level
+from tests.transforms.test_fuse_batchnorm import NETS, _built, _images, _same, _saved_bytes, _trained
+
+
+def _dense_net() -> nn.Module:
+    torch.manual_seed(0)
+    return DenseNet((3, 4), 3).to(memory_format=torch.channels_last)
+
+
+def _large_images() -> torch.Tensor:
+    images = torch.randn((2, 3, 32, 32), generator=torch.Generator().manual_seed(0))
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", NETS)
+def test_trains_as_the_network_itself_where_some_maps_are_fused(
+    name: str, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for least in (1 << 20, 600, 513, 400):  # of maps of 128 to 1280 elements
+        monkeypatch.setattr(fusion_size, "LEAST_ELEMS", least)
+        net = _built(name)
+        _same(_trained(fuse_batchnorm(copy.deepcopy(net), level), 2), _trained(net, 2))
+
+
+@pytest.mark.parametrize("least", [1 << 30, 15000, 4000])
+def test_dense_blocks_of_which_some_are_small(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusion_size, "LEAST_ELEMS", 4000)
+    monkeypatch.setattr(fusion_size, "LEAST_BLOCK_ELEMS", least)
+    net = _dense_net().double()
+    fused = fuse_batchnorm(copy.deepcopy(net))
+    for model in (net, fused):
+        model(_large_images().double()).square().sum().backward()
+    _same([p.grad for p in fused.parameters()], [p.grad for p in net.parameters()], 1e-8)  # type: ignore[misc]
+    _same(list(fused.buffers()), list(net.buffers()))
+
+
+def test_a_network_of_small_maps_is_bit_for_bit_the_network_itself() -> None:
+    for name in NETS:
+        net = _built(name, torch.float32)
+        ours, theirs = (_trained(model, 2, torch.float32) for model in (fuse_batchnorm(copy.deepcopy(net)), net))
+        assert all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
+
+
+def test_who_wants_the_bytes_says_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, images = _dense_net(), _large_images()
+    plain, always, pays = (
+        _saved_bytes(model, images)
+        for model in (net, fuse_batchnorm(net, when="always"), fuse_batchnorm(net, when="pays"))
+    )
+    assert always < 0.5 * plain and pays <= plain
+    monkeypatch.setattr(fusion_size, "LEAST_BLOCK_ELEMS", 15000)  # the second block is smaller
+    assert always < _saved_bytes(fuse_batchnorm(net), images) < pays
+
+
+def test_small_frozen_batch_norms_stay_frozen() -> None:
+    net = _built("dense")
+    _trained(net)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    _same(_trained(fuse_batchnorm(copy.deepcopy(net))), _trained(net))
+
+
+def test_statistics_of_small_maps_move_once_under_checkpointing() -> None:
+    net = _built("resnet")
+    fused = fuse_batchnorm(copy.deepcopy(net))
+    for reentrant in (False, True):
+        net(_images())
+        checkpoint(fused, _images().requires_grad_(), use_reentrant=reentrant).sum().backward()
+    _same(list(fused.buffers()), list(net.buffers()))
+
+
+def test_whoever_watches_sees_the_fused_ops() -> None:
+    fused = fuse_batchnorm(_built("resnet", torch.float32))
+    with FlopCounterMode(display=False) as counter:
+        fused(_images(dtype=torch.float32))
+    assert torch.ops.shoal.norm_conv in counter.get_flop_counts()["Global"]
+    model = shoal.compile(fuse_batchnorm(_built("resnet", torch.float32)), None)
+    model(_images(dtype=torch.float32)).sum().backward()
+    assert "shoal.norm_conv.default" in {op.target for op in model.shoal.plan.graph.ops}
+
+
+def test_other_words_are_refused() -> None:
+    with pytest.raises(InputError, match="when='never': expected one of 'pays', 'always'"):
+        fuse_batchnorm(nn.ReLU(), when="never")  # type: ignore[arg-type]
