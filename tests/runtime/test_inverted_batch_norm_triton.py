@@ -20,7 +20,7 @@ from tests.interpreter import (
     LAYOUTS,
     compiled,
     drawn,
-    each_shape,
+    each_kind_of_shape,
     not_interpreted,
     on_device,
     passes_interpreted,
@@ -63,7 +63,7 @@ def test_all_of_this_in_tritons_interpreter() -> None:
 
 @on_device
 @with_triton
-@each_shape
+@each_kind_of_shape
 @pytest.mark.parametrize(
     ("activation", "slope", "offset"),
     [("leaky_relu", 0.01, 0.0), ("leaky_relu", 0.3, 1e3), ("elu", 1.0, 0.0), ("elu", 0.5, 1e3), ("identity", 1.0, 0.0)],
@@ -94,7 +94,7 @@ def test_forward_is_as_exact_as_plain_float32(
 
 @on_device
 @with_triton
-@each_shape
+@each_kind_of_shape
 @each_activation
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_gradient_is_as_exact_as_plain_float32(

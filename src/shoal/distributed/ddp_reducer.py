@@ -22,8 +22,8 @@ from shoal.distributed.traffic import Traffic, ring_all_reduce_bytes
 from shoal.errors import ShoalError, TransferError
 
 KIND = "gradients"
-# How pieces travel: the decision, and its codec or None for an all-reduce of the bucket as it is.
 Chunks = tuple[CodedBucket, ...]
+# How pieces travel: the decision, and its codec or None for an all-reduce of the bucket as it is.
 Decide = Callable[[tuple[Piece, ...], torch.dtype], tuple[Decision, Codec | None]]
 
 
