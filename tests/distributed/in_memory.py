@@ -60,6 +60,7 @@ def run_means(make: Callable[[int], Mean], ranks: int) -> None:
         exchange = cast(Exchange, InMemoryExchange(board, rank))
         mean.encode()
         mean.scatter(exchange)
+        mean.sum()
         mean.gather(exchange)
         mean.decode()
 

@@ -51,8 +51,11 @@ class Mean(Protocol):
     def scatter(self, exchange: Exchange) -> None:
         """The first exchange."""
 
+    def sum(self) -> None:
+        """The mean of what this rank sums, and what the other ranks need of it."""
+
     def gather(self, exchange: Exchange) -> None:
-        """The sum and the second exchange."""
+        """The second exchange."""
 
     def decode(self) -> None:
         """The mean in the bucket."""
@@ -92,7 +95,7 @@ class ShardedMean:
         exchange.all_to_all(self._sending, sizes, what=self._bucket.what, out=self._received)
         self._give(self._sending)
 
-    def gather(self, exchange: Exchange) -> None:
+    def sum(self) -> None:
         bucket, values = self._bucket, self._values
         own = bucket.shards[bucket.rank]
         if bucket.feedback is not None:
@@ -108,7 +111,10 @@ class ShardedMean:
             bucket.feedback.pack_means(values, own, bucket.codec, means[bucket.rank])
         else:
             pack(values, own, bucket.codec, means[bucket.rank])
-        exchange.all_gather(means[bucket.rank], self._sizes, what=f"mean of the {bucket.what}", out=means)
+
+    def gather(self, exchange: Exchange) -> None:
+        own = self._means[self._bucket.rank]
+        exchange.all_gather(own, self._sizes, what=f"mean of the {self._bucket.what}", out=self._means)
 
     def decode(self) -> None:
         values = self._values
@@ -151,6 +157,9 @@ class LocalExactMean:
             pack(self._values, self._segments, bucket.codec, message)
 
     def scatter(self, exchange: Exchange) -> None:
+        return
+
+    def sum(self) -> None:
         return
 
     def gather(self, exchange: Exchange) -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 STEP_ELEMS = 64  # shards begin at a multiple of so many values of their parameter
 # Long runs of values are encoded in parts of so many, whose scratch stays in the caches; whole blocks of any codec.
 PART_ELEMS = 1 << 18
-CHUNK_ELEMS = 1 << 20
+CHUNK_ELEMS = 3 << 20
 
 
 @dataclass(frozen=True)

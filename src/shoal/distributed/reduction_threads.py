@@ -1,6 +1,7 @@
-"""Chunks of buckets on their way: a thread for the first exchange, one for the second, one that decodes, in order.
+"""Chunks of buckets on their way: a thread each for the first exchange, the sum, the second exchange and decoding.
 
-While one chunk's mean is gathered, the next one's gradients are under way, and the backward pass goes on.
+While one chunk's mean is gathered, the next one is summed and the gradients of the one after are under way, and the
+backward pass goes on. Chunks stay in order.
 """
 
 from __future__ import annotations
@@ -65,50 +66,45 @@ class ReductionThreads:
     ) -> None:
         self._failed = failed
         self._failure = failure
-        self._scattering: SimpleQueue[Job | None] = SimpleQueue()
-        self._gathering: SimpleQueue[Job | None] = SimpleQueue()
-        self._decoding: SimpleQueue[Job | None] = SimpleQueue()
+        stages: tuple[tuple[str, Callable[[Job], None]], ...] = (
+            ("scatter", lambda job: job.mean.scatter(scatter)),
+            ("sum", lambda job: job.mean.sum()),
+            ("gather", lambda job: job.mean.gather(gather)),
+            ("decode", lambda job: job.mean.decode()),
+        )
+        self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in stages]
         self._threads = [
-            Thread(target=self._run_scatter, args=(scatter,), name="shoal-gradients-scatter", daemon=True),
-            Thread(target=self._run_gather, args=(gather,), name="shoal-gradients-gather", daemon=True),
-            Thread(target=self._run_decode, name="shoal-gradients-decode", daemon=True),
+            Thread(target=self._run, args=(number, stage), name=f"shoal-gradients-{name}", daemon=True)
+            for number, (name, stage) in enumerate(stages)
         ]
         for thread in self._threads:
             thread.start()
 
     def put(self, job: Job) -> None:
         """Send a chunk on its way."""
-        self._scattering.put(job)
+        self._queues[0].put(job)
 
     def close(self) -> None:
         """Finish what is under way and end the threads."""
-        self._scattering.put(None)
+        self._queues[0].put(None)
         for thread in self._threads:
             thread.join()
 
-    def _run_scatter(self, exchange: Exchange) -> None:
+    def _run(self, number: int, stage: Callable[[Job], None]) -> None:
         streams: dict[torch.device, Any] = {}
-        while (job := self._scattering.get()) is not None:
-            self._stage(job, partial(job.mean.scatter, exchange), streams)
-            self._gathering.put(job)
-        self._gathering.put(None)
+        done = self._finish if number + 1 == len(self._queues) else self._queues[number + 1].put
+        while (job := self._queues[number].get()) is not None:
+            self._stage(job, partial(stage, job), streams)
+            done(job)
+        if number + 1 < len(self._queues):
+            self._queues[number + 1].put(None)
 
-    def _run_gather(self, exchange: Exchange) -> None:
-        streams: dict[torch.device, Any] = {}
-        while (job := self._gathering.get()) is not None:
-            self._stage(job, partial(job.mean.gather, exchange), streams)
-            self._decoding.put(job)
-        self._decoding.put(None)
-
-    def _run_decode(self) -> None:
-        streams: dict[torch.device, Any] = {}
-        while (job := self._decoding.get()) is not None:
-            self._stage(job, job.mean.decode, streams)
-            failure = self._failure()
-            if job.raises and failure is not None:
-                job.future.set_exception(failure)  # type: ignore[arg-type]
-            else:
-                job.future.set_result(job.buffer)
+    def _finish(self, job: Job) -> None:
+        failure = self._failure()
+        if job.raises and failure is not None:
+            job.future.set_exception(failure)  # type: ignore[arg-type]
+        else:
+            job.future.set_result(job.buffer)
 
     def _stage(self, job: Job, stage: Callable[[], None], streams: dict[torch.device, Any]) -> None:
         if self._failure() is not None:
