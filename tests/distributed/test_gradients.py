@@ -121,7 +121,7 @@ def test_weights_stay_equal_to_the_bit(ranks: int, names: list[str], steps: int)
 
 # A bucket so large that it travels in chunks.
 
-LARGE = 1024, 2200
+LARGE = 4096, 2100
 
 
 def grads_of_a_large_layer() -> tuple[torch.Tensor, torch.Tensor, int]:
