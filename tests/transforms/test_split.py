@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from shoal import models
 from shoal.errors import CaptureError, InputError
@@ -200,6 +201,16 @@ def test_joint_statistics_without_overlap_are_those_of_the_whole() -> None:
     x.requires_grad_()
     ours, theirs = split(net, 1.0, (2, 3), batch_norm="joint")(x), again(x)
     assert_equal([ours, *gradients(net, x, ours)], [theirs, *gradients(again, x, theirs)], 1e-6)
+    assert_equal(list(net.buffers()), list(again.buffers()))
+
+
+def test_joint_running_statistics_move_once_where_checkpointing_runs_the_forward_pass_again() -> None:
+    net = nn.Sequential(convolution(3, 4), nn.BatchNorm2d(4).double(), nn.ReLU())
+    again = copy.deepcopy(net)
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64, requires_grad=True)
+    divided = split(net, 1.0, (2, 2), batch_norm="joint")
+    checkpoint(divided, x, use_reentrant=False).sum().backward()
+    split(again, 1.0, (2, 2), batch_norm="joint")(x).sum().backward()
     assert_equal(list(net.buffers()), list(again.buffers()))
 
 
