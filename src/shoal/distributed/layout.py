@@ -9,6 +9,7 @@ from itertools import pairwise
 STEP_ELEMS = 64  # shards begin at a multiple of so many values of their parameter
 # Long runs of values are encoded in parts of so many, whose scratch stays in the caches; whole blocks of any codec.
 PART_ELEMS = 1 << 18
+# An exchange takes about two milliseconds on gloo: at 1 Gbit/s chunks of 2**20 cost ResNet-18 a tenth.
 CHUNK_ELEMS = 3 << 20
 
 
