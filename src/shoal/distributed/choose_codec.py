@@ -22,7 +22,9 @@ from functools import lru_cache
 from shoal.distributed.link_rates import CodecRates, LinkRates
 from shoal.errors import InputError
 
-MARGIN = 0.1  # of the plain seconds: what a prediction must save at least, for it may err
+# Of the plain seconds: what a prediction must save at least, for it errs. Two ranks on two cores, 10 Gbit/s: 0.23 less
+# was predicted, where encoding and gloo share the cores, and 0.35 more measured.
+MARGIN = 0.3
 _RAW_BYTES = 4  # raw values travel beside encoded ones as float32
 
 
