@@ -213,11 +213,16 @@ void backward(const ShoalNormConv& call, const Level& level) {
     on_threads(work.threads, [&](int thread) {
         const std::int64_t last = rows * (thread + 1) / work.threads;
         for (std::int64_t row = rows * thread / work.threads; row < last; ++row) {
-            float* to = call.grad_weight + row * in;
-            std::copy_n(work.scratch[0].weight_grad + row * work.padded_in, in, to);
-            for (int part = 1; part < work.threads; ++part) {
-                const float* from = work.scratch[part].weight_grad + row * work.padded_in;
-                for (std::int64_t c = 0; c < in; ++c) to[c] += from[c];
+            const std::int64_t out = row / work.of.taps, tap = row % work.of.taps;
+            for (std::int64_t tile = 0; tile < tiles; ++tile) {
+                const std::int64_t at = ((tap * tiles + tile) * call.out_channels + out) * level.columns;
+                const std::int64_t count = std::min<std::int64_t>(level.columns, in - tile * level.columns);
+                float* to = call.grad_weight + row * in + tile * level.columns;
+                std::copy_n(work.scratch[0].weight_grad + at, count, to);
+                for (int part = 1; part < work.threads; ++part) {
+                    const float* from = work.scratch[part].weight_grad + at;
+                    for (std::int64_t c = 0; c < count; ++c) to[c] += from[c];
+                }
             }
         }
     });

@@ -42,6 +42,18 @@ struct Rows {
     std::int64_t first, last;
 };
 
+// Channels of a weight's gradient, and one thread's memory for them. Pixels of its panels are a pitch apart.
+struct GradBlock {
+    const ShoalNormWeightGrad* call;
+    int out_first, outs, in_first, ins;
+    int rows, columns;  // of the result that are worked on at a time
+    int input_pitch, grad_pitch;
+    float *sums, *inputs, *grads;
+
+    int panel_rows(int of_result) const { return call->kernel == 1 ? of_result : (of_result - 1) * call->stride + call->kernel; }
+    int panel_columns(int of_result) const { return panel_rows(of_result); }
+};
+
 struct Level {
     int rows, columns;  // of the register tile
     int depth, pitch;   // of a panel
@@ -51,6 +63,7 @@ struct Level {
     void (*statistics)(const ShoalNormPass&, Rows, Scratch&);
     void (*activate)(const ShoalNormPass&, Rows);
     void (*activate_backward)(const ShoalNormPass&, Rows, Scratch&);
+    void (*weight_grad)(const GradBlock&);
 };
 
 const Level& portable_level();

@@ -1,7 +1,7 @@
 // The passes over NHWC rows, at the speed of memory: each reads and writes every element once.
 #pragma once
 
-#include "norm_strip.h"
+#include "norm_weight_grad.h"
 
 namespace shoal {
 namespace {
@@ -88,8 +88,8 @@ void activate_backward_rows(const ShoalNormPass& call, Rows rows, Scratch& scrat
     }
 }
 
-constexpr Level kLevel = {kTileRows,       kColumns,      kDepth,          kPitch, &forward_strip,
-                          &backward_strip, &statistics_rows, &activate_rows, &activate_backward_rows};
+constexpr Level kLevel = {kTileRows,       kColumns,         kDepth,         kPitch,                  &forward_strip,
+                          &backward_strip, &statistics_rows, &activate_rows, &activate_backward_rows, &weight_grad_block};
 
 }  // namespace
 }  // namespace shoal

@@ -154,7 +154,7 @@ inline void add_weight_grad(const Convolution& of, const Strip& strip, const std
     const int in_tiles = (int(call.in_channels) + kColumns - 1) / kColumns, out = call.out_channels;
     const std::ptrdiff_t row_pitch = std::ptrdiff_t{strip.width + 2 * of.halo} * kPitch;
     const std::ptrdiff_t panel_pitch = (strip.segments + 2 * of.halo) * row_pitch;
-    const std::ptrdiff_t inner = of.halo * (row_pitch + kPitch), ld = std::ptrdiff_t{of.taps} * in_tiles * kColumns;
+    const std::ptrdiff_t inner = of.halo * (row_pitch + kPitch);
     const int segments = least(strip.segments, strip.width < kPixelsAtOnce ? kPixelsAtOnce / strip.width : 1);
     for (int s = 0; s < strip.segments; s += segments) {
         const int count = least(segments, strip.segments - s);
@@ -165,9 +165,8 @@ inline void add_weight_grad(const Convolution& of, const Strip& strip, const std
                         AllTiles::pixels[rows - 1](
                             scratch.grad + block / kDepth * panel_pitch + inner + s * row_pitch + first,
                             scratch.input + s * row_pitch + offsets[tap] + column, count, strip.width, row_pitch,
-                            scratch.weight_grad + (block + first) * ld + std::ptrdiff_t{tap} * in_tiles * kColumns +
-                                from + column,
-                            ld);
+                            scratch.weight_grad +
+                                (std::ptrdiff_t{tap * in_tiles + (from + column) / kColumns} * out + block + first) * kColumns);
                     });
     }
 }

@@ -98,13 +98,12 @@ void rows_tile(const float* panel, const std::ptrdiff_t* taps, int tap_count, in
 
 // out[R][kColumns] += sum over pixels of grad[pixel][row] * input[pixel][column]
 template <int R>
-void pixels_tile(const float* grad, const float* input, int segments, int width, std::ptrdiff_t next_segment, float* out,
-                 std::ptrdiff_t ld_out) {
+void pixels_tile(const float* grad, const float* input, int segments, int width, std::ptrdiff_t next_segment, float* out) {
     Vector tile[R][kTileVectors];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-        for (int c = 0; c < kTileVectors; ++c) tile[r][c] = load(out + r * ld_out + c * kLanes);
+        for (int c = 0; c < kTileVectors; ++c) tile[r][c] = load(out + r * kColumns + c * kLanes);
     for (int s = 0; s < segments; ++s, grad += next_segment, input += next_segment) {
         const float *g = grad, *a = input;
         for (int w = 0; w < width; ++w, g += kPitch, a += kPitch) {
@@ -120,7 +119,7 @@ void pixels_tile(const float* grad, const float* input, int segments, int width,
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-        for (int c = 0; c < kTileVectors; ++c) store(out + r * ld_out + c * kLanes, tile[r][c]);
+        for (int c = 0; c < kTileVectors; ++c) store(out + r * kColumns + c * kLanes, tile[r][c]);
 }
 
 template <typename Rows>

@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 7
+#define SHOAL_ABI_VERSION 8
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -89,6 +89,24 @@ struct ShoalNormConv {
 SHOAL_API std::int64_t shoal_norm_conv_workspace_bytes(const ShoalNormConv* call, std::int32_t backward);
 SHOAL_API std::int32_t shoal_norm_conv_forward(const ShoalNormConv* call);
 SHOAL_API std::int32_t shoal_norm_conv_backward(const ShoalNormConv* call);
+
+// The gradient of the weight of a convolution of relu((x - mean) * scale + shift), alone: kernel 1 or 3 with a padding of
+// kernel / 2, any stride. out_height and out_width are those of y; grad_y is its whole gradient; the result lies densely
+// as [out][tap][in]. Pixels in NHWC order, `ld` floats apart. The workspace may hold anything.
+struct ShoalNormWeightGrad {
+    std::int64_t images, height, width, out_height, out_width, in_channels, out_channels;
+    std::int32_t kernel, stride, rectify, threads, level, unused;
+    const float* x;
+    std::int64_t ld_x;
+    const float *mean, *scale, *shift;
+    const float* grad_y;
+    std::int64_t ld_grad_y;
+    float* grad_weight;
+    void* workspace;
+};
+
+SHOAL_API std::int64_t shoal_norm_weight_grad_workspace_bytes(const ShoalNormWeightGrad* call);
+SHOAL_API std::int32_t shoal_norm_weight_grad(const ShoalNormWeightGrad* call);
 
 // Passes over `rows` pixels of an NHWC tensor. `out` of activate = act((x - mean) * scale + shift + residual); its backward
 // gives grad_x = da * scale, grad_residual = da and the sums of da and da * (x - mean), where da is `grad`, zero where

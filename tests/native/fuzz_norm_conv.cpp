@@ -1,4 +1,4 @@
-// shoal_norm_conv_forward and _backward against plain loops.
+// shoal_norm_conv_forward, _backward and shoal_norm_weight_grad against plain loops.
 #include <algorithm>
 #include <memory>
 
@@ -269,6 +269,62 @@ void backward(Draw& draw, Operands& given, ShoalNormConv call) {
     expect(grad_scale, of_scale);
 }
 
+void weight_grad(Draw& draw, Operands& given, std::int32_t threads, std::int32_t level) {
+    const Shape& shape = given.shape;
+    const std::int64_t stride = draw.of({1, 1, 2, 3}), taps = shape.taps(), halo = shape.kernel / 2;
+    const std::int64_t height = (shape.height - 1) / stride + 1, width = (shape.width - 1) / stride + 1;
+    now_running(
+        "norm_weight_grad: %d x %d, stride %lld, %lld images of %lld x %lld, %lld to %lld channels, rectify %d, %d threads, "
+        "level %d",
+        shape.kernel, shape.kernel, static_cast<long long>(stride), static_cast<long long>(shape.images),
+        static_cast<long long>(shape.height), static_cast<long long>(shape.width), static_cast<long long>(shape.in),
+        static_cast<long long>(shape.out), given.rectify, threads, level);
+    const std::int64_t pixels = shape.images * height * width;
+    Buffer<float> grad_y(draw, "grad_y", Use::kRead, pixels, shape.out, drawn_pitch(draw, shape.out));
+    Buffer<float> grad_weight(draw, "grad_weight", Use::kWritten, shape.out, taps * shape.in, taps * shape.in);
+    grad_y.fill(draw, 4);
+    ShoalNormWeightGrad call{};
+    call.images = shape.images;
+    call.height = shape.height;
+    call.width = shape.width;
+    call.out_height = height;
+    call.out_width = width;
+    call.in_channels = shape.in;
+    call.out_channels = shape.out;
+    call.kernel = shape.kernel;
+    call.stride = static_cast<std::int32_t>(stride);
+    call.rectify = given.rectify;
+    call.threads = threads;
+    call.level = level;
+    call.x = given.x.data();
+    call.ld_x = given.x.pitch();
+    call.mean = given.mean.data();
+    call.scale = given.scale.data();
+    call.shift = given.shift.data();
+    call.grad_y = grad_y.data();
+    call.ld_grad_y = grad_y.pitch();
+    call.grad_weight = grad_weight.data();
+    const Memory workspace(static_cast<std::size_t>(shoal_norm_weight_grad_workspace_bytes(&call)), 0, 64);
+    call.workspace = workspace.at();
+    guarded({&given.x, &given.mean, &given.scale, &given.shift, &grad_y, &grad_weight}, [&] {
+        if (shoal_norm_weight_grad(&call) != SHOAL_DONE) fail("the level is refused");
+    });
+    std::vector<Sum> of_weight(static_cast<std::size_t>(shape.out * taps * shape.in));
+    for (std::int64_t pixel = 0; pixel < pixels; ++pixel)
+        for (std::int64_t tap = 0; tap < taps; ++tap) {
+            const std::int64_t row = pixel / width % height * stride + tap / shape.kernel - halo;
+            const std::int64_t column = pixel % width * stride + tap % shape.kernel - halo;
+            if (row < 0 || row >= shape.height || column < 0 || column >= shape.width) continue;
+            const std::int64_t from = (pixel / (height * width) * shape.height + row) * shape.width + column;
+            for (std::int64_t out = 0; out < shape.out; ++out)
+                for (std::int64_t in = 0; in < shape.in; ++in)
+                    of_weight[static_cast<std::size_t>((out * taps + tap) * shape.in + in)].add(
+                        static_cast<double>(grad_y.at(pixel, out)) *
+                        given.active[static_cast<std::size_t>(from * shape.in + in)]);
+        }
+    expect(grad_weight, of_weight);
+}
+
 }  // namespace
 
 void norm_conv(Draw& draw) {
@@ -278,6 +334,7 @@ void norm_conv(Draw& draw) {
     const auto level = static_cast<std::int32_t>(draw.from(-1, shoal_norm_conv_level()));
     forward(draw, given, given.call(threads, level));
     backward(draw, given, given.call(threads, level));
+    weight_grad(draw, given, threads, level);
 }
 
 }  // namespace fuzz

@@ -111,11 +111,13 @@ void features(Draw& draw) {
     if (shoal_abi_version() != SHOAL_ABI_VERSION) fail("the ABI is version %d", shoal_abi_version());
     if (shoal_cpu_features() != shoal_cpu_features()) fail("the processor changed");
     ShoalNormConv convolution{};
+    ShoalNormWeightGrad weight{};
     ShoalNormPass pass{};
-    convolution.level = pass.level = static_cast<std::int32_t>(draw.from(SHOAL_AVX512_LEVEL + 1, 1000));
+    convolution.level = weight.level = pass.level = static_cast<std::int32_t>(draw.from(SHOAL_AVX512_LEVEL + 1, 1000));
     if (shoal_norm_conv_workspace_bytes(&convolution, 0) ||
         shoal_norm_conv_forward(&convolution) != SHOAL_NO_SUCH_LEVEL ||
         shoal_norm_conv_backward(&convolution) != SHOAL_NO_SUCH_LEVEL ||
+        shoal_norm_weight_grad_workspace_bytes(&weight) || shoal_norm_weight_grad(&weight) != SHOAL_NO_SUCH_LEVEL ||
         shoal_statistics(&pass) != SHOAL_NO_SUCH_LEVEL || shoal_norm_act(&pass) != SHOAL_NO_SUCH_LEVEL ||
         shoal_norm_act_backward(&pass) != SHOAL_NO_SUCH_LEVEL)
         fail("level %d is not refused", pass.level);

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from shoal.native import levels
-from shoal.runtime import norm_conv_native
+from shoal.runtime import norm_conv_native, norm_weight_grad
 from shoal.runtime.norm_conv import norm_conv
 from shoal.runtime.norm_conv_native import Window
 
@@ -129,24 +129,33 @@ def test_a_kernel_that_applies_is_called(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(not levels(), reason="the native library was not built")
-@pytest.mark.parametrize(("channels", "side"), [(8, 4), (8, 70), (256, 4)], ids=["small", "many pixels", "wide"])
-def test_the_numbers_are_the_same_whoever_computes(channels: int, side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("channels", "side", "stride"),
+    [(8, 4, 1), (8, 70, 1), (256, 4, 1), (8, 9, 2)],
+    ids=["small", "many pixels", "wide", "strided"],
+)
+@pytest.mark.parametrize("normalises", [False, True])
+def test_the_numbers_are_the_same_whoever_computes(
+    channels: int, side: int, stride: int, normalises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn = [_leaf(1, channels, side, side), _leaf(channels, channels, 3, 3, seed=1)]
-    vectors = [_leaf(channels, seed=seed, dtype=torch.float32) for seed in (2, 3, 4)]
+    vectors = [_leaf(channels, seed=seed, dtype=torch.float32) if normalises else None for seed in (2, 3, 4)]
+    window = Window([stride, stride], [1, 1], [1, 1], 1)
     found = []
-    for pays in (True, False, None):
-        if pays is not None:
-            monkeypatch.setattr(norm_conv_native, "pays", lambda *_, pays=pays, **__: pays)
+    for whole, weight_alone in ((True, False), (False, False), (False, True), (None, None)):
+        if whole is not None:
+            monkeypatch.setattr(norm_conv_native, "pays", lambda *_, pays=whole, **__: pays)
+            monkeypatch.setattr(norm_weight_grad, "pays", lambda *_, pays=weight_alone, **__: pays)
         else:
             monkeypatch.undo()
         x, weight = (
             leaf.detach().float().contiguous(memory_format=torch.channels_last).requires_grad_() for leaf in drawn
         )
-        y, mean_y, _ = norm_conv([x], *vectors, True, weight, None, Window([1, 1], [1, 1], [1, 1], 1), True)
+        y, mean_y, _ = norm_conv([x], *vectors, True, weight, None, window, True)
         found.append([y, *torch.autograd.grad(y.square().mean() + mean_y.sum(), [x, weight])])
-    for native, library, chosen in zip(*found, strict=True):
-        torch.testing.assert_close(native, library, rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(chosen, library, rtol=1e-3, atol=1e-3)
+    for native, library, *others in zip(*found, strict=True):
+        for other in (native, *others):
+            torch.testing.assert_close(other, library, rtol=1e-3, atol=1e-3)
 
 
 def test_flops_are_those_of_the_convolution() -> None:

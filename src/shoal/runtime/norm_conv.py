@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from shoal.runtime import norm_conv_native
+from shoal.runtime import norm_conv_native, norm_weight_grad
 from shoal.runtime.direct_call import direct_call
 from shoal.runtime.norm_act import activated, activated_backward, joined, parted, parted_fake
 from shoal.runtime.norm_conv_native import Window
@@ -211,7 +211,9 @@ def convolve_backward(
         return of_input, *others
     if y is not None and mean_y is not None and of_mean is not None and of_variance is not None:
         grad = whole_gradient(grad, y, mean_y, of_mean, of_variance, y.dtype)
-    a = activated(x, mean, scale, shift, rectify, weight.dtype)
+    alone = needs[2] and norm_weight_grad.applies(x, weight, window) and norm_weight_grad.pays(weight)
+    # The gradient of its input needs but the shape of what was convolved, and the ReLU's the signs.
+    a = x if alone else activated(x, mean, scale, shift, rectify, weight.dtype)
     through = needs[0] or needs[1]
     da, of_weight, of_bias = _aten.convolution_backward(
         grad,
@@ -224,8 +226,10 @@ def convolve_backward(
         False,
         [0] * len(window.stride),
         window.groups,
-        [through, needs[2], needs[3]],
+        [through, needs[2] and not alone, needs[3]],
     )
+    if alone:
+        of_weight = norm_weight_grad.weight_grad(grad, x, mean, scale, shift, rectify, weight, window)
     del grad
     of_x = da
     vectors: tuple[torch.Tensor | None, ...] | None = None

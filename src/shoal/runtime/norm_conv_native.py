@@ -31,6 +31,7 @@ from shoal.runtime.norm_rows import (
 
 _ONES = [1, 1]
 _WIDE = 1 << 16  # channels in times channels out: nine taps of such a weight fit no second cache
+_WIDE_BACKWARD = 1 << 14  # nor, beside its gradient, of such a one
 _MUCH_WORK = 1 << 24  # multiplications of one tap
 
 
@@ -93,11 +94,12 @@ def applies(
 def pays(x: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> bool:
     """Whether that is faster than the library's convolution between two sweeps, as `python -m bench.norm_conv` has it.
 
-    A 1 x 1 is. A 3 x 3 is backward, unless it is wide; forward, the library wins with AVX2 where there is much to do.
+    A 1 x 1 is. A 3 x 3 is backward, unless it is wide: then its weight's gradient alone is (`norm_weight_grad`);
+    forward, the library wins with AVX2 where there is much to do.
     """
     if weight.shape[2] == 1:
         return True
-    if weight.shape[0] * weight.shape[1] >= _WIDE:
+    if weight.shape[0] * weight.shape[1] >= (_WIDE_BACKWARD if backward else _WIDE):
         return False
     return backward or levels()[-1] == "avx512" or x.numel() * weight.shape[0] < _MUCH_WORK
 
