@@ -8,6 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("unhurried", deadline=None)  # a busy machine is no reason to fail
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session", autouse=True)
