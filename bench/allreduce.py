@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 from bench import tables
-from bench.allreduce_tables import WrongAverage, check, size_table, step_table, summary
+from bench.allreduce_tables import WrongExchange, check, check_errors, size_table, step_table, summary
 from bench.budgets import comma_separated, make_folder
 from bench.conditions import conditions, describe, file_name
-from bench.gradient_contenders import AUTO, BROKEN, CONTENDERS, EVERY, EXACT, NONE, NOTHING
+from bench.gradient_contenders import AUTO, BROKEN, CONTENDERS, EXACT, NONE, NOTHING, parse_contenders
 from bench.layer_sizes import shapes_of
-from bench.link_lab import LINKS, Lab, LabError, link_name, open_lab, parse_links, told, verify
+from bench.link_lab import LINKS, Lab, LabError, link_name, open_lab, parse_links, parse_ranks, told, verify
 from shoal.errors import InputError
 from shoal.files import write_json
 
@@ -50,24 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         return _run(asked)
-    except (InputError, WrongAverage, LabError) as error:
+    except (InputError, WrongExchange, LabError) as error:
         print(f"bench.allreduce: {error}", file=sys.stderr)
-        return 1 if isinstance(error, WrongAverage) else 2 if isinstance(error, InputError) else 3
+        return 1 if isinstance(error, WrongExchange) else 2 if isinstance(error, InputError) else 3
 
 
 def _run(asked: argparse.Namespace) -> int:
-    contenders = asked.contenders
     models = asked.models or ([QUICK_MODEL] if asked.quick else list(MODELS))
-    for wrong in [*(set(asked.parts) - set(PARTS)), *(set(contenders) - {*EVERY, *CONTENDERS})]:
-        raise InputError(
-            f"{wrong!r}: parts are {', '.join(PARTS)}; contenders {', '.join(dict.fromkeys([*CONTENDERS, *EVERY]))}"
-        )
+    for wrong in set(asked.parts) - set(PARTS):
+        raise InputError(f"{wrong!r}: parts are {', '.join(PARTS)}")
     for model in models:
         shapes_of(model)
-    try:
-        many = [int(ranks) for ranks in asked.ranks]
-    except ValueError:
-        raise InputError(f"--ranks {','.join(asked.ranks)}: expected whole numbers") from None
     device = torch.device("cpu")
     out = make_folder(asked.out)
     path = out / file_name("allreduce", device)
@@ -75,7 +68,7 @@ def _run(asked: argparse.Namespace) -> int:
     found = conditions(device, 1)
     console.print(describe(found), highlight=False, markup=False)
     kept = _kept(path)
-    for ranks in many:
+    for ranks in asked.ranks:
         if "failures" in asked.parts:
             for name in BROKEN:
                 kept["failures"][f"{name}, {ranks} ranks"] = text = failure(name, ranks, models[0])
@@ -88,7 +81,7 @@ def _run(asked: argparse.Namespace) -> int:
                 console.print(f"{ranks} ranks, {link_name(rate_gbps)}: {told(reached)}", highlight=False, markup=False)
                 if "steps" in asked.parts:
                     for model in models:
-                        for result in measure(lab, [model], contenders, rounds, reached):
+                        for result in measure(lab, [model], asked.contenders, rounds, reached):
                             console.print(step_table(result))
                             _print_reason(console, result)
                             kept["steps"][f"{model}, {ranks} ranks, {result['link']}"] = {"conditions": found, **result}
@@ -113,7 +106,7 @@ def measure(
     """Each model's contenders, in turns.
 
     Raises:
-        WrongAverage: a contender's gradients are not what it states, or it miscounts its bytes.
+        WrongExchange: a contender's gradients are not what it states, or it miscounts its bytes.
     """
     config = {"models": list(models), "contenders": list(contenders), "rounds": rounds}
     by_rank = lab.run("bench.allreduce_rank", config)
@@ -123,6 +116,7 @@ def measure(
             for name in first["rows"]
         }
         check(rows, may_differ=(NOTHING, EXACT))
+        check_errors(rows)
         yield {
             "model": first["model"],
             "elems": first["elems"],
@@ -165,21 +159,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", type=comma_separated, default=["steps"], help=f"of {', '.join(PARTS)}")
     parser.add_argument("--models", type=comma_separated, default=[], help=f"by default {','.join(MODELS)}")
     parser.add_argument("--links", type=parse_links, default=list(LINKS), help="Gbit/s, or loopback")
-    parser.add_argument("--ranks", type=comma_separated, default=["2", "4"])
-    parser.add_argument("--contenders", type=semicolons, default=list(CONTENDERS), help="separated by semicolons")
+    parser.add_argument("--ranks", type=parse_ranks, default=[2, 4])
+    parser.add_argument("--contenders", type=parse_contenders, default=list(CONTENDERS), help="separated by semicolons")
     parser.add_argument("--rounds", type=int, help="turns of each; by default 3 to 15 by the link")
     parser.add_argument("--quick", action="store_true", help="a tiny layer, once: does it run?")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
     return parser
-
-
-def semicolons(text: str) -> list[str]:
-    """Names with commas in them.
-
-    >>> semicolons("none; fp16 hook")
-    ['none', 'fp16 hook']
-    """
-    return [name.strip() for name in text.split(";") if name.strip()]
 
 
 if __name__ == "__main__":

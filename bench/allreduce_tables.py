@@ -26,8 +26,8 @@ _HEADERS = 1.12  # at most so much of the interface's bytes to those told: heade
 _FEW_BYTES = 1 << 20  # of messages smaller than this, acknowledgements and barriers are a larger part
 
 
-class WrongAverage(Exception):
-    """A contender's gradients are not what it states, or it miscounts its bytes."""
+class WrongExchange(Exception):
+    """A contender's gradients or weights are not what it states, or it miscounts its bytes."""
 
 
 def ring_bytes(elems: int, ranks: int) -> float:
@@ -70,17 +70,24 @@ def summary(found: Sequence[Mapping[str, Any]], ranks: int, elems: int) -> dict[
 
 def check(rows: Mapping[str, Mapping[str, Any]], may_differ: Sequence[str] = (NOTHING,)) -> None:
     """Raises:
-    WrongAverage: ranks got different gradients, too large an error, or bytes told that are not those of the interface.
+    WrongExchange: ranks got different bits, or bytes told are not those of the interface.
     """
     for name, row in rows.items():
         if not row["same_on_all_ranks"] and name not in may_differ:
-            raise WrongAverage(f"{name}: the ranks' gradients differ")
-        most = MOST_ERROR_PERCENT.get(name)
-        if most is not None and not row["error_percent"] <= most:
-            raise WrongAverage(f"{name}: error {row['error_percent']:.3g} %, expected at most {most:g} %")
+            raise WrongExchange(f"{name}: the ranks' bits differ")
         told, sent = row["told_bytes"], row["sent_bytes"]
         if told and sent > _FEW_BYTES and not 0.99 * told <= sent <= _HEADERS * told:
-            raise WrongAverage(f"{name}: says it sent {told} bytes, and the interface {sent}")
+            raise WrongExchange(f"{name}: says it sent {told} bytes, and the interface {sent}")
+
+
+def check_errors(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises:
+    WrongExchange: a mean of gradients has too large an error.
+    """
+    for name, row in rows.items():
+        most = MOST_ERROR_PERCENT.get(name)
+        if most is not None and not row["error_percent"] <= most:
+            raise WrongExchange(f"{name}: error {row['error_percent']:.3g} %, expected at most {most:g} %")
 
 
 def verdicts(rows: Mapping[str, Mapping[str, Any]], rate_gbps: float | None) -> dict[str, str]:

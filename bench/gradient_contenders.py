@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,18 @@ def bucket_mib(name: str) -> int | None:
     (None, 1048576)
     """
     return _ONE_BUCKET_MIB if name in HOOKS and name.startswith("PowerSGD") else None
+
+
+def parse_contenders(text: str) -> list[str]:
+    """The names of `--contenders`, parted by semicolons since some have commas.
+
+    >>> parse_contenders("none; fp16 hook")
+    ['none', 'fp16 hook']
+    """
+    names = [name.strip() for name in text.split(";") if name.strip()]
+    for wrong in set(names) - {*EVERY}:
+        raise argparse.ArgumentTypeError(f"{wrong!r}: contenders are {'; '.join(dict.fromkeys(EVERY))}")
+    return names
 
 
 def install(name: str, model: DistributedDataParallel) -> Installed:

@@ -181,6 +181,18 @@ def parse_links(text: str) -> list[float | None]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected Gbit/s or loopback, as in 0.1,10,loopback") from None
 
 
+def parse_ranks(text: str) -> list[int]:
+    """The numbers of ranks of `--ranks`.
+
+    >>> parse_ranks("2,4")
+    [2, 4]
+    """
+    try:
+        return [int(one) for one in comma_separated(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers, as in 2,4") from None
+
+
 def verify(lab: Lab, *, seconds: float = 0.5) -> dict[str, Any]:
     """What plain sockets reach, every rank sending to the next at once as in a ring, beside what the rate lets through.
 
@@ -306,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.link_lab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=comma_separated, default=["2", "4"])
+    parser.add_argument("--ranks", type=parse_ranks, default=[2, 4])
     parser.add_argument("--links", type=parse_links, default=list(LINKS), help="Gbit/s, or loopback")
     parser.add_argument("--seconds", type=float, default=0.5, help="how long each sends")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
@@ -318,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     try:
         out = make_folder(asked.out)
-        for ranks in map(int, asked.ranks):
+        for ranks in asked.ranks:
             for rate_gbps in asked.links:
                 with open_lab(ranks, rate_gbps) as lab:
                     row = verify(lab, seconds=asked.seconds)

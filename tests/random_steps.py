@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from shoal.hardware import Device, Hardware, Link
@@ -20,9 +19,6 @@ from shoal.step import Op, Phase, StepGraph, Storage, StorageKind
 
 HARDWARE = Hardware("test", Device("test", 1 << 34, 1e12, 1e11, 1e-6), Link("test", 1e10, 1e10, 1e-5), "made up")
 SLOW_LINK = Link("slow", 10.0, 8.0, 0.25)  # beside ops of a second and storages of tens of bytes
-
-
-unhurried = settings(deadline=None)  # a busy machine is no reason to fail
 
 
 @dataclass

@@ -16,7 +16,7 @@ from shoal.residence import Offload, Residence
 from shoal.schedule import Run, schedule
 from shoal.simulate import simulate
 from shoal.step import StepGraph
-from tests.random_steps import SLOW_LINK, Builder, conv_bn_relu_chain, offloads, steps, unhurried
+from tests.random_steps import SLOW_LINK, Builder, conv_bn_relu_chain, offloads, steps
 
 
 @st.composite
@@ -47,14 +47,12 @@ def steps_with_offloads(draw: st.DrawFn) -> tuple[StepGraph, dict[str, Residence
     return graph, residences
 
 
-@unhurried
 @given(planned_steps() | steps_with_offloads())
 def test_its_peak_is_the_simulated_peak(planned: tuple[StepGraph, dict[str, Residence]]) -> None:
     graph, residences = planned
     assert check(graph, residences, schedule(graph, residences)) == simulate(graph, residences).peak_bytes
 
 
-@unhurried
 @given(planned_steps())
 def test_the_budget_is_held_to_the_byte(planned: tuple[StepGraph, dict[str, Residence]]) -> None:
     graph, residences = planned
@@ -66,7 +64,6 @@ def test_the_budget_is_held_to_the_byte(planned: tuple[StepGraph, dict[str, Resi
             check(graph, residences, runs, budget_bytes=peak - 1)
 
 
-@unhurried
 @given(planned_steps() | steps_with_offloads(), st.data())
 def test_a_damaged_sequence_is_rejected(planned: tuple[StepGraph, dict[str, Residence]], data: st.DataObject) -> None:
     graph, residences = planned
@@ -107,7 +104,6 @@ def damages(runs: list[Run]) -> Iterator[tuple[str, list[Run]]]:
                 yield f"{storage} dies again at run {j}", twice
 
 
-@unhurried
 @given(steps_with_offloads(), st.data())
 def test_a_transfer_at_a_wrong_place_is_rejected(
     planned: tuple[StepGraph, dict[str, Residence]], data: st.DataObject

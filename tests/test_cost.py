@@ -182,7 +182,7 @@ def seconds(one: Op, hardware: Hardware) -> float:
 
 
 @given(st.sampled_from(presets.names()), sizes, sizes, sizes, sizes)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_more_work_never_takes_less_time_and_a_launch_is_the_least(name, flop_count, nbytes, more_flops, more_bytes):
     hardware = presets.get(name)
     base = seconds(op(flop_count, nbytes), hardware)
@@ -192,7 +192,7 @@ def test_more_work_never_takes_less_time_and_a_launch_is_the_least(name, flop_co
 
 
 @given(sizes, sizes, st.floats(1, 100), st.floats(1, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_faster_device_never_takes_longer(flop_count, nbytes, compute, memory):
     slow = presets.get("titanx-pcie")
     device = slow.device

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from shoal.errors import InputError
 from shoal.files import write_atomically, write_json, write_text
-from tests.random_steps import unhurried
 
 
 @pytest.mark.parametrize("before", [None, b"old"])
@@ -84,7 +83,6 @@ plain = st.recursive(
 )
 
 
-@unhurried
 @given(plain)
 def test_json_reads_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
     path = write_json(tmp_path_factory.getbasetemp() / "value.json", value)
@@ -92,7 +90,6 @@ def test_json_reads_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, val
     assert path.read_text().endswith("\n")
 
 
-@unhurried
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_text_is_written_as_utf8_without_change(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = write_text(tmp_path_factory.getbasetemp() / "text", text)

@@ -116,7 +116,7 @@ def called(target: Any) -> str:
     ("target", "arguments"),
     [pytest.param(*call, id=called(call[0])) for call in CALLS],
 )
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.tuples(*[st.integers(1, 6)] * 4), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.booleans()
 )

@@ -28,7 +28,6 @@ from tests.joint_graphs import NETWORKS, captured_step, carried, operands, run_j
 from tests.random_steps import HARDWARE, SLOW_LINK
 from tests.training_laws import keep_by_chance, offload_by_chance, same_bits
 
-unhurried = settings(deadline=None, max_examples=25)
 networks = st.sampled_from(list(NETWORKS))
 
 
@@ -75,7 +74,7 @@ def planned(draw: st.DrawFn) -> tuple[str, dict[str, Residence]]:
     return network, residences
 
 
-@unhurried
+@settings(max_examples=25)
 @given(planned(), st.booleans())
 def test_every_schedule_gives_the_bits_of_the_joint_graph(
     plan: tuple[str, dict[str, Residence]], in_place: bool
@@ -91,7 +90,7 @@ def test_every_schedule_gives_the_bits_of_the_joint_graph(
     assert all(map(torch.equal, tensors, before))
 
 
-@unhurried
+@settings(max_examples=25)
 @given(planned(), st.booleans())
 def test_before_each_run_exactly_the_storages_of_the_schedule_are_in_use(
     plan: tuple[str, dict[str, Residence]], in_place: bool
@@ -111,7 +110,7 @@ def test_before_each_run_exactly_the_storages_of_the_schedule_are_in_use(
     assert found == expected
 
 
-@unhurried
+@settings(max_examples=25)
 @given(planned())
 def test_the_measured_peak_is_the_simulated_one(plan: tuple[str, dict[str, Residence]]) -> None:
     network, residences = plan
@@ -127,7 +126,7 @@ def test_the_measured_peak_is_the_simulated_one(plan: tuple[str, dict[str, Resid
     assert allocations.peak_bytes(changes) == max(in_use)
 
 
-@unhurried
+@settings(max_examples=25)
 @given(planned())
 def test_the_backward_graph_overwrites_none_of_its_saved_tensors(plan: tuple[str, dict[str, Residence]]) -> None:
     network, residences = plan
@@ -143,7 +142,7 @@ def test_the_backward_graph_overwrites_none_of_its_saved_tensors(plan: tuple[str
     assert all(one is two is None or torch.equal(one, two) for one, two in zip(first, second, strict=True))
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 99), kept=st.sampled_from([0.0, 0.5, 1.0]))
 def test_recomputed_dropout_draws_its_mask_again_and_leaves_the_generator_where_the_plain_step_does(
     seed: int, kept: float

@@ -17,7 +17,7 @@ from shoal.plan import Plan
 from shoal.planners.keep_all import keep_all
 from shoal.planners.sqrt import sqrt
 from shoal.step import StepGraph
-from tests.random_steps import HARDWARE, conv_bn_relu_chain, steps, unhurried
+from tests.random_steps import HARDWARE, conv_bn_relu_chain, steps
 
 
 class Steps:
@@ -41,7 +41,6 @@ def peak_bytes(steps: Steps, batch: int) -> int:
     return keep_all(steps(batch), HARDWARE, 0).predicted_peak_bytes
 
 
-@unhurried
 @given(steps(), st.integers(0, 190), st.integers(1, 300), st.integers(0, 10))
 def test_up_to_200_images_the_next_one_does_not_fit(graph: StepGraph, batch: int, first: int, spare: int) -> None:
     steps = Steps(graph)
@@ -56,7 +55,6 @@ def test_up_to_200_images_the_next_one_does_not_fit(graph: StepGraph, batch: int
         assert answer.images_per_second == pytest.approx(batch / answer.plan.predicted_seconds)
 
 
-@unhurried
 @given(steps(), st.integers(200, 20_000), st.integers(1, 300))
 def test_above_200_images_one_per_cent_more_does_not_fit(graph: StepGraph, batch: int, first: int) -> None:
     steps = Steps(graph)

@@ -18,7 +18,7 @@ from shoal.residence import Encode, Keep, Offload, Recompute, Residence, residen
 from shoal.simulate import simulate
 from shoal.step import StepGraph
 from tests.lossy_steps import chain, plan_encoding_everything
-from tests.random_steps import conv_bn_relu_chain, steps, unhurried
+from tests.random_steps import conv_bn_relu_chain, steps
 
 
 def _plan() -> Plan:
@@ -55,7 +55,6 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     assert loaded.timeline == plan.timeline
 
 
-@unhurried
 @given(steps())
 def test_every_step_survives_json(graph: StepGraph) -> None:
     copy = StepGraph.from_json(json.loads(json.dumps(graph.to_json())))

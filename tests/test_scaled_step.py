@@ -13,7 +13,7 @@ from torch import nn
 from shoal.capture_step import capture_step
 from shoal.scaled_step import scaled_step
 from shoal.step import StepGraph
-from tests.random_steps import conv_bn_relu_chain, steps, unhurried
+from tests.random_steps import conv_bn_relu_chain, steps
 from tests.training_laws import blocks
 
 
@@ -54,7 +54,6 @@ def times(graph: StepGraph, images: int) -> StepGraph:
     return replace(graph, ops=tuple(ops), storages=tuple(storages))
 
 
-@unhurried
 @given(steps(), st.integers(1, 50), st.integers(1, 50), st.integers(1, 100))
 def test_what_grows_with_the_images_is_told_for_any_batch(graph: StepGraph, one: int, more: int, batch: int) -> None:
     other = one + more

@@ -10,7 +10,7 @@ from shoal.planners.just_in_time import just_in_time
 from shoal.residence import Keep, Offload, Recompute
 from shoal.schedule import STAYS, schedule
 from shoal.step import StepGraph
-from tests.random_steps import Builder, plain_chain, steps, unhurried
+from tests.random_steps import Builder, plain_chain, steps
 
 
 def _story(graph: StepGraph, residences: dict[str, Keep | Recompute]) -> list[str]:
@@ -81,7 +81,6 @@ def test_an_input_that_is_read_later_is_not_taken_over() -> None:
     assert relu.takes_over == -1
 
 
-@unhurried
 @given(steps())
 def test_every_first_run_is_there_once_and_in_order(graph: StepGraph) -> None:
     runs = schedule(graph, just_in_time(graph, ()))
@@ -89,7 +88,6 @@ def test_every_first_run_is_there_once_and_in_order(graph: StepGraph) -> None:
     assert all(graph.ops[run.op].phase == "forward" for run in runs if run.again)
 
 
-@unhurried
 @given(steps())
 def test_all_that_is_written_dies_or_must_stay(graph: StepGraph) -> None:
     runs = schedule(graph, just_in_time(graph, ()))

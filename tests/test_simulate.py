@@ -15,7 +15,7 @@ from shoal.residence import Offload, Recompute
 from shoal.schedule import schedule
 from shoal.simulate import peak_and_seconds, simulate
 from shoal.step import StepGraph
-from tests.random_steps import SLOW_LINK, Builder, offloads, plain_chain, steps, unhurried
+from tests.random_steps import SLOW_LINK, Builder, offloads, plain_chain, steps
 
 
 def test_the_bytes_of_a_small_step_by_hand() -> None:
@@ -58,7 +58,6 @@ def test_what_a_recomputation_writes_unasked_counts_while_it_runs() -> None:
     assert rerun.workspace_bytes == 6  # its indices, which were kept from the first run
 
 
-@unhurried
 @given(steps())
 def test_taking_over_a_block_never_costs_bytes(graph: StepGraph) -> None:
     runs = schedule(graph, {})
@@ -69,7 +68,6 @@ def test_taking_over_a_block_never_costs_bytes(graph: StepGraph) -> None:
     )
 
 
-@unhurried
 @given(steps())
 def test_the_short_form_agrees_with_the_record(graph: StepGraph) -> None:
     for residences in ({}, just_in_time(graph, ())):
@@ -79,7 +77,6 @@ def test_the_short_form_agrees_with_the_record(graph: StepGraph) -> None:
         assert seconds == pytest.approx(timeline.seconds)
 
 
-@unhurried
 @given(steps())
 def test_the_step_ends_with_what_must_stay(graph: StepGraph) -> None:
     last = simulate(graph, just_in_time(graph, ())).moments[-1]
@@ -143,7 +140,6 @@ def test_a_step_without_a_link_offloads_nothing() -> None:
         simulate(_offloaded_chain(None), {"conv_0.out": Offload("conv_1", "conv_backward_6")})
 
 
-@unhurried
 @given(steps(), st.data())
 def test_the_short_form_agrees_with_the_timeline(graph: StepGraph, data: st.DataObject) -> None:
     graph = replace(graph, link=replace(SLOW_LINK, overlaps=data.draw(st.booleans())))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from shoal.errors import InputError
 from shoal.sizes import HOST_PAGE_BYTES, format_bytes, in_pages, parse_bytes
-from tests.random_steps import unhurried
 
 UNITS = {"": 1, "B": 1} | {
     f"{letter}{infix}B": base**power
@@ -21,13 +20,11 @@ UNITS = {"": 1, "B": 1} | {
 }
 
 
-@unhurried
 @given(st.integers(1, 1 << 50))
 def test_a_number_of_bytes_is_itself_as_an_int_and_as_a_text(count: int) -> None:
     assert parse_bytes(count) == parse_bytes(str(count)) == count
 
 
-@unhurried
 @given(
     st.integers(1, 9999),
     st.integers(0, 3),
@@ -64,7 +61,6 @@ def test_what_is_neither_int_nor_text_is_refused_by_its_type(size: Any) -> None:
         parse_bytes(size)
 
 
-@unhurried
 @given(st.integers(0, 1 << 55))
 def test_what_is_written_for_people_reads_back_within_its_last_digit(count: int) -> None:
     text = format_bytes(count)

@@ -17,7 +17,6 @@ from torch import nn
 
 from shoal.standing import Standing, distinct_bytes, optimizer_state_bytes
 from shoal.step import StepGraph, Storage
-from tests.random_steps import unhurried
 
 EMPTY = StepGraph("empty", (), ())
 Parameters = Iterable[Any]
@@ -100,7 +99,6 @@ def test_asking_changes_neither_the_generator_nor_the_gradients() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@unhurried
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), max_size=8))
 def test_tensors_of_one_block_count_once_and_whole(parts: list[tuple[int, int]]) -> None:
     blocks = [torch.empty(100, dtype=torch.uint8, device="meta" if place % 2 else "cpu") for place in range(4)]

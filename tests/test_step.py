@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.step import RESIDENT, Again, Op, StepGraph
-from tests.random_steps import steps, unhurried
+from tests.random_steps import steps
 
 
 @st.composite
@@ -27,7 +27,6 @@ def steps_that_run_again(draw: st.DrawFn) -> StepGraph:
     return replace(graph, ops=tuple(ops))
 
 
-@unhurried
 @given(steps_that_run_again())
 def test_written_as_json_and_read_back_it_is_the_same(graph: StepGraph) -> None:
     again = StepGraph.from_json(json.loads(json.dumps(graph.to_json())))
@@ -35,7 +34,6 @@ def test_written_as_json_and_read_back_it_is_the_same(graph: StepGraph) -> None:
     assert again.fingerprint == graph.fingerprint
 
 
-@unhurried
 @given(steps())
 def test_producers_and_readers_are_those_of_the_ops(graph: StepGraph) -> None:
     for storage in graph.storages:
@@ -44,7 +42,6 @@ def test_producers_and_readers_are_those_of_the_ops(graph: StepGraph) -> None:
         assert list(graph.readers[storage.id]) == [op.id for op in graph.ops if storage.id in op.reads]
 
 
-@unhurried
 @given(steps())
 def test_saved_storages_cross_from_the_forward_to_the_backward_pass(graph: StepGraph) -> None:
     assert [op.phase for op in graph.ops[: graph.n_forward]] == ["forward"] * graph.n_forward
@@ -53,7 +50,6 @@ def test_saved_storages_cross_from_the_forward_to_the_backward_pass(graph: StepG
     assert set(graph.saved) == written & read
 
 
-@unhurried
 @given(steps(), st.integers(0, 99))
 def test_what_is_resident_is_what_the_step_neither_makes_nor_frees(graph: StepGraph, standing_bytes: int) -> None:
     graph = replace(graph, standing_bytes=standing_bytes)
@@ -63,7 +59,6 @@ def test_what_is_resident_is_what_the_step_neither_makes_nor_frees(graph: StepGr
     assert graph.resident_bytes == given_bytes + standing_bytes
 
 
-@unhurried
 @given(steps_that_run_again())
 def test_a_second_run_differs_in_what_it_says_and_writes_the_first_storage_alone(graph: StepGraph) -> None:
     for op in graph.ops:
@@ -77,7 +72,6 @@ def test_a_second_run_differs_in_what_it_says_and_writes_the_first_storage_alone
         assert second.writes == op.writes[:1]
 
 
-@unhurried
 @given(steps_that_run_again())
 def test_what_second_runs_read_of_their_first_is_held(graph: StepGraph) -> None:
     held = set()
@@ -87,7 +81,6 @@ def test_what_second_runs_read_of_their_first_is_held(graph: StepGraph) -> None:
     assert graph.held_for_second_runs == held
 
 
-@unhurried
 @given(steps_that_run_again(), st.data())
 def test_costs_go_to_every_run_of_their_signature_and_to_no_other(graph: StepGraph, data: st.DataObject) -> None:
     runs = [run for op in graph.ops for run in (op, op.again) if run is not None]
@@ -107,7 +100,6 @@ def _again(run: Op | Again) -> dict[str, Again | None]:
     return {"again": run.again} if isinstance(run, Op) else {}
 
 
-@unhurried
 @given(steps(), st.data())
 def test_the_fingerprint_tells_apart_steps_that_need_other_plans_and_no_others(
     graph: StepGraph, data: st.DataObject

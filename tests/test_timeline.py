@@ -15,7 +15,7 @@ from shoal.planners.just_in_time import just_in_time
 from shoal.simulate import simulate
 from shoal.step import StepGraph
 from shoal.timeline import Moment, MomentPhase, Timeline
-from tests.random_steps import plain_chain, steps, unhurried
+from tests.random_steps import plain_chain, steps
 
 counts = st.integers(0, 1000)
 moments = st.builds(
@@ -31,7 +31,6 @@ moments = st.builds(
 timelines = st.builds(Timeline, st.text(max_size=3), st.lists(moments, min_size=1, max_size=8).map(tuple), counts)
 
 
-@unhurried
 @given(moments)
 def test_the_bytes_of_a_moment_add_up(moment: Moment) -> None:
     categories = [getattr(moment, field.name) for field in fields(moment) if field.name.endswith("_bytes")]
@@ -39,7 +38,6 @@ def test_the_bytes_of_a_moment_add_up(moment: Moment) -> None:
     assert moment.total_bytes == sum(categories)
 
 
-@unhurried
 @given(timelines)
 def test_the_peak_is_the_first_moment_with_the_most_bytes(timeline: Timeline) -> None:
     totals = [moment.total_bytes for moment in timeline.moments]
@@ -47,7 +45,6 @@ def test_the_peak_is_the_first_moment_with_the_most_bytes(timeline: Timeline) ->
     assert timeline.peak is timeline.moments[totals.index(max(totals))]
 
 
-@unhurried
 @given(timelines)
 def test_recomputation_is_the_time_of_its_moments(timeline: Timeline) -> None:
     again = [moment.seconds for moment in timeline.moments if moment.phase == "recompute"]
@@ -55,7 +52,6 @@ def test_recomputation_is_the_time_of_its_moments(timeline: Timeline) -> None:
     assert timeline.seconds == timeline.moments[-1].start_seconds + timeline.moments[-1].seconds
 
 
-@unhurried
 @given(steps())
 def test_a_simulated_step_has_no_gaps_in_time(graph: StepGraph) -> None:
     timeline = simulate(graph, just_in_time(graph, ()))
@@ -66,7 +62,6 @@ def test_a_simulated_step_has_no_gaps_in_time(graph: StepGraph) -> None:
     assert timeline.seconds == pytest.approx(now)
 
 
-@unhurried
 @given(timelines)
 def test_json_holds_every_number(timeline: Timeline) -> None:
     value = json.loads(json.dumps(timeline.to_json()))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import allreduce, gradient_contenders, layer_sizes
-from bench.allreduce_tables import WrongAverage, check, ring_bytes, verdicts
+from bench.allreduce_tables import WrongExchange, check, check_errors, ring_bytes, verdicts
 from bench.gradient_contenders import AUTO, NONE
 from bench.link_lab import why_not
 
@@ -55,7 +55,7 @@ def test_bytes_and_times_are_held_against_the_targets() -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (row(same_on_all_ranks=False), "the ranks' gradients differ"),
+        (row(same_on_all_ranks=False), "the ranks' bits differ"),
         (row(error_percent=5.0), "error 5 %, expected at most 4 %"),
         (row(error_percent=float("nan")), "error nan %"),
         (row(told_bytes=4_000_000, sent_bytes=3_000_000), "says it sent 4000000 bytes, and the interface 3000000"),
@@ -63,11 +63,13 @@ def test_bytes_and_times_are_held_against_the_targets() -> None:
 )
 def test_a_wrong_average_is_told(wrong: dict[str, Any], told: str) -> None:
     check({TREE: row()})
-    with pytest.raises(WrongAverage, match=told):
+    check_errors({TREE: row()})
+    with pytest.raises(WrongExchange, match=told):
         check({TREE: wrong})
+        check_errors({TREE: wrong})
 
 
-@pytest.mark.parametrize("setting", [["--parts", "speed"], ["--contenders", "magic"], ["--models", "resnet5"]])
+@pytest.mark.parametrize("setting", [["--parts", "speed"], ["--models", "resnet5"]])
 def test_an_unknown_name_is_one_line(setting: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert allreduce.main([*setting, "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("bench.allreduce: ")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import train_link
-from bench.allreduce_tables import WrongAverage
+from bench.allreduce_tables import WrongExchange
 from bench.gradient_contenders import NONE
 from bench.link_lab import why_not
 
@@ -34,10 +34,11 @@ def test_weights_that_differ_between_ranks_are_told() -> None:
         return {"model": "m", "elems": 4, "rows": {TREE: {**row, "same_on_all_ranks": same, "losses": [1.0]}}}
 
     assert train_link.gathered([rank(True)] * 2, 2)["rows"][TREE]["loss"] == 1.0
-    with pytest.raises(WrongAverage, match="gradients differ"):
+    with pytest.raises(WrongExchange, match="bits differ"):
         train_link.gathered([rank(True), rank(False)], 2)
 
 
 def test_an_unknown_contender_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_link.main(["--contenders", "magic", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("bench.train_link: unknown contender 'magic'")
+    with pytest.raises(SystemExit, match="2"):
+        train_link.main(["--contenders", "magic", "--out", str(tmp_path)])
+    assert "error: argument --contenders: 'magic': contenders are nothing sent;" in capsys.readouterr().err

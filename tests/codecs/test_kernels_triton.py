@@ -218,7 +218,7 @@ def test_a_bucket_finds_what_a_search_finds(name: str) -> None:
         assert torch.equal(found.count(x), torch.bucketize(x, thresholds, right=True).int())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.floats(2**-10, 1.0, width=32), min_size=1, max_size=127, unique_by=lambda t: int(t * 2**18)),
     st.lists(st.floats(0.0, width=32, allow_nan=False), min_size=1, max_size=20),

@@ -23,7 +23,7 @@ VALUES = st.lists(MODERATE, min_size=1, max_size=40)
 every_float_codec = pytest.mark.parametrize("codec", FLOAT_CODECS, ids=name_of)
 every_table_codec = pytest.mark.parametrize("codec", TABLE_CODECS, ids=name_of)
 every_codec_of_values = pytest.mark.parametrize("codec", [c for c in CODECS if c.name != "pool_index"], ids=name_of)
-few = settings(max_examples=20, deadline=None)
+few = settings(max_examples=20)
 
 
 def round_trip(codec: Codec, x: torch.Tensor) -> torch.Tensor:

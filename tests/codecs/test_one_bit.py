@@ -12,7 +12,6 @@ from shoal import codecs
 from shoal.codecs.one_bit import OneBitCodec, decode_blocks, encode_blocks
 from shoal.codecs.table_codes import blocks_of
 from shoal.errors import CodecError
-from tests.random_steps import unhurried
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -53,7 +52,6 @@ def test_means_are_those_of_a_sum_in_its_order(elems: int, block: int | None) ->
     assert bits.numpy().tobytes() == np.packbits(x.numpy() < 0, bitorder="little").tobytes()
 
 
-@unhurried
 @given(st.lists(FINITE, max_size=40), st.sampled_from([8, 16, None]))
 def test_a_value_comes_back_as_the_mean_of_its_side(values: list[float], block: int | None) -> None:
     x = torch.tensor(values)

@@ -32,7 +32,7 @@ def both(x: torch.Tensor, block: int | None) -> None:
 
 
 @each_level
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.one_of(st.floats(width=32), st.floats(-1, 1, width=32)), max_size=70),
     st.integers(1, 40),

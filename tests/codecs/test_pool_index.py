@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from shoal.codecs.pool_index import NO_PLACE, decode, encode, fits
 from tests.pools import CHANNELS_LAST, FORWARD, Pool, pools
-from tests.random_steps import unhurried
 
 
-@unhurried
 @given(pools())
 def test_decoding_gives_back_every_index(pool: Pool) -> None:
     codes = encode(pool.indices, pool.x.shape, *pool.window)
@@ -45,7 +43,6 @@ def test_so_it_does_where_a_window_spans_more_of_the_flat_image_than_a_byte_coun
     assert torch.equal(decode(codes, x.shape, *window), indices)
 
 
-@unhurried
 @given(pools(), st.integers(0, 255))
 def test_no_byte_leads_out_of_the_image(pool: Pool, byte: int) -> None:
     places = decode(torch.full_like(pool.indices, byte, dtype=torch.uint8), pool.x.shape, *pool.window)
@@ -61,7 +58,6 @@ def test_all_places_of_the_largest_window_have_codes_of_their_own_and_one_code_i
     assert torch.equal(decode(codes, (255, 1, 15, 17), *window), indices)
 
 
-@unhurried
 @given(pools())
 def test_no_place_of_any_window_has_the_code_of_none(pool: Pool) -> None:
     assert NO_PLACE not in encode(pool.indices, pool.x.shape, *pool.window)

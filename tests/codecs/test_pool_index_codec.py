@@ -10,7 +10,6 @@ from shoal import codecs
 from shoal.codecs import pool_index
 from shoal.errors import CodecError
 from tests.pools import Pool, pools
-from tests.random_steps import unhurried
 
 GEOMETRY = {"input_shape": (2, 3, 8, 8), "kernel": (2, 2), "stride": (2, 2), "padding": (0, 0), "dilation": (1, 1)}
 
@@ -22,7 +21,6 @@ def codec_of(pool: Pool) -> codecs.Codec:
     )
 
 
-@unhurried
 @given(pools())
 def test_indices_come_back_from_a_byte_each_and_from_a_file(pool: Pool) -> None:
     codec = codec_of(pool)
@@ -34,7 +32,6 @@ def test_indices_come_back_from_a_byte_each_and_from_a_file(pool: Pool) -> None:
     assert encoded.decode().stride() == pool.indices.stride()
 
 
-@unhurried
 @given(pools())
 def test_the_payload_is_what_the_step_rewrites_save(pool: Pool) -> None:
     codes = pool_index.encode(pool.indices, pool.x.shape, *pool.window)

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from shoal import codecs
 from shoal.codecs.sign_mask import decode, encode
 from shoal.errors import CodecError
-from tests.random_steps import unhurried
 
 
-@unhurried
 @given(st.lists(st.floats(width=32), max_size=70))
 def test_bits_are_set_where_a_value_is_positive_the_first_in_the_lowest(values: list[float]) -> None:
     x = torch.tensor(values)

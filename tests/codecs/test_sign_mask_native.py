@@ -27,7 +27,7 @@ def both(x: torch.Tensor) -> None:
 
 
 @each_level
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.floats(width=32), max_size=70), st.integers(1, 40), st.integers(1, 3))
 def test_any_tensor(level: str, values: list[float], times: int, threads: int) -> None:
     with at_level(level, threads):

@@ -12,7 +12,6 @@ from shoal import codecs
 from shoal.codecs import pieces
 from shoal.codecs.table_codes import blocks_of, decode_blocks, encode_blocks
 from shoal.errors import CodecError
-from tests.random_steps import unhurried
 
 TYPES = ("dynamic_tree", "dynamic_tree_even", "static_tree", "mantissa", "linear")
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -51,7 +50,6 @@ def by_hand(x: np.ndarray, name: str, scale: np.float32) -> list[int]:
     return found
 
 
-@unhurried
 @given(st.lists(FINITE, max_size=30), st.sampled_from(TYPES), BLOCKS)
 def test_a_code_is_the_nearest_magnitude_of_a_share_of_the_blocks_greatest(
     values: list[float], name: str, block: int | None
@@ -88,7 +86,6 @@ def test_every_exponent_a_float_has(name: str, scale_exponent: int) -> None:
     assert codes.tolist() == by_hand(x.numpy(), name, scales.numpy()[0])
 
 
-@unhurried
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=30), st.lists(FINITE.map(abs), min_size=30, max_size=30))
 def test_decoding_multiplies_once(codes: list[int], scales: list[float]) -> None:
     values = codecs.get("dynamic_tree").table().values().numpy()
@@ -122,7 +119,6 @@ def test_a_fixed_scale_is_a_float32() -> None:
     assert scales.tolist() == [torch.tensor(0.1).item()] * 2
 
 
-@unhurried
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**40), st.sampled_from(TYPES), BLOCKS)
 def test_stochastic_rounding_goes_to_either_neighbour_by_the_elements_own_draw(
     seed: int, first_elem: int, name: str, block: int | None

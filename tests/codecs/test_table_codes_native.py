@@ -22,7 +22,6 @@ from shoal.native import LEVELS, levels
 from tests.codecs.native_levels import at_level, off_by_one, same_bits
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
-unhurried = settings(deadline=None, max_examples=60)
 each_level = pytest.mark.parametrize("level", levels())
 
 # Squares lie on no line, two clusters far apart; sixteen octaves are more pieces than are looked up at once.
@@ -119,7 +118,7 @@ values = st.one_of(
 
 
 @each_level
-@unhurried
+@settings(max_examples=60)
 @given(
     st.lists(values, max_size=70),
     st.integers(1, 40),

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from shoal.codecs.truncation import pack, unpack
 from shoal.errors import CodecError
-from tests.random_steps import unhurried
 
 BITS = st.integers(0, 2**32 - 1)
 INFINITY = 0x7F800000
@@ -48,7 +47,6 @@ def value(code: int, width: int) -> float:
     return struct.unpack("<f", struct.pack("<I", code << (32 - 8 * width)))[0]
 
 
-@unhurried
 @given(st.lists(BITS, min_size=1, max_size=40), st.sampled_from([1, 2, 3]))
 def test_cutting_keeps_the_top_bytes(bits: list[int], width: int) -> None:
     for bit, code in zip(bits, codes(of_bits(bits), width, nearest=False), strict=True):
@@ -59,7 +57,6 @@ def test_cutting_keeps_the_top_bytes(bits: list[int], width: int) -> None:
             assert unpacked(packed(of_bits([bit]), width, False), width).isnan().all()
 
 
-@unhurried
 @given(st.lists(BITS, min_size=1, max_size=40), st.sampled_from([1, 2, 3]))
 def test_rounding_keeps_the_nearest_value_of_two_the_even_code(bits: list[int], width: int) -> None:
     for x, code in zip(of_bits(bits).numpy(), codes(of_bits(bits), width, nearest=True), strict=True):
@@ -134,7 +131,6 @@ def test_every_code_comes_back_from_what_it_stands_for(width: int) -> None:
         assert codes(back, width, nearest) == quiet.tolist()
 
 
-@unhurried
 @given(st.lists(st.integers(0, 2**24 - 1).filter(lambda code: code & 0x7FFFFF <= 0x7F8000), min_size=1))
 def test_so_does_every_code_of_three_bytes(some: list[int]) -> None:
     x = of_bits([code << 8 for code in some])

@@ -40,7 +40,7 @@ def test_every_top_half_with_low_halves_around_the_ties(level: str, width: int) 
 
 @each_level
 @each_width
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=90), st.integers(1, 9), st.integers(1, 3))
 def test_any_bits_of_any_length(level: str, width: int, bits: list[int], times: int, threads: int) -> None:
     x = torch.from_numpy(np.array(bits * times, dtype=np.uint32).view(np.float32))

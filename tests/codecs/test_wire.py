@@ -15,7 +15,6 @@ from shoal import codecs
 from shoal.codecs import Encoded, from_bytes, wire
 from shoal.errors import CodecError
 from tests.codecs.every_codec import CODECS, name_of
-from tests.random_steps import unhurried
 
 OPTIONS_AT, PAYLOAD_AT = 33, 49  # of a vector encoded by a table codec
 
@@ -168,7 +167,6 @@ def test_pool_options_that_do_not_fit_the_indices_are_refused() -> None:
 MESSAGES = [codec.encode(some_tensor(codec)).to_bytes() for codec in CODECS]
 
 
-@unhurried
 @given(data=st.data())
 def test_a_message_with_any_bytes_changed_is_refused(data: st.DataObject) -> None:
     message = bytearray(data.draw(st.sampled_from(MESSAGES)))
@@ -177,7 +175,7 @@ def test_a_message_with_any_bytes_changed_is_refused(data: st.DataObject) -> Non
     assert not decodes_or_is_refused(bytes(message))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_one_whose_crc_was_mended_is_refused_or_decodes(data: st.DataObject) -> None:
     message = bytearray(data.draw(st.sampled_from(MESSAGES)))
@@ -188,7 +186,7 @@ def test_one_whose_crc_was_mended_is_refused_or_decodes(data: st.DataObject) -> 
     decodes_or_is_refused(mended(bytes(message)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_so_is_one_that_was_cut_joined_or_made_up(data: st.DataObject) -> None:
     message = data.draw(st.sampled_from(MESSAGES))
@@ -198,7 +196,6 @@ def test_so_is_one_that_was_cut_joined_or_made_up(data: st.DataObject) -> None:
         decodes_or_is_refused(candidate)
 
 
-@unhurried
 @given(codec=st.sampled_from(CODECS), payload=st.binary(min_size=200, max_size=200), elems=st.integers(0, 24))
 def test_any_payload_of_the_right_length_decodes(codec: codecs.Codec, payload: bytes, elems: int) -> None:
     shape, dtype = (elems,), codec.dtypes[0]

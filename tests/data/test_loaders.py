@@ -66,13 +66,13 @@ def test_an_image_is_augmented_anew_in_every_epoch() -> None:
 
 
 @given(start=st.integers(0, 3), number=st.integers(0, 100))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_run_resumed_within_an_epoch_sees_what_was_left(start: int, number: int) -> None:
     assert same(epoch(small(), number, first_batch=start), epoch(small(), number)[start:])
 
 
 @given(number=st.integers(0, 1000), seed=st.integers(0, 1000), batch=st.integers(1, 25))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_epoch_has_every_sample_once_in_full_batches_and_a_short_last(number: int, seed: int, batch: int) -> None:
     batches = epoch(small(seed=seed, batch=batch), number)
     labels = torch.cat([labels for _, labels in batches])
@@ -147,7 +147,7 @@ def test_open_explains_a_wrong_argument(name: str, arguments: dict[str, object],
 
 
 @given(ranks=st.integers(1, 5), batch=st.integers(5, 25), number=st.integers(0, 50))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_ranks_share_each_batch_of_one_and_nothing_is_lost(ranks: int, batch: int, number: int) -> None:
     alone = epoch(small(batch=batch), number)
     shares = [epoch(of_rank(rank, ranks, batch), number) for rank in range(ranks)]

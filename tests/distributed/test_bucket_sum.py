@@ -151,7 +151,7 @@ def test_what_is_no_number_surfaces_on_every_rank(name: str, value: float, place
         assert bool(got.isfinite().all())  # it is not owed for ever
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from(["one_bit", "linear", "truncate1"]), st.integers(2, 4), st.integers(0, 2**31))
 def test_with_feedback_nothing_is_lost_though_buckets_change(name: str, ranks: int, seed: int) -> None:
     torch.manual_seed(seed)

@@ -304,7 +304,7 @@ def test_what_cannot_be_hosted_is_refused(hosted: Any) -> None:
     with pytest.raises(InputError, match="closure"):
         optimizer.step(lambda: 0.0)
     with pytest.raises(InputError, match="differ in adaptive precision"):
-        weights.load_state_dict(AdaptivePrecision(model, -1.0, 1).state_dict())
+        weights.load_state_dict({"adaptive": AdaptivePrecision(model, -1.0, 1).state_dict()})
     with pytest.raises(InputError, match="assign"):
         model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
 

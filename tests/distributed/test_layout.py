@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import codecs, models
@@ -18,7 +18,6 @@ pieces_drawn = st.lists(st.tuples(st.integers(0, 3000), st.booleans()), min_size
 )
 
 
-@settings(deadline=None)
 @given(pieces_drawn, st.integers(1, 9), st.sampled_from([64, 256, 1 << 18]))
 def test_every_value_has_one_owner_within_its_parameter(pieces: tuple[Piece, ...], ranks: int, part_elems: int) -> None:
     shards = cut(pieces, ranks, part_elems)
@@ -43,7 +42,6 @@ def test_every_value_has_one_owner_within_its_parameter(pieces: tuple[Piece, ...
     assert sorted(seen) == list(range(first))
 
 
-@settings(deadline=None)
 @given(pieces_drawn, st.integers(1, 9), st.sampled_from([64, 1 << 18]), st.integers(1, 5000))
 def test_chunks_hold_all_segments_in_order_and_no_rank_is_without_one_in_a_chunk(
     pieces: tuple[Piece, ...], ranks: int, part_elems: int, chunk_elems: int
@@ -56,7 +54,6 @@ def test_chunks_hold_all_segments_in_order_and_no_rank_is_without_one_in_a_chunk
     assert len(chunks) <= max(1, sum(piece.elems for piece in pieces) // chunk_elems)
 
 
-@settings(deadline=None)
 @given(pieces_drawn, st.integers(1, 9))
 def test_ranks_have_equal_work(pieces: tuple[Piece, ...], ranks: int) -> None:
     shards = cut(pieces, ranks)

@@ -25,7 +25,7 @@ from shoal.planners.keep_all import keep_all
 from shoal.planners.layerwise import layerwise
 from shoal.planners.sqrt import sqrt
 from shoal.step import StepGraph
-from tests.random_steps import HARDWARE, conv_bn_relu_chain, steps, unhurried
+from tests.random_steps import HARDWARE, conv_bn_relu_chain, steps
 
 seconds = st.floats(1e-3, 1e3)
 some_steps = st.builds(Step, st.integers(1, 4096), seconds, seconds, st.integers(1, 10**10))
@@ -90,7 +90,6 @@ def test_the_curve_falls_from_the_ratio_of_the_batches_to_that_of_the_throughput
         assert point.larger_seconds == epoch_seconds(larger, 1, point.bandwidth_gbps)
 
 
-@unhurried
 @given(steps())
 def test_a_plan_that_keeps_everything_has_the_ops_own_times(graph: StepGraph) -> None:
     if not any(s.kind == "gradient" for s in graph.storages) or graph.ops[-1].phase == "forward":

@@ -23,7 +23,7 @@ def test_the_codecs_of_gradients_are_all_that_take_floats() -> None:
 
 
 @pytest.mark.parametrize("name", FLOAT_CODECS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(_pieces, st.integers(1, 4), st.data())
 def test_what_is_unpacked_is_what_the_codec_gives_of_each_segment(
     name: str, drawn: list[tuple[int, bool]], ranks: int, data: st.DataObject

@@ -11,7 +11,6 @@ from shoal.layout.best_fit import best_fit
 from shoal.layout.check import check
 from shoal.layout.problem import Block, Layout, Problem
 from tests.layout.problems import problems
-from tests.random_steps import unhurried
 
 PAIR = Problem((Block("a", 0, 3, 4), Block("b", 2, 5, 4)))
 
@@ -36,7 +35,6 @@ def test_a_sound_layout_passes() -> None:
     check(Layout(PAIR, (4, 0)), 8)
 
 
-@unhurried
 @given(problems(), st.data())
 def test_a_block_moved_onto_another_that_is_in_use_at_the_same_time_is_found(
     problem: Problem, data: st.DataObject

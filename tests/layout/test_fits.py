@@ -12,11 +12,9 @@ from shoal.layout.check import check
 from shoal.layout.first_fit import first_fit
 from shoal.layout.problem import Block, Layout, Problem
 from tests.layout.problems import problems
-from tests.random_steps import unhurried
 
 
 @pytest.mark.parametrize("lay_out", [first_fit, best_fit])
-@unhurried
 @given(problem=problems(most_blocks=30))
 def test_every_layout_is_sound_and_at_least_the_bytes_in_use(
     lay_out: Callable[[Problem], Layout], problem: Problem
@@ -26,7 +24,6 @@ def test_every_layout_is_sound_and_at_least_the_bytes_in_use(
     assert problem.highest_live_bytes <= layout.arena_bytes <= sum(block.size_bytes for block in problem.blocks)
 
 
-@unhurried
 @given(problems(most_blocks=30))
 def test_first_fit_gives_what_an_allocator_would_that_knows_nothing_of_the_future(problem: Problem) -> None:
     used: dict[int, Block] = {}  # byte by byte

@@ -12,10 +12,9 @@ from shoal.layout.pools import three_pools
 from shoal.layout.step_blocks import step_blocks
 from shoal.residence import Offload
 from shoal.step import StepGraph
-from tests.random_steps import SLOW_LINK, offloads, plain_chain, steps, unhurried
+from tests.random_steps import SLOW_LINK, offloads, plain_chain, steps
 
 
-@unhurried
 @given(steps(), st.data())
 def test_no_addresses_overlap_and_no_block_is_lost(graph: StepGraph, data: st.DataObject) -> None:
     graph = replace(graph, link=SLOW_LINK)

@@ -8,10 +8,8 @@ from hypothesis import given
 from shoal.errors import InputError
 from shoal.layout.problem import Block, Layout, Problem
 from tests.layout.problems import problems
-from tests.random_steps import unhurried
 
 
-@unhurried
 @given(problems())
 def test_the_most_bytes_in_use_at_once_are_those_of_some_moment(problem: Problem) -> None:
     at = [sum(b.size_bytes for b in problem.blocks if b.lower <= t < b.upper) for t in range(-4, 15)]

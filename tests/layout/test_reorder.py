@@ -12,7 +12,6 @@ from tests.layout.problems import problems, smallest_arena_bytes
 
 
 @given(problems())
-@settings(deadline=None)
 def test_a_layout_is_sound_and_within_what_was_enough_if_time_was(problem: Problem) -> None:
     best_bytes = best_fit(problem).arena_bytes
     layout = reorder(problem, enough_bytes=best_bytes, time_limit_seconds=5)
@@ -28,7 +27,7 @@ def test_it_ends_in_time_where_enough_is_impossible() -> None:
 
 
 @given(problems(most_blocks=5))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_few_blocks_find_their_smallest_arena_where_best_fit_does_not_need_to_be_asked(problem: Problem) -> None:
     least = smallest_arena_bytes(problem)
     layout = reorder(problem, enough_bytes=least, time_limit_seconds=0.2)

@@ -22,7 +22,6 @@ from shoal.layout.rules import ALL_RULES, Outcome, Rules
 from shoal.layout.search import search, smallest
 from shoal.layout.table import read_problem
 from tests.layout.problems import crowded_problems, fits, problems, smallest_arena_bytes
-from tests.random_steps import unhurried
 
 WAYS = pytest.mark.parametrize("way", ["native", "python"])
 
@@ -38,7 +37,6 @@ def by(way: str) -> Iterator[None]:
 
 
 @WAYS
-@unhurried
 @given(problem=problems(most_blocks=6))
 def test_it_finds_the_smallest_arena_there_is_and_proves_that_none_is_smaller(way: str, problem: Problem) -> None:
     least_bytes = smallest_arena_bytes(problem)
@@ -64,7 +62,6 @@ AT_ODDS = Problem(
 
 
 @WAYS
-@unhurried
 @given(problem=crowded_problems(), rules=st.integers(0, ALL_RULES).map(Rules))
 @example(problem=AT_ODDS, rules=ALL_RULES)
 @example(problem=AT_ODDS, rules=Rules(0))
@@ -88,7 +85,6 @@ def test_a_part_without_a_layout_is_not_tried_again_for_each_layout_of_another(w
     assert outcome == Outcome.IMPOSSIBLE
 
 
-@unhurried
 @given(
     problem=st.one_of(problems(most_blocks=30, most_bytes=30), crowded_problems(most_blocks=30, moments=12)),
     share=st.sampled_from([1.0, 1.05, 1.2]),
@@ -120,7 +116,6 @@ def test_blocks_without_end_need_no_stack_without_end(way: str) -> None:
 
 
 @WAYS
-@unhurried
 @given(problem=problems(most_blocks=14, most_bytes=30))
 def test_what_it_finds_is_sound(way: str, problem: Problem) -> None:
     with by(way):

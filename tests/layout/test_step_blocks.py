@@ -25,11 +25,9 @@ from tests.random_steps import (
     resnet_like,
     steps,
     unet_like,
-    unhurried,
 )
 
 
-@unhurried
 @given(steps(), st.data())
 def test_the_bytes_in_use_at_each_run_are_those_of_the_timeline(graph: StepGraph, data: st.DataObject) -> None:
     kept = data.draw(st.sets(st.sampled_from([s.id for s in graph.storages])))

@@ -12,10 +12,8 @@ from shoal.layout.best_fit import best_fit
 from shoal.layout.problem import Block, Problem
 from shoal.layout.table import read_problem, write_layout
 from tests.layout.problems import problems
-from tests.random_steps import unhurried
 
 
-@unhurried
 @given(problem=problems())
 def test_a_written_layout_is_its_problem_again(tmp_path_factory: pytest.TempPathFactory, problem: Problem) -> None:
     layout = best_fit(problem)

@@ -16,7 +16,6 @@ from shoal.runtime.links.open_link import open_link
 from tests.offload_activations.networks import (
     offload_all,
 )
-from tests.random_steps import unhurried
 
 
 def test_a_storage_that_was_written_to_behind_autograds_back_leaves_again() -> None:
@@ -128,7 +127,6 @@ class Program:
             del tensors[i]
 
 
-@unhurried
 @given(st.data(), st.sampled_from([None, 1e6]))
 def test_any_program_has_the_gradient_or_the_refusal_of_plain_pytorch(
     data: st.DataObject, bytes_per_second: float | None

@@ -27,7 +27,6 @@ from tests.random_steps import (
     resnet_like,
     steps,
     unet_like,
-    unhurried,
 )
 
 SHARES = (1.0, 0.8, 0.66, 0.5, 0.4, 0.33, 0.25, 0.2)
@@ -40,7 +39,6 @@ def _best_of_every_choice(graph: StepGraph) -> list[tuple[int, float]]:
     return [peak_and_seconds(graph, schedule(graph, just_in_time(graph, kept))) for kept in subsets]
 
 
-@unhurried
 @given(steps(), st.floats(0, 1))
 def test_every_plan_passes_the_check_within_its_budget(graph: StepGraph, share: float) -> None:
     least = least_peak(graph, HARDWARE).predicted_peak_bytes
@@ -51,7 +49,6 @@ def test_every_plan_passes_the_check_within_its_budget(graph: StepGraph, share: 
     assert check(graph, plan.residences, runs, budget) == plan.predicted_peak_bytes <= budget
 
 
-@unhurried
 @given(steps())
 def test_more_bytes_never_make_a_step_slower(graph: StepGraph) -> None:
     plans = frontier(graph)
@@ -60,7 +57,6 @@ def test_more_bytes_never_make_a_step_slower(graph: StepGraph) -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
-@unhurried
 @given(steps())
 def test_below_the_least_peak_it_says_so(graph: StepGraph) -> None:
     least = least_peak(graph, HARDWARE).predicted_peak_bytes
@@ -86,7 +82,6 @@ def conv_chains(draw: st.DrawFn) -> StepGraph:
     return b.step(x)
 
 
-@unhurried
 @given(conv_chains())
 def test_on_a_small_chain_no_choice_of_what_to_keep_is_better(graph: StepGraph) -> None:
     plain = simulate(graph, {}).peak_bytes

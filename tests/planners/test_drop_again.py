@@ -14,10 +14,9 @@ from shoal.residence import Recompute, Residence
 from shoal.schedule import schedule
 from shoal.simulate import peak_and_seconds
 from shoal.step import StepGraph
-from tests.random_steps import Builder, plain_chain, steps, unhurried
+from tests.random_steps import Builder, plain_chain, steps
 
 
-@unhurried
 @given(steps(), st.floats(0.4, 0.99))
 def test_what_it_returns_fits_and_passes_the_independent_check(graph: StepGraph, share: float) -> None:
     start = just_in_time(graph, ())

@@ -14,7 +14,7 @@ from shoal.planners.hascoet import hascoet, inputs_of_layers
 from shoal.residence import Keep, Offload
 from shoal.schedule import schedule
 from shoal.step import StepGraph
-from tests.random_steps import HARDWARE, SLOW_LINK, Builder, plain_chain, steps, unhurried
+from tests.random_steps import HARDWARE, SLOW_LINK, Builder, plain_chain, steps
 
 FAST = Link("fast", 1e12, 1e12, 0.0)
 
@@ -64,7 +64,6 @@ def test_without_parallel_streams_every_copy_is_added_and_pageable_memory_makes_
     assert added_seconds() == pytest.approx(2.0)
 
 
-@unhurried
 @given(steps())
 def test_its_plan_is_legal_and_recomputes_nothing(graph: StepGraph) -> None:
     graph = replace(graph, link=SLOW_LINK)

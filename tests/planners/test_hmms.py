@@ -35,7 +35,6 @@ from tests.random_steps import (
     plain_chain,
     resnet_like,
     steps,
-    unhurried,
 )
 
 
@@ -81,7 +80,6 @@ def test_a_step_that_saves_nothing_can_offload_all_of_it() -> None:
     assert theoretical_limit(graph, link_of(1.0)) == 1.0
 
 
-@unhurried
 @given(steps(), slow_links)
 def test_what_leaves_is_within_the_limit_after_every_op_and_within_the_host(graph: StepGraph, link: Link) -> None:
     limit = theoretical_limit(graph, link)
@@ -161,7 +159,6 @@ def test_the_prefetch_is_the_mirror_image() -> None:
     }
 
 
-@unhurried
 @given(st.integers(3, 9), st.floats(50.0, 3000.0), st.sets(st.integers(0, 8)))
 def test_on_a_chain_that_is_its_own_mirror_image_so_are_the_places(n: int, rate: float, chosen: set[int]) -> None:
     graph = plain_chain(n, nbytes=1000, seconds=1.0)
@@ -186,7 +183,6 @@ def test_where_every_copy_fits_beside_the_next_op_the_device_never_waits_but_for
     assert plan.added_seconds == pytest.approx(2.0)
 
 
-@unhurried
 @given(steps())
 def test_a_link_that_takes_no_time_costs_no_time(graph: StepGraph) -> None:
     graph = replace(graph, link=link_of(1e12))
@@ -195,7 +191,6 @@ def test_a_link_that_takes_no_time_costs_no_time(graph: StepGraph) -> None:
     assert plan.added_seconds == pytest.approx(0.0, abs=1e-6)
 
 
-@unhurried
 @given(steps(), slow_links)
 def test_its_plan_is_legal_and_holds_no_more_than_the_host_has(graph: StepGraph, link: Link) -> None:
     graph = replace(graph, link=link)

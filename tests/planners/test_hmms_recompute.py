@@ -22,7 +22,7 @@ from shoal.step import StepGraph
 from shoal.transforms.fuse_batchnorm import fuse_batchnorm
 from shoal.transforms.invert_batchnorm import invert_batchnorm
 from tests.joint_graphs import captured_step
-from tests.random_steps import HARDWARE, SLOW_LINK, plain_chain, steps, unhurried
+from tests.random_steps import HARDWARE, SLOW_LINK, plain_chain, steps
 
 
 def residual_blocks() -> nn.Module:
@@ -97,7 +97,6 @@ def test_the_link_carries_a_larger_share_of_what_is_left(graph: StepGraph) -> No
     assert hmms_recompute(graph, HARDWARE, 0).predicted_peak_bytes < hmms(graph, HARDWARE, 0).predicted_peak_bytes
 
 
-@unhurried
 @given(steps())
 def test_its_plan_is_legal(graph: StepGraph) -> None:
     graph = replace(graph, link=SLOW_LINK)

@@ -26,7 +26,7 @@ from shoal.schedule import schedule
 from shoal.simulate import peak_and_seconds
 from shoal.step import StepGraph
 from tests.joint_graphs import captured_step
-from tests.random_steps import conv_bn_relu_chain, densenet_like, resnet_like, steps, unet_like, unhurried
+from tests.random_steps import conv_bn_relu_chain, densenet_like, resnet_like, steps, unet_like
 
 HERE = Hardware("here", Device("cpu", 1 << 34, 1e11, 1e10, 1e-6), Link("none", 1e10, 1e10, 1e-6), "made up")
 
@@ -35,7 +35,6 @@ def plain_peak_bytes(graph: StepGraph) -> int:
     return keep_all(graph, HERE, 0).predicted_peak_bytes
 
 
-@unhurried
 @given(steps(), st.floats(0.3, 1.0))
 def test_every_plan_is_inside_its_budget_and_passes_the_independent_check(graph: StepGraph, share: float) -> None:
     budget_bytes = int(share * plain_peak_bytes(graph))
@@ -48,7 +47,6 @@ def test_every_plan_is_inside_its_budget_and_passes_the_independent_check(graph:
     assert plan.predicted_peak_bytes <= budget_bytes
 
 
-@unhurried
 @given(steps(), st.floats(0.4, 1.0))
 def test_the_lower_bound_is_below_every_plan_there_is(graph: StepGraph, share: float) -> None:
     budget_bytes = int(share * plain_peak_bytes(graph))
@@ -134,7 +132,6 @@ def test_a_budget_below_the_least_is_refused_with_that_least_and_what_fills_it()
     assert joint(graph, HERE, least_bytes).predicted_peak_bytes <= least_bytes
 
 
-@unhurried
 @given(steps())
 def test_dropping_again_lowers_the_peak_and_stays_a_valid_plan(graph: StepGraph) -> None:
     start = just_in_time(graph, [])

@@ -25,7 +25,7 @@ from shoal.residence import Offload, Residence
 from shoal.schedule import schedule
 from shoal.simulate import peak_and_seconds
 from shoal.step import StepGraph
-from tests.random_steps import Builder, legal_offloads, resnet_like, steps, unhurried
+from tests.random_steps import Builder, legal_offloads, resnet_like, steps
 
 HERE = Hardware("here", Device("cpu", 1 << 34, 1e11, 1e10, 1e-6), Link("none", 1e10, 1e10, 1e-6), "made up")
 MOST_PLANS = 1500
@@ -74,7 +74,6 @@ def least_seconds(graph: StepGraph, budget_bytes: int) -> float:
     return fastest
 
 
-@unhurried
 @given(steps(max_ops=5), links, st.floats(0.3, 1.0))
 def test_the_lower_bound_is_below_every_plan_of_the_three_residences(
     graph: StepGraph, link: Link, share: float
@@ -88,7 +87,6 @@ def test_the_lower_bound_is_below_every_plan_of_the_three_residences(
         assert bound.bound_seconds <= fastest - plain.predicted_seconds + 1e-6
 
 
-@unhurried
 @given(steps(max_ops=7), links, st.floats(0.3, 1.0))
 def test_its_plan_is_legal_inside_both_budgets_and_never_above_what_the_papers_planners_find(
     graph: StepGraph, link: Link, share: float

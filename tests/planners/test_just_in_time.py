@@ -11,7 +11,7 @@ from shoal.residence import Keep, Recompute
 from shoal.schedule import schedule
 from shoal.simulate import simulate
 from shoal.step import StepGraph
-from tests.random_steps import Builder, conv_bn_relu_chain, plain_chain, steps, unhurried
+from tests.random_steps import Builder, conv_bn_relu_chain, plain_chain, steps
 
 
 def test_a_storage_comes_back_where_it_is_first_read() -> None:
@@ -57,7 +57,6 @@ def test_an_unsaved_storage_on_the_way_comes_back_too() -> None:
     assert isinstance(residences["bn_1.out"], Recompute)  # no backward op reads it, the ReLU does
 
 
-@unhurried
 @given(steps(), st.data())
 def test_any_set_of_kept_storages_makes_a_valid_plan(graph: StepGraph, data: st.DataObject) -> None:
     activations = [s.id for s in graph.storages if s.kind == "activation"]
@@ -68,7 +67,6 @@ def test_any_set_of_kept_storages_makes_a_valid_plan(graph: StepGraph, data: st.
     assert {graph.storages[s].name for s in graph.saved} <= set(residences)
 
 
-@unhurried
 @given(steps())
 def test_each_op_runs_again_at_most_once_before_an_op(graph: StepGraph) -> None:
     for residence in just_in_time(graph, ()).values():

@@ -12,10 +12,9 @@ from shoal.residence import Keep
 from shoal.schedule import schedule
 from shoal.simulate import simulate
 from shoal.step import StepGraph
-from tests.random_steps import HARDWARE, steps, unhurried
+from tests.random_steps import HARDWARE, steps
 
 
-@unhurried
 @given(steps())
 def test_every_saved_storage_is_kept_and_nothing_runs_twice(graph: StepGraph) -> None:
     plan = keep_all(graph, HARDWARE, 0)
@@ -25,13 +24,11 @@ def test_every_saved_storage_is_kept_and_nothing_runs_twice(graph: StepGraph) ->
     assert plan.timeline == simulate(graph, {})
 
 
-@unhurried
 @given(steps())
 def test_recomputing_everything_is_never_faster(graph: StepGraph) -> None:
     assert simulate(graph, just_in_time(graph, ())).seconds >= keep_all(graph, HARDWARE, 0).predicted_seconds
 
 
-@unhurried
 @given(steps())
 def test_a_budget_of_its_peak_is_met_and_a_byte_less_is_refused(graph: StepGraph) -> None:
     peak_bytes = keep_all(graph, HARDWARE, 0).predicted_peak_bytes

@@ -12,10 +12,9 @@ from shoal.residence import Keep, Recompute
 from shoal.schedule import schedule
 from shoal.simulate import peak_and_seconds
 from shoal.step import StepGraph
-from tests.random_steps import plain_chain, steps, unhurried
+from tests.random_steps import plain_chain, steps
 
 
-@unhurried
 @given(steps(), st.floats(0.0, 1.0), st.randoms(use_true_random=False))
 def test_it_is_never_slower_and_fits_where_the_start_fits(graph: StepGraph, share: float, chance: object) -> None:
     start = just_in_time(graph, {s.id for s in graph.storages if chance.random() < share})  # type: ignore[attr-defined]
@@ -52,7 +51,6 @@ def test_what_no_one_reads_is_not_computed_again() -> None:
     }, "conv_1.out at 6 reads the conv_0.out of 5; nothing reads the conv_1.out of 5"
 
 
-@unhurried
 @given(steps(), st.randoms(use_true_random=False))
 def test_pruning_a_plan_made_just_in_time_changes_nothing(graph: StepGraph, chance: object) -> None:
     start = just_in_time(graph, {s.id for s in graph.storages if chance.random() < 0.5})  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from shoal.planners.hmms import hmms, offloadable, within_limit
 from shoal.planners.layerwise import last_of_next_layer, layerwise, one_layer_ahead
 from shoal.schedule import schedule
 from shoal.step import StepGraph
-from tests.random_steps import HARDWARE, SLOW_LINK, Builder, plain_chain, resnet_like, steps, unhurried
+from tests.random_steps import HARDWARE, SLOW_LINK, Builder, plain_chain, resnet_like, steps
 
 
 def two_ops_a_layer(n: int) -> StepGraph:
@@ -81,7 +81,6 @@ def test_a_copy_that_takes_longer_than_the_next_layer_is_waited_for_at_its_end()
     assert plan.added_seconds == pytest.approx(len(leaving) * (3 - 1))
 
 
-@unhurried
 @given(steps(), st.floats(1.0, 100.0), st.sampled_from([0, 2 * 4096]))
 def test_its_plan_is_legal_and_moves_what_hmms_moves(graph: StepGraph, rate: float, host_bytes: int) -> None:
     graph = replace(graph, link=replace(SLOW_LINK, to_host_bytes_per_second=rate, host_bytes=host_bytes))

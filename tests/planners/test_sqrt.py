@@ -16,7 +16,7 @@ from shoal.planners.segments import keep_everything, segmentations
 from shoal.planners.sqrt import sqrt
 from shoal.schedule import schedule
 from shoal.step import StepGraph
-from tests.random_steps import HARDWARE, conv_bn_relu_chain, plain_chain, steps, unhurried
+from tests.random_steps import HARDWARE, conv_bn_relu_chain, plain_chain, steps
 
 
 @pytest.mark.parametrize("layers", [25, 64, 100])
@@ -40,7 +40,6 @@ def test_more_segments_than_the_root_are_tried() -> None:
     assert set(range(isqrt(36))) <= kept
 
 
-@unhurried
 @given(steps(), st.floats(0, 1))
 def test_every_plan_passes_the_check_within_its_budget(graph: StepGraph, share: float) -> None:
     peaks = [found.peak_bytes for found in (keep_everything(graph), *segmentations(graph))]

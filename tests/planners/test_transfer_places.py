@@ -19,7 +19,7 @@ from shoal.residence import Offload, Residence
 from shoal.schedule import schedule
 from shoal.simulate import peak_and_seconds
 from shoal.step import StepGraph
-from tests.random_steps import SLOW_LINK, Builder, legal_offloads, plain_chain, steps, unhurried
+from tests.random_steps import SLOW_LINK, Builder, legal_offloads, plain_chain, steps
 
 # A chain's op takes a second forward and two backward; a copy of its 1000 bytes takes as long each way.
 EVEN_LINK = Link("even", to_host_bytes_per_second=1000.0, to_device_bytes_per_second=500.0, latency_seconds=0.0)
@@ -154,7 +154,6 @@ def chosen_steps(draw: st.DrawFn) -> tuple[StepGraph, dict[str, Residence], set[
     return graph, residences, offloaded, budget_bytes
 
 
-@unhurried
 @given(chosen_steps())
 def test_what_it_places_is_legal_and_inside_the_budget_whenever_it_says_so(
     chosen: tuple[StepGraph, dict[str, Residence], set[int], int],
@@ -169,7 +168,6 @@ def test_what_it_places_is_legal_and_inside_the_budget_whenever_it_says_so(
     assert placed.host_bytes == sum(s.host_bytes for s in away)
 
 
-@unhurried
 @given(chosen_steps())
 def test_the_seconds_it_foretells_are_never_fewer_than_those_played(
     chosen: tuple[StepGraph, dict[str, Residence], set[int], int],
@@ -180,7 +178,6 @@ def test_the_seconds_it_foretells_are_never_fewer_than_those_played(
     assert seconds <= placed.seconds + 1e-9
 
 
-@unhurried
 @given(chosen_steps())
 def test_without_a_limit_nothing_takes_longer_than_under_one(
     chosen: tuple[StepGraph, dict[str, Residence], set[int], int],
@@ -209,7 +206,6 @@ def _befores(starts: Collection[object], only: str | None) -> list[str]:
     return [only] if only is not None else [start.name for start in starts]  # type: ignore[attr-defined]
 
 
-@unhurried
 @given(chosen_steps(), st.data())
 def test_one_storage_is_where_no_other_places_would_be_faster(
     chosen: tuple[StepGraph, dict[str, Residence], set[int], int], data: st.DataObject
@@ -224,7 +220,6 @@ def test_one_storage_is_where_no_other_places_would_be_faster(
         assert peak_bytes > budget_bytes or ours.excess_bytes or seconds <= other_seconds + 1e-9
 
 
-@unhurried
 @given(chosen_steps())
 def test_with_the_fetches_as_they_are_no_other_releases_would_be_faster(
     chosen: tuple[StepGraph, dict[str, Residence], set[int], int],

@@ -14,7 +14,7 @@ from shoal.plan import Plan
 from shoal.report import Report
 from shoal.report.charts import MOST_POINTS, chart_data
 from shoal.timeline import Moment, Timeline
-from tests.random_steps import SLOW_LINK, offloads, steps, unhurried
+from tests.random_steps import SLOW_LINK, offloads, steps
 
 
 def test_the_columns_add_up_to_the_timeline(plan: Plan, report: Report) -> None:
@@ -38,7 +38,6 @@ def test_plain_pytorch_stands_at_its_ops_where_the_device_waits_in_between(offlo
     assert offload_plan.timeline.stall_seconds > 0
 
 
-@unhurried
 @given(st.data())
 def test_the_columns_of_any_plan_with_offloads_add_up(data: st.DataObject) -> None:
     graph = replace(data.draw(steps()), link=SLOW_LINK)

@@ -18,7 +18,7 @@ from shoal.sizes import parse_bytes
 from shoal.step import Op, StepGraph, Storage
 from shoal.timeline import Timeline
 from tests.lossy_steps import chain, plan_encoding_everything
-from tests.random_steps import SLOW_LINK, offloads, steps, unhurried
+from tests.random_steps import SLOW_LINK, offloads, steps
 
 _UNITS = {"s": 1.0, "ms": 1e-3, "\u00b5s": 1e-6}
 
@@ -105,7 +105,6 @@ def test_an_offloaded_storage_tells_where_it_leaves_and_returns(offload_plan: Pl
     )
 
 
-@unhurried
 @given(st.data())
 def test_offloads_are_at_the_peak_where_the_timeline_counts_them(data: st.DataObject) -> None:
     graph = replace(data.draw(steps()), link=SLOW_LINK)

@@ -14,7 +14,6 @@ from shoal.runtime.batch_norm import backward, backward_, backward_repeats_bits,
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
-unhurried = settings(deadline=None, max_examples=60)
 Affine = torch.Tensor | None
 
 
@@ -53,7 +52,7 @@ def elsewhere(x: torch.Tensor) -> bool:
     return not x.is_contiguous()
 
 
-@unhurried
+@settings(max_examples=60)
 @given(inputs(), st.booleans())
 def test_where_it_repeats_the_bits_it_repeats_them_for_any_batch(x: torch.Tensor, affine: bool) -> None:
     weight, bias = (per_channel(x, 1), per_channel(x, 2)) if affine else (None, None)
@@ -74,7 +73,7 @@ def test_where_it_repeats_the_bits_it_repeats_them_for_any_batch(x: torch.Tensor
     torch.testing.assert_close(again.double(), expected, rtol=2e-3, atol=2e-3)
 
 
-@unhurried
+@settings(max_examples=60)
 @given(inputs(), st.booleans())
 def test_written_over_its_input_it_gives_the_same(x: torch.Tensor, affine: bool) -> None:
     weight, bias = (per_channel(x, 1), per_channel(x, 2)) if affine else (None, None)
@@ -85,7 +84,7 @@ def test_written_over_its_input_it_gives_the_same(x: torch.Tensor, affine: bool)
     assert torch.equal(taken, expected)
 
 
-@unhurried
+@settings(max_examples=60)
 @given(inputs(min_channels=2), st.integers(1, 99), st.integers(1, 99))
 @example(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3), 1, 64)
 @example(channels_last(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3)), 64, 1)

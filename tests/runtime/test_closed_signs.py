@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from shoal import native
 from shoal.codecs import kernels
 from shoal.runtime.closed_signs import note_closed
-from tests.random_steps import unhurried
 
 KERNELS = ["torch", pytest.param("native", marks=pytest.mark.skipif(native.library() is None, reason="not built"))]
 NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -25,7 +24,6 @@ def kernel(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("above", [math.inf, 6.0, 1e-40])
 def test_signs_are_those_of_the_library_and_codes_stay(kernel: str, above: float) -> None:
-    @unhurried
     @given(st.lists(NUMBERS, min_size=1, max_size=70), st.integers(0, 255))
     def held(numbers: list[float], code: int) -> None:
         output = torch.tensor([*numbers, math.inf, math.nan, -0.0, above]).clamp(0, above)

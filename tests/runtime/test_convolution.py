@@ -17,7 +17,6 @@ from shoal.runtime.convolution import (
     weight_gradient,
     weight_gradient_pieces,
 )
-from tests.random_steps import unhurried
 
 aten = torch.ops.aten
 
@@ -47,7 +46,6 @@ def convolutions(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return torch.empty_like(result).copy_(torch.randn(result.shape, generator=generator)), x, weight, options
 
 
-@unhurried
 @given(convolutions())
 def test_the_gradient_is_the_one_that_pytorch_gives_with_the_input(
     convolution: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Any]],
@@ -59,7 +57,6 @@ def test_the_gradient_is_the_one_that_pytorch_gives_with_the_input(
     assert found.stride() == expected.stride()
 
 
-@unhurried
 @given(convolutions())
 def test_it_allocates_what_pytorch_allocates_and_not_the_input(
     convolution: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Any]],
@@ -83,7 +80,6 @@ def test_what_stands_in_for_the_input_has_its_shape_and_layout_and_no_memory(lay
     _unread.cache_clear()
 
 
-@unhurried
 @given(convolutions(), st.integers(1, 9), st.booleans())
 def test_a_weight_gradient_in_pieces_is_as_close_to_float64_as_the_whole(
     convolution: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Any]], pieces: int, with_bias: bool

@@ -94,7 +94,7 @@ def test_equals_concatenation_in_every_dimension(dims: int, measured: bool) -> N
         torch.testing.assert_close(own, other)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batch=st.integers(1, 3),
     channels=st.integers(1, 19),

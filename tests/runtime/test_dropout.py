@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from shoal import allocations
 from shoal.runtime.dropout import dropout, dropout_, dropout_backward, dropout_backward_
-from tests.random_steps import unhurried
 
 
 @st.composite
@@ -36,7 +35,6 @@ def equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     )
 
 
-@unhurried
 @given(tensors(), shares, seeds)
 @example(torch.randn(2, 3, 4, 5).half(), 0.99999, 0)  # 1 / (1 - p) is more than float16 holds
 def test_result_gradient_and_generator_are_those_of_eager_pytorch(x: torch.Tensor, p: float, seed: int) -> None:
@@ -62,7 +60,6 @@ def test_result_gradient_and_generator_are_those_of_eager_pytorch(x: torch.Tenso
     assert equal(kept_grad, expected_gradient)
 
 
-@unhurried
 @given(shares, seeds)
 def test_the_mask_tells_which_elements_stayed(p: float, seed: int) -> None:
     torch.manual_seed(seed)

@@ -19,7 +19,6 @@ from shoal.runtime.encoded_activation import (
     rectifier_backward,
     rectifier_backward_,
 )
-from tests.random_steps import unhurried
 from tests.training_laws import same_bits
 
 aten = torch.ops.aten
@@ -127,7 +126,6 @@ def test_a_gradient_of_another_layout_keeps_the_layout_the_library_gives_it() ->
         assert same_bits(found, exact) and found.stride() == exact.stride()
 
 
-@unhurried
 @given(st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=1, max_size=40), st.integers(0, 9))
 def test_every_relu_is_told_exactly_and_comes_back_within_its_bound(numbers: list[float], block: int) -> None:
     output = torch.tensor(numbers).relu()

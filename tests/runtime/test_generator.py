@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.runtime.generator import generator_state, replaying
-from tests.random_steps import unhurried
 
 CPU = torch.device("cpu")
 
@@ -20,7 +19,6 @@ def two_draws(*shape: int, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tens
     return torch.rand(shape) * scale, torch.randn(shape)
 
 
-@unhurried
 @given(st.integers(0, 2**40), st.integers(0, 50), st.floats(-2, 2))
 def test_a_replay_draws_the_same_again_and_puts_the_generator_back(seed: int, drawn: int, scale: float) -> None:
     torch.manual_seed(seed)

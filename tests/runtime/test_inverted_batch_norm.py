@@ -19,7 +19,6 @@ from shoal import allocations
 from shoal.runtime import inverted_batch_norm_reference as reference
 from shoal.runtime.inverted_batch_norm import backward_, forward_, kept_from_zero, reconstruction_error, run
 
-unhurried = settings(deadline=None, max_examples=50)
 LAYERS: dict[int, Any] = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 ACTIVATIONS = [("leaky_relu", 0.01), ("leaky_relu", 0.3), ("elu", 1.0), ("elu", 0.5), ("identity", 1.0)]
 ops = torch.ops.shoal
@@ -79,7 +78,7 @@ def trained(
     return [y.detach(), *gradients, *layer.buffers()]
 
 
-@unhurried
+@settings(max_examples=50)
 @given(inputs(torch.float64), st.sampled_from(ACTIVATIONS), st.integers(0, 99), st.booleans(), st.booleans())
 def test_it_is_the_plain_formula_forward_and_backward(
     x: torch.Tensor, activation: tuple[str, float], seed: int, affine: bool, training: bool
@@ -97,7 +96,7 @@ def test_it_is_the_plain_formula_forward_and_backward(
     assert found[0].stride() == x.stride() or x.numel() == 0
 
 
-@unhurried
+@settings(max_examples=50)
 @given(inputs(), st.sampled_from(ACTIVATIONS[:2]), st.integers(0, 99))
 def test_in_float32_it_is_about_as_close_to_float64_as_pytorch_is(
     x: torch.Tensor, activation: tuple[str, float], seed: int
@@ -132,7 +131,7 @@ def hard_cases(draw: st.DrawFn) -> tuple[torch.Tensor, Any]:
     return layout(x, draw(st.booleans())), layer
 
 
-@unhurried
+@settings(max_examples=50)
 @given(hard_cases(), st.sampled_from([("leaky_relu", 0.01), ("leaky_relu", 0.3), ("identity", 1.0)]))
 def test_gradients_are_off_by_no_more_than_pytorch_s_and_what_the_bound_tells(
     case: tuple[torch.Tensor, Any], activation: tuple[str, float]
@@ -190,7 +189,7 @@ def test_a_scale_at_zero_is_kept_from_it_and_has_a_gradient(weight: float) -> No
     assert found[2].abs().min() > 0
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.sampled_from(ACTIVATIONS),

@@ -37,7 +37,7 @@ def operands(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     return y, grad
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     operands(),
     st.sampled_from(LEVELS),
@@ -74,7 +74,7 @@ def test_it_is_as_close_to_float64_as_the_reference(
         assert (mine.double() - exact).abs().max() <= allowed
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(operands(), st.sampled_from(LEVELS), st.sampled_from([0.01, 1.0]), st.booleans(), st.integers(1, 3))
 def test_forward_is_the_plain_formula(
     pair: tuple[torch.Tensor, torch.Tensor], level: int, slope: float, over: bool, threads: int

@@ -75,7 +75,7 @@ def _results(dtype: torch.dtype, ours: bool, case: dict[str, Any]) -> list[torch
     return [value.detach().double() for value in found if value is not None]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     batch=st.integers(1, 3),
     groups=st.sampled_from([1, 1, 2, 3]),

@@ -22,7 +22,6 @@ from tests.norm_reference import Case, assert_no_worse, fused
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
 NAMES = ("y", "mean_y", "variance_y", "x", "mean", "scale", "shift", "weight", "bias")
-unhurried = settings(deadline=None, max_examples=40)
 each_level = pytest.mark.parametrize("level", levels())
 
 
@@ -136,7 +135,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 @each_level
-@unhurried
+@settings(max_examples=40)
 @given(
     kernel=st.sampled_from([1, 3]),
     images=st.integers(1, 3),

@@ -13,7 +13,6 @@ from shoal.runtime import norm_pass_native as passes
 from tests.norm_reference import assert_no_worse, row
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
-unhurried = settings(deadline=None, max_examples=40)
 each_level = pytest.mark.parametrize("level", levels())
 
 
@@ -29,7 +28,7 @@ shapes = st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 14), st
 
 
 @each_level
-@unhurried
+@settings(max_examples=40)
 @given(shapes, st.integers(0, 999), st.sampled_from([0, 1, 16]), st.sampled_from([0.0, 1e3]), st.integers(1, 3))
 @example((4, 33, 30, 31), 0, 0, 1e3, 2)  # several blocks of rows a thread
 @example((1, 1, 1, 1), 0, 0, 0.0, 2)
@@ -49,7 +48,7 @@ def test_statistics_survive_a_mean_of_a_thousand_deviations(
 
 
 @each_level
-@unhurried
+@settings(max_examples=40)
 @given(
     shapes, st.integers(0, 999), st.sampled_from([0, 1, 16]), st.booleans(), st.booleans(), st.sampled_from([0.0, 1e3])
 )

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from shoal import allocations
 from shoal.runtime import pooling
 from tests.pools import BACKWARD, CHANNELS_LAST, FORWARD, Pool, pools
-from tests.random_steps import unhurried
 
 
-@unhurried
 @given(pools(), st.integers(1, 64))
 def test_result_and_gradient_are_those_of_pytorch(pool: Pool, piece_elems: int) -> None:
     x, expected, layout = pool.x, pool.pooled, CHANNELS_LAST[pool.dims]
@@ -32,7 +30,6 @@ def test_result_and_gradient_are_those_of_pytorch(pool: Pool, piece_elems: int) 
     assert gradient.stride() == expected_gradient.stride()
 
 
-@unhurried
 @given(pools(), st.integers(1, 64))
 def test_with_a_rectifier_before_it_the_gradient_is_that_of_both(pool: Pool, piece_elems: int) -> None:
     assume(all(step == 1 for step in pool.options[3]))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from shoal import allocations
 from shoal.runtime import rectifier
 from shoal.runtime.rectifier import backward, backward_
-from tests.random_steps import unhurried
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda x: x.contiguous(),
@@ -33,7 +32,6 @@ def gradients(draw: st.DrawFn) -> torch.Tensor:
     return x.to(draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])))
 
 
-@unhurried
 @given(gradients(), layouts, layouts, st.integers(1, 300))
 def test_the_mask_gives_the_gradient_that_the_output_gives(
     grad: torch.Tensor, layout: str, layout_of_mask: str, piece_elems: int
@@ -60,7 +58,6 @@ def test_the_mask_gives_the_gradient_that_the_output_gives(
     assert torch.equal(grad.nan_to_num(7), kept.nan_to_num(7))
 
 
-@unhurried
 @given(gradients(), layouts, layouts, st.integers(1, 300))
 def test_written_over_the_gradient_it_gives_the_same(
     grad: torch.Tensor, layout: str, layout_of_mask: str, piece_elems: int

@@ -18,7 +18,6 @@ from shoal.runtime import step_meter
 from shoal.runtime import wall as wall_module
 from shoal.runtime.step_meter import Measured, StepMeter
 from shoal.runtime.wall import wall
-from tests.random_steps import unhurried
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(
@@ -61,7 +60,6 @@ def test_each_part_has_its_own_peak_on_top_of_what_was_there(counter: str) -> No
     assert measured.peak_bytes == 6100
 
 
-@unhurried
 @given(*[st.integers(0, 9)] * 3)
 def test_the_peak_is_the_highest_of_the_three_parts(forward: int, loss: int, backward: int) -> None:
     assert Measured(forward, loss, backward).peak_bytes == sorted((forward, loss, backward))[-1]

@@ -17,6 +17,7 @@ from shoal.errors import InputError
 from shoal.training import checkpoint
 from shoal.training.arrangement import Arrangement
 from shoal.training.checkpoint import Position
+from shoal.training.ranks import Ranks
 
 ARGUMENTS = {"model": "tiny", "batch": 4, "image": None, "lr": 0.1}
 
@@ -28,7 +29,7 @@ class Parts:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, features), nn.BatchNorm1d(features), nn.Dropout(0.5))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.arrangement = Arrangement(self.model, self.optimizer)
+        self.arrangement = Arrangement(self.model, self.optimizer, Ranks())
         self.scaler = torch.amp.GradScaler("cpu", enabled=True)
 
     def step(self) -> torch.Tensor:

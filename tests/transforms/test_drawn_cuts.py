@@ -13,7 +13,6 @@ from shoal import models
 from shoal.transforms.drawn_cuts import as_sizes, draw, from_sizes, limits
 from shoal.transforms.split import split
 from shoal.transforms.split_plan import SplitPlan
-from tests.random_steps import unhurried
 
 
 def plan_of(parts: int, stride: int) -> SplitPlan:
@@ -25,7 +24,6 @@ def plan_of(parts: int, stride: int) -> SplitPlan:
 lengths, parts, omegas, strides = st.integers(12, 40), st.integers(2, 4), st.floats(0.0, 0.49), st.sampled_from([1, 2])
 
 
-@unhurried
 @given(lengths, parts, omegas, strides)
 def test_cuts_lie_within_omega_of_the_even_ones_and_leave_no_patch_empty(
     length: int, parts: int, omega: float, stride: int
@@ -38,7 +36,6 @@ def test_cuts_lie_within_omega_of_the_even_ones_and_leave_no_patch_empty(
         assert abs(stride * cut - i * length / parts) <= omega * length / parts + stride
 
 
-@unhurried
 @given(lengths, parts, omegas, strides)
 def test_limits_are_reached_and_never_passed(length: int, parts: int, omega: float, stride: int) -> None:
     plan = plan_of(parts, stride)
@@ -49,7 +46,6 @@ def test_limits_are_reached_and_never_passed(length: int, parts: int, omega: flo
         assert {min(cuts[0] for cuts in drawn), max(cuts[0] for cuts in drawn)} == {least[0], most[0]}
 
 
-@unhurried
 @given(lengths, parts, omegas, strides)
 def test_a_compiled_step_gets_the_cuts_that_were_drawn(length: int, parts: int, omega: float, stride: int) -> None:
     plan = plan_of(parts, stride)

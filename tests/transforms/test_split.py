@@ -19,7 +19,6 @@ from shoal import models
 from shoal.errors import CaptureError, InputError
 from shoal.transforms.patches import Region
 from shoal.transforms.split import SplitModule, split
-from tests.random_steps import unhurried
 
 
 def convolution(inputs: int, outputs: int, kernel: int = 3, **changes: Any) -> nn.Conv2d:
@@ -135,7 +134,6 @@ def forward_or_skip(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
         raise
 
 
-@unhurried
 @given(layers(), grids, st.tuples(st.integers(8, 20), st.integers(8, 20)), st.integers(1, 2))
 def test_it_is_the_unsplit_network_with_every_window_masked_to_its_patch(
     net: list[nn.Module], grid: tuple[int, int], sizes: tuple[int, int], batch: int
@@ -149,7 +147,6 @@ def test_it_is_the_unsplit_network_with_every_window_masked_to_its_patch(
     assert_equal([ours, *gradients(whole, x, ours)], [theirs, *gradients(whole, x, theirs)])
 
 
-@unhurried
 @given(layers(), grids, st.tuples(st.integers(8, 20), st.integers(8, 20)))
 def test_overlapping_patches_are_the_unsplit_network(
     net: list[nn.Module], grid: tuple[int, int], sizes: tuple[int, int]

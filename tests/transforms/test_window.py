@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from shoal.transforms.window import Window
-from tests.random_steps import unhurried
 
 
 @st.composite
@@ -21,7 +20,6 @@ def windows(draw: st.DrawFn, *, ceil: bool = False) -> Window:
     return Window(kernel, draw(st.integers(1, 5)), draw(st.integers(1, 3)), begin, end, ceil and draw(st.booleans()))
 
 
-@unhurried
 @given(windows(), st.integers(1, 40))
 def test_a_convolution_has_as_many_outputs(window: Window, length: int) -> None:
     assume(length + window.begin + window.end >= window.reach)
@@ -30,7 +28,6 @@ def test_a_convolution_has_as_many_outputs(window: Window, length: int) -> None:
     assert window.out_length(length) == made.shape[-1]
 
 
-@unhurried
 @given(st.integers(1, 7), st.integers(1, 5), st.integers(0, 3), st.integers(4, 40), st.booleans())
 def test_so_has_a_pooling(kernel: int, stride: int, padding: int, length: int, ceil: bool) -> None:
     assume(2 * padding <= kernel <= length + 2 * padding)
@@ -38,7 +35,6 @@ def test_so_has_a_pooling(kernel: int, stride: int, padding: int, length: int, c
     assert Window(kernel, stride, 1, padding, padding, ceil).out_length(length) == made.shape[-1]
 
 
-@unhurried
 @given(windows(), st.integers(2, 60), st.data())
 def test_every_cut_within_the_bounds_gives_each_patch_its_outputs(
     window: Window, length: int, data: st.DataObject
@@ -58,7 +54,6 @@ def test_every_cut_within_the_bounds_gives_each_patch_its_outputs(
             assert end >= 0 or i == len(outs) - 2
 
 
-@unhurried
 @given(windows(), st.integers(1, 30))
 def test_the_bounds_are_the_papers(window: Window, cut: int) -> None:
     lb = cut * window.stride - window.begin

@@ -19,7 +19,6 @@ from shoal.distributed.shares import Piece, Share, everything, pieces, shares
 from shoal.distributed.traffic import Traffic
 from shoal.errors import CodecError
 
-KIND = "activations"
 FLOAT_BYTES = 4  # what plain PyTorch would have sent of each value
 
 
@@ -235,7 +234,7 @@ class ActivationExchange:
             messages = self.exchange.all_gather(own, sizes_bytes, what=what)
         else:
             messages = self.exchange.all_to_all(parts, sizes_bytes, what=what)
-        self.traffic.add(KIND, self.exchange.sent_bytes - before_bytes, raw_elems * FLOAT_BYTES)
+        self.traffic.add("activations", self.exchange.sent_bytes - before_bytes, raw_elems * FLOAT_BYTES)
         for rank, message in enumerate(messages):
             if rank != self.rank:
                 split = message.split(sizes[rank])

@@ -17,8 +17,6 @@ from shoal.distributed.segments import Segments, add, message_bytes, pack
 from shoal.distributed.traffic import Traffic, ring_all_gather_bytes
 from shoal.errors import InputError
 
-KIND = "gradients"
-
 
 def shard_segments(pieces: Sequence[Piece], rank: int) -> Segments:
     """What a rank's shard is made of: its part of every parameter, one after another, in parts that fit the caches.
@@ -94,12 +92,12 @@ class CodedReduceScatter:
         work = None
         if self.codec is None or input_tensor.numel() != ranks * self._shard_elems:
             work = self.plain(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-            self.traffic.add(KIND, raw_bytes, raw_bytes)
+            self.traffic.add("gradients", raw_bytes, raw_bytes)
         else:
             divisor = _divisor(op, ranks, self.name)
             before = self.exchange.sent_bytes
             self._reduce(output_tensor, input_tensor.float().view(ranks, -1), divisor, self.codec)
-            self.traffic.add(KIND, self.exchange.sent_bytes - before, raw_bytes)
+            self.traffic.add("gradients", self.exchange.sent_bytes - before, raw_bytes)
         self.reduced()
         return work
 

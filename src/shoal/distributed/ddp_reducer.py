@@ -21,7 +21,6 @@ from shoal.distributed.reduction_threads import Job, ReductionThreads
 from shoal.distributed.traffic import Traffic, ring_all_reduce_bytes
 from shoal.errors import ShoalError, TransferError
 
-KIND = "gradients"
 Chunks = tuple[CodedBucket, ...]
 # How pieces travel: the decision, and its codec or None for an all-reduce of the bucket as it is.
 Decide = Callable[[tuple[Piece, ...], torch.dtype], tuple[Decision, Codec | None]]
@@ -178,7 +177,7 @@ class DdpReducer:
 
     def _end(self) -> None:
         sent_bytes = sum(exchange.sent_bytes for exchange in self._exchanges)
-        self._traffic.add(KIND, sent_bytes - self._counted_bytes + self._plain_bytes, self._raw_bytes)
+        self._traffic.add("gradients", sent_bytes - self._counted_bytes + self._plain_bytes, self._raw_bytes)
         self._traffic.end_step()
         self._counted_bytes = sent_bytes
         self._raw_bytes = self._plain_bytes = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, overload
 
@@ -12,11 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.codecs import registry
 from shoal.codecs.codec import Codec
-from shoal.codecs.float_codec import FLOATS, FloatCodec
+from shoal.codecs.float_codec import FloatCodec
 from shoal.distributed.choose_codec import Chooser, Decision
 from shoal.distributed.ddp_buckets import DEFAULT_BUCKET_BYTES, expected_buckets
 from shoal.distributed.ddp_hook import shoal_gradients_hook
-from shoal.distributed.ddp_reducer import KIND, DdpReducer
+from shoal.distributed.ddp_reducer import DdpReducer
+from shoal.distributed.decisions import decide, explained
 from shoal.distributed.exchange import Exchange
 from shoal.distributed.feedback import Feedback
 from shoal.distributed.layout import Piece
@@ -24,8 +24,8 @@ from shoal.distributed.measure_rates import measure_choice
 from shoal.distributed.sharded_gradients import CompressedShards, is_sharded
 from shoal.distributed.traffic import Traffic, ring_all_reduce_bytes
 from shoal.errors import InputError
-from shoal.sizes import format_bytes
 
+_WIDEST = "bf16"  # of all that "auto" may choose
 WAYS = {"encoded": "all_reduce", "exact": "all_gather"}  # by `local`
 
 
@@ -171,20 +171,15 @@ class CompressedGradients:
 
     def explain(self) -> str:
         """The bytes of the last step, and for each bucket how it travels and why, a line each."""
-        step = self.traffic.last_step(KIND)
-        sent, raw = format_bytes(step.sent_bytes), format_bytes(step.raw_bytes)
-        lines = [f"{self.ranks} ranks: {sent} of gradients a step instead of {raw} ({step.share:.3f})"]
-        if self._reducer is None:
-            if self._chooser is None:
-                return "\n".join([*lines, "every bucket: as it is"])
+        if self._reducer is not None:
+            lines = [f"bucket {number}, {d.elems} values: {d.reason}" for number, d in self.decisions.items()]
+        elif self._chooser is not None:
             expected = dict.fromkeys(self._expected_buckets())  # buckets of one size once
-            reasons = [
-                f"buckets of {sum(bucket)} values: {self._chooser.decide(*bucket).reason}" for bucket in expected
-            ]
-            return "\n".join([*lines, "every bucket as it is: encoding would not save enough in all", *reasons])
-        return "\n".join(
-            [*lines, *(f"bucket {number}, {d.elems} values: {d.reason}" for number, d in self.decisions.items())]
-        )
+            lines = ["every bucket as it is: encoding would not save enough in all"]
+            lines += [f"buckets of {sum(bucket)} values: {self._chooser.decide(*bucket).reason}" for bucket in expected]
+        else:
+            lines = ["every bucket: as it is"]
+        return explained(self.traffic, self.ranks, lines)
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank: steps, and what it owes; to be saved by every rank beside the model's."""
@@ -235,6 +230,12 @@ class CompressedGradients:
             self._step_ended,
         )
         self._model.register_comm_hook(self._reducer, shoal_gradients_hook)
+        # A budget counts it: `shoal.standing` asks the wrapper that calls the compiled network.
+        self._model.hook_bytes = hook_bytes(  # type: ignore[assignment]
+            sum(parameter.numel() for parameter in self._parameters.values() if parameter.requires_grad),
+            registry.get(_WIDEST) if self._codec is None else self._codec,
+            owes=self._feedback is not None,
+        )
         self._handles.append(self._model.register_forward_pre_hook(self._raise_failure))
         if self._broadcast_every:
             self._handles.append(self._model.register_forward_pre_hook(self._broadcast_weights))
@@ -245,17 +246,7 @@ class CompressedGradients:
         return expected_buckets([(p.numel(), p.dim() >= 2) for p in trained], cap_bytes)
 
     def _decide(self, pieces: tuple[Piece, ...], dtype: torch.dtype) -> tuple[Decision, Codec | None]:
-        encoded = sum(piece.elems for piece in pieces if piece.encoded)
-        raw = sum(piece.elems for piece in pieces if not piece.encoded)
-        if dtype not in FLOATS:
-            return _asked(None, f"as it is: no codec takes {dtype}", encoded + raw), None
-        if self._chooser is not None:
-            decision = self._chooser.decide(encoded, raw, dtype.itemsize)
-            return decision, None if decision.codec is None else registry.get(decision.codec)
-        if not encoded:
-            return _asked(None, "as it is: no parameter in it has two dimensions", raw), None
-        assert self._codec is not None
-        return _asked(self._codec.name, f"{self._codec.name}, as asked", encoded + raw), self._codec
+        return decide(pieces, dtype, self.ranks, self._codec, self._chooser)
 
     def _step_ended(self) -> None:
         self._steps += 1
@@ -282,10 +273,15 @@ class CompressedGradients:
         if torch.is_grad_enabled() and model.training and model.require_backward_grad_sync:
             trained = sum(parameter.nbytes for parameter in self._parameters.values() if parameter.requires_grad)
             sent_bytes = ring_all_reduce_bytes(trained, self.ranks)
-            self.traffic.add(KIND, sent_bytes, sent_bytes)
+            self.traffic.add("gradients", sent_bytes, sent_bytes)
             self.traffic.end_step()
 
 
-def _asked(codec: str | None, reason: str, elems: int) -> Decision:
-    """A decision without measurements."""
-    return Decision(codec, elems, math.nan, math.nan, 0.0, 0.0, 0, 0, reason)
+def hook_bytes(elems: int, codec: Codec, *, owes: bool) -> int:
+    """What the hook holds from step to step for so many gradients, rounded up: payloads, and what is owed.
+
+    >>> hook_bytes(1_000_000, registry.get("dynamic_tree"), owes=False)
+    1501470
+    """
+    owed_bytes = 6.2 * elems if owes else 0  # a value each, and a rank's share of the means
+    return int(1.5 * codec.bytes_for((elems,)) + owed_bytes)

@@ -142,7 +142,7 @@ class HostWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """What `model.state_dict()` and `optimizer.state_dict()` do not hold: AWP's state, plain numbers."""
-        return {"adaptive": None if self.adaptive is None else self.adaptive.state_dict()}
+        return self._widths.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called; load the model and the optimizer as always.
@@ -150,11 +150,7 @@ class HostWeights:
         Raises:
             InputError: the state is of other layers, or of a run with another kind of precision.
         """
-        found = state.get("adaptive") if "adaptive" in state else state
-        if (found is None) != (self.adaptive is None):
-            raise InputError("the state and this run differ in adaptive precision; resume with the same arguments")
-        if self.adaptive is not None and found is not None:
-            self.adaptive.load_state_dict(found)
+        self._widths.load_state_dict(state)
         self._stale = True
 
     def explain(self) -> str:
@@ -317,13 +313,10 @@ class HostWeights:
             handles += [
                 module.register_forward_pre_hook(partial(self._before_module, list(lanes.values()))),
                 module.register_state_dict_post_hook(partial(self._after_state_dict, lanes)),
-                module.register_load_state_dict_pre_hook(partial(self._ignoring_module, lanes)),
+                module.register_load_state_dict_pre_hook(partial(self._before_load, lanes)),
                 module.register_load_state_dict_post_hook(partial(self._after_load, lanes)),
             ]
         return handles
-
-    def _ignoring_module(self, lanes: dict[str, Lane], *args: Any) -> None:
-        self._before_load(lanes)
 
 
 def _lanes_of(model: nn.Module, optimizer: torch.optim.Optimizer, widths: Widths) -> list[Lane]:

@@ -1,35 +1,30 @@
-"""Gradients of FSDP2 in fewer bytes: what `compress_gradients` sets up on modules that `fully_shard` was applied to.
-
-FSDP2 keeps its parameter groups in attributes that torch does not document; all that Shoal reads of them is here.
-"""
+"""Gradients of FSDP2 in fewer bytes: what `compress_gradients` sets up on modules that `fully_shard` was applied to."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.codecs import registry
 from shoal.codecs.codec import Codec
-from shoal.codecs.float_codec import FLOATS
 from shoal.distributed.choose_codec import Chooser, Decision
-from shoal.distributed.coded_reduce_scatter import KIND, CodedReduceScatter
+from shoal.distributed.coded_reduce_scatter import CodedReduceScatter
+from shoal.distributed.decisions import decide, explained
 from shoal.distributed.exchange import Exchange
 from shoal.distributed.feedback import Feedback
+from shoal.distributed.fsdp_records import parameter_groups, sharded_modules
 from shoal.distributed.layout import Piece
 from shoal.distributed.measure_rates import measure_choice
 from shoal.distributed.traffic import Traffic
 from shoal.errors import InputError
-from shoal.sizes import format_bytes
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to the model or to modules of it."""
-    return any(hasattr(module, "set_custom_reduce_scatter") for module in model.modules())
+    return next(sharded_modules(model), None) is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,18 +54,11 @@ def units(model: nn.Module) -> Iterator[Unit]:
     Raises:
         InputError: one module's parameters lie on several meshes.
     """
-    seen = set()
+    seen: set[int] = set()  # one call of `fully_shard` on several modules makes one record
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
-    for name, module in model.named_modules():
-        if not hasattr(module, "set_custom_reduce_scatter"):
-            continue
-        state: Any = module._get_fsdp_state()
-        if id(state) in seen:
-            continue
-        seen.add(id(state))
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    for name, module in sharded_modules(model):
+        groups = [group for group in parameter_groups(module) if id(group) not in seen]
+        seen.update(map(id, groups))
         if len(groups) > 1:
             raise InputError(
                 f"got {name or 'a model'} with parameters on {len(groups)} meshes, expected one mesh a module"
@@ -121,7 +109,9 @@ class CompressedShards:
         choosers = self._measured() if codec == "auto" else {}
         for unit in self._units:
             exchange = self._exchanges[unit.ranks_group]
-            decision, taken = _decide(unit, exchange.ranks, codec, choosers.get(unit.ranks_group))
+            whole = tuple(replace(piece, elems=exchange.ranks * piece.elems) for piece in unit.pieces)
+            asked = codec if isinstance(codec, Codec) else None
+            decision, taken = decide(whole, unit.dtype, exchange.ranks, asked, choosers.get(unit.ranks_group))
             self.decisions[unit.name] = decision
             plain = unit.group._reduce_scatter_comm
             comm = CodedReduceScatter(
@@ -131,10 +121,8 @@ class CompressedShards:
 
     def explain(self) -> str:
         """The bytes of the last step, and for each sharded module how its gradients travel and why, a line each."""
-        step = self.traffic.last_step(KIND)
-        sent, raw = format_bytes(step.sent_bytes), format_bytes(step.raw_bytes)
-        lines = [f"{self.ranks} ranks: {sent} of gradients a step instead of {raw} ({step.share:.3f})"]
-        return "\n".join([*lines, *(f"{name}, {d.elems} values: {d.reason}" for name, d in self.decisions.items())])
+        lines = (f"{name}, {d.elems} values: {d.reason}" for name, d in self.decisions.items())
+        return explained(self.traffic, self.ranks, lines)
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank: what it owes; to be saved by every rank beside the model's."""
@@ -189,25 +177,3 @@ class CompressedShards:
             self.traffic.end_step()
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
-
-
-def _decide(
-    unit: Unit, ranks: int, codec: Codec | str | None, chooser: Chooser | None
-) -> tuple[Decision, Codec | None]:
-    encoded = ranks * sum(piece.elems for piece in unit.pieces if piece.encoded)
-    raw = ranks * sum(piece.elems for piece in unit.pieces if not piece.encoded)
-    if unit.dtype not in FLOATS:
-        return _asked(None, f"as it is: no codec takes {unit.dtype}", encoded + raw), None
-    if chooser is not None:
-        decision = chooser.decide(encoded, raw, unit.dtype.itemsize)
-        return decision, None if decision.codec is None else registry.get(decision.codec)
-    if ranks == 1 or not isinstance(codec, Codec):
-        return _asked(None, "as it is: there is one rank" if ranks == 1 else "as it is, as asked", encoded + raw), None
-    if not encoded:
-        return _asked(None, "as it is: no parameter in it has two dimensions", raw), None
-    return _asked(codec.name, f"{codec.name}, as asked", encoded + raw), codec
-
-
-def _asked(codec: str | None, reason: str, elems: int) -> Decision:
-    """A decision without measurements."""
-    return Decision(codec, elems, math.nan, math.nan, 0.0, 0.0, 0, 0, reason)

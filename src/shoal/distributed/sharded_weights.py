@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shoal.distributed.exchange import Exchange
+from shoal.distributed.fsdp_records import parameter_groups, sharded_modules
 from shoal.distributed.packed_shard import PackedShard, ShardWire, ToldAllGather, packed
 from shoal.distributed.precision import AdaptivePrecision, packable
 from shoal.distributed.traffic import Traffic
@@ -84,7 +85,7 @@ class ShardedWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """What the model's and the optimizer's states do not hold: AWP's, plain numbers, the same on all ranks."""
-        return {"adaptive": None if self.adaptive is None else self.adaptive.state_dict()}
+        return self._widths.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called.
@@ -92,12 +93,8 @@ class ShardedWeights:
         Raises:
             InputError: the state is of other layers, or of a run with another kind of precision.
         """
-        found = state.get("adaptive")
-        if (found is None) != (self.adaptive is None):
-            raise InputError("the state and this run differ in adaptive precision; resume with the same arguments")
+        self._widths.load_state_dict(state)
         _gather_nothing(self._model)
-        if self.adaptive is not None and found is not None:
-            self.adaptive.load_state_dict(found)
 
     def explain(self) -> str:
         """In a few lines: how wide each weight travels, and the bytes of the last step."""
@@ -171,24 +168,14 @@ def _raw() -> None:
 
 def _gather_nothing(model: nn.Module) -> None:
     """Have every parameter sharded: what was gathered before is not looked at again."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for _, module in sharded_modules(model):
+        module.reshard()
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
     """FSDP2's records of what is gathered together."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                if group is not None:
-                    yield group
+    for _, module in sharded_modules(model):
+        yield from parameter_groups(module)
 
 
 def _sharded_of(model: nn.Module) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
+
+Kind = Literal["gradients", "weights", "activations"]
 
 
 def ring_all_reduce_bytes(payload_bytes: int, ranks: int) -> int:
@@ -54,7 +56,7 @@ class Sent:
 
 
 class Traffic:
-    """Counts, by kind ("gradients", "weights", "activations"), what one rank put on the wire; any thread may add.
+    """Counts, by `Kind`, what one rank put on the wire; any thread may add.
 
     >>> traffic = Traffic()
     >>> traffic.add("gradients", sent_bytes=250, raw_bytes=1000)
@@ -68,11 +70,11 @@ class Traffic:
     def __init__(self) -> None:
         self.steps = 0
         self._lock = Lock()
-        self._total: dict[str, Sent] = {}
-        self._before: dict[str, Sent] = {}  # the totals when the last step began
-        self._last: dict[str, Sent] = {}
+        self._total: dict[Kind, Sent] = {}
+        self._before: dict[Kind, Sent] = {}  # the totals when the last step began
+        self._last: dict[Kind, Sent] = {}
 
-    def add(self, kind: str, sent_bytes: int, raw_bytes: int) -> None:
+    def add(self, kind: Kind, sent_bytes: int, raw_bytes: int) -> None:
         """Count bytes of one kind."""
         with self._lock:
             self._total[kind] = self._total.get(kind, Sent()) + Sent(sent_bytes, raw_bytes)
@@ -85,16 +87,16 @@ class Traffic:
             self._before = dict(self._total)
 
     @property
-    def kinds(self) -> tuple[str, ...]:
+    def kinds(self) -> tuple[Kind, ...]:
         """What was counted, in the order it was first."""
         return tuple(self._total)
 
-    def total(self, kind: str | None = None) -> Sent:
+    def total(self, kind: Kind | None = None) -> Sent:
         """Since the beginning, of one kind or of all."""
         with self._lock:
             return _of(self._total, kind)
 
-    def last_step(self, kind: str | None = None) -> Sent:
+    def last_step(self, kind: Kind | None = None) -> Sent:
         """In the last step that ended, of one kind or of all."""
         with self._lock:
             return _of(self._last, kind)
@@ -111,11 +113,11 @@ class Traffic:
             return {"steps": self.steps, "total": _as_json(self._total), "last_step": _as_json(self._last)}
 
 
-def _of(counts: dict[str, Sent], kind: str | None) -> Sent:
+def _of(counts: dict[Kind, Sent], kind: Kind | None) -> Sent:
     if kind is not None:
         return counts.get(kind, Sent())
     return sum(counts.values(), Sent())
 
 
-def _as_json(counts: dict[str, Sent]) -> dict[str, dict[str, int]]:
+def _as_json(counts: dict[Kind, Sent]) -> dict[str, dict[str, int]]:
     return {kind: {"sent_bytes": sent.sent_bytes, "raw_bytes": sent.raw_bytes} for kind, sent in counts.items()}

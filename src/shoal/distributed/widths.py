@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from shoal.codecs.codec import Codec
@@ -63,6 +66,22 @@ class Widths:
         if self.adaptive is None:
             return self._fixed
         return self._by_bytes[self.adaptive.bytes_of(name)] if self.adaptive.watches(name) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """AWP's state, plain numbers; nothing of a fixed width."""
+        return {"adaptive": None if self.adaptive is None else self.adaptive.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called.
+
+        Raises:
+            InputError: the state is of other layers, or of a run with another kind of precision.
+        """
+        found = state.get("adaptive")
+        if (found is None) != (self.adaptive is None):
+            raise InputError("the state and this run differ in adaptive precision; resume with the same arguments")
+        if self.adaptive is not None and found is not None:
+            self.adaptive.load_state_dict(found)
 
     def most_bytes(self, elems: int) -> int:
         """Of any payload of so many weights, whatever is decided later."""

@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal import codecs
 from shoal.distributed.traffic import Traffic
 from shoal.training.ranks import Ranks
+
+
+class Carrier(Protocol):
+    """What makes weights or gradients travel, such as `HostWeights`."""
+
+    traffic: Traffic
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank alone has of it, such as what earlier roundings left."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Put back what `state_dict` gave."""
+
+    def explain(self) -> str:
+        """How things travel and why, for people."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
 
 
 class Arrangement:
     """One process with all of the network; the others change what differs.
 
-    Attributes:
+    Args:
         network: by whose names a checkpoint is written; what `shoal.compile` compiled, if it did.
+        optimizer: steps after each backward pass.
+        ranks: that train together.
+        carrier: of what travels, if anything does.
+
+    Attributes:
         called: what a step calls.
         tested: what a test calls.
-        optimizer: steps after each backward pass.
-        traffic: bytes on the wire; None where nothing travels.
     """
 
-    def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, network: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, carrier: Carrier | None = None
+    ) -> None:
         self.network = network
         self.called = self.tested = network
         self.optimizer = optimizer
-        self.traffic: Traffic | None = None
+        self._ranks = ranks
+        self._carrier = carrier
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """Bytes on the wire; None where nothing travels."""
+        return None if self._carrier is None else self._carrier.traffic
 
     def state(self) -> dict[str, Any]:
         """The weights and the optimizer's state, whole; every rank calls it."""
@@ -41,20 +69,25 @@ class Arrangement:
 
     def own_state(self) -> dict[str, Any]:
         """What this rank alone has of the way things travel, such as what earlier roundings left."""
-        return {}
+        return {} if self._carrier is None else self._carrier.state_dict()
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Put back what `own_state` gave."""
+        if self._carrier is not None:
+            self._carrier.load_state_dict(state)
 
     def begin_test(self) -> None:
         """Make the network the same on every rank; each calls it."""
+        self._ranks.share_buffers(self.network)
 
     def explain(self) -> str:
         """How things travel and why, for people; empty where there is nothing to tell."""
-        return ""
+        return "" if self._carrier is None else self._carrier.explain()
 
     def close(self) -> None:
         """Give back what the arrangement holds."""
+        if self._carrier is not None:
+            self._carrier.close()
 
 
 class DataParallel(Arrangement):
@@ -70,46 +103,14 @@ class DataParallel(Arrangement):
     def __init__(
         self, network: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, codec: str | None = None
     ) -> None:
-        super().__init__(network, optimizer)
         from shoal.distributed import compress_gradients
 
-        self._ranks = ranks
-        self.called = wrapped = DistributedDataParallel(network, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(network, gradient_as_bucket_view=True)
         if ranks.count > 2 or codec is not None:
             settle_buckets(wrapped)
-        self._gradients = compress_gradients(wrapped, codec, timeout_seconds=ranks.timeout_seconds)
-        wrapped.hook_bytes = hook_bytes(network, codec)  # type: ignore[assignment]
-        self.traffic = self._gradients.traffic
-
-    def own_state(self) -> dict[str, Any]:
-        return self._gradients.state_dict()
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        self._gradients.load_state_dict(state)
-
-    def begin_test(self) -> None:
-        self._ranks.share_buffers(self.network)
-
-    def explain(self) -> str:
-        return self._gradients.explain()
-
-    def close(self) -> None:
-        self._gradients.close()
-
-
-def hook_bytes(network: nn.Module, codec: str | None) -> int:
-    """What an exchange of gradients as codes holds from step to step, rounded up: payloads, and what is owed.
-
-    >>> [hook_bytes(nn.Linear(1000, 1000, bias=False), codec) for codec in (None, "dynamic_tree", "one_bit")]
-    [0, 1501470, 6390440]
-    """
-    if codec is None:
-        return 0
-    elems = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    # Of all that "auto" may choose, bf16 is the widest.
-    payload_bytes = codecs.get("bf16" if codec == "auto" else codec).bytes_for((elems,))
-    owed_bytes = 6.2 * elems if codec == "one_bit" else 0  # a value each, and a rank's share of the means
-    return int(1.5 * payload_bytes + owed_bytes)
+        gradients = compress_gradients(wrapped, codec, timeout_seconds=ranks.timeout_seconds)
+        super().__init__(network, optimizer, ranks, gradients)
+        self.called = wrapped
 
 
 def settle_buckets(wrapped: DistributedDataParallel) -> None:

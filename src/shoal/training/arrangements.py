@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.distributed import AdaptivePrecision, HostWeights, ShardedWeights
-from shoal.distributed.traffic import ring_all_gather_bytes
+from shoal.distributed.traffic import Traffic, ring_all_gather_bytes
 from shoal.errors import InputError
 from shoal.training.arrangement import Arrangement, DataParallel
 from shoal.training.optimizers import optimizer_of
@@ -33,7 +33,7 @@ def arranged(options: TrainOptions, network: nn.Module, ranks: Ranks, steps: int
         InputError: what was asked for needs ranks that torchrun has not started, or does not fit the network.
     """
     if options.weights == "host":
-        return WeightsOnHost(options, network, steps)
+        return WeightsOnHost(options, network, ranks, steps)
     asked = (
         ("--parallel hybrid", options.parallel),
         ("--weights sharded", options.weights),
@@ -49,35 +49,23 @@ def arranged(options: TrainOptions, network: nn.Module, ranks: Ranks, steps: int
     optimizer = _optimizer(options, network)
     network = compiled(options, network, optimizer)
     if not ranks.grouped:
-        return Arrangement(network, optimizer)
+        return Arrangement(network, optimizer, ranks)
     return DataParallel(network, optimizer, ranks, options.compress_gradients)
 
 
 class WeightsOnHost(Arrangement):
     """Weights and optimizer on the host; each step's weights reach the device packed (`HostWeights`)."""
 
-    def __init__(self, options: TrainOptions, network: nn.Module, steps: int) -> None:
-        super().__init__(network, _optimizer(options, network))
-        self._weights = HostWeights(
+    def __init__(self, options: TrainOptions, network: nn.Module, ranks: Ranks, steps: int) -> None:
+        optimizer = _optimizer(options, network)
+        weights = HostWeights(
             network,
-            self.optimizer,
+            optimizer,
             precision=_precision(options, network, steps),
             gradients=options.compress_gradients or "raw",
             rehearse=options.rehearse,
         )
-        self.traffic = self._weights.traffic
-
-    def own_state(self) -> dict[str, Any]:
-        return self._weights.state_dict()
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        self._weights.load_state_dict(state)
-
-    def explain(self) -> str:
-        return self._weights.explain()
-
-    def close(self) -> None:
-        self._weights.close()
+        super().__init__(network, optimizer, ranks, weights)
 
 
 class WeightsInShards(Arrangement):
@@ -95,15 +83,12 @@ class WeightsInShards(Arrangement):
         for block in blocks(network):
             fully_shard(block, mesh=mesh)
         fully_shard(network, mesh=mesh)
-        super().__init__(network, _optimizer(options, network))
-        self._ranks = ranks
-        self._weights = ShardedWeights(
-            network, self.optimizer, precision=precision, timeout_seconds=ranks.timeout_seconds
-        )
-        self.traffic = traffic = self._weights.traffic
+        optimizer = _optimizer(options, network)
+        weights = ShardedWeights(network, optimizer, precision=precision, timeout_seconds=ranks.timeout_seconds)
+        super().__init__(network, optimizer, ranks, weights)
         elems = sum(parameter.numel() for parameter in network.parameters())
         reduced_bytes = ring_all_gather_bytes(4 * elems, ranks.count)
-        self.optimizer.register_step_pre_hook(lambda *_: traffic.add("gradients", reduced_bytes, reduced_bytes))
+        optimizer.register_step_pre_hook(lambda *_: weights.traffic.add("gradients", reduced_bytes, reduced_bytes))
 
     def state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -123,21 +108,6 @@ class WeightsInShards(Arrangement):
             options=StateDictOptions(full_state_dict=True),
         )
 
-    def own_state(self) -> dict[str, Any]:
-        return self._weights.state_dict()
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        self._weights.load_state_dict(state)
-
-    def begin_test(self) -> None:
-        self._ranks.share_buffers(self.network)
-
-    def explain(self) -> str:
-        return self._weights.explain()
-
-    def close(self) -> None:
-        self._weights.close()
-
 
 class HybridParallel(Arrangement):
     """Data parallel convolutions, model parallel linear layers (`shoal.distributed.hybrid`)."""
@@ -152,9 +122,8 @@ class HybridParallel(Arrangement):
             gradient_codec=codec,
             timeout_seconds=ranks.timeout_seconds,
         )
-        super().__init__(self._hybrid, _optimizer(options, network, self._hybrid.parameter_groups()))
-        self._ranks = ranks
-        self.traffic = self._hybrid.traffic
+        optimizer = _optimizer(options, network, self._hybrid.parameter_groups())
+        super().__init__(self._hybrid, optimizer, ranks)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -166,6 +135,10 @@ class HybridParallel(Arrangement):
         self._hybrid.load_full_state_dict(state["model"])
         self._hybrid.load_full_optimizer_state(self.optimizer, state["optimizer"])
 
+    @property
+    def traffic(self) -> Traffic:
+        return self._hybrid.traffic
+
     def own_state(self) -> dict[str, Any]:
         gradients = self._hybrid.gradients
         return {} if gradients is None else gradients.state_dict()
@@ -173,9 +146,6 @@ class HybridParallel(Arrangement):
     def load_own_state(self, state: dict[str, Any]) -> None:
         if self._hybrid.gradients is not None:
             self._hybrid.gradients.load_state_dict(state)
-
-    def begin_test(self) -> None:
-        self._ranks.share_buffers(self.network)
 
     def explain(self) -> str:
         return self._hybrid.explain()

@@ -83,14 +83,14 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
         arena = prepare.open_arena(device) if options.arena else None
         if arena is not None:
             stack.callback(arena.close)
-        arrangement = arranged(options, model, ranks, data.train.batches)
-        # Closing is a collective call: not where a rank is gone.
-        stack.push(lambda kind, *_: arrangement.close() if kind is None or ranks.count == 1 else None)
-        run = _Run(options, device, arrangement, data, layout, meter, arena, watcher, ranks)
         if ranks.count > 1:
             # Of 1 x 1 kernels, whose strides say the same in two ways.
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+        arrangement = arranged(options, model, ranks, data.train.batches)
+        # Closing is a collective call: not where a rank is gone.
+        stack.push(lambda kind, *_: arrangement.close() if kind is None or ranks.count == 1 else None)
+        run = _Run(options, device, arrangement, data, layout, meter, arena, watcher, ranks)
         if options.resume:
             run.resume()
         if options.enforce and meter is not None:

@@ -117,7 +117,7 @@ def departing(draw: st.DrawFn, program: list[tuple[int, int]]) -> list[tuple[int
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_a_step_does_no_two_live_tensors_overlap_and_their_contents_survive(data: st.DataObject) -> None:
     program = data.draw(programs())
     steps = [program] * 3 + data.draw(st.lists(st.one_of(st.just(program), departing(program)), max_size=6))

@@ -18,7 +18,6 @@ from shoal.runtime.links import copy_thread as module
 from shoal.runtime.links.copy_thread import CopyThread, Pace, ThreadCopy
 from shoal.runtime.links.host import HostSlab
 from shoal.runtime.links.slab import Slab
-from tests.random_steps import unhurried
 from tests.runtime.links.slabs import RehearsedHost, our_threads
 
 PAGE = 4096
@@ -197,7 +196,6 @@ class Clock:
         self.now += self.moving_seconds
 
 
-@unhurried
 @given(
     st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 3)), min_size=1, max_size=5),
     st.sampled_from([1e3, 1e5, 1e8]),

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from shoal.errors import TransferError
 from shoal.runtime.links import cuda_link, host
 from shoal.runtime.links.cuda_link import CudaLink, StreamCopy
-from tests.random_steps import unhurried
 
 CPU = torch.device("cpu")
 Choose = Callable[[int], int]
@@ -103,7 +102,6 @@ def simulated(choose: Choose) -> Iterator[tuple[Device, CudaLink]]:
         assert not device.streams[1].work and not device.streams[2].work, "closed with copies under way"
 
 
-@unhurried
 @given(
     st.lists(
         st.sampled_from(["whole", "fetched at once", "no fetch", "fetch not finished", "offload not finished"]),

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from shoal.errors import TransferError
 from shoal.runtime.links import file as module
 from shoal.runtime.links.file import FileSlab, SpillFile
-from tests.random_steps import unhurried
 from tests.runtime.links.slabs import open_files
 
 MiB = 2**20
@@ -70,7 +69,6 @@ def test_what_is_written_is_read_again(
         assert torch.equal(back, tensor)
 
 
-@unhurried
 @given(st.data())
 def test_slabs_of_one_file_do_not_touch(data: st.DataObject) -> None:
     file = SpillFile("/tmp")

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from shoal.errors import TransferError
 from shoal.runtime.links.host import HostSlab
 from shoal.runtime.links.slab import Lease, SlabPool
-from tests.random_steps import unhurried
 
 PAGE = 4096
 
@@ -118,7 +117,6 @@ def test_a_lease_in_a_cycle_is_free_once_collected() -> None:
     assert pool.lease(PAGE)
 
 
-@unhurried
 @given(st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.integers(0, 9)), max_size=40), st.integers(3, 12))
 def test_no_slab_has_two_holders_and_no_budget_is_exceeded(
     calls: list[tuple[int, bool, int]], budget_pages: int

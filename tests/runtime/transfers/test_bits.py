@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from shoal.errors import InputError, TransferError
 from shoal.runtime.links.open_link import open_link
 from shoal.runtime.transfers import Transfers
-from tests.random_steps import unhurried
 from tests.runtime.links.slabs import RehearsedHost
 from tests.runtime.transfers.steps import CPU, fetch, offload, step_on
 
@@ -44,7 +43,6 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return base
 
 
-@unhurried
 @given(st.lists(tensors(), max_size=5), st.booleans(), st.data())
 def test_every_bit_and_every_stride_comes_back(held: list[torch.Tensor], in_file: bool, data: st.DataObject) -> None:
     link = open_link("cpu", "/tmp" if in_file else "host")
