@@ -42,7 +42,7 @@ from shoal.distributed.precision import packable
 from shoal.errors import InputError
 from shoal.files import write_json
 
-CONTENDERS = (training.BASELINE, "16 bits", training.AWP, training.AWP_TREE, training.TREE)
+CONTENDERS = (training.BASELINE, training.AWP, training.AWP_TREE, training.TREE, "16 bits")
 _GIVEN_SHARE = 0.8
 _ONE_BYTE = "dynamic_tree"
 Seconds = Mapping[str, Any]
@@ -235,8 +235,8 @@ def _train(asked: argparse.Namespace, pace: training.Pace, result: dict[str, Any
     data = images_of(torch.device("cpu"))
     for network in asked.networks:
         runs = result["runs"].setdefault(network, {name: {} for name in CONTENDERS})
-        for seed in range(asked.seeds):
-            for contender in CONTENDERS:
+        for contender in CONTENDERS:  # one after another, so that a run that is cut short has whole rows
+            for seed in range(asked.seeds):
                 if str(seed) in runs[contender]:
                     continue
                 threshold = runs[training.BASELINE].get(str(seed), {}).get("threshold")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from shoal.codecs.codec import Codec
 from shoal.codecs.registry import get
 from shoal.distributed.precision import AdaptivePrecision
@@ -91,6 +89,6 @@ class Widths:
 
 def _of_8_bits(name: str) -> Codec:
     codec = get(name)
-    if codec.properties.bits_per_value != 8 or torch.float32 not in codec.dtypes:
-        raise InputError(f"one_byte={name!r}: expected a codec of 8 bits a float32, such as 'dynamic_tree'")
+    if codec.properties.bits_per_value != 8:
+        raise InputError(f"one_byte={name!r}: expected a codec of 8 bits a value, such as 'dynamic_tree'")
     return codec
