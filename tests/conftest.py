@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("unhurried", deadline=None)  # a busy machine is no reason to fail
-settings.load_profile("unhurried")
+# A busy machine is no reason to fail. Each run draws other examples; HYPOTHESIS_PROFILE=thorough draws many.
+settings.register_profile("usual", deadline=None, max_examples=50)
+settings.register_profile("thorough", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 
 
 @pytest.fixture(scope="session", autouse=True)

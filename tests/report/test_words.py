@@ -64,6 +64,8 @@ def test_keeping_everything_is_no_slower(plan: Plan) -> None:
 def test_the_name_is_the_title_or_the_model_with_the_batch(plan: Plan, report: Report) -> None:
     assert name_of(report) == "ResNet-18, batch 128"
     assert name_of(replace(report, title="Night run", settings={})) == "Night run"
+    shared = replace(report, settings={"batch": "128", "ranks": "2"})
+    assert name_of(shared) == "ResNet-18, batch 128 on 2 ranks"
     assert name_of(Report(replace(plan.timeline, model=""))) == "Unnamed model"
 
 

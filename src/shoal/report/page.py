@@ -31,7 +31,8 @@ class Report:
         losses: one per training step, in order.
         accuracies: share of right answers in 0..1, one per evaluation, in order.
         title: what the page is called; the model's name if empty.
-        settings: what was run, as shown: model, data, batch, versions, seed, threads. "batch" also enters the headline.
+        settings: what was run, as shown: model, data, batch, versions, seed, threads. "batch" and "ranks" also enter
+            the headline.
         outcome: what came of it, as shown: test accuracy, images per second.
         patches: where the patches of a split network lie in its input.
         image: an input to draw them over, as an address that begins with "data:"; drawn over nothing if empty.

@@ -144,10 +144,11 @@ def _round_bytes(count: int) -> str:
 
 
 def name_of(report: Report) -> str:
-    """The title or the model, with the batch where the settings name it."""
+    """The title or the model, with the batch and the ranks that share it where the settings name them."""
     name = report.title or report.timeline.model or "Unnamed model"
-    batch = report.settings.get("batch", "")
-    return f"{name}, batch {batch}" if batch else name
+    batch, ranks = (str(report.settings.get(key, "")) for key in ("batch", "ranks"))
+    shared = f" on {ranks} ranks" if ranks not in ("", "1") else ""
+    return f"{name}, batch {batch}{shared}" if batch else name
 
 
 def headline(report: Report) -> str:

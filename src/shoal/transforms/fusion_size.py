@@ -1,6 +1,6 @@
 """Where a fused layer is worth its call: decided at every call, by the size of what is normalised.
 
-No magic: all it does is compare a number of elements with one that was measured.
+No magic: all it does is compare a number of elements with one that measurements suggest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ When = Literal["pays", "always"]
 WHENS: tuple[When, ...] = ("pays", "always")
 
 LEAST_ELEMS = 1 << 20
-"""Elements from which on a fused batch norm is no slower than PyTorch's own, called from Python on the CPU.
+"""Elements from which on a fused batch norm is worth its call from Python, on the CPU: 2^18 to 2^21 were tried on six
+networks, whose scatter told only the ends apart; one layer in the cache lost up to 2^19.
 
 A smaller map (4 MiB of float32) stays in the last cache, where the passes over it that fusing saves are worth less than
 what calling an op written in Python costs beside PyTorch's own."""

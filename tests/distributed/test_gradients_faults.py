@@ -1,0 +1,116 @@
+"""A rank that dies, stalls, damages a message or asks for something else: every survivor's backward pass says so."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.distributed import round as rounds
+from shoal.distributed.gradients import compress_gradients
+from shoal.distributed.message import checksum
+from shoal.errors import TransferError
+from tests.distributed.reused_weights import batch, loss_of, network
+from tests.ranks import run_on_ranks
+
+
+def fail_in_mid_step(break_it: Callable[[], None], timeout_seconds: float) -> tuple[list[str], list[float]]:
+    """What two steps raise on each rank, and the seconds they took, after rank 1 breaks the first one's backward."""
+    ddp = DistributedDataParallel(network(), bucket_cap_mb=0.0005)
+    gradients = compress_gradients(ddp, "dynamic_tree", timeout_seconds=timeout_seconds)
+    loss_of(ddp, batch(0, dist.get_rank())).backward()
+    errors, seconds = [], []
+    for step in (1, 2):
+        started = time.monotonic()
+        try:
+            output = loss_of(ddp, batch(step, dist.get_rank()))
+        except TransferError as error:  # the step after
+            errors.append(str(error))
+            break
+        if step == 1 and dist.get_rank() == 1:
+            ddp.module.twice.weight.register_post_accumulate_grad_hook(lambda _: break_it())
+        try:
+            output.backward()
+        except TransferError as error:
+            errors.append(str(error))
+        seconds.append(time.monotonic() - started)
+    assert gradients.traffic.steps == 2
+    return errors, seconds
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stall() -> None:
+    time.sleep(2)
+
+
+def damage() -> None:
+    rounds.checksum = lambda message: checksum(message) ^ 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("break_it", "says", "timeout_seconds"),
+    [
+        (be_killed, "of bucket .: .*closed connection from rank 1", 20),
+        (stall, "of bucket .: .*nothing from rank 1 for 1 seconds", 1),
+        (damage, "of bucket .: .*from rank 1 with checksum .* they were damaged", 20),
+    ],
+)
+def test_every_survivor_raises_from_backward_and_does_not_hang(
+    ranks: int, break_it: Callable[[], None], says: str, timeout_seconds: float
+) -> None:
+    may_end = (1,) if break_it is be_killed else ()
+    results: list[Any] = run_on_ranks(fail_in_mid_step, ranks, break_it, timeout_seconds, may_end=may_end)
+    for rank in range(ranks):
+        if rank == 1:
+            continue
+        errors, seconds = results[rank]
+        assert len(errors) == 2  # the step, and the next one
+        assert re.search(says, errors[0])
+        assert errors[1] == errors[0]
+        assert max(seconds) < (3 if break_it is stall else timeout_seconds)
+
+
+def other_shapes() -> str:
+    """DDP compares shapes when it is made; ranks that asked for other codecs meet in their messages."""
+    ddp = DistributedDataParallel(network())
+    compress_gradients(ddp, ["dynamic_tree", "bf16"][dist.get_rank()], timeout_seconds=20)
+    with pytest.raises(TransferError) as caught:
+        loss_of(ddp, batch(0, dist.get_rank())).backward()
+    return str(caught.value)
+
+
+def test_ranks_with_other_codecs_are_told() -> None:
+    first, second = run_on_ranks(other_shapes, 2)
+    assert "expected message 0 of" in first
+    assert "give every rank the same model, codec and options" in first
+    assert "expected message 0 of" in second or "gave up" in second
+
+
+def loses_a_plain_bucket() -> str:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), bucket_cap_mb=0.00001)
+    compress_gradients(ddp, "dynamic_tree", timeout_seconds=20)
+    ddp(torch.randn(3, 4)).mean().backward()
+    output = ddp(torch.randn(3, 4)).mean()
+    if dist.get_rank() == 1:
+        be_killed()
+    with pytest.raises(TransferError) as caught:
+        output.backward()
+    return str(caught.value)
+
+
+def test_a_bucket_that_travels_as_it_is_fails_as_the_others_do() -> None:
+    first, _ = run_on_ranks(loses_a_plain_bucket, 2, may_end=(1,))
+    assert "gradients of bucket" in first
