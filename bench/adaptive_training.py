@@ -24,15 +24,18 @@ class Way:
     Attributes:
         precision: of all of them; None: AWP decides.
         rounding, one_byte: as of `HostWeights`.
+        interval_share: AWP's INTERVAL as a share of all steps; None: the pace's.
     """
 
     precision: int | str | None
     rounding: str = "cut"
     one_byte: str | None = None
+    interval_share: float | None = None
 
 
 BASELINE = "32 bits"
-AWP, AWP_NEAREST, AWP_TREE, TREE = "AWP", "AWP, rounded", "AWP, dynamic tree first", "8 bits, dynamic tree"
+AWP, AWP_NEAREST = "AWP", "AWP, rounded"
+AWP_TREE, AWP_TREE_LATE, TREE = "AWP, dynamic tree first", "AWP, dynamic tree for longer", "8 bits, dynamic tree"
 WAYS: Mapping[str, Way] = {
     BASELINE: Way(32),
     AWP: Way(None),
@@ -41,6 +44,7 @@ WAYS: Mapping[str, Way] = {
     "16 bits": Way(16),
     "bf16 cast": Way("bf16"),
     AWP_TREE: Way(None, "nearest", "dynamic_tree"),
+    AWP_TREE_LATE: Way(None, "nearest", "dynamic_tree", 2 / 3),
     TREE: Way(8, one_byte="dynamic_tree"),
 }
 CONTENDERS = (BASELINE, AWP, AWP_NEAREST, "8 bits", "16 bits", "bf16 cast")
@@ -95,7 +99,9 @@ def run_of(
     monitor = NormMonitor(model) if contender == BASELINE else None
     if way.precision is None:
         assert threshold is not None
-        interval = max(1, round(pace.interval_epochs * steps_an_epoch))
+        share = way.interval_share
+        epochs = pace.interval_epochs if share is None else share * pace.epochs
+        interval = max(1, round(epochs * steps_an_epoch))
         precision: int | str | AdaptivePrecision = AdaptivePrecision(model, threshold, interval, by=network.by)
     else:
         precision = way.precision
