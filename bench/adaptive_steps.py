@@ -96,7 +96,14 @@ def faster(link: Link, times: float) -> Link:
     return Link(link.name, link.to_host_bytes_per_second * times, link.to_device_bytes_per_second * times, 0.0)
 
 
-def profile(model: nn.Module, size: Size, link: Link, plans: Mapping[str, Widths], rounds: int) -> dict[str, Any]:
+def profile(
+    model: nn.Module,
+    size: Size,
+    link: Link,
+    plans: Mapping[str, Widths],
+    rounds: int,
+    one_byte: str | None = None,
+) -> dict[str, Any]:
     """Steps with each of several widths in turns, and each part of them by itself.
 
     Args:
@@ -105,6 +112,7 @@ def profile(model: nn.Module, size: Size, link: Link, plans: Mapping[str, Widths
         link: for this size.
         plans: by contender, bytes of each weight.
         rounds: measured steps of each.
+        one_byte: the codec of weights that travel in one byte; None: the top byte, cut.
 
     Returns:
         By contender: `step_seconds`, the parts' seconds, the bytes over the link.
@@ -114,7 +122,7 @@ def profile(model: nn.Module, size: Size, link: Link, plans: Mapping[str, Widths
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
     precision = AdaptivePrecision(model, threshold=-1e30, interval=1)  # never fires: widths are set below
-    weights = HostWeights(model, optimizer, precision=precision, rehearse=link)
+    weights = HostWeights(model, optimizer, precision=precision, one_byte=one_byte, rehearse=link)
     images, labels = _batch(size)
     names = [name for name, _ in turns(list(plans), rounds)]
     order = [names[-1], *names, names[0]]  # the first warms up, the last one's packing is asked of the one before
@@ -136,7 +144,10 @@ def profile(model: nn.Module, size: Size, link: Link, plans: Mapping[str, Widths
         taken.append((ended - began, ended - update_began, weights.seconds))
         sent[name] = weights.traffic.last_step("weights")
     for name, widths in plans.items():
-        expected = sum(widths.get(layer, 4) * parameter.numel() for layer, parameter in model.named_parameters())
+        expected = sum(
+            _sent_bytes(parameter.numel(), widths.get(layer, 4), one_byte)
+            for layer, parameter in model.named_parameters()
+        )
         if sent[name].sent_bytes != expected:
             raise WrongBytes(f"{name}: sent {sent[name].sent_bytes} bytes of weights, expected {expected}")
     seconds: dict[str, list[float]] = {name: [] for name in plans}
@@ -171,6 +182,10 @@ def profile(model: nn.Module, size: Size, link: Link, plans: Mapping[str, Widths
     for name, taken in transfers.items():
         result[name]["parts"]["weights to device"] = taken
     return result
+
+
+def _sent_bytes(elems: int, width: int, one_byte: str | None) -> int:
+    return codecs.get(one_byte).payload_bytes(elems) if one_byte and width == 1 else width * elems
 
 
 def transfer_seconds(model: nn.Module, link: Link, plans: Mapping[str, Widths]) -> dict[str, float]:

@@ -16,13 +16,38 @@ from shoal.distributed.awp import threshold_from
 from shoal.distributed.host_weights import HostWeights
 from shoal.distributed.precision import AdaptivePrecision, NormMonitor
 
+
+@dataclass(frozen=True)
+class Way:
+    """How weights travel.
+
+    Attributes:
+        precision: of all of them; None: AWP decides.
+        rounding, one_byte: as of `HostWeights`.
+        interval_share: AWP's INTERVAL as a share of all steps; None: the pace's.
+    """
+
+    precision: int | str | None
+    rounding: str = "cut"
+    one_byte: str | None = None
+    interval_share: float | None = None
+
+
 BASELINE = "32 bits"
 AWP, AWP_NEAREST = "AWP", "AWP, rounded"
-FIXED: Mapping[str, int | str] = {"8 bits": 8, "16 bits": 16, "bf16 cast": "bf16"}
-CONTENDERS = (BASELINE, AWP, AWP_NEAREST, *FIXED)
-# The paper's 2.94 times faster transfer says that its weights travelled in 1.36 bytes in the mean. An INTERVAL of two
-# thirds of the steps gives that where every batch counts: 1 byte for two thirds of them, then 2.
-_INTERVAL_SHARE = 2 / 3
+AWP_TREE, AWP_TREE_LATE, TREE = "AWP, dynamic tree first", "AWP, dynamic tree for longer", "8 bits, dynamic tree"
+WAYS: Mapping[str, Way] = {
+    BASELINE: Way(32),
+    AWP: Way(None),
+    AWP_NEAREST: Way(None, "nearest"),
+    "8 bits": Way(8),
+    "16 bits": Way(16),
+    "bf16 cast": Way("bf16"),
+    AWP_TREE: Way(None, "nearest", "dynamic_tree"),
+    AWP_TREE_LATE: Way(None, "nearest", "dynamic_tree", 2 / 3),
+    TREE: Way(8, one_byte="dynamic_tree"),
+}
+CONTENDERS = (BASELINE, AWP, AWP_NEAREST, "8 bits", "16 bits", "bf16 cast")
 _DROP_POINTS = 1.0  # of validation error, that ends the while in which T is found
 
 Split = tuple[torch.Tensor, torch.Tensor]
@@ -36,6 +61,8 @@ class Pace:
         images, batch, epochs: as they are called.
         looks: evaluations an epoch.
         tests: images of the test split.
+        interval_epochs: AWP's INTERVAL.
+        settled_epochs: T is the mean change of the norms after so many epochs of the 32-bit run; 0: of its beginning.
     """
 
     images: int
@@ -43,10 +70,16 @@ class Pace:
     epochs: int
     looks: int
     tests: int
+    interval_epochs: float
+    settled_epochs: int = 0
 
 
-QUICK = Pace(200, 50, 1, 2, 100)
-SHORT = Pace(3_000, 50, 4, 4, 500)
+# The paper's 2.94 times faster transfer says that its weights travelled in 1.36 bytes in the mean. An INTERVAL of two
+# thirds of the steps gives that where every batch counts: 1 byte for two thirds of them, then 2.
+QUICK = Pace(200, 50, 1, 2, 100, 2 / 3)
+SHORT = Pace(3_000, 50, 4, 4, 500, 8 / 3)
+# As the paper chooses them: INTERVAL is one epoch, T the mean change over several. In the first one norms still grow.
+LONG = Pace(10_000, 50, 6, 8, 1_000, 1, 1)
 
 
 def run_of(
@@ -62,15 +95,17 @@ def run_of(
     model = network.narrow()
     optimizer = torch.optim.SGD(model.parameters(), lr=network.rate, momentum=0.9, weight_decay=5e-4)
     steps_an_epoch = pace.images // pace.batch
-    precision: int | str | AdaptivePrecision = FIXED.get(contender, 32)
+    way = WAYS[contender]
     monitor = NormMonitor(model) if contender == BASELINE else None
-    if contender in (AWP, AWP_NEAREST):
+    if way.precision is None:
         assert threshold is not None
-        interval = max(1, round(_INTERVAL_SHARE * steps_an_epoch * pace.epochs))
-        precision = AdaptivePrecision(model, threshold, interval, by=network.by)
-    weights = HostWeights(
-        model, optimizer, precision=precision, rounding="nearest" if contender == AWP_NEAREST else "cut"
-    )
+        share = way.interval_share
+        epochs = pace.interval_epochs if share is None else share * pace.epochs
+        interval = max(1, round(epochs * steps_an_epoch))
+        precision: int | str | AdaptivePrecision = AdaptivePrecision(model, threshold, interval, by=network.by)
+    else:
+        precision = way.precision
+    weights = HostWeights(model, optimizer, precision=precision, rounding=way.rounding, one_byte=way.one_byte)
     x, y = (tensor[: pace.images] for tensor in data["train"])
     test = tuple(tensor[: pace.tests] for tensor in data["test"])
     draw = torch.Generator().manual_seed(seed)
@@ -95,7 +130,9 @@ def run_of(
     weights.close()
     found["seconds"] = time.perf_counter() - began
     if monitor is not None:
-        found["threshold"] = threshold_from(monitor.history[: _while(found, steps_an_epoch)])
+        settled = pace.settled_epochs * steps_an_epoch
+        watched = monitor.history[settled:] if settled else monitor.history[: _while(found, steps_an_epoch)]
+        found["threshold"] = threshold_from(watched)
     return found
 
 

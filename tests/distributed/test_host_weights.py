@@ -126,6 +126,24 @@ def test_the_device_computes_with_truncated_weights_and_the_masters_stay_exact(h
     assert not torch.equal(model.conv.weight, masters["conv.weight"])
 
 
+def test_one_byte_may_be_another_type_of_8_bits_until_awp_widens(hosted: Any) -> None:
+    model, optimizer = made()
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = 0.01, 5.0  # norms fall 5 % a step
+    precision = AdaptivePrecision(model, threshold=-0.02, interval=2)
+    weights = hosted(model, optimizer, precision=precision, rounding="nearest", one_byte="dynamic_tree")
+    data = batches()
+    for step in range(3):
+        run(model, optimizer, 1, data=data)
+        weights.wait()
+        codec = codecs.get("dynamic_tree" if step < 2 else "round2")
+        assert precision.bytes_of("conv.weight") == (1 if step < 2 else 2)
+        for name, exact in model.state_dict().items():
+            if precision.watches(name):
+                assert torch.equal(dict(model.named_parameters())[name], codec.decode(codec.encode(exact))), name
+    assert weights.traffic.total("weights").sent_bytes < weights.traffic.total("weights").raw_bytes
+
+
 def test_a_step_with_few_bits_is_the_step_at_the_truncated_weights(hosted: Any) -> None:
     reference, _ = made()
     codec = codecs.get("round2")
@@ -295,6 +313,8 @@ def test_what_cannot_be_hosted_is_refused(hosted: Any) -> None:
         hosted(model, optimizer, rounding="up")
     with pytest.raises(CodecError, match="unknown codec"):
         hosted(model, optimizer, precision="bf17")
+    with pytest.raises(InputError, match="one_byte='bf16': expected a codec of 8 bits"):
+        hosted(model, optimizer, precision=8, one_byte="bf16")
     with pytest.raises(InputError, match="0 of them the model's"):
         hosted(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     with pytest.raises(InputError, match="expected float32"):

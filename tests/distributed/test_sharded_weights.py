@@ -81,9 +81,9 @@ def test_32_bits_train_as_plain_fsdp_does_bit_for_bit() -> None:
     assert run_on_ranks(trains_as_plain_fsdp, RANKS) == [[True] * 4] * RANKS
 
 
-def computes_with(precision: int | str, rounding: str, codec: str) -> bool:
+def computes_with(precision: int | str, rounding: str, one_byte: str | None, codec: str) -> bool:
     model, optimizer = made()
-    ShardedWeights(model, optimizer, precision=precision, rounding=rounding)
+    ShardedWeights(model, optimizer, precision=precision, rounding=rounding, one_byte=one_byte)
     run(model, optimizer, 0, 2)
     exact = whole(model)
     reference, _ = made(sharded=False)
@@ -98,13 +98,18 @@ def computes_with(precision: int | str, rounding: str, codec: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("precision", "rounding", "codec"),
-    [(8, "cut", "truncate1"), (24, "nearest", "round3"), ("bf16", "cut", "bf16")],
+    ("precision", "rounding", "one_byte", "codec"),
+    [
+        (8, "cut", None, "truncate1"),
+        (8, "cut", "round1", "round1"),
+        (24, "nearest", "dynamic_tree", "round3"),
+        ("bf16", "cut", None, "bf16"),
+    ],
 )
 def test_the_forward_pass_has_the_packed_weights_and_the_shards_stay_exact(
-    precision: int | str, rounding: str, codec: str
+    precision: int | str, rounding: str, one_byte: str | None, codec: str
 ) -> None:
-    assert run_on_ranks(computes_with, RANKS, precision, rounding, codec) == [True] * RANKS
+    assert run_on_ranks(computes_with, RANKS, precision, rounding, one_byte, codec) == [True] * RANKS
 
 
 def adapts() -> tuple[list[dict[str, int]], list[float], list[float], Sent]:

@@ -63,6 +63,7 @@ class HostWeights:
         precision: of the weights' way: 8, 16, 24 or 32 bits, a codec's name such as "bf16", or an `AdaptivePrecision`
             of this model. 32 trains as plain PyTorch does, bit for bit. Biases and normalisations always travel raw.
         rounding: of 8, 16 and 24 bits: "cut" as in the paper, or "nearest".
+        one_byte: the codec that stands in for 8 bits, such as "dynamic_tree", which has a scale for each 4096 weights.
         gradients: "raw", or the codec of the weights' gradients, such as "dynamic_tree".
         rehearse: on the CPU, whose link to stand in for: a preset's name or a `Hardware`, slowed to this CPU's pace, or
             a `Link` as it is.
@@ -98,10 +99,11 @@ class HostWeights:
         *,
         precision: int | str | AdaptivePrecision = 32,
         rounding: str = "cut",
+        one_byte: str | None = None,
         gradients: str = "raw",
         rehearse: str | Hardware | Link | None = None,
     ) -> None:
-        self._widths = Widths(precision, rounding)
+        self._widths = Widths(precision, rounding, one_byte)
         self._gradient_codec = None if gradients == "raw" else get(gradients)
         self.adaptive = self._widths.adaptive
         self.traffic = Traffic()

@@ -31,6 +31,7 @@ class ShardedWeights:
         precision: 8, 16, 24 or 32 bits, a codec's name such as "bf16", or an `AdaptivePrecision` of this model. 32
             trains as plain FSDP2, bit for bit. Biases and normalisations always travel raw.
         rounding: of 8, 16 and 24 bits: "cut" as in the paper, or "nearest".
+        one_byte: the codec that stands in for 8 bits, such as "dynamic_tree", which has a scale for each 4096 weights.
         timeout_seconds: until the exchange of norms gives a silent rank up.
 
     Attributes:
@@ -56,9 +57,10 @@ class ShardedWeights:
         *,
         precision: int | str | AdaptivePrecision = 32,
         rounding: str = "cut",
+        one_byte: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        self._widths = Widths(precision, rounding)
+        self._widths = Widths(precision, rounding, one_byte)
         self.adaptive = self._widths.adaptive
         self.traffic = Traffic()
         self._model = model

@@ -22,19 +22,24 @@ class Widths:
         precision: 8, 16, 24 or 32 bits for every weight (32 is the baseline, the best of the others the paper's
             oracle); the name of a codec, such as "bf16"; or an `AdaptivePrecision`.
         rounding: of 8, 16 and 24 bits: "cut" (the paper) or "nearest".
+        one_byte: the codec that stands in for 8 bits, such as "dynamic_tree"; None: the top byte, by `rounding`.
 
     Attributes:
         adaptive: what decides while training, if anything does.
 
     Raises:
-        InputError: either is none of these.
+        InputError: one of them is none of these.
         CodecError: there is no such codec.
 
     >>> Widths(16).codec("conv.weight").name, Widths(32).codec("conv.weight")
     ('truncate2', None)
+    >>> Widths(8, one_byte="dynamic_tree").codec("conv.weight").name
+    'dynamic_tree'
     """
 
-    def __init__(self, precision: int | str | AdaptivePrecision, rounding: str = "cut") -> None:
+    def __init__(
+        self, precision: int | str | AdaptivePrecision, rounding: str = "cut", one_byte: str | None = None
+    ) -> None:
         if rounding not in _VERBS:
             raise InputError(f"rounding={rounding!r}: expected 'cut' or 'nearest'")
         self.adaptive = precision if isinstance(precision, AdaptivePrecision) else None
@@ -42,6 +47,8 @@ class Widths:
             width: get(f"{_VERBS[rounding]}{width}") for width in range(1, RAW_BYTES)
         }
         self._by_bytes[RAW_BYTES] = None
+        if one_byte is not None:
+            self._by_bytes[1] = _of_8_bits(one_byte)
         self._fixed: Codec | None = None
         if isinstance(precision, str):
             self._fixed = get(precision)
@@ -78,3 +85,10 @@ class Widths:
         """Of any payload of so many weights, whatever is decided later."""
         codecs = list(self._by_bytes.values()) if self.adaptive is not None else [self._fixed]
         return max((codec.payload_bytes(elems) for codec in codecs if codec is not None), default=0)
+
+
+def _of_8_bits(name: str) -> Codec:
+    codec = get(name)
+    if codec.properties.bits_per_value != 8:
+        raise InputError(f"one_byte={name!r}: expected a codec of 8 bits a value, such as 'dynamic_tree'")
+    return codec

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.distributed import AdaptivePrecision, HostWeights, ShardedWeights
-from shoal.distributed.traffic import Traffic, ring_all_gather_bytes
+from shoal.distributed import AdaptivePrecision, HostWeights, ShardedWeights, compress_gradients
+from shoal.distributed.traffic import Sent, Traffic
 from shoal.errors import InputError
 from shoal.training.arrangement import Arrangement, DataParallel
 from shoal.training.optimizers import optimizer_of
@@ -69,7 +69,10 @@ class WeightsOnHost(Arrangement):
 
 
 class WeightsInShards(Arrangement):
-    """A share of weights, gradients and optimizer on each rank; weights are gathered packed (`ShardedWeights`)."""
+    """A share of weights, gradients and optimizer on each rank; weights are gathered packed (`ShardedWeights`).
+
+    Gradients are reduced as `compress_gradients` does.
+    """
 
     def __init__(self, options: TrainOptions, network: nn.Module, ranks: Ranks, steps: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -86,9 +89,10 @@ class WeightsInShards(Arrangement):
         optimizer = _optimizer(options, network)
         weights = ShardedWeights(network, optimizer, precision=precision, timeout_seconds=ranks.timeout_seconds)
         super().__init__(network, optimizer, ranks, weights)
-        elems = sum(parameter.numel() for parameter in network.parameters())
-        reduced_bytes = ring_all_gather_bytes(4 * elems, ranks.count)
-        optimizer.register_step_pre_hook(lambda *_: weights.traffic.add("gradients", reduced_bytes, reduced_bytes))
+        self._weights = weights
+        self._gradients = compress_gradients(network, options.compress_gradients, timeout_seconds=ranks.timeout_seconds)
+        self._reduced = Sent()
+        optimizer.register_step_pre_hook(self._count_gradients)
 
     def state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -107,6 +111,26 @@ class WeightsInShards(Arrangement):
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(full_state_dict=True),
         )
+
+    def own_state(self) -> dict[str, Any]:
+        return {**self._weights.state_dict(), **self._gradients.state_dict()}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        self._weights.load_state_dict(state)
+        self._gradients.load_state_dict(state)
+
+    def explain(self) -> str:
+        return f"{self._weights.explain()}\n{self._gradients.explain()}"
+
+    def close(self) -> None:
+        self._gradients.close()
+        self._weights.close()
+
+    def _count_gradients(self, *_: Any) -> None:
+        reduced = self._gradients.traffic.total()
+        since = reduced - self._reduced
+        self._weights.traffic.add("gradients", since.sent_bytes, since.raw_bytes)
+        self._reduced = reduced
 
 
 class HybridParallel(Arrangement):

@@ -154,8 +154,6 @@ class TrainOptions:
             raise InputError(
                 f"--weights host trains one process, torchrun started {self.ranks}; give --weights sharded"
             )
-        if self.weights == "sharded" and self.compress_gradients:
-            raise InputError("--weights sharded exchanges gradients in float32; leave --compress-gradients out")
         if self.weights == "host" and self.compress_gradients == "auto":
             raise InputError("--weights host measures no link; name a codec: --compress-gradients dynamic_tree")
 
