@@ -44,7 +44,7 @@ def test_weights_on_the_host_in_32_bits_train_as_plain_pytorch_does(tiny: Option
     assert plain.traffic is None
 
 
-ADAPTED = {"weights": "host", "precision": "adaptive", "awp_threshold": -1e-9, "awp_interval": 1}
+ADAPTED = {"weights": "host", "precision": "adaptive", "awp_threshold": -1e-9, "awp_interval": 1, "one_byte": "linear"}
 
 
 @pytest.mark.parametrize("change", [ADAPTED, {"weights": "host", "precision": "bf16", "compress_gradients": "linear"}])
@@ -132,6 +132,7 @@ def test_ranks_that_exchange_something_else_train_and_resume(
         ({"weights": "host", "arena": True}, "--weights host cannot be combined with --arena"),
         ({"weights": "host", "amp": "fp16"}, "--amp bf16 is possible"),
         ({"weights": "host", "awp_interval": 3}, "needs --adaptive-precision"),
+        ({"weights": "host", "precision": "16", "one_byte": "linear"}, "--one-byte linear is of weights in 8 bits"),
         ({"weights": "host", "compress_gradients": "auto"}, "name a codec"),
         ({"weights": "host", "ranks": 2}, "torchrun started 2; give --weights sharded"),
         ({"weights": "sharded"}, "--weights sharded is between ranks: start them with torchrun"),

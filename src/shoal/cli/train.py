@@ -83,6 +83,9 @@ def train(
     adaptive_precision: Annotated[
         bool, typer.Option("--adaptive-precision", help="Bits by layer, more of them as training goes on (AWP).")
     ] = False,
+    one_byte: Annotated[
+        str | None, typer.Option(help="Of weights in 8 bits: a codec such as dynamic_tree, not a float's top byte.")
+    ] = None,
     awp_threshold: Annotated[
         float | None, typer.Option(help="AWP's T: how fast a norm must fall for more bits; -0.002 by default.")
     ] = None,
@@ -138,6 +141,7 @@ def train(
             compress_gradients=None if compress_gradients == "none" else compress_gradients,
             weights=weights,
             precision="adaptive" if adaptive_precision else precision,
+            one_byte=one_byte,
             awp_threshold=awp_threshold,
             awp_interval=awp_interval,
             parallel=parallel,

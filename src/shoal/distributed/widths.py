@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.codecs.codec import Codec
+from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.registry import get
 from shoal.distributed.precision import AdaptivePrecision
 from shoal.errors import InputError
@@ -89,6 +90,6 @@ class Widths:
 
 def _of_8_bits(name: str) -> Codec:
     codec = get(name)
-    if codec.properties.bits_per_value != 8:
+    if not isinstance(codec, FloatCodec) or codec.properties.bits_per_value != 8:
         raise InputError(f"one_byte={name!r}: expected a codec of 8 bits a value, such as 'dynamic_tree'")
     return codec

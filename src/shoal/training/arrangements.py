@@ -62,6 +62,7 @@ class WeightsOnHost(Arrangement):
             network,
             optimizer,
             precision=_precision(options, network, steps),
+            one_byte=options.one_byte,
             gradients=options.compress_gradients or "raw",
             rehearse=options.rehearse,
         )
@@ -87,7 +88,13 @@ class WeightsInShards(Arrangement):
             fully_shard(block, mesh=mesh)
         fully_shard(network, mesh=mesh)
         optimizer = _optimizer(options, network)
-        weights = ShardedWeights(network, optimizer, precision=precision, timeout_seconds=ranks.timeout_seconds)
+        weights = ShardedWeights(
+            network,
+            optimizer,
+            precision=precision,
+            one_byte=options.one_byte,
+            timeout_seconds=ranks.timeout_seconds,
+        )
         super().__init__(network, optimizer, ranks, weights)
         self._weights = weights
         self._gradients = compress_gradients(network, options.compress_gradients, timeout_seconds=ranks.timeout_seconds)

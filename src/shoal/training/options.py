@@ -57,6 +57,7 @@ class TrainOptions:
         weights: "host" keeps weights and optimizer on the host, "sharded" a share of them on each rank; None: whole on
             every rank.
         precision: of `weights` on their way: "8", "16", "24" or "32" bits, "bf16", or "adaptive" (AWP).
+        one_byte: the codec that stands in for 8 bits of them, such as "dynamic_tree"; None: a float's top byte.
         awp_threshold, awp_interval: AWP's T, and its INTERVAL in batches, None for those of an epoch.
         parallel: "hybrid" for data parallel convolutions and model parallel linear layers; None for data parallel.
         out: folder of everything the run writes.
@@ -95,6 +96,7 @@ class TrainOptions:
     compress_gradients: str | None = None
     weights: str | None = None
     precision: str | None = None
+    one_byte: str | None = None
     awp_threshold: float | None = None
     awp_interval: int | None = None
     parallel: str | None = None
@@ -146,6 +148,10 @@ class TrainOptions:
         if self.precision and not self.weights:
             raise InputError(
                 f"precision {self.precision!r} is of weights that travel; give --weights host or sharded too"
+            )
+        if self.one_byte and self.precision not in ("8", "adaptive"):
+            raise InputError(
+                f"--one-byte {self.one_byte} is of weights in 8 bits; give --precision 8 or --adaptive-precision too"
             )
         awp = self.awp_threshold is not None or self.awp_interval is not None
         if awp and self.precision != "adaptive":
