@@ -17,13 +17,14 @@ from shoal.distributed import compress_gradients
 from shoal.errors import InputError
 
 NONE, NOTHING, AUTO = "none", "nothing sent", "shoal auto"
+AGAIN = "none, again"  # how far plain DDP is from itself
 HOOKS = ("fp16 hook", "PowerSGD 1", "PowerSGD 2")
 # As found in torch 2.13 on gloo; each is run by itself, since one of them ends its process.
 BROKEN = ("quantization per tensor", "quantization per channel", "PowerSGD 1, buckets of 25 MiB")
 OURS = tuple(f"shoal {name}" for name in ("dynamic_tree", "linear", "one_bit", "truncate1", "bf16"))
 EXACT = "shoal dynamic_tree, own part exact"
 CONTENDERS = (NOTHING, NONE, *HOOKS, *OURS, EXACT, AUTO)
-EVERY = (*CONTENDERS, *BROKEN, *(f"shoal {name}" for name in codecs.names()))
+EVERY = (*CONTENDERS, AGAIN, *BROKEN, *(f"shoal {name}" for name in codecs.names()))
 _OURS, _EXACT = "shoal ", ", own part exact"
 _ONE_BUCKET_MIB = 1 << 20
 _POWER_SGD_FROM = 2  # its least with error feedback: two steps of plain all-reduce before
@@ -73,7 +74,7 @@ def install(name: str, model: DistributedDataParallel) -> Installed:
     Raises:
         InputError: no such contender.
     """
-    if name == NONE:
+    if name in (NONE, AGAIN):
         return Installed()
     if name == NOTHING:
         model.register_comm_hook(None, _nothing)
@@ -107,6 +108,22 @@ def _ours(name: str, model: DistributedDataParallel) -> Installed:
         close=compressed.close,
         reason=compressed.explain,
     )
+
+
+def install_sharded(name: str, model: torch.nn.Module) -> Installed:
+    """The same for a model of `fully_shard`: plain, or ours. Bytes told would leave out the weights, which travel too.
+
+    Raises:
+        InputError: another contender.
+    """
+    if name in (NONE, AGAIN):
+        return Installed()
+    if not name.startswith(_OURS) or name.endswith(_EXACT):
+        raise InputError(
+            f"{name!r}: with FSDP2 give none or ours, such as shoal dynamic_tree; the others are DDP's hooks"
+        )
+    compressed = compress_gradients(model, name.removeprefix(_OURS))
+    return Installed(close=compressed.close, reason=compressed.explain)
 
 
 def _nothing(_, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and these would be strings

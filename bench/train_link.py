@@ -2,6 +2,7 @@
 
     python -m bench.train_link                            all links, 2 and 4 ranks: half an hour
     python -m bench.train_link --ranks 2 --links 1        one piece: two minutes
+    python -m bench.train_link --sharded --contenders "none;shoal bf16"    FSDP2; its weights travel in float32
     python -m bench.train_link --quick                    two small images, one step: does it run?
 
 A step is forward, cross entropy, backward and SGD with momentum on the rank's own images, in eager mode, one thread a
@@ -67,6 +68,7 @@ def _run(asked: argparse.Namespace) -> int:
                 "batch": batch,
                 "image": image,
                 "rate": 0.01,
+                "sharded": asked.sharded,
                 "contenders": asked.contenders,
                 "rounds": asked.rounds or (1 if asked.quick else _ROUNDS.get(rate_gbps, 5)),
             }
@@ -79,7 +81,8 @@ def _run(asked: argparse.Namespace) -> int:
             console.print(step_table(result))
             if AUTO in result["rows"]:
                 console.print(f"{AUTO}: {result['rows'][AUTO]['reason']}", highlight=False, markup=False)
-            kept[f"{asked.network}, {ranks} ranks, {result['link']}"] = {"conditions": found, **result, **reached}
+            kind = ", sharded" if asked.sharded else ""
+            kept[f"{asked.network}{kind}, {ranks} ranks, {result['link']}"] = {"conditions": found, **result, **reached}
             write_json(path, kept)
     console.print(f"Weights the same bits on all ranks. Figures in {path}", highlight=False, markup=False)
     return 0
@@ -132,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--network", default="resnet18_cifar", help="a name of shoal.models")
     parser.add_argument("--batch", type=int, default=4, help="images of each rank")
     parser.add_argument("--image", type=int, default=32, help="pixels along each side")
+    parser.add_argument("--sharded", action="store_true", help="FSDP2, part by part, in place of DDP")
     parser.add_argument("--links", type=parse_links, default=list(LINKS), help="Gbit/s, or loopback")
     parser.add_argument("--ranks", type=parse_ranks, default=[2, 4])
     parser.add_argument("--contenders", type=parse_contenders, default=list(CONTENDERS), help="separated by semicolons")

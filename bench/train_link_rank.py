@@ -7,21 +7,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import lab_rank
 from bench.exchange_turns import Runner, in_turns
-from bench.gradient_contenders import bucket_mib, install
+from bench.gradient_contenders import bucket_mib, install, install_sharded
 from shoal import models
 
 
 class _Training:
-    """One network, its DDP and its optimizer."""
+    """One network on all ranks, its DDP or FSDP2, and its optimizer."""
 
     def __init__(self, config: dict[str, Any], contender: str) -> None:
         network = models.build(config["network"], seed=0, num_classes=10)
-        self.model = DistributedDataParallel(network, bucket_cap_mb=bucket_mib(contender))
+        self.elems = sum(weight.numel() for weight in network.parameters())
+        self.model: nn.Module
+        if config["sharded"]:
+            self.model = _sharded(network)
+            self.installed = install_sharded(contender, self.model)
+        else:
+            self.model = wrapped = DistributedDataParallel(network, bucket_cap_mb=bucket_mib(contender))
+            self.installed = install(contender, wrapped)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config["rate"], momentum=0.9)
         shape = models.example_shape(config["network"], config["batch"], config["image"])
         generator = torch.Generator().manual_seed(100 + dist.get_rank())
@@ -36,6 +47,19 @@ class _Training:
         self.optimizer.step()
         self.losses.append(float(loss.detach()))
 
+    def weights(self) -> list[torch.Tensor]:
+        """Whole ones. A collective call where they are sharded."""
+        return [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in self.model.parameters()]
+
+
+def _sharded(network: nn.Module) -> nn.Module:
+    """Each part of the network with weights gathers them, and reduces their gradients, by itself."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in network.children():
+        if any(True for _ in part.parameters()):
+            fully_shard(part, mesh=mesh)
+    return fully_shard(network, mesh=mesh)
+
 
 def main() -> None:
     """All contenders of the config."""
@@ -44,21 +68,19 @@ def main() -> None:
         trained: list[tuple[_Training, Runner]] = []
         for contender in config["contenders"]:
             training = _Training(config, contender)
-            installed = install(contender, training.model)
-            runner = Runner(contender, lambda: None, partial(_Training.step, training), installed)
+            runner = Runner(contender, lambda: None, partial(_Training.step, training), training.installed)
             runner.warm_up()
             trained.append((training, runner))
         in_turns([runner for _, runner in trained], config["rounds"])
         rows = {}
         for training, runner in trained:
             rows[runner.name] = {
-                **runner.row(training.model.module.parameters()),
+                **runner.row(training.weights()),
                 "error_percent": None,
                 "losses": training.losses,
             }
             runner.installed.close()
-        elems = sum(weight.numel() for weight in trained[0][0].model.module.parameters())
-        lab_rank.report({"model": config["network"], "elems": elems, "rows": rows})
+        lab_rank.report({"model": config["network"], "elems": trained[0][0].elems, "rows": rows})
 
 
 if __name__ == "__main__":
