@@ -2,6 +2,7 @@
 #include "codec_table.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -102,6 +103,32 @@ struct Work {
     }
 };
 
+constexpr std::int64_t kMeanPart = 4096;  // elements whose values and decoded messages stay in the first cache
+
+void add_block(const Work& work, const ShoalTableMean& call, std::int64_t message, std::int64_t block) {
+    alignas(64) float values[2 * kMagnitudes], came[kMeanPart];
+    const std::int64_t first = block * work.call.block_elements;
+    const std::int64_t count = std::min(work.call.block_elements, work.call.elements - first);
+    work.values_of(call.scales[message][block], values);
+    for (std::int64_t part = 0; part < count; part += kMeanPart) {
+        const std::int64_t elements = std::min(kMeanPart, count - part);
+        float* sum = work.call.out + first + part;
+        work.level.decode(values, call.codes[message] + first + part, elements, false, came);
+        for (std::int64_t i = 0; i < elements; ++i) sum[i] += came[i];
+    }
+}
+
+// A division is exact where a product with the inverse is: by powers of two, and these are most numbers of ranks.
+void divide(float* values, std::int64_t count, float divisor) {
+    int exponent;
+    if (std::frexp(divisor, &exponent) == 0.5f) {
+        const float inverse = 1 / divisor;
+        for (std::int64_t i = 0; i < count; ++i) values[i] *= inverse;
+        return;
+    }
+    for (std::int64_t i = 0; i < count; ++i) values[i] /= divisor;
+}
+
 // Few large blocks are each shared among the threads.
 bool shares_blocks(const ShoalTableCodec& call) {
     return call.threads > 1 && call.block_elements > kCached && blocks_of(call) < 4 * call.threads;
@@ -156,5 +183,23 @@ SHOAL_API std::int32_t shoal_table_decode(const ShoalTableCodec* call) {
 #pragma omp parallel for num_threads(call->threads) schedule(static, 1)
     for (std::int64_t part = 0; part < parts; ++part)
         work.decode_blocks(blocks * part / parts, blocks * (part + 1) / parts, stream);
+    return SHOAL_DONE;
+}
+
+SHOAL_API std::int32_t shoal_table_mean(const ShoalTableMean* call) {
+    const ShoalTableCodec& codec = call->codec;
+    const shoal::CodecLevel* level = shoal::codec_level(codec.level);
+    if (!level) return SHOAL_NO_SUCH_LEVEL;
+    const shoal::Work work{codec, *level, *static_cast<const shoal::Table*>(codec.table)};
+    const std::int64_t blocks = shoal::blocks_of(codec);
+#pragma omp parallel for num_threads(codec.threads) schedule(static)
+    for (std::int64_t block = 0; block < blocks; ++block) {
+        const std::int64_t first = block * codec.block_elements;
+        for (std::int64_t message = 0; message < call->messages; ++message)
+            shoal::add_block(work, *call, message, block);
+        shoal::divide(codec.out + first, std::min(codec.block_elements, codec.elements - first), call->divisor);
+        work.encode_block(block);
+        work.decode_blocks(block, block + 1, false);
+    }
     return SHOAL_DONE;
 }

@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 8
+#define SHOAL_ABI_VERSION 9
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -181,6 +181,19 @@ SHOAL_API std::int64_t shoal_codec_table_bytes();
 SHOAL_API void shoal_codec_table(const float* magnitudes, const float* thresholds, void* table);
 SHOAL_API std::int32_t shoal_table_encode(const ShoalTableCodec* call);
 SHOAL_API std::int32_t shoal_table_decode(const ShoalTableCodec* call);
+
+// What an all-reduce does with a rank's share, in one pass: adds to the values what each message stands for, message by
+// message, divides them by `divisor`, encodes that, and writes what the codes stand for in the values' place. `codec` has
+// x and out at the values, and the scales and codes to be written; the messages' scales and codes are of the same blocks.
+struct ShoalTableMean {
+    ShoalTableCodec codec;
+    std::int64_t messages;
+    const float* const* scales;
+    const std::uint8_t* const* codes;
+    float divisor;
+};
+
+SHOAL_API std::int32_t shoal_table_mean(const ShoalTableMean* call);
 
 // Sets the top bit of each code where the value, of a ReLU clipped at `above` (NaN: not clipped), is 0 or clipped, and
 // clears it elsewhere.

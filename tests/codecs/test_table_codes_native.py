@@ -110,6 +110,47 @@ def test_all_codes_decode_at_every_scale(level: str, name: str) -> None:
             assert same_bits(*outs)
 
 
+@each_level
+@each_table
+@pytest.mark.parametrize(("block", "elems"), [(64, 1000), (4096, 10_000), (None, 9001), (5, 4)])
+@pytest.mark.parametrize(("others", "divisor"), [(0, 1), (1, 2), (2, 3)])
+def test_a_mean_in_one_pass_has_the_bits_of_its_steps(
+    level: str, name: str, block: int | None, elems: int, others: int, divisor: int
+) -> None:
+    generator = torch.Generator().manual_seed(elems + divisor)
+    table, blocks = TABLES[name], blocks_of(elems, block)
+    own = torch.randn(elems, generator=generator)
+    messages = [
+        (torch.rand(blocks, generator=generator), torch.randint(256, (elems,), generator=generator).to(torch.uint8))
+        for _ in range(others)
+    ]
+    with at_level(level):
+        expected, came = own.clone(), torch.empty(elems)
+        for their_scales, their_codes in messages:
+            reference.decode_blocks(their_codes, their_scales, table, block, came)
+            expected.add_(came)
+        expected.div_(divisor)
+        scales, codes = torch.empty(2, blocks), torch.empty(2, elems, dtype=torch.uint8)
+        reference.encode_blocks(expected, table, block, scales[0], codes[0])
+        reference.decode_blocks(codes[0], scales[0], table, block, expected)
+        native.mean_blocks(own, messages, divisor, table, block, scales[1], codes[1])
+    assert same_bits(own, expected)
+    assert same_bits(*scales)
+    assert torch.equal(*codes)
+
+
+@each_level
+def test_a_mean_with_what_is_no_number_is_none_in_its_block(level: str) -> None:
+    table = TABLES["dynamic_tree"]
+    own, codes = torch.ones(300), torch.full((300,), 127, dtype=torch.uint8)
+    own[5], theirs = torch.inf, torch.tensor([1.0, torch.nan, 1.0])
+    scales, mean = torch.empty(3), torch.empty(300, dtype=torch.uint8)
+    with at_level(level):
+        native.mean_blocks(own, [(theirs, codes)], 2, table, 100, scales, mean)
+    assert own.isnan().tolist() == [True] * 200 + [False] * 100
+    assert scales.isnan().tolist() == [True, True, False]
+
+
 values = st.one_of(
     st.floats(width=32),
     st.floats(-1, 1, width=32),

@@ -29,39 +29,44 @@ class InMemoryExchange:
         self.board = board
         self.rank = rank
 
-    def all_to_all(
-        self, parts: Sequence[torch.Tensor], sizes_bytes: Sequence[int], *, what: str, out: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        board = self.board
+    def expect(
+        self, sizes_bytes: Sequence[int], *, what: str, out: Sequence[torch.Tensor], device: torch.device
+    ) -> InMemoryExpected:
+        return InMemoryExpected(self, list(sizes_bytes), list(out))
+
+
+class InMemoryExpected:
+    """Stands in for `Expected`: all ranks send, then all receive."""
+
+    def __init__(self, exchange: InMemoryExchange, sizes_bytes: list[int], out: list[torch.Tensor]) -> None:
+        self._board, self._rank = exchange.board, exchange.rank
+        self._sizes_bytes, self._out = sizes_bytes, out
+
+    def send(self, parts: Sequence[torch.Tensor]) -> None:
         for r, part in enumerate(parts):
-            board.messages[self.rank, r] = part.clone()
-        board.barrier.wait()
-        received = [board.messages[r, self.rank] for r in range(board.ranks)]
-        board.barrier.wait()
+            self._board.messages[self._rank, r] = part.clone()
+
+    def receive(self) -> list[torch.Tensor]:
+        self._board.barrier.wait()
+        received = [self._board.messages[r, self._rank] for r in range(self._board.ranks)]
+        self._board.barrier.wait()
         for r, message in enumerate(received):
-            assert message.numel() == sizes_bytes[r]
-            if r != self.rank:
-                out[r].copy_(message)
-        return list(out)
-
-    def all_gather(
-        self, part: torch.Tensor, sizes_bytes: Sequence[int], *, what: str, out: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        return self.all_to_all([part] * self.board.ranks, sizes_bytes, what=what, out=out)
+            assert message.numel() == self._sizes_bytes[r]
+            if r != self._rank:
+                self._out[r].copy_(message)
+        return self._out
 
 
-def run_means(make: Callable[[int], Mean], ranks: int) -> None:
+def run_means(make: Callable[[int, Exchange, Exchange], Mean], ranks: int) -> None:
     """All stages of one bucket's mean on every rank."""
-    board = Board(ranks)
+    boards = Board(ranks), Board(ranks)
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)
-        mean = make(rank)
-        exchange = cast(Exchange, InMemoryExchange(board, rank))
+        scatter, gather = (cast(Exchange, InMemoryExchange(board, rank)) for board in boards)
+        mean = make(rank, scatter, gather)
         mean.encode()
-        mean.scatter(exchange)
         mean.sum()
-        mean.gather(exchange)
         mean.decode()
 
     with ThreadPoolExecutor(ranks) as pool:

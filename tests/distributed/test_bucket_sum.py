@@ -11,6 +11,7 @@ from shoal import codecs
 from shoal.codecs.codec import Codec
 from shoal.distributed.bucket_sum import CodedBucket, LocalExactMean, ShardedMean
 from shoal.distributed.buffers import Buffers
+from shoal.distributed.exchange import Exchange
 from shoal.distributed.feedback import Feedback
 from shoal.distributed.layout import Piece, cut, in_chunks
 from shoal.errors import InputError
@@ -35,12 +36,11 @@ def sharded(
     ranks = len(buffers)
     shards = cut(pieces, ranks)
 
-    def make(rank: int) -> ShardedMean:
+    def make(rank: int, scatter: Exchange, gather: Exchange) -> ShardedMean:
         feedback = None if owed is None else owed[rank]
         unsettled = feedback.adopt(pieces, shards[rank], torch.device("cpu")) if feedback else set()
-        return ShardedMean(
-            CodedBucket("bucket 0", shards, codec, rank, ranks, feedback, unsettled), buffers[rank], Buffers()
-        )
+        bucket = CodedBucket("bucket 0", shards, codec, rank, ranks, feedback, unsettled)
+        return ShardedMean(bucket, buffers[rank], Buffers(), scatter, gather)
 
     run_means(make, ranks)
 
@@ -48,8 +48,8 @@ def sharded(
 def local_exact(buffers: list[torch.Tensor], codec: Codec) -> None:
     shards = cut(PIECES, 1)
     run_means(
-        lambda rank: LocalExactMean(
-            CodedBucket("bucket 0", shards, codec, rank, len(buffers)), buffers[rank], Buffers()
+        lambda rank, *exchanges: LocalExactMean(
+            CodedBucket("bucket 0", shards, codec, rank, len(buffers)), buffers[rank], Buffers(), *exchanges
         ),
         len(buffers),
     )
@@ -65,8 +65,8 @@ def test_a_bucket_in_chunks_has_the_bits_of_the_whole() -> None:
     for cuts, into in (((shards,), whole), (chunks, parts)):
         for chunk in cuts:
             run_means(
-                lambda rank, chunk=chunk, into=into: ShardedMean(
-                    CodedBucket("bucket 0", chunk, codec, rank, 2), into[rank], Buffers()
+                lambda rank, *exchanges, chunk=chunk, into=into: ShardedMean(
+                    CodedBucket("bucket 0", chunk, codec, rank, 2), into[rank], Buffers(), *exchanges
                 ),
                 2,
             )

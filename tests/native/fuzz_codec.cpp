@@ -119,6 +119,45 @@ struct Table {
 
 std::int32_t any_level(Draw& draw) { return static_cast<std::int32_t>(draw.from(-1, shoal_norm_conv_level())); }
 
+// The mean of x and of the same message, up to twice, has the codes of the sum.
+void table_mean(Draw& draw, ShoalTableCodec call, const Buffer<float>& x, Buffer<float>& scales,
+                Buffer<std::uint8_t>& codes, const std::vector<float>& decoded) {
+    const std::int64_t messages = draw.from(0, 2), blocks = scales.width();
+    const float divisor = static_cast<float>(draw.from(1, 5));
+    now_running("table mean: %lld in blocks of %lld, %lld messages, over %g, %d threads, level %d",
+                static_cast<long long>(call.elements), static_cast<long long>(call.block_elements),
+                static_cast<long long>(messages), static_cast<double>(divisor), call.threads, call.level);
+    Buffer<float> values(draw, "values", Use::kWritten, call.elements), sums(draw, "sums", Use::kRead, call.elements);
+    Buffer<float> mean_scales(draw, "scales of the mean", Use::kWritten, blocks);
+    Buffer<std::uint8_t> mean_codes(draw, "codes of the mean", Use::kWritten, call.elements);
+    bool finite = true;
+    for (std::int64_t i = 0; i < call.elements; ++i) {
+        float sum = values.at(0, i) = x.at(0, i);
+        for (std::int64_t message = 0; message < messages; ++message) sum += decoded[static_cast<std::size_t>(i)];
+        sums.at(0, i) = sum / divisor;
+        finite = finite && std::isfinite(sums.at(0, i));
+    }
+    const float* const all_scales[] = {scales.data(), scales.data()};
+    const std::uint8_t* const all_codes[] = {codes.data(), codes.data()};
+    call.x = call.out = values.data();
+    call.scales = mean_scales.data();
+    call.codes = mean_codes.data();
+    const ShoalTableMean mean{call, messages, all_scales, all_codes, divisor};
+    guarded({&scales, &codes, &values, &mean_scales, &mean_codes}, [&] {
+        if (shoal_table_mean(&mean) != SHOAL_DONE) fail("the level is refused");
+    });
+    if (!finite) return;  // which bits a NaN has is not said
+    const std::vector<float> found_scales(mean_scales.data(), mean_scales.data() + blocks);
+    const std::vector<float> found(values.data(), values.data() + call.elements);
+    const std::vector<std::uint8_t> found_codes(mean_codes.data(), mean_codes.data() + call.elements);
+    call.x = sums.data();
+    guarded({&sums, &mean_scales, &mean_codes}, [&] { shoal_table_encode(&call); });
+    guarded({&mean_scales, &mean_codes, &values}, [&] { shoal_table_decode(&call); });
+    expect_bits(mean_scales, found_scales);
+    expect_bits(mean_codes, found_codes);
+    expect_bits(values, found);
+}
+
 void table_codes(Draw& draw) {
     const Table table(draw);
     ShoalTableCodec call{};
@@ -178,6 +217,7 @@ void table_codes(Draw& draw) {
         if (shoal_table_decode(&call) != SHOAL_DONE) fail("the level is refused");
     });
     expect_bits(out, right_values);
+    if (!call.draws) table_mean(draw, call, x, scales, codes, right_values);
 }
 
 void truncation(Draw& draw) {

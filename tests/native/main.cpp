@@ -122,13 +122,14 @@ void features(Draw& draw) {
         shoal_norm_act_backward(&pass) != SHOAL_NO_SUCH_LEVEL)
         fail("level %d is not refused", pass.level);
     ShoalTableCodec table{};
+    ShoalTableMean mean{};
     ShoalTruncation truncation{};
     ShoalBits bits{};
-    table.level = truncation.level = bits.level = pass.level;
+    mean.codec.level = table.level = truncation.level = bits.level = pass.level;
     for (const std::int32_t outcome :
-         {shoal_table_encode(&table), shoal_table_decode(&table), shoal_truncation_pack(&truncation),
-          shoal_truncation_unpack(&truncation), shoal_one_bit_encode(&bits), shoal_one_bit_decode(&bits),
-          shoal_sign_mask_encode(&bits), shoal_sign_mask_decode(&bits)})
+         {shoal_table_encode(&table), shoal_table_decode(&table), shoal_table_mean(&mean),
+          shoal_truncation_pack(&truncation), shoal_truncation_unpack(&truncation), shoal_one_bit_encode(&bits),
+          shoal_one_bit_decode(&bits), shoal_sign_mask_encode(&bits), shoal_sign_mask_decode(&bits)})
         if (outcome != SHOAL_NO_SUCH_LEVEL) fail("level %d is not refused by a codec", pass.level);
 }
 

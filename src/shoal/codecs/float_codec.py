@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -28,6 +29,34 @@ class FloatCodec(Codec):
     @abstractmethod
     def _error_bound(self, values: torch.Tensor) -> torch.Tensor:
         """Of (n,) float32, in float64."""
+
+    def mean(
+        self, values: torch.Tensor, payloads: Sequence[torch.Tensor], divisor: int, out: torch.Tensor
+    ) -> torch.Tensor:
+        """What a rank does with its share in an all-reduce: `values` become the mean, as all ranks decode it.
+
+        Replaces, with the same bits, decoding and adding each payload in turn, a division, and encoding and decoding
+        the result.
+
+        Args:
+            values: (n,) float32, dense: this rank's own; changed.
+            payloads: of the others', (payload_bytes(n),) uint8 each.
+            divisor: of the sum.
+            out: (payload_bytes(n),) uint8, dense: filled with the encoded mean.
+
+        Raises:
+            CodecError: a tensor is not so.
+
+        >>> from shoal.codecs import get
+        >>> codec = get("bf16")
+        >>> values, out = torch.tensor([1.0, 2.0]), torch.empty(4, dtype=torch.uint8)
+        >>> codec.mean(values, [codec.encode(torch.tensor([3.0, 5.0])).payload], 2, out)
+        tensor([2.0000, 3.5000])
+        """
+        came = torch.empty_like(values)
+        for payload in payloads:
+            values.add_(self.decode(self._encoded(values, payload), out=came))
+        return self.decode(self.encode(values.div_(divisor), out=out), out=values)
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
         dense = without_gaps(tensor.detach())

@@ -6,6 +6,7 @@ The payload is the scales, float32 little-endian, then the codes, a byte each in
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf
@@ -18,7 +19,7 @@ from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, part_of, read_floats, write_floats
 from shoal.codecs.memory_order import flat
 from shoal.codecs.table import Table
-from shoal.codecs.table_codes import as_float32, blocks_of, decode_blocks, encode_blocks
+from shoal.codecs.table_codes import as_float32, blocks_of, decode_blocks, encode_blocks, mean_blocks
 from shoal.errors import CodecError
 
 BLOCK_ELEMS = 4096
@@ -119,6 +120,20 @@ class TableCodec(FloatCodec):
         dense, payload = self._ready(tensor, out)
         self._encode(flat(dense).float(), payload, seed)
         return self._encoded(dense, payload)
+
+    def mean(
+        self, values: torch.Tensor, payloads: Sequence[torch.Tensor], divisor: int, out: torch.Tensor
+    ) -> torch.Tensor:
+        dense, out = self._ready(values, out)
+        for payload in payloads:
+            self._check_payload(payload, out.numel())
+        blocks = blocks_of(values.numel(), self.block)
+        first = FLOAT_BYTES * blocks
+        messages = [(read_floats(one, blocks), part_of(one, first, values.numel())) for one in payloads]
+        scales, codes = floats_to_write(out, blocks), part_of(out, first, values.numel())
+        mean_blocks(flat(dense), messages, divisor, self.codes, self.block, scales, codes, scale=self.fixed_scale)
+        write_floats(out, scales)
+        return values
 
     def table(self) -> Table:
         return self.codes

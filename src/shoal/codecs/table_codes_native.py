@@ -7,6 +7,7 @@ in registers, any other table is looked up. Codes do not depend on the number of
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +34,22 @@ class _Call(ctypes.Structure):
         ("seed", ctypes.c_uint32),
         ("first_element", ctypes.c_int64),
     )
+
+
+class _MeanCall(ctypes.Structure):
+    """ShoalTableMean of csrc/shoal_native.h."""
+
+    _fields_ = (
+        ("codec", _Call),
+        ("messages", ctypes.c_int64),
+        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("scales", "codes")),
+        ("divisor", ctypes.c_float),
+    )
+
+    @property
+    def level(self) -> int:
+        """Of the codec, for errors."""
+        return int(self.codec.level)
 
 
 def applies(*tensors: torch.Tensor) -> bool:
@@ -69,6 +86,30 @@ def decode_blocks(
     call = _call(out, table, block_elems, scales, codes)
     call.out = out.data_ptr()
     run("shoal_table_decode", call)
+
+
+def mean_blocks(
+    values: torch.Tensor,
+    messages: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    divisor: int,
+    table: Table,
+    block_elems: int | None,
+    scales: torch.Tensor,
+    codes: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> None:
+    """As `table_codes.mean_blocks`, for tensors that `applies` takes."""
+    call = _MeanCall(codec=_call(values, table, block_elems, scales, codes), messages=len(messages), divisor=divisor)
+    for their_scales, their_codes in messages:
+        _call(values, table, block_elems, their_scales, their_codes)
+    call.codec.x = call.codec.out = values.data_ptr()
+    if scale is not None:
+        call.codec.has_scale, call.codec.scale = 1, scale
+    addresses = ctypes.c_void_p * len(messages)
+    call.scales = addresses(*(their_scales.data_ptr() for their_scales, _ in messages))
+    call.codes = addresses(*(their_codes.data_ptr() for _, their_codes in messages))
+    run("shoal_table_mean", call)
 
 
 def _call(

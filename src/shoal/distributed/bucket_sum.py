@@ -11,12 +11,12 @@ from typing import Protocol
 
 import torch
 
-from shoal.codecs.codec import Codec
+from shoal.codecs.float_codec import FloatCodec
 from shoal.distributed.buffers import Buffers
 from shoal.distributed.exchange import Exchange
 from shoal.distributed.feedback import Feedback
 from shoal.distributed.layout import Segment
-from shoal.distributed.segments import Segments, add, message_bytes, pack, unpack
+from shoal.distributed.segments import Segments, add, mean_one, message_bytes, pack, places, unpack, unpack_one
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class CodedBucket:
 
     what: str
     shards: tuple[Segments, ...]
-    codec: Codec
+    codec: FloatCodec
     rank: int
     ranks: int
     feedback: Feedback | None = None
@@ -46,19 +46,13 @@ class Mean(Protocol):
     """The stages of one bucket's mean, in this order, each in a thread of its own."""
 
     def encode(self) -> None:
-        """What the other ranks need of this one's gradients."""
-
-    def scatter(self, exchange: Exchange) -> None:
-        """The first exchange."""
+        """Send what the other ranks need of this one's gradients."""
 
     def sum(self) -> None:
-        """The mean of what this rank sums, and what the other ranks need of it."""
-
-    def gather(self, exchange: Exchange) -> None:
-        """The second exchange."""
+        """The mean of what this rank sums, when all of it is there; send what the other ranks need of it."""
 
     def decode(self) -> None:
-        """The mean in the bucket."""
+        """The mean in the bucket, when all of it is there."""
 
 
 class ShardedMean:
@@ -68,15 +62,24 @@ class ShardedMean:
     the encoded mean decodes to: they hold the same bits.
     """
 
-    def __init__(self, bucket: CodedBucket, buffer: torch.Tensor, buffers: Buffers) -> None:
+    def __init__(
+        self, bucket: CodedBucket, buffer: torch.Tensor, buffers: Buffers, scatter: Exchange, gather: Exchange
+    ) -> None:
         self._bucket = bucket
         self._buffer = buffer
         self._values = buffer.float()  # itself, where it is float32
         self._buffers = buffers
         self._sizes = [message_bytes(shard, bucket.codec) for shard in bucket.shards]
+        # All is expected at once: the peers' messages must not wait until this rank gets to it.
+        own_bytes = self._sizes[bucket.rank]
+        coming = [0 if r == bucket.rank else own_bytes for r in range(bucket.ranks)]
+        self._received = [self._take(size_bytes) for size_bytes in coming]
+        self._means = [self._take(size_bytes) for size_bytes in self._sizes]
+        device = buffer.device
+        self._scatter = scatter.expect(coming, what=bucket.what, out=self._received, device=device)
+        what = f"mean of the {bucket.what}"
+        self._gather = gather.expect(self._sizes, what=what, out=self._means, device=device)
         self._sending: list[torch.Tensor] = []
-        self._received: list[torch.Tensor] = []
-        self._means: list[torch.Tensor] = []
 
     def encode(self) -> None:
         bucket = self._bucket
@@ -87,39 +90,37 @@ class ShardedMean:
                 bucket.feedback.pack_gradients(self._values, shard, bucket.codec, part)
             elif r != bucket.rank:
                 pack(self._values, shard, bucket.codec, part)
-
-    def scatter(self, exchange: Exchange) -> None:
-        rank = self._bucket.rank
-        sizes = [0 if r == rank else self._sizes[rank] for r in range(self._bucket.ranks)]
-        self._received = [self._take(size) for size in sizes]
-        exchange.all_to_all(self._sending, sizes, what=self._bucket.what, out=self._received)
-        self._give(self._sending)
+        self._scatter.send(self._sending)
 
     def sum(self) -> None:
         bucket, values = self._bucket, self._values
+        self._scatter.receive()
+        self._give(self._sending)
         own = bucket.shards[bucket.rank]
         if bucket.feedback is not None:
             bucket.feedback.settle(values, bucket.unsettled)
-        for r, message in enumerate(self._received):
-            if r != bucket.rank:
-                add(message, own, bucket.codec, values)
-        self._give(self._received)
-        for segment in own:
+        others = [message for r, message in enumerate(self._received) if r != bucket.rank]
+        mean = self._means[bucket.rank]
+        # One segment after the other, while its values are in the caches.
+        for segment, place in zip(own, places(own, bucket.codec), strict=True):
+            theirs = [message[place] for message in others]
+            if bucket.feedback is None:
+                mean_one(values[segment.values], theirs, segment, bucket.codec, bucket.ranks, mean[place])
+                continue
+            for message in theirs:
+                add(message, (segment,), bucket.codec, values)
             values[segment.values].div_(bucket.ranks)
-        means = self._means = [self._take(size) for size in self._sizes]
-        if bucket.feedback is not None:
-            bucket.feedback.pack_means(values, own, bucket.codec, means[bucket.rank])
-        else:
-            pack(values, own, bucket.codec, means[bucket.rank])
-
-    def gather(self, exchange: Exchange) -> None:
-        own = self._means[self._bucket.rank]
-        exchange.all_gather(own, self._sizes, what=f"mean of the {self._bucket.what}", out=self._means)
+            bucket.feedback.pack_means(values, (segment,), bucket.codec, mean[place])
+            unpack_one(mean[place], segment, bucket.codec, values[segment.values])
+        self._give(self._received)
+        self._gather.send([mean] * bucket.ranks)
 
     def decode(self) -> None:
-        values = self._values
-        for shard, message in zip(self._bucket.shards, self._means, strict=True):
-            unpack(message, shard, self._bucket.codec, values)
+        bucket, values = self._bucket, self._values
+        self._gather.receive()
+        for r, (shard, message) in enumerate(zip(bucket.shards, self._means, strict=True)):
+            if r != bucket.rank:
+                unpack(message, shard, bucket.codec, values)
         self._give(self._means)
         if values is not self._buffer:
             self._buffer.copy_(values)
@@ -139,15 +140,17 @@ class LocalExactMean:
     A rank takes its own gradients exactly and the others' rounded: ranks get different means, up to the codec's error.
     """
 
-    def __init__(self, bucket: CodedBucket, buffer: torch.Tensor, buffers: Buffers) -> None:
+    def __init__(
+        self, bucket: CodedBucket, buffer: torch.Tensor, buffers: Buffers, _scatter: Exchange, gather: Exchange
+    ) -> None:
         self._bucket = bucket
         self._buffer = buffer
         self._values = buffer.float()
         self._buffers = buffers
         self._segments = bucket.shards[0]
-        self._messages = [
-            buffers.take(message_bytes(self._segments, bucket.codec), buffer.device) for _ in range(bucket.ranks)
-        ]
+        sizes = [message_bytes(self._segments, bucket.codec)] * bucket.ranks
+        self._messages = [buffers.take(size_bytes, buffer.device) for size_bytes in sizes]
+        self._gather = gather.expect(sizes, what=bucket.what, out=self._messages, device=buffer.device)
 
     def encode(self) -> None:
         bucket, message = self._bucket, self._messages[self._bucket.rank]
@@ -155,20 +158,14 @@ class LocalExactMean:
             bucket.feedback.pack_gradients(self._values, self._segments, bucket.codec, message)
         else:
             pack(self._values, self._segments, bucket.codec, message)
-
-    def scatter(self, exchange: Exchange) -> None:
-        return
+        self._gather.send([message] * bucket.ranks)
 
     def sum(self) -> None:
         return
 
-    def gather(self, exchange: Exchange) -> None:
-        bucket = self._bucket
-        sizes = [message.numel() for message in self._messages]
-        exchange.all_gather(self._messages[bucket.rank], sizes, what=bucket.what, out=self._messages)
-
     def decode(self) -> None:
         bucket, values = self._bucket, self._values
+        self._gather.receive()
         own = values.clone()
         values.zero_()
         # In the order of ranks, so that what travels raw has the same mean everywhere.

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 
 from shoal.codecs.codec import Codec
+from shoal.codecs.float_codec import FloatCodec
 from shoal.distributed.bucket_sum import CodedBucket, LocalExactMean, ShardedMean
 from shoal.distributed.buffers import Buffers
 from shoal.distributed.choose_codec import Decision
@@ -34,7 +35,7 @@ class DdpReducer:
         decide: how a bucket of so many values and this dtype travels; the same on every rank.
         local_exact: whether `LocalExactMean` is taken instead of `ShardedMean`.
         feedback: what is owed, or None.
-        scatter, gather: each used by one thread from now on.
+        scatter, gather: used by nobody else from now on.
         traffic: what is sent is counted in.
         step_ended: called after each backward pass that reduced without an error.
     """
@@ -86,10 +87,10 @@ class DdpReducer:
             return self._all_reduce(buffer, bucket.index())
         mean = LocalExactMean if self._local_exact else ShardedMean
         if self._threads is None:
-            self._threads = ReductionThreads(*self._exchanges, failed=self._fail, failure=lambda: self._failure)
+            self._threads = ReductionThreads(failed=self._fail, failure=lambda: self._failure)
         try:
             for chunk in chunks:  # each leaves while the next is encoded
-                job = Job(mean(chunk, buffer, self._buffers), buffer, raises=not in_backward)
+                job = Job(mean(chunk, buffer, self._buffers, *self._exchanges), buffer, raises=not in_backward)
                 self._threads.put(job)
         except BaseException as error:
             self._fail(error)
@@ -128,6 +129,7 @@ class DdpReducer:
         decision, codec = self._decide(pieces, bucket.buffer().dtype)
         if codec is None:
             return decision, None
+        assert isinstance(codec, FloatCodec)  # compress_gradients takes no other
         shards = cut(pieces, 1 if self._local_exact else self._ranks)
         unsettled: set[Segment] = set()
         if self._feedback is not None:

@@ -234,6 +234,7 @@ class CompressedGradients:
         self._model.hook_bytes = hook_bytes(  # type: ignore[assignment]
             sum(parameter.numel() for parameter in self._parameters.values() if parameter.requires_grad),
             registry.get(_WIDEST) if self._codec is None else self._codec,
+            self.ranks,
             owes=self._feedback is not None,
         )
         self._handles.append(self._model.register_forward_pre_hook(self._raise_failure))
@@ -277,11 +278,13 @@ class CompressedGradients:
             self.traffic.end_step()
 
 
-def hook_bytes(elems: int, codec: Codec, *, owes: bool) -> int:
+def hook_bytes(elems: int, codec: Codec, ranks: int, *, owes: bool) -> int:
     """What the hook holds from step to step for so many gradients, rounded up: payloads, and what is owed.
 
-    >>> hook_bytes(1_000_000, registry.get("dynamic_tree"), owes=False)
-    1501470
+    >>> hook_bytes(1_000_000, registry.get("dynamic_tree"), 2, owes=False)
+    2001960
     """
+    # At most all is under way: to the ranks that sum it, from the others for the own sum, and the means of all.
+    payloads = 2 * (ranks - 1) / ranks + 1
     owed_bytes = 6.2 * elems if owes else 0  # a value each, and a rank's share of the means
-    return int(1.5 * codec.bytes_for((elems,)) + owed_bytes)
+    return int(payloads * codec.bytes_for((elems,)) + owed_bytes)

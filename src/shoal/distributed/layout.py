@@ -9,7 +9,8 @@ from itertools import pairwise
 STEP_ELEMS = 64  # shards begin at a multiple of so many values of their parameter
 # Long runs of values are encoded in parts of so many, whose scratch stays in the caches; whole blocks of any codec.
 PART_ELEMS = 1 << 18
-# An exchange takes about two milliseconds on gloo: at 1 Gbit/s chunks of 2**20 cost ResNet-18 a tenth.
+# An exchange takes 1.6 ms of a CPU on gloo. At 1 Gbit/s chunks of 2**20 make ResNet-18's steps 2 % shorter, but one in
+# ten 200 ms longer, and 1.9 * 2**20 no shorter.
 CHUNK_ELEMS = 3 << 20
 
 

@@ -1,7 +1,6 @@
-"""Chunks of buckets on their way: a thread each for the first exchange, the sum, the second exchange and decoding.
+"""Chunks of buckets on their way: a thread that sums what came, and one that decodes the means.
 
-While one chunk's mean is gathered, the next one is summed and the gradients of the one after are under way, and the
-backward pass goes on. Chunks stay in order.
+Both exchanges of all chunks are under way meanwhile, and the backward pass goes on. Chunks stay in order.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 
 from shoal.distributed.bucket_sum import Mean
-from shoal.distributed.exchange import Exchange
 
 
 class Job:
@@ -52,24 +50,15 @@ class Job:
 class ReductionThreads:
     """
     Args:
-        scatter, gather: each used by one thread alone.
         failed: called with an error of any bucket.
         failure: that error, or None: after one, no stage runs.
     """
 
-    def __init__(
-        self,
-        scatter: Exchange,
-        gather: Exchange,
-        failed: Callable[[BaseException], None],
-        failure: Callable[[], BaseException | None],
-    ) -> None:
+    def __init__(self, failed: Callable[[BaseException], None], failure: Callable[[], BaseException | None]) -> None:
         self._failed = failed
         self._failure = failure
         stages: tuple[tuple[str, Callable[[Job], None]], ...] = (
-            ("scatter", lambda job: job.mean.scatter(scatter)),
             ("sum", lambda job: job.mean.sum()),
-            ("gather", lambda job: job.mean.gather(gather)),
             ("decode", lambda job: job.mean.decode()),
         )
         self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in stages]

@@ -27,10 +27,11 @@ class Round:
         rank: of this process in the group.
         sequence: the round's number, the same on every rank.
         what: is exchanged.
-        parts: what goes to each rank.
         received: where each rank's message goes to, of the expected lengths; `rank`'s own is left alone.
-        timeout_seconds: for all of it.
+        timeout_seconds: for all that is left when `finish` is called.
         host_headers: whether headers travel between hosts, wherever the messages are.
+        parts: what goes to each rank, once it is sent.
+        peers: all ranks but this one.
     """
 
     group: Any
@@ -38,83 +39,116 @@ class Round:
     rank: int
     sequence: int
     what: str
-    parts: list[torch.Tensor]
     received: list[torch.Tensor]
     timeout_seconds: float
     host_headers: bool
+    parts: list[torch.Tensor] = field(default_factory=list)
+    peers: list[int] = field(init=False)
     # Whatever is being read or written must outlive an error.
     _kept: list[Any] = field(default_factory=list)
+    _coming: dict[int, torch.Tensor] = field(default_factory=dict)  # headers, by rank
+    _headers: dict[int, Any] = field(default_factory=dict)  # what to wait for, by rank
+    _bodies: dict[int, Any] = field(default_factory=dict)
     _sending: list[tuple[int, Any]] = field(default_factory=list)
     _deadline: float = 0.0
 
-    @property
-    def peers(self) -> list[int]:
-        """All ranks but this one."""
-        return [r for r in range(len(self.members)) if r != self.rank]
+    def __post_init__(self) -> None:
+        self.peers = [r for r in range(len(self.members)) if r != self.rank]
 
     @property
     def sent_bytes(self) -> int:
         """What this rank puts on the wire."""
         return sum(HEADER_BYTES + self.parts[r].numel() for r in self.peers)
 
-    def run(self) -> None:
+    @property
+    def _tagged(self) -> bool:
+        """Whether tags keep messages of another length out of the buffers. NCCL has none: there headers are read first,
+        and nothing is under way before `finish`.
+        """
+        return self.received[self.rank].device.type == "cpu"
+
+    def expect(self) -> None:
+        """Start to receive. A sender of gloo's waits until it is told that there is a buffer: the sooner the better.
+
+        Raises:
+            TransferError: a rank died.
+        """
+        device = "cpu" if self.host_headers else self.received[self.rank].device
+        self._coming = {r: torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device) for r in self.peers}
+        if self._tagged:
+            self._headers = self._start(self._incoming_headers(), [])
+            self._bodies = self._start(self._messages(self.received), [])
+
+    def send(self, parts: list[torch.Tensor]) -> None:
+        """Start to send what goes to each rank.
+
+        Raises:
+            TransferError: a rank died.
+        """
+        self.parts = parts
+        if self._tagged:
+            self._start([], self._outgoing_headers())
+            self._start([], self._messages(parts))
+
+    def finish(self) -> None:
         """
         Raises:
             TransferError: a rank died, gave up, sent nothing in time, or sent something else than was expected.
         """
         self._deadline = time.monotonic() + self.timeout_seconds
-        # Tags keep messages of another length out of the buffers. NCCL has none: there headers are read first.
-        tagged = self.received[self.rank].device.type == "cpu"
-        device = "cpu" if self.host_headers else self.received[self.rank].device
-        coming = {r: torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device) for r in self.peers}
-        going = self._headers()
-        headers = self._start(
-            [(r, coming[r], HEADER_TAG) for r in self.peers],
-            [(r, header.to_tensor().to(device), HEADER_TAG) for r, header in going.items()],
-        )
-        bodies = self._start_bodies() if tagged else {}
-        found = {r: self._header_of(r, headers[r], coming[r]) for r in self.peers}
-        if not tagged:
-            bodies = self._start_bodies()
+        if not self._tagged:
+            self._headers = self._start(self._incoming_headers(), self._outgoing_headers())
+        found = {r: self._header_of(r, self._headers[r], self._coming[r]) for r in self.peers}
+        if not self._tagged:
+            self._bodies = self._start(self._messages(self.received), self._messages(self.parts))
         for r in self.peers:
-            self._wait(bodies.get(r), r)
+            self._wait(self._bodies.get(r), r)
             self._check(r, found[r])
         for r, work in self._sending:
             self._wait(work, r)
 
-    def _headers(self) -> dict[int, Header]:
+    def _incoming_headers(self) -> list[_Message]:
+        return [(r, self._coming[r], HEADER_TAG) for r in self.peers]
+
+    def _outgoing_headers(self) -> list[_Message]:
         sums: dict[int, int] = {}  # a part that goes to all is summed once
-        headers = {}
+        headers = []
         for r in self.peers:
             part = self.parts[r]
             if id(part) not in sums:
                 sums[id(part)] = checksum(part)
-            headers[r] = Header(self.sequence, part.numel(), sums[id(part)], fitting(self.what))
+            header = Header(self.sequence, part.numel(), sums[id(part)], fitting(self.what)).to_tensor()
+            headers.append((r, header.to(self._coming[r].device), HEADER_TAG))
         return headers
 
-    def _start_bodies(self) -> dict[int, Any]:
-        def messages(of: list[torch.Tensor]) -> list[_Message]:
-            return [(r, of[r], body_tag(self.sequence, of[r].numel())) for r in self.peers if of[r].numel()]
-
-        return self._start(messages(self.received), messages(self.parts))
+    def _messages(self, of: list[torch.Tensor]) -> list[_Message]:
+        return [(r, of[r], body_tag(self.sequence, of[r].numel())) for r in self.peers if of[r].numel()]
 
     def _start(self, receives: list[_Message], sends: list[_Message]) -> dict[int, Any]:
         """Start messages; what to wait for, by the rank that sends."""
-        self._kept.append((receives, sends))
-        if not receives and not sends:
+        messages = receives + sends
+        self._kept.append(messages)
+        if not messages:
             return {}
-        ops = [dist.P2POp(dist.irecv, data, self.members[r], self.group, tag) for r, data, tag in receives]
-        ops += [dist.P2POp(dist.isend, data, self.members[r], self.group, tag) for r, data, tag in sends]
-        peers = [r for r, _, _ in receives + sends]
+        peers = [r for r, _, _ in messages]
         try:
-            works = dist.batch_isend_irecv(ops)
+            if all(data.device.type == "cpu" for _, data, _ in messages):
+                works = [self.group.recv([data], r, tag) for r, data, tag in receives]
+                works += [self.group.send([data], r, tag) for r, data, tag in sends]
+            else:
+                works = self._start_together(receives, sends)
         except RuntimeError as error:
             raise self._lost(None, error) from error
-        if len(works) < len(ops):  # NCCL makes one of them
-            works = works[:1] * len(ops)
         self._kept.append(works)
         self._sending += zip(peers[len(receives) :], works[len(receives) :], strict=True)
         return dict(zip(peers[: len(receives)], works, strict=False))
+
+    def _start_together(self, receives: list[_Message], sends: list[_Message]) -> list[Any]:
+        """NCCL must be told of all at once; for gloo this takes longer than the messages' start."""
+        ops = [dist.P2POp(dist.irecv, data, self.members[r], self.group, tag) for r, data, tag in receives]
+        ops += [dist.P2POp(dist.isend, data, self.members[r], self.group, tag) for r, data, tag in sends]
+        works = dist.batch_isend_irecv(ops)
+        return works if len(works) == len(ops) else works[:1] * len(ops)  # one of them
 
     def _header_of(self, peer: int, work: Any, data: torch.Tensor) -> Header:
         self._wait(work, peer)

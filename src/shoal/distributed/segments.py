@@ -5,11 +5,13 @@ Every segment begins at a multiple of four bytes, so that scales and raw values 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 from shoal.codecs.codec import Codec, Encoded
+from shoal.codecs.float_codec import FloatCodec
 from shoal.distributed.layout import Segment
 from shoal.errors import CodecError
 
@@ -99,6 +101,26 @@ def add(message: torch.Tensor, segments: Segments, codec: Codec, into: torch.Ten
     for segment, place in zip(segments, places(segments, codec), strict=True):
         unpack_one(message[place], segment, codec, came[: segment.elems])
         into[segment.values].add_(came[: segment.elems])
+
+
+def mean_one(
+    values: torch.Tensor,
+    theirs: Sequence[torch.Tensor],
+    segment: Segment,
+    codec: FloatCodec,
+    ranks: int,
+    out: torch.Tensor,
+) -> None:
+    """The mean of one segment's own values and of the others' bytes: as bytes, and decoded in the values' place."""
+    if segment.encoded:
+        size = codec.payload_bytes(segment.elems)
+        codec.mean(values, [data[:size] for data in theirs], ranks, out[:size])
+        if size < out.numel():
+            out[size:] = 0
+        return
+    for data in theirs:
+        values.add_(data.view(torch.float32))
+    pack_one(values.div_(ranks), segment, codec, out)
 
 
 def _check(values: torch.Tensor, segments: Segments, codec: Codec, message: torch.Tensor) -> None:
