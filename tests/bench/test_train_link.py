@@ -19,13 +19,14 @@ TREE = "shoal dynamic_tree"
 
 @pytest.mark.slow
 @pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
-def test_a_quick_run_trains_over_the_link(tmp_path: Path) -> None:
-    settings = ["--quick", "--network", "mobilenet_v2", "--ranks", "2", "--links", "1"]
+@pytest.mark.parametrize(("wrapper", "share"), [((), 0.35), (("--sharded",), 0.75)])  # sharded weights travel whole
+def test_a_quick_run_trains_over_the_link(tmp_path: Path, wrapper: tuple[str, ...], share: float) -> None:
+    settings = ["--quick", "--network", "mobilenet_v2", "--ranks", "2", "--links", "1", *wrapper]
     assert train_link.main([*settings, "--contenders", f"{NONE};{TREE}", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("train_link_*.json")
     (result,) = json.loads(path.read_text()).values()
     assert all(row["same_on_all_ranks"] for row in result["rows"].values())
-    assert result["rows"][TREE]["sent_bytes"] < 0.35 * result["rows"][NONE]["sent_bytes"]
+    assert result["rows"][TREE]["sent_bytes"] < share * result["rows"][NONE]["sent_bytes"]
 
 
 def test_weights_that_differ_between_ranks_are_told() -> None:
