@@ -235,6 +235,7 @@ class CompressedGradients:
             sum(parameter.numel() for parameter in self._parameters.values() if parameter.requires_grad),
             registry.get(_WIDEST) if self._codec is None else self._codec,
             self.ranks,
+            self._way,
             owes=self._feedback is not None,
         )
         self._handles.append(self._model.register_forward_pre_hook(self._raise_failure))
@@ -278,13 +279,14 @@ class CompressedGradients:
             self.traffic.end_step()
 
 
-def hook_bytes(elems: int, codec: Codec, ranks: int, *, owes: bool) -> int:
+def hook_bytes(elems: int, codec: Codec, ranks: int, way: str, *, owes: bool) -> int:
     """What the hook holds from step to step for so many gradients, rounded up: payloads, and what is owed.
 
-    >>> hook_bytes(1_000_000, registry.get("dynamic_tree"), 2, owes=False)
+    >>> hook_bytes(1_000_000, registry.get("dynamic_tree"), 2, "all_reduce", owes=False)
     2001960
     """
-    # At most all is under way: to the ranks that sum it, from the others for the own sum, and the means of all.
-    payloads = 2 * (ranks - 1) / ranks + 1
+    # At most all is under way: to the ranks that sum it, from the others for the own sum, and the means of all; or,
+    # where the own part stays exact, all of every rank's.
+    payloads = ranks if way == "all_gather" else 2 * (ranks - 1) / ranks + 1
     owed_bytes = 6.2 * elems if owes else 0  # a value each, and a rank's share of the means
     return int(payloads * codec.bytes_for((elems,)) + owed_bytes)
