@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -19,8 +19,10 @@ from shoal.distributed.ddp_reducer import DdpReducer
 from shoal.distributed.decisions import decide, explained
 from shoal.distributed.exchange import Exchange
 from shoal.distributed.feedback import Feedback
-from shoal.distributed.layout import Piece
+from shoal.distributed.layout import CHUNK_ELEMS, Piece, cut
 from shoal.distributed.measure_rates import measure_choice
+from shoal.distributed.message import HEADER_BYTES
+from shoal.distributed.segments import message_bytes
 from shoal.distributed.sharded_gradients import CompressedShards, is_sharded
 from shoal.distributed.traffic import Traffic, ring_all_reduce_bytes
 from shoal.errors import InputError
@@ -232,7 +234,8 @@ class CompressedGradients:
         self._model.register_comm_hook(self._reducer, shoal_gradients_hook)
         # A budget counts it: `shoal.standing` asks the wrapper that calls the compiled network.
         self._model.hook_bytes = hook_bytes(  # type: ignore[assignment]
-            sum(parameter.numel() for parameter in self._parameters.values() if parameter.requires_grad),
+            [Piece(name, p.numel(), encoded=p.dim() > 1) for name, p in self._parameters.items() if p.requires_grad],
+            len(self._expected_buckets()),
             registry.get(_WIDEST) if self._codec is None else self._codec,
             self.ranks,
             self._way,
@@ -279,14 +282,19 @@ class CompressedGradients:
             self.traffic.end_step()
 
 
-def hook_bytes(elems: int, codec: Codec, ranks: int, way: str, *, owes: bool) -> int:
-    """What the hook holds from step to step for so many gradients, rounded up: payloads, and what is owed.
+def hook_bytes(pieces: Sequence[Piece], buckets: int, codec: Codec, ranks: int, way: str, *, owes: bool) -> int:
+    """What the hook holds at most for gradients of these parameters: messages and their headers, and what is owed.
 
-    >>> hook_bytes(1_000_000, registry.get("dynamic_tree"), 2, "all_reduce", owes=False)
-    2001960
+    >>> weight = Piece("weight", 1_000_000, encoded=True)
+    >>> hook_bytes([weight], 1, registry.get("dynamic_tree"), 2, "all_reduce", owes=False)
+    2002992
     """
     # At most all is under way: to the ranks that sum it, from the others for the own sum, and the means of all; or,
     # where the own part stays exact, all of every rank's.
-    payloads = ranks if way == "all_gather" else 2 * (ranks - 1) / ranks + 1
+    to_all = way == "all_gather"
+    whole_bytes = sum(message_bytes(shard, codec) for shard in cut(pieces, 1 if to_all else ranks))
+    messages = ranks if to_all else 2 * (ranks - 1) / ranks + 1
+    elems = sum(piece.elems for piece in pieces)
+    rounds = (1 if to_all else 2) * (buckets + elems // CHUNK_ELEMS)
     owed_bytes = 6.2 * elems if owes else 0  # a value each, and a rank's share of the means
-    return int(payloads * codec.bytes_for((elems,)) + owed_bytes)
+    return int(messages * whole_bytes + 2 * (ranks - 1) * HEADER_BYTES * rounds + owed_bytes)
