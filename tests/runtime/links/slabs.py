@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,9 +63,18 @@ class _Slab(HostSlab):
         super().read(offset, address, nbytes)
 
 
+_earlier: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def forget_threads() -> None:
+    """Those that live now are an earlier test's, whose link is garbage that is yet to be collected."""
+    _earlier.update(threading.enumerate())
+
+
 def our_threads() -> list[str]:
-    """Names of the copy threads that live in this process."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shoal-")]
+    """Names of the copy threads that live in this process, without those forgotten."""
+    ours = [thread for thread in threading.enumerate() if thread not in _earlier]
+    return [thread.name for thread in ours if thread.name.startswith("shoal-")]
 
 
 def open_files(folder: Path) -> int:

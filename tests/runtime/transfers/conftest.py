@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.runtime.links.slabs import our_threads
+from tests.runtime.links.slabs import forget_threads, our_threads
 
 
 @pytest.fixture(autouse=True)
 def _no_test_leaves_a_thread() -> Iterator[None]:
+    forget_threads()
     yield
     gc.collect()
     assert our_threads() == []
