@@ -15,6 +15,7 @@ from shoal.codecs import Codec, Encoded, get
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.one_bit import OneBitCodec
 from shoal.codecs.table_codec import TableCodec
+from shoal.errors import CodecError
 from tests.codecs.every_codec import CODECS, FLOAT_CODECS, TABLE_CODECS, name_of
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -116,6 +117,21 @@ def test_no_error_passes_the_shares_of_the_sheet_and_some_reach_them(codec: Floa
         assert shares.max() >= 0.95 * sheet.relative_error
     if isinstance(codec, TableCodec):
         assert error.max() >= 0.99 * sheet.absolute_error * scale
+
+
+@every_float_codec
+@pytest.mark.parametrize("others", [0, 1, 3])
+def test_a_mean_has_the_bits_of_its_steps(codec: FloatCodec, others: int) -> None:
+    draw = torch.Generator().manual_seed(others)
+    own = torch.randn(9001, generator=draw)
+    payloads = [codec.encode(torch.randn(9001, generator=draw)).payload for _ in range(others)]
+    expected, encoded, out = own.clone(), *torch.empty(2, codec.payload_bytes(9001), dtype=torch.uint8)
+    FloatCodec.mean(codec, expected, payloads, others + 1, encoded)
+    assert codec.mean(own, payloads, others + 1, out) is own
+    assert bits(own) == bits(expected) and torch.equal(out, encoded)
+    assert bits(own) == bits(codec.decode(codec._encoded(own, out)))
+    with pytest.raises(CodecError, match="bytes"):
+        codec.mean(own, [torch.empty(7, dtype=torch.uint8)], 2, out)
 
 
 @every_table_codec

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from shoal.codecs import table_codes_native
 from shoal.codecs.codec import Encoded, Properties
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, part_of, read_floats, write_floats
+from shoal.codecs.kernels import kernel
 from shoal.codecs.memory_order import flat
 from shoal.codecs.table import Table
-from shoal.codecs.table_codes import as_float32, blocks_of, decode_blocks, encode_blocks, mean_blocks
+from shoal.codecs.table_codes import as_float32, blocks_of, decode_blocks, encode_blocks
 from shoal.errors import CodecError
 
 BLOCK_ELEMS = 4096
@@ -124,6 +126,8 @@ class TableCodec(FloatCodec):
     def mean(
         self, values: torch.Tensor, payloads: Sequence[torch.Tensor], divisor: int, out: torch.Tensor
     ) -> torch.Tensor:
+        if kernel("table_codes", values, out, *payloads) is not table_codes_native:
+            return super().mean(values, payloads, divisor, out)
         dense, out = self._ready(values, out)
         for payload in payloads:
             self._check_payload(payload, out.numel())
@@ -131,7 +135,9 @@ class TableCodec(FloatCodec):
         first = FLOAT_BYTES * blocks
         messages = [(read_floats(one, blocks), part_of(one, first, values.numel())) for one in payloads]
         scales, codes = floats_to_write(out, blocks), part_of(out, first, values.numel())
-        mean_blocks(flat(dense), messages, divisor, self.codes, self.block, scales, codes, scale=self.fixed_scale)
+        table_codes_native.mean_blocks(
+            flat(dense), messages, divisor, self.codes, self.block, scales, codes, scale=self.fixed_scale
+        )
         write_floats(out, scales)
         return values
 

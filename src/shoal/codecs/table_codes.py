@@ -6,7 +6,6 @@ Replaces, for one block and up to the rounding, `torch.bucketize(x.abs() / x.abs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import c_float
 from math import inf
 
@@ -103,52 +102,6 @@ def decode_blocks(
     """
     _check(out, scales, codes, block_elems)
     kernel("table_codes", codes, scales, out).decode_blocks(codes, scales, table, block_elems, out)
-
-
-def mean_blocks(
-    values: torch.Tensor,
-    messages: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    divisor: int,
-    table: Table,
-    block_elems: int | None,
-    scales: torch.Tensor,
-    codes: torch.Tensor,
-    *,
-    scale: float | None = None,
-) -> None:
-    """Add what messages stand for, divide, encode, and leave what the codes stand for: one pass on the CPU.
-
-    Replaces `decode_blocks` and `add_` of each message in turn, `div_`, `encode_blocks` and `decode_blocks`, with the
-    same bits.
-
-    Args:
-        values: (n,) float32, dense; changed.
-        messages: scales and codes of each, of the same blocks.
-        divisor: of the sum.
-        table, block_elems, scales, codes, scale: as of `encode_blocks`.
-
-    Raises:
-        CodecError: a tensor has another dtype, length or layout.
-
-    >>> from shoal.codecs.linear import LINEAR
-    >>> values, scales, codes = torch.tensor([2.0, 4.0]), torch.empty(1), torch.empty(2, dtype=torch.uint8)
-    >>> other = torch.tensor([2.54]), torch.tensor([50, 127], dtype=torch.uint8)
-    >>> mean_blocks(values, [other], 2, LINEAR, None, scales, codes)
-    >>> values, codes.tolist()
-    (tensor([1.4934, 3.2700]), [58, 127])
-    """
-    for their_scales, their_codes in (*messages, (scales, codes)):
-        _check(values, their_scales, their_codes, block_elems)
-    run = kernel("table_codes", values, scales, codes, *(part for message in messages for part in message))
-    if hasattr(run, "mean_blocks"):  # native alone has it in one pass
-        run.mean_blocks(values, messages, divisor, table, block_elems, scales, codes, scale=scale)
-        return
-    came = torch.empty_like(values)
-    for their_scales, their_codes in messages:
-        decode_blocks(their_codes, their_scales, table, block_elems, came)
-        values.add_(came)
-    encode_blocks(values.div_(divisor), table, block_elems, scales, codes, scale=scale)
-    decode_blocks(codes, scales, table, block_elems, values)
 
 
 def _check(x: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, block_elems: int | None) -> None:

@@ -99,7 +99,17 @@ def mean_blocks(
     *,
     scale: float | None = None,
 ) -> None:
-    """As `table_codes.mean_blocks`, for tensors that `applies` takes."""
+    """Add what messages stand for, divide, encode, and leave what the codes stand for, in one pass.
+
+    The bits are those of `decode_blocks` and `add_` of each message in turn, `div_`, `encode_blocks` and
+    `decode_blocks`.
+
+    Args:
+        values: (n,) float32, dense; changed.
+        messages: scales and codes of each, of the same blocks.
+        divisor: of the sum.
+        table, block_elems, scales, codes, scale: as of `table_codes.encode_blocks`.
+    """
     call = _MeanCall(codec=_call(values, table, block_elems, scales, codes), messages=len(messages), divisor=divisor)
     for their_scales, their_codes in messages:
         _call(values, table, block_elems, their_scales, their_codes)
