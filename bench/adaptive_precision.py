@@ -17,7 +17,6 @@ The thread that copies needs a core: run it with OMP_NUM_THREADS one below the n
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from bench import tables
 from bench.adaptive_networks import NETWORKS
 from bench.budgets import comma_separated, make_folder
 from bench.conditions import conditions, describe, file_name
+from bench.resume import earlier
 from bench.split_accuracy import images_of
 from shoal.distributed.precision import packable
 from shoal.errors import InputError
@@ -291,7 +291,7 @@ def _run(asked: argparse.Namespace) -> int:
     console.print(describe(found), highlight=False, markup=False)
     result: dict[str, Any] = {"training": {}, "steps": {}}
     if asked.resume:
-        result |= json.loads(asked.resume.read_text())
+        result |= earlier(asked.resume, tuple(result), "bench.adaptive_precision")
     result["conditions"] = found
     if asked.part in ("training", "all"):
         train_all(asked, result, path, console)

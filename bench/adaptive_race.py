@@ -19,7 +19,6 @@ composed, not one by the clock. Rows where it loses stay.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +37,7 @@ from bench.adaptive_networks import NETWORKS
 from bench.adaptive_precision import QUICK_SIZE, SIZES, weights_of
 from bench.budgets import comma_separated, make_folder
 from bench.conditions import conditions, describe, file_name
+from bench.resume import check_pace, earlier
 from bench.split_accuracy import images_of
 from shoal.distributed.precision import packable
 from shoal.errors import InputError
@@ -211,6 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if unknown := set(asked.networks) - set(NETWORKS):
             raise InputError(f"--networks {', '.join(sorted(unknown))}: give some of {', '.join(NETWORKS)}")
+        if min(asked.seeds, asked.rounds) < 1:
+            raise InputError(f"got --seeds {asked.seeds} --rounds {asked.rounds}, expected positive numbers")
         return _run(asked)
     except (InputError, steps.WrongBytes) as error:
         print(f"bench.adaptive_race: {error}", file=sys.stderr)
@@ -224,7 +226,8 @@ def _run(asked: argparse.Namespace) -> int:
     pace = training.QUICK if asked.quick else training.LONG
     result: dict[str, Any] = {"runs": {}, "steps": {}}
     if asked.resume:
-        result |= json.loads(asked.resume.read_text())
+        result |= earlier(asked.resume, ("pace", *result), "bench.adaptive_race")
+        check_pace(asked.resume, result["pace"], vars(pace))
     result |= {"conditions": conditions(device, 0), "pace": vars(pace)}
     console.print(describe(result["conditions"]), highlight=False, markup=False)
     if asked.part in ("training", "all"):

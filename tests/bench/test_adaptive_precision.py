@@ -14,6 +14,7 @@ from bench.adaptive_networks import NETWORKS
 from bench.adaptive_precision import given_error, main, of_contenders, phases, weights_of
 from bench.adaptive_steps import Size, WrongBytes, paper_link, weight_bytes
 from shoal.distributed.precision import AdaptivePrecision, packable
+from tests.bench.noise import noise_images
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -67,12 +68,7 @@ def test_blocks_widths_are_given_to_their_weights() -> None:
 def test_it_runs_and_keeps_what_was_trained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draw = torch.Generator().manual_seed(0)
-    data = {
-        name: (torch.randn(n, 3, 32, 32, generator=draw), torch.randint(10, (n,), generator=draw))
-        for name, n in (("train", 200), ("test", 100))
-    }
-    monkeypatch.setattr(adaptive_precision, "images_of", lambda device: data)
+    monkeypatch.setattr(adaptive_precision, "images_of", lambda device: noise_images())
     asked = ["--quick", "--networks", "vgg_a", "--rounds", "1", "--out", str(tmp_path)]
     assert main(asked) == 0
     (path,) = tmp_path.glob("adaptive_precision_*.json")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench import adaptive_race
 from bench import adaptive_training as training
 from bench.adaptive_race import full_elems, given_error, main, seconds_to, smoothed, steps_to
 from bench.adaptive_training import AWP, AWP_TREE, BASELINE, TREE
+from tests.bench.noise import noise_images
 
 MEASURED = {"fixed": {BASELINE: 8.0, "24 bits": 6.0, "16 bits": 4.0, "8 bits": 2.0, TREE: 3.0}, "norms": 0.5}
 
@@ -41,12 +42,7 @@ def test_the_full_networks_weights_are_counted_without_making_them() -> None:
 def test_it_runs_and_trains_nothing_twice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draw = torch.Generator().manual_seed(0)
-    data = {
-        name: (torch.randn(n, 3, 32, 32, generator=draw), torch.randint(10, (n,), generator=draw))
-        for name, n in (("train", 200), ("test", 100))
-    }
-    monkeypatch.setattr(adaptive_race, "images_of", lambda device: data)
+    monkeypatch.setattr(adaptive_race, "images_of", lambda device: noise_images())
     asked = ["--quick", "--seeds", "1", "--rounds", "1", "--out", str(tmp_path)]
     assert main(asked) == 0
     (path,) = tmp_path.glob("adaptive_race_*.json")
@@ -58,4 +54,18 @@ def test_it_runs_and_trains_nothing_twice(
     assert main([*asked, "--part", "training", "--error", "99", "--resume", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "99.0 %" in shown and AWP_TREE in shown
-    assert main(["--networks", "lenet"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["--networks", "lenet"], "--networks lenet: give some of"),
+        (["--seeds", "0"], "got --seeds 0 --rounds 3, expected positive numbers"),
+        (["--resume", "nowhere.json"], "--resume nowhere.json: .*; give a file that bench.adaptive_race wrote"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    asked: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*asked, "--out", str(tmp_path)]) == 2
+    assert re.match(f"bench.adaptive_race: {told}.*\n$", capsys.readouterr().err)
