@@ -42,7 +42,7 @@ from shoal.runtime.norm_conv_native import Window
 NETWORKS = ("densenet121", "resnet50")
 BATCH, IMAGE, ROUNDS = 16, 224, 7
 QUICK_BATCH, QUICK_IMAGE, QUICK_LAYERS = 2, 64, 3
-TOLERANCE = 1e-3  # of a result's norm: a ReLU now and then falls on the other side
+TOLERANCE = 5e-3  # of a result's norm: a ReLU now and then falls on the other side, one element of a gradient of gamma
 _EPS = 1e-5
 
 Outputs = tuple[torch.Tensor, ...]
