@@ -28,5 +28,5 @@ def module_path(source: str) -> str:
     while source != (source := re.sub(r"getattr\(([^(),]+), '([^']*)'\)", r"\1.\2", source)):
         pass  # how torch.fx writes the children of a Sequential, one in the other
     # Transforms call the network's layers under their names.
-    source = re.sub(r"^.*\b_((split|fused)\.0|rewritten\.[01])\b", "", source)
+    source = re.sub(r"^.*\b_((split|fused|network)\.0|rewritten\.[01])\b", "", source)
     return source.replace("._modules", "").strip(".")

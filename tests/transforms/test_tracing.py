@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal.transforms.tracing import UntraceableError, has_hooks, trace
 
@@ -53,3 +59,47 @@ def test_any_kind_of_hook_is_seen(kind: str) -> None:
     assert has_hooks(module)
     handle.remove()
     assert not has_hooks(module)
+
+
+class Within(nn.Module):
+    """A layer in a context, and one behind it."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.context, self.layer, self.head = context, nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.context():
+            x = self.layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.use_reentrant = nn.Linear(2, 2), use_reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Within(torch.no_grad),
+        Within(partial(torch.autocast, "cpu", torch.bfloat16)),
+        Within(torch.autograd.graph.save_on_cpu),
+        Checkpointed(use_reentrant=False),
+        Checkpointed(use_reentrant=True),
+    ],
+    ids=["no_grad", "autocast", "save_on_cpu", "checkpoint", "reentrant"],
+)
+def test_what_a_graph_would_leave_out_without_a_word_is_the_reason(model: nn.Module) -> None:
+    with pytest.raises(UntraceableError, match="without gradients, under autocast or checkpointed"):
+        trace(model, fx.Tracer(), training=True)
+    assert len(trace(Within(nullcontext), fx.Tracer(), training=True).nodes) == 4
+
+
+def test_a_network_may_be_traced_within_a_context() -> None:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert len(trace(nn.ReLU(), fx.Tracer(), training=True).nodes) == 3

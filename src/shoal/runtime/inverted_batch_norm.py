@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.runtime import norm_sweeps
@@ -137,7 +138,8 @@ def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overw
     """Call a batch norm layer and its activation in the inverted form.
 
     Replaces `activation(layer(x))`. Running statistics move as the layer's own call moves them, but once a step: not
-    again when checkpointing repeats the forward pass.
+    again when checkpointing repeats the forward pass. An empty batch, and one under a transform of `torch.func`, is
+    computed by PyTorch's own ops.
 
     Args:
         layer: with its parameters, running statistics, momentum and mode.
@@ -150,6 +152,8 @@ def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overw
         ValueError: as the layer: `x` has another number of dimensions, or one value per channel in training mode.
     """
     layer._check_input_dim(x)
+    if x.numel() == 0 or _transformed():
+        return _plainly(layer, x, activation, slope)
     by_batch = layer.training or layer.running_mean is None
     if by_batch:
         torch.nn.functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
@@ -209,9 +213,23 @@ def reconstruction_error(
     return error / scale
 
 
+def _transformed() -> bool:
+    """Whether a transform of `torch.func` looks on, for which the op has no rules."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _plainly(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
+    """The same function by PyTorch's own ops, which save more."""
+    scale = {} if layer.weight is None else {"weight": kept_from_zero(layer.weight, layer.eps)}
+    z: torch.Tensor = torch.func.functional_call(layer, scale, (x,))
+    if activation == "identity":
+        return z
+    return F.elu(z, slope) if activation == "elu" else F.leaky_relu(z, slope)
+
+
 def _is_eager(x: torch.Tensor) -> bool:
     """Whether nobody looks on who reads functional ops: no compiler, no transform, no mode, no fake tensor."""
-    if type(x) is not torch.Tensor or torch.compiler.is_compiling():
+    if type(x) is not torch.Tensor or x.is_meta or torch.compiler.is_compiling():
         return False
     return not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import compiler, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -55,8 +56,9 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
 
     Known limits: a network that torch.fx cannot trace stays as it was, and the summary says so; so do layers with
     hooks, subclasses of batch norm, SyncBatchNorm, activations other than ReLU. Gradients of gradients are not
-    available. What a model does by
-    `self.training` in its own code stays as in training. Give the result to `shoal.compile`, not to `shoal.split` or
+    available. Under transforms of `torch.func` and forward-mode derivatives the network itself runs. Layers that are
+    replaced later are found in eager mode; compile after that. What a model does by `self.training` in its own code
+    stays as in training. Give the result to `shoal.compile`, not to `shoal.split` or
     `shoal.invert_batchnorm`; of an inverted network it fuses the batch norms that stayed plain.
     """
     if not isinstance(model, nn.Module):
@@ -96,9 +98,9 @@ class FusedModule(StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the network's own; fused in training mode."""
-        if not self.training:
+        if not self.training or _transformed():
             return self.source.forward(*args, **kwargs)
-        if not compiler.is_compiling() and self._with_hooks() != self._hooked:
+        if self._has_other_layers() or (not compiler.is_compiling() and self._with_hooks() != self._hooked):
             self._fuse()
         if compiler.is_compiling() or not self._fused or _has_any_global_hook():
             return (self._fused or self._source)[0].forward(*args, **kwargs)
@@ -113,6 +115,7 @@ class FusedModule(StandIn):
 
     def _fuse(self) -> None:
         model = self.source
+        self._remember_layers()
         self._eager = EagerGraph()
         self._inside = tuple(model.modules())[1:]  # in a tuple, so that none is a child
         self._hooked = self._with_hooks()
@@ -124,6 +127,13 @@ class FusedModule(StandIn):
             return
         graph_module, summary = fuse_graph(model, graph, self._wanted or _highest(model, graph), self._when)
         self._fused, self.summary = (graph_module,), summary
+
+
+def _transformed() -> bool:
+    """Whether a transform of `torch.func` or a forward-mode derivative looks on: for them our ops have no rules."""
+    return not compiler.is_compiling() and (
+        torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def _highest(model: nn.Module, graph: fx.Graph) -> Level:

@@ -21,6 +21,7 @@ from shoal.transforms.fusion_ops import Ops, refusal
 from shoal.transforms.fusion_size import When
 from shoal.transforms.fusion_summary import Fused, FusionSummary, Left
 from shoal.transforms.inverted_graph import inverted_layers
+from shoal.transforms.live_graph import live_graph
 
 Level = Literal["rcf", "mvf", "bnff", "icf"]
 LEVELS: tuple[Level, ...] = ("rcf", "mvf", "bnff", "icf")
@@ -68,6 +69,8 @@ class _Builder:
         self.moments: dict[fx.Node, fx.Node] = {}
         self.pending: dict[fx.Node, _Pending] = {}
         self.added: dict[str, nn.Module] = {}
+        self.taken: set[str] = set()  # names of those, and of what they are in
+        self.copied: list[fx.Node] = []  # calls of the network's own layers
         self.plans: dict[fx.Node, _Plan] = {}  # by batch norm
         self.ends: dict[fx.Node, tuple[fx.Node, _Plan]] = {}  # end → batch norm and plan
         self.inside: set[fx.Node] = set()  # nodes between a batch norm and its end
@@ -86,11 +89,11 @@ class _Builder:
             if node in self.value and not self.value[node].users and self.ops.parts(node) is not None:
                 self.out.erase_node(self.value[node])
         blocks = join_dense_blocks(self.out, self.added, self.when) if self.level == "icf" else []
-        self.out.lint()
+        self._keep_names_apart()
         self._report_unseen()
         left = tuple(Left(layer, reason) for layer, reason in self.left.items())
         summary = FusionSummary(self.level, tuple(self.fused), left, tuple(blocks))
-        return fx.GraphModule({**self._attributes(), **self.added}, self.out, "FusedGraph"), summary
+        return live_graph(self.root, self.out, self.added, "FusedGraph"), summary
 
     def _plan(self, node: fx.Node) -> None:
         relu_of = self.ops.relu(node)
@@ -156,7 +159,13 @@ class _Builder:
         elif self.ops.convolution(node) is not None:
             self._write_convolution(node)
         else:
-            self.value[node] = self.out.node_copy(node, self.value.__getitem__)
+            self.value[node] = self._copied(node)
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        copy = self.out.node_copy(node, self.value.__getitem__)
+        if node.op == "call_module":
+            self.copied.append(copy)
+        return copy
 
     def _write_vectors(self, node: fx.Node, plan: _Plan) -> None:
         for part in plan.parts:
@@ -190,7 +199,7 @@ class _Builder:
         before = self.pending.get(source)
         measured = self.readers.get(node, []) if self._measures(node) else []
         if layer is None or (before is None and not measured):
-            self.value[node] = self.out.node_copy(node, self.value.__getitem__)
+            self.value[node] = self._copied(node)
             return
         before = before or _Pending([self.value[source]], None, False)
         name = self._add(str(node.target), Convolve(layer, before.rectify, measured, self.when))
@@ -206,22 +215,19 @@ class _Builder:
     def _add(self, name: str, module: nn.Module) -> str:
         """The name under which the graph calls a module of ours: that of the layer it stands for, once."""
         free, number = name, 1
-        while free in self.added:
+        while free in self.taken:
             number += 1
             free = f"{name}_{number}"
         self.added[free] = module
+        self.taken |= _paths(free)
         return free
 
-    def _attributes(self) -> dict[str, object]:
-        """What of the network the graph calls by name."""
-        found: dict[str, object] = {}
-        for node in self.out.nodes:
-            if node.op in ("call_module", "get_attr") and str(node.target) not in self.added:
-                value: object = self.root
-                for part in str(node.target).split("."):
-                    value = getattr(value, part)
-                found[str(node.target)] = value
-        return found
+    def _keep_names_apart(self) -> None:
+        """A layer that is called in its own way somewhere and by a module of ours elsewhere has two names."""
+        self.taken.update(*map(_paths, self.added))
+        for node in self.copied:
+            if str(node.target) in self.taken:
+                node.target = self._add(str(node.target), self.ops.modules[str(node.target)])
 
     def _report_unseen(self) -> None:
         """Batch norms that no node calls."""
@@ -239,6 +245,12 @@ class _Builder:
     def _names(self, nodes: Sequence[fx.Node] | dict[fx.Node, None]) -> str:
         names = [self._name(node) for node in nodes]
         return ", ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]} ({len(names)})"
+
+
+def _paths(name: str) -> set[str]:
+    """A name and those of the modules that it is in: `a.b` and `a`."""
+    parts = name.split(".")
+    return {".".join(parts[: end + 1]) for end in range(len(parts))}
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -77,7 +77,7 @@ class Affine(nn.Module):
             return self._plain(xs)
         count = x.numel() // x.shape[1]
         if count == 1:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
         pairs = [statistics(part) if pair is None else pair for part, pair in zip(xs, moments, strict=True)]
         mean = joined_vectors([pair[0] for pair in pairs])
         variance = joined_vectors([pair[1] for pair in pairs])
@@ -212,10 +212,10 @@ class DenseBlock(nn.Module):
     def _is_one_op(self, xs: Sequence[torch.Tensor]) -> bool:
         kind, device = xs[0].dtype, xs[0].device
         return (
-            not torch.is_autocast_enabled(device.type)
+            fuses(self.when, xs[0], self._elems(xs[0]), fusion_size.LEAST_BLOCK_ELEMS)
+            and not torch.is_autocast_enabled(device.type)
             and all(x.dtype == kind for x in xs)
             and xs[0].numel() > xs[0].shape[1]
-            and fuses(self.when, xs[0], self._elems(xs[0]), fusion_size.LEAST_BLOCK_ELEMS)
             and all(
                 norm.layer.training and conv.layer.weight.dtype == kind and xs[0].dim() == conv.layer.weight.dim()
                 for layer in self.layers

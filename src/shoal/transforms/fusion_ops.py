@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.transforms.fused_layers import zero_padding
+from shoal.transforms.stand_in import StandIn
 from shoal.transforms.tracing import has_hooks
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -23,10 +24,10 @@ _JOINS = (torch.cat, torch.concat, torch.concatenate)
 
 
 class Tracer(fx.Tracer):
-    """Enters no module with hooks: it stays, with all that is in it."""
+    """Enters no module with hooks, and none that a transform returned: they stay, with all that is in them."""
 
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
-        known = isinstance(module, (_ConvNd, _NormBase))
+        known = isinstance(module, (_ConvNd, _NormBase, StandIn))
         return known or has_hooks(module) or super().is_leaf_module(module, qualified_name)
 
 

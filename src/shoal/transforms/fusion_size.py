@@ -31,11 +31,14 @@ def fuses(when: When, x: torch.Tensor, elems: int | None = None, least: int | No
     `least` stands in for `LEAST_ELEMS`.
 
     Always on devices other than the CPU, for which nothing was measured, and where a compiler, a capture or a dispatch
-    mode watches: it gets the op, whose call costs nothing there.
+    mode watches: it gets the op, whose call costs nothing there. Never where there is nothing to measure, in an empty
+    batch or on the meta device.
 
     >>> fuses("pays", torch.ones(1, 8, 4, 4)), fuses("always", torch.ones(1, 8, 4, 4))
     (False, True)
     """
+    if x.numel() == 0 or x.is_meta:
+        return False
     if when == "always" or torch.compiler.is_compiling():
         return True
     enough = (x.numel() if elems is None else elems) >= (LEAST_ELEMS if least is None else least)

@@ -56,7 +56,8 @@ def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | No
     >>> list(inverted.state_dict()) == list(net.state_dict())
     True
 
-    Limits: use the result, and no longer `model`, whose own forward pass has other scales by eps. Hooks that are put on
+    Limits: use the result, and no longer `model`, whose own forward pass has other scales by eps. Replace layers of
+    the network before it is inverted, not after: the result refuses to run then. Hooks that are put on
     converted batch norms and activations later do not run. In half precision the result holds fewer digits to make the
     input from; `reconstruction_errors(torch.bfloat16)` tells how few. ELU flattens out: below about -10 little can be
     made again. No double backward. Invert first: `shoal.fuse_batchnorm` and `shoal.split` take the result.
@@ -107,8 +108,8 @@ def restore_batchnorm(
         LeakyReLU in place of the ReLUs. Names in state dicts stay.
 
     Raises:
-        InputError: the model is none that was inverted, an argument is out of range, or channels are over the limit;
-            nothing is changed then.
+        InputError: the model is none that was inverted or was restored already, an argument is out of range, or
+            channels are over the limit; nothing is changed then.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     >>> restore_batchnorm(invert_batchnorm(net), activation="relu") is net
@@ -119,6 +120,8 @@ def restore_batchnorm(
     if activation not in ("leaky_relu", "relu"):
         raise InputError(f"activation={activation!r}: expected 'leaky_relu', which keeps the function, or 'relu'")
     _check_limit(limit)
+    if model.used_up:
+        raise InputError("the model was restored already; use what shoal.restore_batchnorm returned then")
     _refuse_inexact(model, limit)
     told = inexact_channels(model, INEXACT)
     if told:
@@ -132,10 +135,10 @@ def restore_batchnorm(
 
 
 class _Tracer(fx.Tracer):
-    """Leaves batch norms of other libraries whole, too."""
+    """Leaves batch norms of other libraries whole, and what a transform returned."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, _BatchNorm) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, (_BatchNorm, StandIn)) or super().is_leaf_module(m, module_qualified_name)
 
 
 def _traced(model: nn.Module, *, training: bool) -> fx.Graph:

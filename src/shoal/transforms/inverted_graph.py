@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -124,7 +123,7 @@ def _activation_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[str
     return None
 
 
-def inverted_graph(model: nn.Module, trace: fx.Graph, sites: Mapping[str, Inverted]) -> fx.GraphModule:
+def inverted_graph(model: nn.Module, trace: fx.Graph, sites: Mapping[str, Inverted]) -> fx.Graph:
     modules = dict(model.named_modules(remove_duplicate=False))
     graph, calls = _copied(trace, sites)
     for node in calls:
@@ -141,10 +140,10 @@ def inverted_graph(model: nn.Module, trace: fx.Graph, sites: Mapping[str, Invert
         reader.replace_all_uses_with(call)
         graph.erase_node(reader)
         graph.erase_node(node)
-    return _module(model, graph, "InvertedGraph")
+    return graph
 
 
-def leaky_graph(model: nn.Module, trace: fx.Graph, sites: Mapping[str, Inverted]) -> fx.GraphModule:
+def leaky_graph(trace: fx.Graph, sites: Mapping[str, Inverted]) -> fx.Graph:
     graph, calls = _copied(trace, sites)
     for node in calls:
         site = sites[str(node.target)]
@@ -155,7 +154,7 @@ def leaky_graph(model: nn.Module, trace: fx.Graph, sites: Mapping[str, Inverted]
             leaky.meta[_STACK] = reader.meta.get(_STACK, {})
             reader.replace_all_uses_with(leaky)
             graph.erase_node(reader)
-    return _module(model, graph, "RestoredGraph")
+    return graph
 
 
 def _copied(trace: fx.Graph, sites: Mapping[str, Inverted]) -> tuple[fx.Graph, list[fx.Node]]:
@@ -165,22 +164,15 @@ def _copied(trace: fx.Graph, sites: Mapping[str, Inverted]) -> tuple[fx.Graph, l
     return graph, [node for node in graph.nodes if node.op == "call_module" and node.target in sites]
 
 
-def _module(model: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
-    called: dict[str, Any] = {}
-    for node in graph.nodes:
-        if node.op in ("call_module", "get_attr"):
-            value: Any = model
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
-            called[str(node.target)] = value
-    graph.lint()
-    return fx.GraphModule(called, graph, name)
-
-
 def inverted(
     x: torch.Tensor, layer: _BatchNorm, producer: nn.Module | None, activation: str, slope: float
 ) -> torch.Tensor:
-    """One converted call: `run`, over the result of `producer` where that is a convolution whom nobody looks at."""
+    """One converted call: `run`, over the result of `producer` where that is a convolution whom nobody looks at.
+
+    torch.fx, which traces what it makes once more where it is loaded from a file, records the call.
+    """
+    if isinstance(x, fx.Proxy):
+        return x.tracer.create_proxy("call_function", inverted, (x, layer, producer, activation, slope), {})
     overwrite = producer is not None and not torch.compiler.is_compiling() and not has_hooks(producer)
     return run(layer, x, activation, slope, overwrite)
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shoal.errors import InputError
 from shoal.runtime.inverted_batch_norm import kept_from_zero, reconstruction_error
 from shoal.transforms.inverted_graph import Inverted, Left, inverted_graph, leaky_graph
+from shoal.transforms.live_graph import live_graph
 from shoal.transforms.stand_in import StandIn
 
 INEXACT = 1e-3  # of a normalised input, whose variance is 1: where `describe` and `restore_batchnorm` speak up
@@ -20,15 +22,25 @@ _NAMES = {"leaky_relu": "LeakyReLU", "elu": "ELU", "identity": "Identity"}
 class _Rewritten(StandIn):
     """A network whose graph was rewritten, once for training and once for eval mode."""
 
-    def __init__(self, model: nn.Module, graphs: Sequence[fx.GraphModule]) -> None:
+    def __init__(self, model: nn.Module, graphs: Sequence[fx.Graph], name: str) -> None:
         super().__init__(model)
-        self._rewritten = tuple(graphs)  # no children
+        self._graphs = tuple(graphs)
+        self._rewritten = tuple(live_graph(model, _copy(graph), {}, name) for graph in graphs)  # no children
 
     def graph(self, *, training: bool) -> fx.Graph:
-        return self._rewritten[0 if training else 1].graph
+        return self._graphs[0 if training else 1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the network's own."""
+        """As the network's own.
+
+        Raises:
+            InputError: layers were replaced since the network was converted.
+        """
+        if self._has_other_layers():
+            raise InputError(
+                f"layers of the network were replaced after {self.made_by}, whose result calls those that were there; "
+                "put them back, and replace layers before the network is converted"
+            )
         return self._rewritten[0 if self.training else 1](*args, **kwargs)
 
 
@@ -38,6 +50,7 @@ class InvertedModel(_Rewritten):
     Attributes:
         inverted: what was converted, in the order of the network.
         left: what was not, and why.
+        used_up: whether `restore_batchnorm` gave its weights back.
     """
 
     made_by = "shoal.invert_batchnorm"
@@ -45,8 +58,8 @@ class InvertedModel(_Rewritten):
     def __init__(
         self, model: nn.Module, traces: Sequence[fx.Graph], sites: Mapping[str, Inverted], left: Sequence[Left]
     ) -> None:
-        super().__init__(model, [inverted_graph(model, graph, sites) for graph in traces])
-        self._traces, self._sites = tuple(traces), dict(sites)
+        super().__init__(model, [inverted_graph(model, graph, sites) for graph in traces], "InvertedGraph")
+        self._traces, self._sites, self.used_up = tuple(traces), dict(sites), False
         self.inverted, self.left = tuple(dict.fromkeys(sites.values())), tuple(left)
         self.keep_scales()
 
@@ -67,9 +80,8 @@ class InvertedModel(_Rewritten):
             if layer.weight is None:
                 error = torch.zeros(layer.num_features, dtype=torch.float64)
             else:
-                error = reconstruction_error(
-                    layer.weight, layer.bias, layer.eps, site.activation, site.slope, dtype
-                ).cpu()
+                error = reconstruction_error(layer.weight, layer.bias, layer.eps, site.activation, site.slope, dtype)
+                error = error if error.is_meta else error.cpu()
             errors[site.layer] = torch.maximum(error, errors[site.layer]) if site.layer in errors else error
         return errors
 
@@ -113,8 +125,12 @@ class InvertedModel(_Rewritten):
 
         Those that did not change since `keep_scales` become what they were: below eps their scales are not that.
         """
+        self.used_up = True
         with torch.no_grad():
             for (weight, eps), given in zip(self.weights(), self._given, strict=True):
+                if given.is_meta and not weight.is_meta:  # converted before it had values
+                    weight.copy_(kept_from_zero(weight, eps))
+                    continue
                 given = given.to(weight)
                 unchanged = weight == _towards_zero(given, eps)
                 weight.copy_(torch.where(unchanged, given, kept_from_zero(weight, eps)))
@@ -133,7 +149,13 @@ class RestoredModel(_Rewritten):
     made_by = "shoal.restore_batchnorm"
 
     def __init__(self, model: nn.Module, traces: Sequence[fx.Graph], sites: Mapping[str, Inverted]) -> None:
-        super().__init__(model, [leaky_graph(model, graph, sites) for graph in traces])
+        super().__init__(model, [leaky_graph(graph, sites) for graph in traces], "RestoredGraph")
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
 
 
 def _towards_zero(weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
+import torch
 from torch import fx, nn
 
 _SHARED = (  # dicts of a module: whatever is set, moved, loaded or registered in one is so in the other
@@ -44,6 +45,7 @@ class StandIn(nn.Module):
         self._is_full_backward_hook = model._is_full_backward_hook
         self.training = model.training
         self._source = (model,)  # in a tuple, so that it is no child
+        self._remember_layers()
 
     @property
     def source(self) -> nn.Module:
@@ -54,6 +56,16 @@ class StandIn(nn.Module):
         self.source.train(mode)
         self.training = self.source.training
         return self
+
+    def _remember_layers(self) -> None:
+        """Take the layers that the network has now for those that it was made from."""
+        self._layers = tuple((m._modules, tuple(m._modules.values())) for m in self.modules() if m._modules)
+
+    def _has_other_layers(self) -> bool:
+        """Whether one was replaced, put in or taken out since; in eager mode, since compilers keep what they saw."""
+        return not torch.compiler.is_compiling() and any(
+            tuple(children.values()) != known for children, known in self._layers
+        )
 
     def graph(self, *, training: bool) -> fx.Graph | None:
         """What it runs in a mode, for other transforms to copy; None where they cannot go on from there.

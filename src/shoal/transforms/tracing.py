@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import fx, nn
 
 from shoal.transforms.stand_in import StandIn
@@ -25,7 +27,8 @@ def trace(model: nn.Module, tracer: fx.Tracer, *, training: bool) -> fx.Graph:
         training: the mode of every module while it is traced.
 
     Raises:
-        UntraceableError: the forward pass branches on tensors, or does something else that torch.fx cannot record.
+        UntraceableError: the forward pass branches on tensors, or does something else that torch.fx cannot record, such
+            as a part without gradients, under autocast or checkpointed: it would leave that out without a word.
 
     >>> [node.name for node in trace(nn.Sequential(nn.ReLU()), fx.Tracer(), training=True).nodes]
     ['input_1', '_0', 'output']
@@ -35,6 +38,14 @@ def trace(model: nn.Module, tracer: fx.Tracer, *, training: bool) -> fx.Graph:
         if graph is None:
             raise UntraceableError(f"it is what {model.made_by} returned")
         return graph
+    outside, create_node = _ways_to_run(), tracer.create_node
+
+    def checked(*args: Any, **kwargs: Any) -> fx.Node:
+        if _ways_to_run() != outside:
+            raise UntraceableError("a part of it runs without gradients, under autocast or checkpointed")
+        return create_node(*args, **kwargs)
+
+    tracer.create_node = checked  # type: ignore[method-assign]
     try:
         with _in_mode(model, training):
             return tracer.trace(model)
@@ -47,6 +58,13 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def _ways_to_run() -> tuple[object, ...]:
+    """What a context in a forward pass may change for the layers in it, and a graph does not tell."""
+    autocast = ((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, saving
 
 
 @contextmanager
