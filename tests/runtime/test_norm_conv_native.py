@@ -23,6 +23,7 @@ from tests.norm_reference import Case, assert_no_worse, fused
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
 NAMES = ("y", "mean_y", "variance_y", "x", "mean", "scale", "shift", "weight", "bias")
 each_level = pytest.mark.parametrize("level", levels())
+each_way = pytest.mark.parametrize("winograd", [False, True], ids=["taps", "winograd"])
 
 
 def window(kernel: int, **changes: Any) -> Window:
@@ -78,7 +79,9 @@ def drawn(
     )
 
 
-def native(case: Case, level: str | None = None, gap: int = 0) -> list[torch.Tensor | None]:
+def native(
+    case: Case, level: str | None = None, gap: int = 0, winograd: bool | None = None
+) -> list[torch.Tensor | None]:
     """What `fused` gives; with a gap every tensor of pixels lies in a wider one."""
     grad, of_mean, of_variance = case.grads
     x, statistics = apart(case.x, gap), of_mean is not None
@@ -91,7 +94,7 @@ def native(case: Case, level: str | None = None, gap: int = 0) -> list[torch.Ten
     assert norm_conv_native.applies(x, case.weight, case.bias, moved)
     vectors = (case.mean, case.scale, case.shift)
     y, mean_y, variance_y = norm_conv_native.forward(
-        x, *vectors, case.rectify, case.weight, case.bias, moved, statistics, out=out, level=level
+        x, *vectors, case.rectify, case.weight, case.bias, moved, statistics, out=out, winograd=winograd, level=level
     )
     assert mean_y.numel() == variance_y.numel() == (outer if statistics else 0)
     needs = [True, case.mean is not None, True, case.bias is not None]
@@ -108,12 +111,13 @@ def native(case: Case, level: str | None = None, gap: int = 0) -> list[torch.Ten
         moved,
         needs,
         grad_x=into,
+        winograd=winograd,
         level=level,
     )
     return [y, *((mean_y, variance_y) if statistics else (None, None)), *gradients]
 
 
-def expect(case: Case, level: str | None = None, gap: int = 0) -> None:
+def expect(case: Case, level: str | None = None, gap: int = 0, winograd: bool | None = None) -> None:
     exact, naive = fused(case, torch.float64), fused(case, torch.float32)
     if case.grads[1] is None:
         exact[1:3] = naive[1:3] = [None, None]
@@ -121,7 +125,7 @@ def expect(case: Case, level: str | None = None, gap: int = 0) -> None:
     assert exact[0] is not None
     largest, walk = float(exact[0].abs().max()), (case.x.numel() / case.x.shape[1]) ** 0.5
     terms = dict.fromkeys(NAMES[4:], walk) | {"mean_y": largest, "variance_y": largest**2}
-    assert_no_worse(NAMES, native(case, level, gap), naive, exact, terms)
+    assert_no_worse(NAMES, native(case, level, gap, winograd), naive, exact, terms)
 
 
 @contextmanager
@@ -148,11 +152,13 @@ def threads(count: int) -> Iterator[None]:
     bias=st.booleans(),
     gap=st.sampled_from([0, 1, 16]),
     count=st.integers(1, 3),
+    winograd=st.booleans(),
 )
-@example(3, 1, (1, 1), (8, 11), 0, False, True, True, False, 0, 1)  # a mean that nearly cancels
-@example(1, 1, (1, 1), (1, 1), 0, True, True, True, True, 0, 2)
-@example(3, 1, (17, 33), (1, 1), 0, True, True, True, False, 0, 2)
-@example(3, 2, (8, 16), (1, 9), 0, True, True, True, False, 0, 1)
+@example(3, 1, (1, 1), (8, 11), 0, False, True, True, False, 0, 1, False)  # a mean that nearly cancels
+@example(1, 1, (1, 1), (1, 1), 0, True, True, True, True, 0, 2, False)
+@example(3, 1, (17, 33), (1, 1), 0, True, True, True, False, 0, 2, False)
+@example(3, 1, (17, 33), (1, 1), 0, True, True, True, False, 0, 2, True)
+@example(3, 2, (8, 16), (1, 9), 0, True, True, True, False, 0, 1, True)
 def test_it_is_as_exact_as_plain_float32(
     level: str,
     kernel: int,
@@ -166,6 +172,7 @@ def test_it_is_as_exact_as_plain_float32(
     bias: bool,
     gap: int,
     count: int,
+    winograd: bool,
 ) -> None:
     case = drawn(
         kernel,
@@ -179,10 +186,11 @@ def test_it_is_as_exact_as_plain_float32(
         bias=bias,
     )
     with threads(count):
-        expect(case, level, gap)
+        expect(case, level, gap, winograd)
 
 
 @each_level
+@each_way
 @pytest.mark.parametrize(
     ("kernel", "images", "channels", "size"),
     [
@@ -191,24 +199,26 @@ def test_it_is_as_exact_as_plain_float32(
         (3, 2, (270, 40), (5, 6)),
         (3, 1, (24, 290), (7, 5)),
         (3, 2, (32, 24), (40, 37)),  # strips with rows above and below
+        (3, 5, (20, 18), (3, 3)),  # blocks of squares of several images
     ],
 )
 def test_panels_and_strips_meet(
-    level: str, kernel: int, images: int, channels: tuple[int, int], size: tuple[int, int]
+    level: str, winograd: bool, kernel: int, images: int, channels: tuple[int, int], size: tuple[int, int]
 ) -> None:
     with threads(2):
-        expect(drawn(kernel, images, channels, size), level)
+        expect(drawn(kernel, images, channels, size), level, winograd=winograd)
 
 
 @each_level
+@each_way
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_a_mean_of_a_thousand_deviations_costs_no_digits(level: str, kernel: int) -> None:
+def test_a_mean_of_a_thousand_deviations_costs_no_digits(level: str, winograd: bool, kernel: int) -> None:
     case = drawn(kernel, 2, (20, 24), (20, 19), offset=1e3)
-    expect(case, level)
+    expect(case, level, winograd=winograd)
+    expect(drawn(kernel, 2, (20, 24), (20, 19), offset=1e3, normalise=False), level, winograd=winograd)
     # The result's own mean and deviation, likewise: its bias is what makes them differ.
     shifted = Case(**{**vars(case), "bias": torch.full((24,), 1e3)})
-    _, mean_y, variance_y, *_ = native(shifted, level)
-    y = native(shifted, level)[0]
+    y, mean_y, variance_y, *_ = native(shifted, level, winograd=winograd)
     assert y is not None and mean_y is not None and variance_y is not None
     variance, mean = torch.var_mean(y.double(), (0, 2, 3), correction=0)
     torch.testing.assert_close(mean_y.double(), mean, rtol=2e-7, atol=0)
@@ -216,17 +226,18 @@ def test_a_mean_of_a_thousand_deviations_costs_no_digits(level: str, kernel: int
 
 
 @each_level
+@each_way
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_one_thread_and_two_agree_to_rounding(level: str, kernel: int) -> None:
+def test_one_thread_and_two_agree_to_rounding(level: str, winograd: bool, kernel: int) -> None:
     case = drawn(kernel, 3, (40, 50), (15, 14))
     found = []
     for count in (1, 2):
         with threads(count):
-            found.append(native(case, level))
+            found.append(native(case, level, winograd=winograd))
     for name, one, two in zip(NAMES, *found, strict=True):
         assert one is not None and two is not None
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5 * float(one.abs().max()), msg=name)
-    again = native(case, level)
+    again = native(case, level, winograd=winograd)
     assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True) if a is not None and b is not None)
 
 

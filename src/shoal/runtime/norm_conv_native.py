@@ -32,6 +32,7 @@ from shoal.runtime.norm_rows import (
 _ONES = [1, 1]
 _WIDE = 1 << 16  # channels in times channels out: nine taps of such a weight fit no second cache
 _WIDE_BACKWARD = 1 << 14  # nor, beside its gradient, of such a one
+_FEW_CHANNELS, _FEW_SQUARES = 16, 64
 _MUCH_WORK = 1 << 24  # multiplications of one tap
 
 
@@ -62,7 +63,7 @@ class _Call(ctypes.Structure):
         ("ld_grad_y", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("grad_mean_y", "grad_variance_y", "grad_x")),
         ("ld_grad_x", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("accumulate", "unused")),
+        *((name, ctypes.c_int32) for name in ("accumulate", "winograd")),
         *((name, ctypes.c_void_p) for name in ("grad_weight", "grad_scale", "grad_shift", "workspace")),
     )
 
@@ -91,13 +92,20 @@ def applies(
     )
 
 
+def by_squares(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether Winograd's algorithm is faster for it than nine taps: not where transforms of the weight are the work."""
+    images, _, height, width = x.shape
+    squares = images * ((height + 1) // 2) * ((width + 1) // 2)
+    return weight.shape[2] == 3 and min(weight.shape[:2]) >= _FEW_CHANNELS and squares >= _FEW_SQUARES
+
+
 def pays(x: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> bool:
     """Whether that is faster than the library's convolution between two sweeps, as `python -m bench.norm_conv` has it.
 
-    A 1 x 1 is. A 3 x 3 is backward, unless it is wide: then its weight's gradient alone is (`norm_weight_grad`);
-    forward, the library wins with AVX2 where there is much to do.
+    A 1 x 1 is, and a 3 x 3 by squares. Of the others a 3 x 3 is backward, unless it is wide: then its weight's gradient
+    alone is (`norm_weight_grad`); forward, the library wins with AVX2 where there is much to do.
     """
-    if weight.shape[2] == 1:
+    if weight.shape[2] == 1 or by_squares(x, weight):
         return True
     if weight.shape[0] * weight.shape[1] >= (_WIDE_BACKWARD if backward else _WIDE):
         return False
@@ -116,6 +124,7 @@ def forward(
     statistics: bool,
     *,
     out: torch.Tensor | None = None,
+    winograd: bool | None = None,
     level: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replaces `y = conv2d(relu((x - mean) * scale + shift), weight, bias)` and `torch.var_mean(y)`.
@@ -141,7 +150,7 @@ def forward(
     found = [torch.empty(weight.shape[0] if statistics else 0) for _ in range(2)]
     own_bias = None if bias is None else vector(bias)
     vectors = _vectors(x, mean, scale, shift)
-    call = _call(x, vectors, rectify, weight, level)
+    call = _call(x, vectors, rectify, weight, winograd, level)
     call.bias, call.y, call.ld_y = place(own_bias), y.data_ptr(), ld_y
     if statistics:
         call.mean_y, call.variance_y = found[0].data_ptr(), found[1].data_ptr()
@@ -167,6 +176,7 @@ def backward(
     needs: Sequence[bool],
     *,
     grad_x: torch.Tensor | None = None,
+    winograd: bool | None = None,
     level: str | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of x, mean, scale, shift, weight and bias.
@@ -191,7 +201,7 @@ def backward(
     of_weight = torch.empty_like(weight, memory_format=torch.channels_last)
     of_scale, of_shift = torch.empty(channels), torch.empty(channels)
     vectors = _vectors(x, mean, scale, shift)
-    call = _call(x, vectors, rectify, weight, level)
+    call = _call(x, vectors, rectify, weight, winograd, level)
     call.grad_y, call.ld_grad_y = grad.data_ptr(), pitch(grad)
     call.grad_x, call.ld_grad_x, call.accumulate = into.data_ptr(), ld_into, grad_x is not None
     call.grad_weight, call.grad_scale, call.grad_shift = (t.data_ptr() for t in (of_weight, of_scale, of_shift))
@@ -224,7 +234,12 @@ def _vectors(
 
 
 def _call(
-    x: torch.Tensor, vectors: tuple[torch.Tensor, ...], rectify: bool, weight: torch.Tensor, level: str | None
+    x: torch.Tensor,
+    vectors: tuple[torch.Tensor, ...],
+    rectify: bool,
+    weight: torch.Tensor,
+    winograd: bool | None,
+    level: str | None,
 ) -> _Call:
     """What forward and backward have in common; it points into `x`, `vectors` and `weight`."""
     kernel = weight.shape[2]
@@ -241,6 +256,7 @@ def _call(
         rectify=rectify,
         threads=torch.get_num_threads(),
         level=level_number(level),
+        winograd=by_squares(x, weight) if winograd is None else winograd and kernel == 3,
         x=x.data_ptr(),
         ld_x=pitch(x),
         weight=weight.data_ptr(),
