@@ -54,7 +54,7 @@ struct SquareRows {
     int count;
 };
 
-// Rows first to last (excluded) of a pass over an NHWC tensor.
+// Rows of a pass over an NHWC tensor, or column tiles, from first to last (excluded).
 struct Rows {
     std::int64_t first, last;
 };
@@ -84,9 +84,10 @@ struct Level {
     int square_pitch, square_depth, chunk;  // of a block of squares, see norm_winograd.h
     void (*winograd_forward_weight)(const ShoalNormConv&, std::int64_t tile, float* to);
     void (*winograd_backward_weight)(const ShoalNormConv&, std::int64_t tile, float* to);
-    void (*winograd_forward)(const Winograd&, const SquareRows&, const SquareRows& next, Scratch&);
-    void (*winograd_backward)(const Winograd&, const SquareRows&, const SquareRows& next, Scratch&);
-    void (*winograd_weight_grad)(const ShoalNormConv&, const Scratch* parts, int count, std::int64_t out);
+    void (*winograd_transform)(const Winograd&, const SquareRows& block, const SquareRows& part, bool backward, Scratch&);
+    void (*winograd_forward)(const Winograd&, const SquareRows&, const SquareRows& next, Rows tiles, Scratch&);
+    void (*winograd_backward)(const Winograd&, const SquareRows&, const SquareRows& next, Rows tiles, Scratch&);
+    void (*winograd_weight_grad)(const ShoalNormConv&, const Scratch* parts, int count, std::int64_t tile);
 };
 
 // A 3 x 3 by squares, and what it takes for itself of the workspace.

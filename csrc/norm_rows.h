@@ -104,6 +104,7 @@ constexpr Level kLevel = {kTileRows,
                           kChunk,
                           &winograd_forward_weight,
                           &winograd_backward_weight,
+                          &winograd_transform,
                           &winograd_forward,
                           &winograd_backward,
                           &winograd_weight_grad};

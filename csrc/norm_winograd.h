@@ -72,14 +72,14 @@ inline void gather_square(const float* m, std::ptrdiff_t apart, Vector* to) {
     to[3] = right[1] - right[2] - right[3];
 }
 
-// use(number of the square in the block, channel, its four rows) for each vector of `channels` channels
+// use(number of the square in `part`, channel, its four rows) for each vector of `channels` channels
 template <typename Read, typename Use>
-inline void each_square(const Winograd& of, const SquareRows& block, const Read& read, int channels, float* panel, Use use) {
+inline void each_square(const Winograd& of, const SquareRows& part, const Read& read, int channels, float* panel, Use use) {
     const ShoalNormConv& call = *of.call;
     const std::ptrdiff_t row_floats = std::ptrdiff_t{2 * of.square_columns + 2} * kChunk;
-    for (int n = 0; n < block.count; ++n) {
-        const std::int64_t image = (block.first + n) / of.square_rows;
-        const std::int64_t top = 2 * ((block.first + n) % of.square_rows) - 1;
+    for (int n = 0; n < part.count; ++n) {
+        const std::int64_t image = (part.first + n) / of.square_rows;
+        const std::int64_t top = 2 * ((part.first + n) % of.square_rows) - 1;
         // The upper two are there from the squares above.
         for (std::int64_t row = n && top > 0 ? top + 2 : top; row < top + 4; ++row) {
             float* to = panel + (row & 3) * row_floats;
@@ -107,14 +107,25 @@ inline float* at_square(const Winograd& of, float* points, int square, int chann
     return points + (std::ptrdiff_t{channel / kSquareDepth * kPoints} * of.most + square) * kSquarePitch + channel % kSquareDepth;
 }
 
-inline void transform_input(const Winograd& of, const SquareRows& block, Scratch& scratch) {
-    const int in = of.call->in_channels;
+// Points of what `part`, some rows of a block, reads; in backward also of its gradients, for both products they are in.
+void winograd_transform(const Winograd& of, const SquareRows& block, const SquareRows& part, bool backward, Scratch& scratch) {
+    const ShoalNormConv& call = *of.call;
+    const int in = call.in_channels, out = call.out_channels;
+    const int first = int(part.first - block.first) * of.square_columns;
     const std::ptrdiff_t apart = std::ptrdiff_t{of.most} * kSquarePitch;
+    for (int from = 0; backward && from < out; from += kChunk) {
+        const int count = least(kChunk, out - from);
+        each_square(of, part, GradPixels(call, of.grad_constant, of.grad_slope, from, count), count, scratch.panel,
+                    [&](int square, int c, const float* const* rows) {
+                        transform_pixels(rows, kChunk, at_square(of, scratch.grad, first + square, from + c), apart);
+                        spread_square(rows, kChunk, at_square(of, scratch.spread, first + square, from + c), apart);
+                    });
+    }
     for (int from = 0; from < in; from += kChunk) {
         const int count = least(kChunk, in - from), filled = (count + kColumns - 1) / kColumns * kColumns;
-        each_square(of, block, InputPixels(*of.call, from, count), filled, scratch.panel,
+        each_square(of, part, InputPixels(call, from, count), filled, scratch.panel,
                     [&](int square, int c, const float* const* rows) {
-                        transform_pixels(rows, kChunk, at_square(of, scratch.input, square, from + c), apart);
+                        transform_pixels(rows, kChunk, at_square(of, scratch.input, first + square, from + c), apart);
                     });
     }
 }
@@ -169,28 +180,25 @@ inline void write_results(const Winograd& of, const SquareRows& block, int colum
         const float* product = scratch.product + v;
         const Vector bias = of.bias ? load(of.bias + column + v) : Vector{};
         Vector pivot = {}, sum = {}, square = {}, results[4];
-        for (int row = 0; row < block.count; ++row)
+        for (int row = 0; row < block.count; ++row) {
+            Vector row_sum = {}, row_square = {};  // a block may have many pixels: fewer roundings
             for (int s = 0; s < of.square_columns; ++s, product += kColumns) {
                 gather_square(product, apart, results);
                 if (!row && !s) pivot = results[0] + bias;
                 each_pixel(of, block, row, s, [&](int which, std::int64_t pixel) {
                     const Vector y = results[which] + bias, off = y - pivot;
-                    sum += off;
-                    square += off * off;
+                    row_sum += off;
+                    row_square += off * off;
                     there.put(call.y + pixel * call.ld_y + column + v, y);
                 });
             }
+            sum += row_sum;
+            square += row_square;
+        }
         store(scratch.pivot + column + v, pivot);
         store(scratch.sum + column + v, sum);
         store(scratch.square + column + v, square);
     });
-}
-
-inline std::int64_t pixels_of(const Winograd& of, const SquareRows& block) {
-    const ShoalNormConv& call = *of.call;
-    std::int64_t rows = 0;
-    for (int n = 0; n < block.count; ++n) rows += least(2, call.height - 2 * ((block.first + n) % of.square_rows));
-    return rows * call.width;
 }
 
 // The pixels that squares read, as one run.
@@ -208,37 +216,33 @@ inline Strip run_of(const Winograd& of, const SquareRows& block) {
 
 inline std::int64_t tiles_of(int squares) { return (squares + kTileRows - 1) / kTileRows; }
 
-void winograd_forward(const Winograd& of, const SquareRows& block, const SquareRows& next, Scratch& scratch) {
+// Column tiles `tiles` of a block whose points are there.
+void winograd_forward(const Winograd& of, const SquareRows& block, const SquareRows& next, Rows tiles, Scratch& scratch) {
     const ShoalNormConv& call = *of.call;
-    const int in = call.in_channels, out = call.out_channels, squares = block.count * of.square_columns;
-    transform_input(of, block, scratch);
+    const int in = call.in_channels, squares = block.count * of.square_columns;
     Ahead ahead;
     ahead.add(call.x, call.ld_x, in, run_of(of, next));
-    const int depths = (in + kSquareDepth - 1) / kSquareDepth, columns = (out + kColumns - 1) / kColumns;
-    ahead.deal(kPoints * depths * columns * tiles_of(squares));
-    for (int tile = 0; tile < columns; ++tile) {
-        multiply_points(of, squares, scratch.input, in, of.weight + std::ptrdiff_t{tile} * kPoints * in * kColumns,
-                        scratch.product, ahead);
-        write_results(of, block, tile * kColumns, scratch);
+    const int depths = (in + kSquareDepth - 1) / kSquareDepth;
+    ahead.deal(kPoints * depths * (tiles.last - tiles.first) * tiles_of(squares));
+    for (std::int64_t tile = tiles.first; tile < tiles.last; ++tile) {
+        multiply_points(of, squares, scratch.input, in, of.weight + tile * kPoints * in * kColumns, scratch.product, ahead);
+        write_results(of, block, int(tile) * kColumns, scratch);
     }
-    if (call.mean_y)
-        add_block(scratch.moments, out, pixels_of(of, block), scratch.pivot, scratch.sum, scratch.square);
 }
 
-// sums[point][in tile][out][column] += over squares: spread gradient times transformed input
-inline void add_points(const Winograd& of, int squares, Scratch& scratch) {
-    const int in = of.call->in_channels, out = of.call->out_channels, tiles = (in + kColumns - 1) / kColumns;
+// sums[point][out][column] += over squares: spread gradient times transformed input, for one tile of channels in
+inline void add_points(const Winograd& of, int squares, int tile, Scratch& scratch) {
+    const int out = of.call->out_channels;
     for (int point = 0; point < kPoints; ++point)
-        for (int block = 0; block < out; block += kSquareDepth)
-            for (int tile = 0; tile < tiles; ++tile) {
-                const std::ptrdiff_t above = std::ptrdiff_t{point} * of.most * kSquarePitch;
-                const float* grads = at_square(of, scratch.spread, 0, block) + above;
-                const float* inputs = at_square(of, scratch.input, 0, tile * kColumns) + above;
-                float* sums = scratch.weight_grad + (std::ptrdiff_t{point * tiles + tile} * out + block) * kColumns;
-                each_tile(least(kSquareDepth, out - block), [&](int first, int rows) {
-                    SquareTiles::pixels[rows - 1](grads + first, inputs, 1, squares, 0, sums + std::ptrdiff_t{first} * kColumns);
-                });
-            }
+        for (int from = 0; from < out; from += kSquareDepth) {
+            const std::ptrdiff_t above = std::ptrdiff_t{point} * of.most * kSquarePitch;
+            const float* grads = at_square(of, scratch.spread, 0, from) + above;
+            const float* inputs = at_square(of, scratch.input, 0, tile * kColumns) + above;
+            float* sums = scratch.weight_grad + (std::ptrdiff_t{tile * kPoints + point} * out + from) * kColumns;
+            each_tile(least(kSquareDepth, out - from), [&](int first, int rows) {
+                SquareTiles::pixels[rows - 1](grads + first, inputs, 1, squares, 0, sums + std::ptrdiff_t{first} * kColumns);
+            });
+        }
 }
 
 // grad_x = masked da * scale, and the sums of masked da and of it times x - mean
@@ -252,21 +256,25 @@ inline void write_gradients(const Winograd& of, const SquareRows& block, int col
         const Vector mean = there.get(call.mean + channel), scale = there.get(call.scale + channel);
         const Vector shift = there.get(call.shift + channel);
         Vector total = {}, centred = {}, results[4];
-        for (int row = 0; row < block.count; ++row)
+        for (int row = 0; row < block.count; ++row) {
+            Vector row_total = {}, row_centred = {};
             for (int s = 0; s < of.square_columns; ++s, product += kColumns) {
                 gather_square(product, apart, results);
                 each_pixel(of, block, row, s, [&](int which, std::int64_t pixel) {
                     const Vector off = there.get(call.x + pixel * call.ld_x + channel) - mean;
                     Vector da = results[which];
                     if (rectify) da = off * scale + shift <= Vector{} ? Vector{} : da;
-                    total += da;
-                    centred += da * off;
+                    row_total += da;
+                    row_centred += da * off;
                     float* to = call.grad_x + pixel * call.ld_grad_x + channel;
                     Vector result = da * scale;
                     if (accumulate) result += there.get(to);
                     there.put(to, result);
                 });
             }
+            total += row_total;
+            centred += row_centred;
+        }
         for (int lane = 0; lane < kLanes && channel + lane < call.in_channels; ++lane) {
             scratch.total[channel + lane] += total[lane];
             scratch.centred[channel + lane] += centred[lane];
@@ -274,31 +282,20 @@ inline void write_gradients(const Winograd& of, const SquareRows& block, int col
     });
 }
 
-void winograd_backward(const Winograd& of, const SquareRows& block, const SquareRows& next, Scratch& scratch) {
+void winograd_backward(const Winograd& of, const SquareRows& block, const SquareRows& next, Rows tiles, Scratch& scratch) {
     const ShoalNormConv& call = *of.call;
     const int in = call.in_channels, out = call.out_channels, squares = block.count * of.square_columns;
-    const std::ptrdiff_t apart = std::ptrdiff_t{of.most} * kSquarePitch;
-    for (int from = 0; from < out; from += kChunk) {
-        const int count = least(kChunk, out - from);
-        each_square(of, block, GradPixels(call, of.grad_constant, of.grad_slope, from, count), count, scratch.panel,
-                    [&](int square, int c, const float* const* rows) {
-                        transform_pixels(rows, kChunk, at_square(of, scratch.grad, square, from + c), apart);
-                        spread_square(rows, kChunk, at_square(of, scratch.spread, square, from + c), apart);
-                    });
-    }
-    transform_input(of, block, scratch);
-    add_points(of, squares, scratch);
     Ahead ahead;
     const Strip run = run_of(of, next);
     ahead.add(call.grad_y, call.ld_grad_y, out, run);
     if (of.grad_constant) ahead.add(call.y, call.ld_y, out, run);
     ahead.add(call.x, call.ld_x, in, run);
-    const int depths = (out + kSquareDepth - 1) / kSquareDepth, columns = (in + kColumns - 1) / kColumns;
-    ahead.deal(kPoints * depths * columns * tiles_of(squares));
-    for (int tile = 0; tile < columns; ++tile) {
-        multiply_points(of, squares, scratch.grad, out, of.weight + std::ptrdiff_t{tile} * kPoints * out * kColumns,
-                        scratch.product, ahead);
-        write_gradients(of, block, tile * kColumns, scratch);
+    const int depths = (out + kSquareDepth - 1) / kSquareDepth;
+    ahead.deal(kPoints * depths * (tiles.last - tiles.first) * tiles_of(squares));
+    for (std::int64_t tile = tiles.first; tile < tiles.last; ++tile) {
+        add_points(of, squares, int(tile), scratch);
+        multiply_points(of, squares, scratch.grad, out, of.weight + tile * kPoints * out * kColumns, scratch.product, ahead);
+        write_gradients(of, block, int(tile) * kColumns, scratch);
     }
 }
 
@@ -371,14 +368,14 @@ void winograd_backward_weight(const ShoalNormConv& call, std::int64_t tile, floa
         }
 }
 
-// The weight's gradient for one output channel, G' u G, where u adds up what all threads summed.
-void winograd_weight_grad(const ShoalNormConv& call, const Scratch* parts, int count, std::int64_t out) {
-    const std::int64_t in = call.in_channels, tiles = (in + kColumns - 1) / kColumns;
-    for (std::int64_t tile = 0; tile < tiles; ++tile)
+// The weight's gradient for one tile of channels in, G' u G, where u adds up what `count` threads summed.
+void winograd_weight_grad(const ShoalNormConv& call, const Scratch* parts, int count, std::int64_t tile) {
+    const std::int64_t in = call.in_channels;
+    for (std::int64_t out = 0; out < call.out_channels; ++out)
         each_tile_vector(in - tile * kColumns, [&](int v, auto there) {
             Vector points[kPoints], down[3][4];
             for (int point = 0; point < kPoints; ++point) {
-                const std::ptrdiff_t at = ((point * tiles + tile) * call.out_channels + out) * kColumns + v;
+                const std::ptrdiff_t at = ((tile * kPoints + point) * call.out_channels + out) * kColumns + v;
                 points[point] = load(parts[0].weight_grad + at);
                 for (int part = 1; part < count; ++part) points[point] += load(parts[part].weight_grad + at);
             }

@@ -35,7 +35,11 @@ Shape drawn_shape(Draw& draw) {
     const std::int64_t few = draw.size(std::clamp<std::int64_t>(products / 8 / several / shape.taps(), 1, 300));
     shape.in = draw.chance(50) ? several : few;
     shape.out = shape.in == several ? few : several;
-    const std::int64_t pixels = std::clamp<std::int64_t>(products / (shape.in * shape.out * shape.taps()), 1, 4000);
+    if (shape.kernel == 3 && draw.chance(5)) {  // of so wide a weight that threads share the blocks
+        shape.in = draw.from(170, 200);
+        shape.out = draw.from(195, 210);
+    }
+    const std::int64_t pixels = std::clamp<std::int64_t>(products / (shape.in * shape.out * shape.taps()), 9, 4000);
     shape.width = draw.size(std::min<std::int64_t>(pixels, 70));
     shape.height = draw.size(std::min<std::int64_t>(pixels / shape.width, 70));
     shape.images = draw.from(1, std::clamp<std::int64_t>(pixels / shape.width / shape.height, 1, 4));

@@ -200,6 +200,7 @@ def test_it_is_as_exact_as_plain_float32(
         (3, 1, (24, 290), (7, 5)),
         (3, 2, (32, 24), (40, 37)),  # strips with rows above and below
         (3, 5, (20, 18), (3, 3)),  # blocks of squares of several images
+        (3, 3, (190, 180), (17, 9)),  # a weight so wide that threads share the squares
     ],
 )
 def test_panels_and_strips_meet(

@@ -4,12 +4,17 @@ Batch norm split in two (Jung et al., MLSys'19): `csrc/norm_conv.cpp` normalises
 feeds register tiles from it and sums up what they write. The backward pass makes the panel again from the saved input,
 so no normalised tensor is ever in memory. 1 x 1 and 3 x 3, stride 1, one group, float32, channels_last.
 
-Known limits: every other convolution is the library's; x may have gaps between its pixels but not between its rows.
+A 3 x 3 goes by squares of 2 x 2 results, Winograd's F(2 x 2, 3 x 3) (Lavin and Gray, CVPR'16): 16 products where nine
+taps take 36, and fewer roundings. SHOAL_NORM_WINOGRAD=0 in the environment has nine taps instead.
+
+Known limits: every other convolution is the library's; x may have gaps between its pixels but not between its rows. By
+squares, a NaN or an infinity reaches the whole squares that read it, up to a pixel further than by taps.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +33,8 @@ from shoal.runtime.norm_rows import (
     vector,
     workspace,
 )
+
+WINOGRAD_VARIABLE = "SHOAL_NORM_WINOGRAD"
 
 _ONES = [1, 1]
 _WIDE = 1 << 16  # channels in times channels out: nine taps of such a weight fit no second cache
@@ -94,9 +101,11 @@ def applies(
 
 def by_squares(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether Winograd's algorithm is faster for it than nine taps: not where transforms of the weight are the work."""
+    if weight.shape[2] != 3 or min(weight.shape[:2]) < _FEW_CHANNELS:
+        return False
     images, _, height, width = x.shape
     squares = images * ((height + 1) // 2) * ((width + 1) // 2)
-    return weight.shape[2] == 3 and min(weight.shape[:2]) >= _FEW_CHANNELS and squares >= _FEW_SQUARES
+    return squares >= _FEW_SQUARES and os.environ.get(WINOGRAD_VARIABLE) != "0"
 
 
 def pays(x: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> bool:
@@ -137,6 +146,7 @@ def forward(
         window: of the convolution; `applies` says which.
         statistics: whether mean and biased variance of y are wanted.
         out: where y is written, (N, K, H, W), channels_last, its pixels perhaps apart: a slice of a dense block.
+        winograd: whether a 3 x 3 goes by squares; None: as `by_squares` says.
         level: "portable", "avx2" or "avx512"; None: the variable SHOAL_NORM_LEVEL, else the best.
 
     Returns:
@@ -256,7 +266,7 @@ def _call(
         rectify=rectify,
         threads=torch.get_num_threads(),
         level=level_number(level),
-        winograd=by_squares(x, weight) if winograd is None else winograd and kernel == 3,
+        winograd=kernel == 3 and (by_squares(x, weight) if winograd is None else winograd),
         x=x.data_ptr(),
         ld_x=pitch(x),
         weight=weight.data_ptr(),
