@@ -23,7 +23,9 @@ from tests.norm_reference import Case, assert_no_worse, fused
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
 NAMES = ("y", "mean_y", "variance_y", "x", "mean", "scale", "shift", "weight", "bias")
 each_level = pytest.mark.parametrize("level", levels())
-each_way = pytest.mark.parametrize("winograd", [False, True], ids=["taps", "winograd"])
+each_kind = pytest.mark.parametrize(
+    ("kernel", "winograd"), [(1, False), (3, False), (3, True)], ids=["1x1", "3x3", "3x3 by squares"]
+)
 
 
 def window(kernel: int, **changes: Any) -> Window:
@@ -190,7 +192,7 @@ def test_it_is_as_exact_as_plain_float32(
 
 
 @each_level
-@each_way
+@pytest.mark.parametrize("winograd", [False, True], ids=["taps", "squares"])
 @pytest.mark.parametrize(
     ("kernel", "images", "channels", "size"),
     [
@@ -206,13 +208,14 @@ def test_it_is_as_exact_as_plain_float32(
 def test_panels_and_strips_meet(
     level: str, winograd: bool, kernel: int, images: int, channels: tuple[int, int], size: tuple[int, int]
 ) -> None:
+    if winograd and kernel == 1:
+        pytest.skip("a 1 x 1 has no taps")
     with threads(2):
         expect(drawn(kernel, images, channels, size), level, winograd=winograd)
 
 
 @each_level
-@each_way
-@pytest.mark.parametrize("kernel", [1, 3])
+@each_kind
 def test_a_mean_of_a_thousand_deviations_costs_no_digits(level: str, winograd: bool, kernel: int) -> None:
     case = drawn(kernel, 2, (20, 24), (20, 19), offset=1e3)
     expect(case, level, winograd=winograd)
@@ -227,8 +230,7 @@ def test_a_mean_of_a_thousand_deviations_costs_no_digits(level: str, winograd: b
 
 
 @each_level
-@each_way
-@pytest.mark.parametrize("kernel", [1, 3])
+@each_kind
 def test_one_thread_and_two_agree_to_rounding(level: str, winograd: bool, kernel: int) -> None:
     case = drawn(kernel, 3, (40, 50), (15, 14))
     found = []
@@ -274,6 +276,43 @@ def test_a_weight_and_a_gradient_of_either_layout_give_the_same() -> None:
     )
     for one, two in zip(native(case), native(other), strict=True):
         assert one is not None and two is not None and torch.equal(one, two)
+
+
+@each_level
+def test_squares_give_smaller_errors_than_taps(level: str) -> None:
+    case = drawn(3, 2, (64, 48), (28, 30), statistics=False)
+    exact = fused(case, torch.float64)
+    for which in (0, 3, 7):  # y, and the gradients of x and of the weight
+        truth = exact[which]
+        assert truth is not None
+        errors = []
+        for winograd in (True, False):
+            found = native(case, level, winograd=winograd)[which]
+            assert found is not None
+            errors.append(float((found.double() - truth).norm()))
+        assert errors[0] < errors[1], NAMES[which]
+
+
+@pytest.mark.parametrize("at", [(5, 5), (0, 0), (4, 11), (11, 6)])
+def test_a_nan_reaches_what_it_does_by_taps(at: tuple[int, int]) -> None:
+    case = drawn(3, 1, (16, 16), (12, 12), statistics=False, normalise=False, rectify=False, bias=False)
+    case.x[0, 3, at[0], at[1]] = torch.nan
+    taps, squares = (native(case, winograd=winograd)[0] for winograd in (False, True))
+    assert taps is not None and squares is not None
+    assert taps.isnan().any() and torch.equal(taps.isnan(), squares.isnan())
+
+
+def test_whether_a_convolution_goes_by_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = channels_last(torch.ones(2, 32, 16, 16)), torch.ones(32, 32, 3, 3)
+    by_squares = norm_conv_native.by_squares
+    assert by_squares(x, weight) and norm_conv_native.pays(x, weight, backward=True)
+    assert not by_squares(x, torch.ones(32, 32, 1, 1))
+    assert not by_squares(x, torch.ones(8, 32, 3, 3)) and not by_squares(x[:, :8], torch.ones(32, 8, 3, 3))
+    assert not by_squares(x[..., :4, :4], weight)  # the weight's transform would be the work
+    monkeypatch.setenv(norm_conv_native.WINOGRAD_VARIABLE, "0")
+    assert not by_squares(x, weight)
+    case = drawn(3, 2, (32, 32), (16, 16))
+    assert torch.equal(native(case)[0], native(case, winograd=False)[0])  # type: ignore[arg-type]
 
 
 def test_nan_reaches_the_result_and_the_statistics() -> None:

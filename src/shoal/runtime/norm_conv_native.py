@@ -8,7 +8,7 @@ A 3 x 3 goes by squares of 2 x 2 results, Winograd's F(2 x 2, 3 x 3) (Lavin and 
 taps take 36, and fewer roundings. SHOAL_NORM_WINOGRAD=0 in the environment has nine taps instead.
 
 Known limits: every other convolution is the library's; x may have gaps between its pixels but not between its rows. By
-squares, a NaN or an infinity reaches the whole squares that read it, up to a pixel further than by taps.
+squares, an infinity makes NaN of the results that read it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WINOGRAD_VARIABLE = "SHOAL_NORM_WINOGRAD"
 _ONES = [1, 1]
 _WIDE = 1 << 16  # channels in times channels out: nine taps of such a weight fit no second cache
 _WIDE_BACKWARD = 1 << 14  # nor, beside its gradient, of such a one
-_FEW_CHANNELS, _FEW_SQUARES = 16, 64
+_FEW_CHANNELS, _FEW_SQUARES = 16, 32
 _MUCH_WORK = 1 << 24  # multiplications of one tap
 
 

@@ -29,12 +29,10 @@ LEAST_BLOCK_ELEMS = LEAST_ELEMS // 8
 
 
 LEAST_PRODUCTS = 1 << 24
-"""Multiplications of nine taps from which on the native 3 x 3 by squares is worth its call, whatever it is fused with."""
+"""Multiplications of nine taps from which on a native 3 x 3 by squares is worth its call, whatever it is fused with."""
 
 
-def is_quick(
-    xs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, window: Window
-) -> bool:
+def is_quick(xs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
     """Whether a convolution of `xs` side by side is so much faster as `norm_conv` that its call is paid by that alone.
 
     >>> is_quick([torch.ones(1, 8, 4, 4)], torch.ones(8, 8, 3, 3), None, Window([1, 1], [1, 1], [1, 1], 1))
