@@ -1,8 +1,8 @@
 """Batch norm's sweeps by themselves, against PyTorch's own kernels, at ResNet-50's and DenseNet-121's shapes.
 
-`python -m bench.norm_sweeps [--device cuda] [--dtype float32] [--layout channels_last] [--batch 8] [--cpu-time]`.
-Interleaved medians. PyTorch's side is what the same ops run where no kernel of ours applies, on the same device: what
-it measures is how much the kernels help, not how much fusing does.
+`python -m bench.norm_sweeps [--device cuda] [--dtype float32] [--layout channels_last] [--batch 8] [--cpu-time]
+[--sweeps inverted]`. Interleaved medians. PyTorch's side is what the same ops run where no kernel of ours applies, on
+the same device: what it measures is how much the kernels help, not how much fusing does.
 """
 
 from __future__ import annotations
@@ -52,8 +52,17 @@ def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     moments = measured(x)
     grads = [draw(x.shape[1]), draw(x.shape[1])]
     source, y, of_x = x.detach(), like(), like()
-    forward = (mean, scale, shift, "leaky_relu", 0.01)
-    backward = (scale, shift, torch.ones_like(scale), False, "leaky_relu", 0.01)
+    elu = torch.nn.functional.elu(y)
+
+    def inverted_by(y: torch.Tensor, *activation: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+        backward = (scale, shift, torch.ones_like(scale), False, *activation)
+        return (
+            lambda: inverted(source, of_x, activation[0]).forward_into(source, of_x, mean, scale, shift, *activation),
+            lambda: inverted(grad, y, activation[0]).backward_into(grad, of_x, y, *backward),
+        )
+
+    leaky_forward, leaky_backward = inverted_by(y, "leaky_relu", 0.01)
+    elu_forward, elu_backward = inverted_by(elu, "elu", 1.0)
     return {
         "statistics": lambda: measured(x),
         "statistics backward": lambda: torch.autograd.grad(moments, [x], grads, retain_graph=True),
@@ -61,18 +70,29 @@ def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
         "norm + ReLU backward": lambda: torch.autograd.grad(plain, [x, *leaves], grad, retain_graph=True),
         "norm + residual + ReLU": lambda: norm_act([x], *leaves, residual, True),
         "the same backward": lambda: torch.autograd.grad(added, [x, *leaves, residual], grad, retain_graph=True),
-        "inverted": lambda: inverted(source, of_x, "leaky_relu").forward_into(source, of_x, *forward),
-        "inverted backward": lambda: inverted(grad, y, "leaky_relu").backward_into(grad, of_x, y, *backward),
+        "inverted": leaky_forward,
+        "inverted backward": leaky_backward,
+        "inverted ELU": elu_forward,
+        "inverted ELU backward": elu_backward,
     }
 
 
-def measure(x: torch.Tensor, rounds: int, clock: Callable[[], float]) -> list[Row]:
-    """Both contenders on one tensor, in turns, after one turn that does not count."""
+def measure(x: torch.Tensor, rounds: int, clock: Callable[[], float], sweeps: str = "") -> list[Row]:
+    """Both contenders on one tensor, in turns, after one turn that does not count.
+
+    Args:
+        x: (N, C, H, W).
+        rounds: turns that count.
+        clock: gives seconds.
+        sweeps: how the names begin of those that are measured.
+    """
     rows = []
     lists: list[list[Any]] = [norm_sweeps.KERNELS, inverted_batch_norm_sweeps.KERNELS]
     ours = [list(kernels) for kernels in lists]
     wait = torch.cuda.synchronize if x.device.type == "cuda" else lambda: None
     for name, call in calls(x).items():
+        if not name.startswith(sweeps):
+            continue
         times: tuple[list[float], list[float]] = ([], [])
         for turn in range(rounds + 1):
             for chosen, seconds in zip((ours, [[], []]), times, strict=True):
@@ -111,6 +131,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sweeps", default="", help="those whose names begin so; by default all")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--cpu-time", action="store_true", help="of the one thread: for a machine that others use too")
     options = parser.parse_args()
@@ -122,7 +143,7 @@ def main() -> None:
     for channels, side in SHAPES:
         x = torch.randn((options.batch, channels, side, side), generator=torch.Generator().manual_seed(0))
         x = x.to(options.device, getattr(torch, options.dtype)).contiguous(memory_format=LAYOUTS[options.layout])
-        rows += measure(x, options.rounds, clock)
+        rows += measure(x, options.rounds, clock, options.sweeps)
     print(table(rows))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))

@@ -1,6 +1,6 @@
-// Batch norm and LeakyReLU as one sweep, and their backward from the pair's result y: z = y / slope below zero and y
-// elsewhere, dz likewise from the gradient. Two sweeps over y and the gradient, the sums first, then the result, which may
-// lie over the gradient.
+// Batch norm and its activation as one sweep, and their backward from the pair's result y: z is what was activated, made
+// again from y, and dz its gradient. Two sweeps over y and the gradient, the sums first, then the result, which may lie
+// over the gradient.
 //
 // Sums run in floats over a block of pixels and in doubles from block to block.
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include <omp.h>
 #endif
 
+#include "invertible_activations.h"
 #include "shoal_native.h"
 
 #if defined(__clang__)
@@ -17,7 +18,6 @@
 #else
 #define SHOAL_EACH_BY_ITSELF _Pragma("GCC ivdep")
 #endif
-#define SHOAL_INLINE inline __attribute__((always_inline))
 
 namespace {
 
@@ -26,10 +26,24 @@ constexpr std::int64_t kMostChannels = 512;  // summed at once: two floats each 
 
 using Call = ShoalInvertedBatchNorm;
 
-// Pixels in NHWC order from `first` to `last`.
-SHOAL_INLINE void row_sums(const Call& call, std::int64_t first, std::int64_t last, double* sum, double* centred) {
+template <typename Activation>
+SHOAL_INLINE void row_forward(const Call& call, std::int64_t first, std::int64_t last) {
+    const Activation activation(call.slope);
     const std::int64_t channels = call.channels;
-    const float slope = call.slope, inverse_slope = 1.0f / slope;
+    const float *mean = call.slide, *shift = call.shift, *steep = call.steep;
+    for (std::int64_t row = first; row < last; ++row) {
+        const float* x = call.y + row * channels;
+        float* result = call.result + row * channels;
+        SHOAL_EACH_BY_ITSELF
+        for (std::int64_t c = 0; c < channels; ++c) result[c] = activation.of((x[c] - mean[c]) * steep[c] + shift[c]);
+    }
+}
+
+// Pixels in NHWC order from `first` to `last`.
+template <typename Activation>
+SHOAL_INLINE void row_sums(const Call& call, std::int64_t first, std::int64_t last, double* sum, double* centred) {
+    const Activation activation(call.slope);
+    const std::int64_t channels = call.channels;
     float part[kMostChannels], part_centred[kMostChannels];
     for (std::int64_t begin = 0; begin < channels; begin += kMostChannels) {
         const std::int64_t width = std::min(kMostChannels, channels - begin);
@@ -42,11 +56,9 @@ SHOAL_INLINE void row_sums(const Call& call, std::int64_t first, std::int64_t la
                 const float* grad = call.grad + row * channels + begin;
                 SHOAL_EACH_BY_ITSELF
                 for (std::int64_t c = 0; c < width; ++c) {
-                    const bool positive = y[c] > 0;
-                    const float dz = positive ? grad[c] : grad[c] * slope;
-                    const float z = positive ? y[c] : y[c] * inverse_slope;
+                    const float dz = activation.gradient(y[c], grad[c]);
                     part[c] += dz;
-                    part_centred[c] += dz * (z - shift[c]);
+                    part_centred[c] += dz * (activation.undone(y[c]) - shift[c]);
                 }
             }
             for (std::int64_t c = 0; c < width; ++c) {
@@ -57,9 +69,10 @@ SHOAL_INLINE void row_sums(const Call& call, std::int64_t first, std::int64_t la
     }
 }
 
+template <typename Activation, bool kFrozen>
 SHOAL_INLINE void row_result(const Call& call, std::int64_t first, std::int64_t last) {
+    const Activation activation(call.slope);
     const std::int64_t channels = call.channels;
-    const float slope = call.slope, inverse_slope = 1.0f / slope;
     const float *shift = call.shift, *slide = call.slide, *tilt = call.tilt, *steep = call.steep;
     for (std::int64_t row = first; row < last; ++row) {
         const float* y = call.y + row * channels;
@@ -67,47 +80,32 @@ SHOAL_INLINE void row_result(const Call& call, std::int64_t first, std::int64_t 
         float* result = call.result + row * channels;
         SHOAL_EACH_BY_ITSELF
         for (std::int64_t c = 0; c < channels; ++c) {
-            const bool positive = y[c] > 0;
-            const float dz = positive ? grad[c] : grad[c] * slope;
-            const float z = positive ? y[c] : y[c] * inverse_slope;
-            result[c] = (dz - slide[c] - (z - shift[c]) * tilt[c]) * steep[c];
-        }
-    }
-}
-
-SHOAL_INLINE void row_forward(const Call& call, std::int64_t first, std::int64_t last) {
-    const std::int64_t channels = call.channels;
-    const float slope = call.slope;
-    const float *mean = call.slide, *shift = call.shift, *steep = call.steep;
-    for (std::int64_t row = first; row < last; ++row) {
-        const float* x = call.y + row * channels;
-        float* result = call.result + row * channels;
-        SHOAL_EACH_BY_ITSELF
-        for (std::int64_t c = 0; c < channels; ++c) {
-            const float z = (x[c] - mean[c]) * steep[c] + shift[c];
-            result[c] = z > 0 ? z : z * slope;
-        }
-    }
-}
-
-SHOAL_INLINE void plane_forward(const Call& call, std::int64_t channel) {
-    const float slope = call.slope, shift = call.shift[channel], steep = call.steep[channel];
-    const float mean = call.slide[channel];
-    for (std::int64_t image = 0; image < call.images; ++image) {
-        const std::int64_t start = (image * call.channels + channel) * call.pixels;
-        const float* x = call.y + start;
-        float* result = call.result + start;
-        SHOAL_EACH_BY_ITSELF
-        for (std::int64_t pixel = 0; pixel < call.pixels; ++pixel) {
-            const float z = (x[pixel] - mean) * steep + shift;
-            result[pixel] = z > 0 ? z : z * slope;
+            float dz = activation.gradient(y[c], grad[c]);
+            if (!kFrozen) dz = dz - slide[c] - (activation.undone(y[c]) - shift[c]) * tilt[c];
+            result[c] = dz * steep[c];
         }
     }
 }
 
 // One channel of images in NCHW order.
+template <typename Activation>
+SHOAL_INLINE void plane_forward(const Call& call, std::int64_t channel) {
+    const Activation activation(call.slope);
+    const float mean = call.slide[channel], shift = call.shift[channel], steep = call.steep[channel];
+    for (std::int64_t image = 0; image < call.images; ++image) {
+        const std::int64_t start = (image * call.channels + channel) * call.pixels;
+        const float* x = call.y + start;
+        float* result = call.result + start;
+        SHOAL_EACH_BY_ITSELF
+        for (std::int64_t pixel = 0; pixel < call.pixels; ++pixel)
+            result[pixel] = activation.of((x[pixel] - mean) * steep + shift);
+    }
+}
+
+template <typename Activation>
 SHOAL_INLINE void plane_sums(const Call& call, std::int64_t channel) {
-    const float slope = call.slope, inverse_slope = 1.0f / slope, shift = call.shift[channel];
+    const Activation activation(call.slope);
+    const float shift = call.shift[channel];
     double sum = 0, centred = 0;
     for (std::int64_t image = 0; image < call.images; ++image) {
         const std::int64_t start = (image * call.channels + channel) * call.pixels;
@@ -117,11 +115,9 @@ SHOAL_INLINE void plane_sums(const Call& call, std::int64_t channel) {
             float part = 0, part_centred = 0;
 #pragma omp simd reduction(+ : part, part_centred)
             for (std::int64_t pixel = block; pixel < end; ++pixel) {
-                const bool positive = y[pixel] > 0;
-                const float dz = positive ? grad[pixel] : grad[pixel] * slope;
-                const float z = positive ? y[pixel] : y[pixel] * inverse_slope;
+                const float dz = activation.gradient(y[pixel], grad[pixel]);
                 part += dz;
-                part_centred += dz * (z - shift);
+                part_centred += dz * (activation.undone(y[pixel]) - shift);
             }
             sum += part;
             centred += part_centred;
@@ -131,77 +127,90 @@ SHOAL_INLINE void plane_sums(const Call& call, std::int64_t channel) {
     call.centred[channel] = centred;
 }
 
+template <typename Activation, bool kFrozen>
 SHOAL_INLINE void plane_result(const Call& call, std::int64_t channel) {
-    const float slope = call.slope, inverse_slope = 1.0f / slope, shift = call.shift[channel];
-    const float slide = call.slide[channel], tilt = call.tilt[channel], steep = call.steep[channel];
+    const Activation activation(call.slope);
+    const float shift = call.shift[channel], steep = call.steep[channel];
+    const float slide = kFrozen ? 0 : call.slide[channel], tilt = kFrozen ? 0 : call.tilt[channel];
     for (std::int64_t image = 0; image < call.images; ++image) {
         const std::int64_t start = (image * call.channels + channel) * call.pixels;
         const float *y = call.y + start, *grad = call.grad + start;
         float* result = call.result + start;
         SHOAL_EACH_BY_ITSELF
         for (std::int64_t pixel = 0; pixel < call.pixels; ++pixel) {
-            const bool positive = y[pixel] > 0;
-            const float dz = positive ? grad[pixel] : grad[pixel] * slope;
-            const float z = positive ? y[pixel] : y[pixel] * inverse_slope;
-            result[pixel] = (dz - slide - (z - shift) * tilt) * steep;
+            float dz = activation.gradient(y[pixel], grad[pixel]);
+            if (!kFrozen) dz = dz - slide - (activation.undone(y[pixel]) - shift) * tilt;
+            result[pixel] = dz * steep;
         }
     }
 }
 
-// The bodies above, built for one instruction set each.
+using OfRows = void (*)(const Call&, std::int64_t first, std::int64_t last);
+using OfPlane = void (*)(const Call&, std::int64_t channel);
+
 struct Kernels {
-    void (*row_forward)(const Call&, std::int64_t, std::int64_t);
-    void (*plane_forward)(const Call&, std::int64_t);
+    OfRows row_forward;
+    OfPlane plane_forward;
     void (*row_sums)(const Call&, std::int64_t, std::int64_t, double*, double*);
-    void (*row_result)(const Call&, std::int64_t, std::int64_t);
-    void (*plane_sums)(const Call&, std::int64_t);
-    void (*plane_result)(const Call&, std::int64_t);
+    OfPlane plane_sums;
+    OfRows row_result[2];  // the second with frozen statistics
+    OfPlane plane_result[2];
 };
 
-#define SHOAL_KERNELS(name, target)                                                              \
-    target void name##_row_forward(const Call& call, std::int64_t first, std::int64_t last) {    \
-        row_forward(call, first, last);                                                          \
-    }                                                                                            \
-    target void name##_plane_forward(const Call& call, std::int64_t channel) {                   \
-        plane_forward(call, channel);                                                            \
-    }                                                                                            \
-    target void name##_row_sums(const Call& call, std::int64_t first, std::int64_t last,         \
-                                double* sum, double* centred) {                                  \
-        row_sums(call, first, last, sum, centred);                                               \
-    }                                                                                            \
-    target void name##_row_result(const Call& call, std::int64_t first, std::int64_t last) {     \
-        row_result(call, first, last);                                                           \
-    }                                                                                            \
-    target void name##_plane_sums(const Call& call, std::int64_t channel) {                      \
-        plane_sums(call, channel);                                                               \
-    }                                                                                            \
-    target void name##_plane_result(const Call& call, std::int64_t channel) {                    \
-        plane_result(call, channel);                                                             \
-    }                                                                                            \
-    constexpr Kernels name = {name##_row_forward, name##_plane_forward, name##_row_sums,         \
-                              name##_row_result,  name##_plane_sums,    name##_plane_result};
+// The bodies above, built for one instruction set and one activation.
+#define SHOAL_KERNELS(Level, target)                                                                              \
+    template <typename A>                                                                                         \
+    struct Level {                                                                                                \
+        target static void rows(const Call& call, std::int64_t first, std::int64_t last) {                        \
+            row_forward<A>(call, first, last);                                                                    \
+        }                                                                                                         \
+        target static void plane(const Call& call, std::int64_t channel) { plane_forward<A>(call, channel); }     \
+        target static void sums_of_rows(const Call& call, std::int64_t first, std::int64_t last, double* sum,     \
+                                        double* centred) {                                                        \
+            row_sums<A>(call, first, last, sum, centred);                                                         \
+        }                                                                                                         \
+        target static void sums_of_plane(const Call& call, std::int64_t channel) { plane_sums<A>(call, channel); } \
+        template <bool kFrozen>                                                                                   \
+        target static void result_of_rows(const Call& call, std::int64_t first, std::int64_t last) {              \
+            row_result<A, kFrozen>(call, first, last);                                                            \
+        }                                                                                                         \
+        template <bool kFrozen>                                                                                   \
+        target static void result_of_plane(const Call& call, std::int64_t channel) {                              \
+            plane_result<A, kFrozen>(call, channel);                                                              \
+        }                                                                                                         \
+        static constexpr Kernels kernels = {rows,                                                                 \
+                                            plane,                                                                \
+                                            sums_of_rows,                                                         \
+                                            sums_of_plane,                                                        \
+                                            {result_of_rows<false>, result_of_rows<true>},                        \
+                                            {result_of_plane<false>, result_of_plane<true>}};                     \
+    };
 
-SHOAL_KERNELS(portable, )
+SHOAL_KERNELS(Portable, )
 #if defined(__x86_64__)
-SHOAL_KERNELS(avx2, __attribute__((target("avx2,fma"))))
-SHOAL_KERNELS(avx512, __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl"))))
+SHOAL_KERNELS(Avx2, __attribute__((target("avx2,fma"))))
+SHOAL_KERNELS(Avx512, __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl"))))
 #endif
 
-const Kernels& kernels(std::int32_t level) {
+template <typename Activation>
+const Kernels& best_within(std::int32_t level) {
 #if defined(__x86_64__)
     const std::uint64_t has = shoal_cpu_features();
     const std::uint64_t for_avx2 = SHOAL_AVX2 | SHOAL_FMA;
     const std::uint64_t for_avx512 = for_avx2 | SHOAL_AVX512F | SHOAL_AVX512BW | SHOAL_AVX512VL;
-    if (level != 0 && level != 1 && (has & for_avx512) == for_avx512) return avx512;
-    if (level != 0 && (has & for_avx2) == for_avx2) return avx2;
+    if (level != 0 && level != 1 && (has & for_avx512) == for_avx512) return Avx512<Activation>::kernels;
+    if (level != 0 && (has & for_avx2) == for_avx2) return Avx2<Activation>::kernels;
 #endif
     (void)level;
-    return portable;
+    return Portable<Activation>::kernels;
+}
+
+const Kernels& kernels(const Call& call) {
+    return call.activation == SHOAL_ELU ? best_within<Elu>(call.level) : best_within<LeakyRelu>(call.level);
 }
 
 // Every element once: threads share out pixels in NHWC order, channels in NCHW order.
-void sweep(const Call& call, void (*rows_of)(const Call&, std::int64_t, std::int64_t),
-           void (*plane_of)(const Call&, std::int64_t)) {
+void sweep(const Call& call, OfRows rows_of, OfPlane plane_of) {
     if (!call.channels_last) {
 #pragma omp parallel for num_threads(call.threads) schedule(static)
         for (std::int64_t channel = 0; channel < call.channels; ++channel) plane_of(call, channel);
@@ -217,7 +226,7 @@ void sweep(const Call& call, void (*rows_of)(const Call&, std::int64_t, std::int
 
 SHOAL_API void shoal_inverted_batch_norm_sums(const ShoalInvertedBatchNorm* whole) {
     const Call& call = *whole;
-    const Kernels& run = kernels(call.level);
+    const Kernels& run = kernels(call);
     if (!call.channels_last) {
 #pragma omp parallel for num_threads(call.threads) schedule(static)
         for (std::int64_t channel = 0; channel < call.channels; ++channel) run.plane_sums(call, channel);
@@ -242,11 +251,11 @@ SHOAL_API void shoal_inverted_batch_norm_sums(const ShoalInvertedBatchNorm* whol
 }
 
 SHOAL_API void shoal_inverted_batch_norm_result(const ShoalInvertedBatchNorm* call) {
-    const Kernels& run = kernels(call->level);
-    sweep(*call, run.row_result, run.plane_result);
+    const Kernels& run = kernels(*call);
+    sweep(*call, run.row_result[call->frozen != 0], run.plane_result[call->frozen != 0]);
 }
 
 SHOAL_API void shoal_inverted_batch_norm_forward(const ShoalInvertedBatchNorm* call) {
-    const Kernels& run = kernels(call->level);
+    const Kernels& run = kernels(*call);
     sweep(*call, run.row_forward, run.plane_forward);
 }

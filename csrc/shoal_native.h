@@ -138,19 +138,24 @@ SHOAL_API std::int32_t shoal_statistics(const ShoalNormPass* call);
 SHOAL_API std::int32_t shoal_norm_act(const ShoalNormPass* call);
 SHOAL_API std::int32_t shoal_norm_act_backward(const ShoalNormPass* call);
 
-// LeakyReLU(slope) after batch norm: `forward` writes LeakyReLU((y - slide) * steep + shift), which may lie over
-// y. Its backward is made from the result y of the two, float32. Pixels in NHWC order where channels_last is set, else in
-// NCHW order. With dz the gradient before the activation and z - shift what the result says
-// was scaled: `sums` writes sum(dz) and sum(dz * (z - shift)) of each channel, and `result` writes
-// (dz - slide - (z - shift) * tilt) * steep, which may lie over the gradient.
+// Activations with an inverse, by one number more than 0: LeakyReLU's slope, 1 for no activation, or ELU's alpha.
+enum ShoalInvertible : std::int32_t { SHOAL_LEAKY_RELU = 0, SHOAL_ELU = 1 };
+
+// An activation after batch norm: `forward` writes activation((y - slide) * steep + shift), which may lie over y. Its
+// backward is made from the result y of the two, float32. Pixels in NHWC order where channels_last is set, else in NCHW
+// order. With dz the gradient before the activation and z - shift what the result says was scaled: `sums` writes sum(dz)
+// and sum(dz * (z - shift)) of each channel, and `result` writes (dz - slide - (z - shift) * tilt) * steep, or dz * steep
+// where frozen is set, which may lie over the gradient.
 struct ShoalInvertedBatchNorm {
     std::int64_t images, channels, pixels;
     std::int32_t channels_last, threads;
-    std::int32_t level;  // 0 portable, 1 no more than AVX2, negative the best this processor runs
-    float slope;         // more than 0; 1 for no activation
+    std::int32_t level;       // 0 portable, 1 no more than AVX2, negative the best this processor runs
+    std::int32_t activation;  // ShoalInvertible
+    float slope;
+    std::int32_t frozen;  // of `result`: the statistics were given
     const float *grad, *y, *shift;
     double *sum, *centred, *workspace;  // of `sums`; workspace: 2 * threads * channels
-    const float *slide, *tilt, *steep;  // of `result`; slide and steep also of `forward`
+    const float *slide, *tilt, *steep;  // of `result`, the first two unless frozen; slide and steep also of `forward`
     float* result;                      // of `result` and `forward`
 };
 

@@ -17,6 +17,8 @@ def test_every_sweep_is_timed_both_ways() -> None:
     ticks = itertools.count()
     rows = measure(x.contiguous(memory_format=torch.channels_last), rounds=2, clock=lambda: float(next(ticks)))
     assert before == [list(kernels) for kernels in lists] and all(before)
-    assert [row.sweep for row in rows][:2] == ["statistics", "statistics backward"] and len(rows) == 8
+    assert [row.sweep for row in rows][:2] == ["statistics", "statistics backward"] and len(rows) == 10
     assert {(row.ours_seconds, row.torch_seconds, row.tensor_bytes) for row in rows} == {(1.0, 1.0, 480)}
-    assert len(table(rows).splitlines()) == 9
+    assert len(table(rows).splitlines()) == 11
+    some = measure(x, 1, lambda: float(next(ticks)), "inverted ELU")
+    assert [row.sweep for row in some] == ["inverted ELU", "inverted ELU backward"]

@@ -15,13 +15,16 @@ struct Sum {
     double value = 0, size = 0;
     std::int64_t terms = 0;
 
-    void add(double term) {
+    void add(double term) { add(term, std::fabs(term), 1); }
+
+    // A term that stands for so many: it was rounded that often, and nothing in it is larger than `most`.
+    void add(double term, double most, std::int64_t times) {
         value += term;
-        size += std::fabs(term);
-        ++terms;
+        size += most;
+        terms += times;
     }
 
-    // Where every term is a multiple of `unit`.
+    // Where every term is a multiple of `unit`; 0 where none is exact.
     double allowed(double unit) const {
         return size < unit * 0x1p24 ? 0.0 : size * 0x1p-24 * static_cast<double>(terms + 1);
     }

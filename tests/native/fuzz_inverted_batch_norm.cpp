@@ -1,5 +1,6 @@
 // shoal_inverted_batch_norm_forward, _sums and _result against plain loops.
 #include <algorithm>
+#include <cmath>
 
 #include "exact_sum.h"
 #include "fuzz.h"
@@ -28,15 +29,17 @@ struct Norm {
         call.channels_last = draw.chance(50);
         call.threads = draw.of({1, 2, 3});  // also more than there are pixels or channels
         call.level = static_cast<std::int32_t>(draw.from(-1, shoal_norm_conv_level()));
-        call.slope = draw.of({1.0f, 0.5f, 0.25f});  // so that z, dz and their product are multiples of 1/4
+        call.activation = draw.of({SHOAL_LEAKY_RELU, SHOAL_ELU});
+        call.slope = draw.of({1.0f, 0.5f, 0.25f});  // LeakyReLU's z, dz and their product are multiples of 1/4
+        call.frozen = draw.chance(30);
     }
 
     void running(const char* what, bool alias) const {
         now_running(
-            "inverted_batch_norm %s: %lld images of %lld pixels, %lld channels, channels_last %d, slope %g, "
-            "alias %d, %d threads, level %d",
+            "inverted_batch_norm %s: %lld images of %lld pixels, %lld channels, channels_last %d, %s %g, "
+            "frozen %d, alias %d, %d threads, level %d",
             what, static_cast<long long>(images), static_cast<long long>(pixels), static_cast<long long>(channels),
-            call.channels_last, static_cast<double>(call.slope), alias, call.threads, call.level);
+            call.channels_last, elu() ? "ELU" : "slope", slope(), call.frozen, alias, call.threads, call.level);
     }
 
     std::int64_t elements() const { return images * pixels * channels; }
@@ -46,7 +49,24 @@ struct Norm {
     double of(const Buffer<float>& vector, std::int64_t element) const {
         return static_cast<double>(vector.at(0, channel(element)));
     }
-    double leaky(double z, double sign) const { return sign > 0 ? z : z * static_cast<double>(call.slope); }
+
+    bool elu() const { return call.activation == SHOAL_ELU; }
+    double slope() const { return static_cast<double>(call.slope); }
+    double activated(double z) const {
+        if (z > 0) return z;
+        return slope() * (elu() ? std::expm1(z) : z);
+    }
+    double undone(double y) const {
+        if (y > 0) return y;
+        return elu() ? std::log1p(std::fmax(y / slope(), -0x1.fffffep-1)) : y / slope();
+    }
+    double gradient(double y, double grad) const {
+        if (y > 0) return grad;
+        return grad * (elu() ? y + slope() : slope());
+    }
+    // ELU's own ulp counts as two roundings, and what becomes of it rounds again.
+    double unit() const { return elu() ? 0 : 0.25; }
+    std::int64_t roundings(std::int64_t of_elu) const { return elu() ? of_elu : 1; }
 };
 
 void forward(Draw& draw, Norm& norm) {
@@ -55,13 +75,13 @@ void forward(Draw& draw, Norm& norm) {
     Buffer<float> x(draw, "y", alias ? Use::kWritten : Use::kRead, norm.elements());
     Buffer<float> result(draw, "result", Use::kWritten, norm.elements());
     const Buffer<float>& into = alias ? x : result;
-    x.fill(draw, 4);
+    x.fill(draw, 4, norm.elu() ? 0.125f : 1.0f);
     std::vector<Sum> sums;
     for (std::int64_t i = 0; i < norm.elements(); ++i) {
         const double off = static_cast<double>(x.at(0, i)) - norm.of(norm.slide, i);
         const double z = off * norm.of(norm.steep, i) + norm.of(norm.shift, i);
         Sum sum;
-        sum.add(norm.leaky(z, z));
+        sum.add(norm.activated(z));
         sums.push_back(sum);
     }
     norm.call.y = x.data();
@@ -70,7 +90,7 @@ void forward(Draw& draw, Norm& norm) {
     norm.call.steep = norm.steep.data();
     norm.call.result = into.data();
     guarded({&x, &result, &norm.shift, &norm.slide, &norm.steep}, [&] { shoal_inverted_batch_norm_forward(&norm.call); });
-    expect(into, sums, 0.25);
+    expect(into, sums, norm.unit());
 }
 
 void backward(Draw& draw, Norm& norm) {
@@ -85,19 +105,25 @@ void backward(Draw& draw, Norm& norm) {
     const Buffer<float>& into = alias ? grad : result;
     y.fill(draw, 4);
     grad.fill(draw, 4);
+    if (norm.elu())  // nothing is below -alpha
+        for (std::int64_t i = 0; i < norm.elements(); ++i)
+            if (y.at(0, i) < 0) y.at(0, i) *= norm.call.slope / 4;
     std::vector<Sum> sums(static_cast<std::size_t>(norm.channels)), products = sums, results;
     for (std::int64_t i = 0; i < norm.elements(); ++i) {
         const double result_of_forward = static_cast<double>(y.at(0, i));
-        const double dz = norm.leaky(static_cast<double>(grad.at(0, i)), result_of_forward);
-        const double z =
-            result_of_forward > 0 ? result_of_forward : result_of_forward / static_cast<double>(norm.call.slope);
-        const double off = z - norm.of(norm.shift, i);
+        const double dz = norm.gradient(result_of_forward, static_cast<double>(grad.at(0, i)));
+        const double z = norm.undone(result_of_forward), shift = norm.of(norm.shift, i);
+        const double off = z - shift, most = norm.elu() ? std::fabs(z) + std::fabs(shift) : std::fabs(off);
         sums[static_cast<std::size_t>(norm.channel(i))].add(dz);
-        products[static_cast<std::size_t>(norm.channel(i))].add(dz * off);
+        products[static_cast<std::size_t>(norm.channel(i))].add(dz * off, std::fabs(dz) * most, norm.roundings(5));
+        const double steep = norm.of(norm.steep, i);
         Sum gradient;
-        gradient.add(dz * norm.of(norm.steep, i));
-        gradient.add(-norm.of(norm.slide, i) * norm.of(norm.steep, i));
-        gradient.add(-off * norm.of(norm.tilt, i) * norm.of(norm.steep, i));
+        gradient.add(dz * steep);
+        if (!norm.call.frozen) {
+            const double tilt = norm.of(norm.tilt, i) * steep;
+            gradient.add(-norm.of(norm.slide, i) * steep);
+            gradient.add(-off * tilt, std::fabs(tilt) * most, norm.roundings(6));
+        }
         results.push_back(gradient);
     }
     norm.call.y = y.data();
@@ -107,15 +133,15 @@ void backward(Draw& draw, Norm& norm) {
     norm.call.centred = centred.data();
     norm.call.workspace = workspace.data();
     guarded({&y, &grad, &norm.shift, &sum, &centred, &workspace}, [&] { shoal_inverted_batch_norm_sums(&norm.call); });
-    expect(sum, sums, 0.25);
-    expect(centred, products, 0.25);
-    norm.call.slide = norm.slide.data();
-    norm.call.tilt = norm.tilt.data();
+    expect(sum, sums, norm.elu() ? 0.0625 : 0.25);  // exact for both
+    expect(centred, products, norm.unit());
+    norm.call.slide = norm.call.frozen ? nullptr : norm.slide.data();
+    norm.call.tilt = norm.call.frozen ? nullptr : norm.tilt.data();
     norm.call.steep = norm.steep.data();
     norm.call.result = into.data();
     guarded({&y, &grad, &result, &norm.shift, &norm.slide, &norm.tilt, &norm.steep},
             [&] { shoal_inverted_batch_norm_result(&norm.call); });
-    expect(into, results, 0.25);
+    expect(into, results, norm.unit());
 }
 
 }  // namespace

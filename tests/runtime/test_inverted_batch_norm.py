@@ -97,7 +97,7 @@ def test_it_is_the_plain_formula_forward_and_backward(
 
 
 @settings(max_examples=50)
-@given(inputs(), st.sampled_from(ACTIVATIONS[:2]), st.integers(0, 99))
+@given(inputs(), st.sampled_from(ACTIVATIONS[:-1]), st.integers(0, 99))
 def test_in_float32_it_is_about_as_close_to_float64_as_pytorch_is(
     x: torch.Tensor, activation: tuple[str, float], seed: int
 ) -> None:
@@ -132,7 +132,7 @@ def hard_cases(draw: st.DrawFn) -> tuple[torch.Tensor, Any]:
 
 
 @settings(max_examples=50)
-@given(hard_cases(), st.sampled_from([("leaky_relu", 0.01), ("leaky_relu", 0.3), ("identity", 1.0)]))
+@given(hard_cases(), st.sampled_from(ACTIVATIONS))
 def test_gradients_are_off_by_no_more_than_pytorch_s_and_what_the_bound_tells(
     case: tuple[torch.Tensor, Any], activation: tuple[str, float]
 ) -> None:
@@ -154,6 +154,10 @@ def test_gradients_are_off_by_no_more_than_pytorch_s_and_what_the_bound_tells(
     summed = weights.abs().double().sum(dims)
     steep = kept_from_zero(wide.weight.detach(), layer.eps).abs() / x.double().std(dims, correction=0)
     told = [steep * inexact * (exact[1].abs() + 6 * summed) / rows, inexact * summed, torch.zeros(())]
+    if activation[0] == "elu":  # its slope is another where z is, and that is as inexact as the mean's rounding
+        misplaced = 2**-23 * steep * x.double().mean(dims).abs()
+        most = weights.abs().double().amax(dims)
+        told = [told[0] + 40 * steep * misplaced * most, told[1] + 6 * misplaced * summed, misplaced * summed]
     for name, mine, other, right, bound in zip(("x", "weight", "bias"), ours, theirs, exact, told, strict=True):
         allowed = (other.double() - right).abs().max() + bound.max() + 3e-6 * right.abs().max()
         assert (mine.double() - right).abs().max() <= allowed, name

@@ -1,6 +1,7 @@
 """The sweeps of `inverted_batch_norm` and its backward in `csrc/inverted_batch_norm.cpp`, for float32 on the CPU.
 
-A kernel of `inverted_batch_norm_sweeps`. ELU, other dtypes and other layouts are left to PyTorch.
+A kernel of `inverted_batch_norm_sweeps`, of every activation. Other dtypes and other layouts are left to PyTorch.
+ELU and its inverse are off by less than an ulp, also near zero (`csrc/invertible_activations.h`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from shoal import native
 
 BEST = -1  # level: what this processor runs
+_LEAKY_RELU, _ELU = range(2)  # in the order of ShoalInvertible in csrc/shoal_native.h
 
 
 class _Call(ctypes.Structure):
@@ -24,7 +26,9 @@ class _Call(ctypes.Structure):
         ("channels_last", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("level", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
         ("slope", ctypes.c_float),
+        ("frozen", ctypes.c_int32),
         *((name, ctypes.c_void_p) for name in ("grad", "y", "shift", "sum", "centred", "workspace")),
         *((name, ctypes.c_void_p) for name in ("slide", "tilt", "steep", "result")),
     )
@@ -32,7 +36,7 @@ class _Call(ctypes.Structure):
 
 def applies(source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
     """As `Sweeps.applies`."""
-    if y.device.type != "cpu" or not y.dtype == source.dtype == torch.float32 or activation == "elu" or not y.numel():
+    if y.device.type != "cpu" or not y.dtype == source.dtype == torch.float32 or not y.numel():
         return False
     return native.library() is not None and (_is_channels_last(y) or y.is_contiguous())
 
@@ -82,9 +86,8 @@ def backward_into(
     of_scale = sums[1] / scale
     rows = y.numel() // channels
     slide, tilt = (of_shift / rows).float(), (of_scale / rows / scale).float()
-    if frozen:
-        slide, tilt = torch.zeros_like(slide), torch.zeros_like(tilt)
     steep = scale * inverse_deviation
+    call.frozen = frozen
     call.slide, call.tilt, call.steep = slide.data_ptr(), tilt.data_ptr(), steep.data_ptr()
     library.shoal_inverted_batch_norm_result(ctypes.byref(call))
     return of_scale, of_shift
@@ -99,6 +102,7 @@ def _call(y: torch.Tensor, result: torch.Tensor, activation: str, slope: float, 
         channels_last=_is_channels_last(y),
         threads=torch.get_num_threads(),
         level=level,
+        activation=_ELU if activation == "elu" else _LEAKY_RELU,
         slope=1.0 if activation == "identity" else slope,
         y=y.data_ptr(),
         result=result.data_ptr(),
