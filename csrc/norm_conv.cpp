@@ -1,5 +1,5 @@
 // Fused normalise + ReLU + convolution + statistics: strips dealt out to threads, and what the threads found put together.
-#include "norm_conv.h"
+#include "norm_threads.h"
 
 #include <algorithm>
 #include <cstring>
@@ -10,8 +10,6 @@ namespace {
 
 // A third of the smallest second cache in use: the weight, the result and what streams by need room too.
 constexpr std::int64_t kPanelBytes = 160 << 10;
-
-std::int64_t up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // How a call is cut: into strips of whole image rows where a tap reaches over them, else into runs of pixels.
 class Cut {
@@ -59,24 +57,6 @@ public:
 
 private:
     std::int64_t pixels_, height_, width_, per_image_ = 1;
-};
-
-// Hands out the caller's workspace piece by piece, each at a cache line of its own; from null it only counts.
-class Workspace {
-public:
-    explicit Workspace(void* at) : at_(static_cast<char*>(at)) {}
-
-    template <typename T>
-    T* take(std::int64_t count) {
-        T* piece = at_ ? reinterpret_cast<T*>(at_ + bytes) : nullptr;
-        bytes += up(count * std::int64_t{sizeof(T)}, 64);
-        return piece;
-    }
-
-    std::int64_t bytes = 0;
-
-private:
-    char* at_;
 };
 
 struct Work {
@@ -146,15 +126,6 @@ void pack(const Level& level, std::int64_t depth, std::int64_t columns, int taps
     }
 }
 
-// body(thread) for every thread, whether the runtime gives us as many or not.
-template <typename Body>
-void on_threads(int threads, Body body) {
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-#endif
-    for (int thread = 0; thread < threads; ++thread) body(thread);
-}
-
 void forward(const ShoalNormConv& call, const Level& level) {
     Work work(call, level, false);
     const std::int64_t tiles = work.padded_out / level.columns;
@@ -172,14 +143,11 @@ void forward(const ShoalNormConv& call, const Level& level) {
         Scratch& own = work.scratch[thread];
         std::fill_n(own.moments.mean, call.out_channels, 0.0);
         std::fill_n(own.moments.squares, call.out_channels, 0.0);
-        const std::int64_t last = work.cut.strips * (thread + 1) / work.threads;
-        for (std::int64_t strip = work.cut.strips * thread / work.threads; strip < last; ++strip)
+        on_share(work.cut.strips, thread, work.threads, [&](std::int64_t strip, std::int64_t last) {
             level.forward(work.of, work.cut(strip, last), work.cut(strip + 1, last), own);
+        });
     });
-    if (!call.mean_y) return;
-    std::vector<Moments> parts;
-    for (const Scratch& own : work.scratch) parts.push_back(own.moments);
-    finish(parts.data(), work.threads, call.out_channels, call.mean_y, call.variance_y);
+    if (call.mean_y) finish_moments(work.scratch, call.out_channels, call.mean_y, call.variance_y);
 }
 
 void backward(const ShoalNormConv& call, const Level& level) {
@@ -187,11 +155,7 @@ void backward(const ShoalNormConv& call, const Level& level) {
     const std::int64_t tiles = work.padded_in / level.columns, in = call.in_channels;
     work.of.backward_weight = work.backward_weight;
     if (call.grad_mean_y) {
-        const double each = 1.0 / double(call.images * call.height * call.width);
-        for (std::int64_t c = 0; c < call.out_channels; ++c) {
-            work.constant[c] = float(call.grad_mean_y[c] * each);
-            work.slope[c] = float(2 * call.grad_variance_y[c] * each);
-        }
+        line_of_statistics(call, work.constant, work.slope);
         work.of.grad_constant = work.constant;
         work.of.grad_slope = work.slope;
     }
@@ -205,9 +169,9 @@ void backward(const ShoalNormConv& call, const Level& level) {
         std::fill_n(own.weight_grad, work.weight_grad_floats, 0.0f);
         std::fill_n(own.total, in, 0.0);
         std::fill_n(own.centred, in, 0.0);
-        const std::int64_t last = work.cut.strips * (thread + 1) / work.threads;
-        for (std::int64_t strip = work.cut.strips * thread / work.threads; strip < last; ++strip)
+        on_share(work.cut.strips, thread, work.threads, [&](std::int64_t strip, std::int64_t last) {
             level.backward(work.of, work.cut(strip, last), work.cut(strip + 1, last), own);
+        });
     });
     const std::int64_t rows = call.out_channels * work.of.taps;
     on_threads(work.threads, [&](int thread) {
@@ -226,15 +190,7 @@ void backward(const ShoalNormConv& call, const Level& level) {
             }
         }
     });
-    for (std::int64_t c = 0; c < in; ++c) {
-        double total = 0, centred = 0;
-        for (const Scratch& own : work.scratch) {
-            total += own.total[c];
-            centred += own.centred[c];
-        }
-        call.grad_shift[c] = float(total);
-        call.grad_scale[c] = float(centred);
-    }
+    finish_sums(work.scratch, in, call.grad_shift, call.grad_scale);
 }
 
 }  // namespace
@@ -264,19 +220,20 @@ SHOAL_API std::int64_t shoal_norm_conv_workspace_bytes(const ShoalNormConv* call
     if (!level) return 0;
     ShoalNormConv counted = *call;
     counted.workspace = nullptr;
+    if (counted.winograd) return shoal::winograd_workspace_bytes(counted, *level, backward);
     return shoal::Work(counted, *level, backward).bytes;
 }
 
 SHOAL_API std::int32_t shoal_norm_conv_forward(const ShoalNormConv* call) {
     const shoal::Level* level = shoal::level_of(call->level);
     if (!level) return SHOAL_NO_SUCH_LEVEL;
-    shoal::forward(*call, *level);
+    (call->winograd ? shoal::winograd_forward : shoal::forward)(*call, *level);
     return SHOAL_DONE;
 }
 
 SHOAL_API std::int32_t shoal_norm_conv_backward(const ShoalNormConv* call) {
     const shoal::Level* level = shoal::level_of(call->level);
     if (!level) return SHOAL_NO_SUCH_LEVEL;
-    shoal::backward(*call, *level);
+    (call->winograd ? shoal::winograd_backward : shoal::backward)(*call, *level);
     return SHOAL_DONE;
 }

@@ -17,6 +17,7 @@ struct Moments {
 // One thread's part of the workspace. Pixels of panels are `pitch` floats apart, whatever their channels.
 struct Scratch {
     float *input, *grad, *grad_input, *weight_grad;
+    float *panel, *spread, *product;  // of squares: four rows of pixels, spread gradients, products of a column tile
     float *pivot, *sum, *square;  // of one strip, before they are added to the doubles
     Moments moments;              // of y
     double *total, *centred;      // sum(da) and sum(da * (x - mean))
@@ -37,7 +38,23 @@ struct Convolution {
     const float *grad_constant, *grad_slope;        // g = grad_y + constant + slope * (y - mean_y)
 };
 
-// Rows first to last (excluded) of a pass over an NHWC tensor.
+// A 3 x 3 convolution in squares of 2 x 2 results; the last of an image may reach beyond it.
+struct Winograd {
+    const ShoalNormConv* call;
+    int square_rows, square_columns;  // of an image
+    int most;                         // squares of a block: how far a block's points are apart
+    const float* weight;              // transformed: column tile, point, depth, column
+    const float* bias;                // filled up to a whole tile, or null
+    const float *grad_constant, *grad_slope;
+};
+
+// Rows of squares that are worked on at a time, numbered through all images.
+struct SquareRows {
+    std::int64_t first;
+    int count;
+};
+
+// Rows of a pass over an NHWC tensor, or column tiles, from first to last (excluded).
 struct Rows {
     std::int64_t first, last;
 };
@@ -64,7 +81,19 @@ struct Level {
     void (*activate)(const ShoalNormPass&, Rows);
     void (*activate_backward)(const ShoalNormPass&, Rows, Scratch&);
     void (*weight_grad)(const GradBlock&);
+    int square_pitch, square_depth, chunk;  // of a block of squares, see norm_winograd.h
+    void (*winograd_forward_weight)(const ShoalNormConv&, std::int64_t tile, float* to);
+    void (*winograd_backward_weight)(const ShoalNormConv&, std::int64_t tile, float* to);
+    void (*winograd_transform)(const Winograd&, const SquareRows& block, const SquareRows& part, bool backward, Scratch&);
+    void (*winograd_forward)(const Winograd&, const SquareRows&, const SquareRows& next, Rows tiles, Scratch&);
+    void (*winograd_backward)(const Winograd&, const SquareRows&, const SquareRows& next, Rows tiles, Scratch&);
+    void (*winograd_weight_grad)(const ShoalNormConv&, const Scratch* parts, int count, std::int64_t tile);
 };
+
+// A 3 x 3 by squares, and what it takes for itself of the workspace.
+std::int64_t winograd_workspace_bytes(const ShoalNormConv&, const Level&, bool backward);
+void winograd_forward(const ShoalNormConv&, const Level&);
+void winograd_backward(const ShoalNormConv&, const Level&);
 
 const Level& portable_level();
 #if defined(__x86_64__)

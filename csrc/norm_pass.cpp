@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "norm_conv.h"
+#include "norm_threads.h"
 
 namespace {
 
@@ -52,9 +52,7 @@ SHOAL_API std::int32_t shoal_statistics(const ShoalNormPass* call) {
     if (!level) return SHOAL_NO_SUCH_LEVEL;
     std::vector<shoal::Scratch> scratch = scratch_of(*call);
     on_rows(*call, [&](int thread, shoal::Rows rows) { level->statistics(*call, rows, scratch[thread]); });
-    std::vector<shoal::Moments> parts;
-    for (const shoal::Scratch& own : scratch) parts.push_back(own.moments);
-    shoal::finish(parts.data(), call->threads, call->channels, call->statistic_mean, call->statistic_variance);
+    shoal::finish_moments(scratch, call->channels, call->statistic_mean, call->statistic_variance);
     return SHOAL_DONE;
 }
 
@@ -70,14 +68,6 @@ SHOAL_API std::int32_t shoal_norm_act_backward(const ShoalNormPass* call) {
     if (!level) return SHOAL_NO_SUCH_LEVEL;
     std::vector<shoal::Scratch> scratch = scratch_of(*call);
     on_rows(*call, [&](int thread, shoal::Rows rows) { level->activate_backward(*call, rows, scratch[thread]); });
-    for (std::int64_t c = 0; c < call->channels; ++c) {
-        double total = 0, centred = 0;
-        for (const shoal::Scratch& own : scratch) {
-            total += own.total[c];
-            centred += own.centred[c];
-        }
-        call->sum[c] = float(total);
-        call->sum_of_centred[c] = float(centred);
-    }
+    shoal::finish_sums(scratch, call->channels, call->sum, call->sum_of_centred);
     return SHOAL_DONE;
 }

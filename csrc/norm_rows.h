@@ -2,6 +2,7 @@
 #pragma once
 
 #include "norm_weight_grad.h"
+#include "norm_winograd.h"
 
 namespace shoal {
 namespace {
@@ -88,8 +89,25 @@ void activate_backward_rows(const ShoalNormPass& call, Rows rows, Scratch& scrat
     }
 }
 
-constexpr Level kLevel = {kTileRows,       kColumns,         kDepth,         kPitch,                  &forward_strip,
-                          &backward_strip, &statistics_rows, &activate_rows, &activate_backward_rows, &weight_grad_block};
+constexpr Level kLevel = {kTileRows,
+                          kColumns,
+                          kDepth,
+                          kPitch,
+                          &forward_strip,
+                          &backward_strip,
+                          &statistics_rows,
+                          &activate_rows,
+                          &activate_backward_rows,
+                          &weight_grad_block,
+                          kSquarePitch,
+                          kSquareDepth,
+                          kChunk,
+                          &winograd_forward_weight,
+                          &winograd_backward_weight,
+                          &winograd_transform,
+                          &winograd_forward,
+                          &winograd_backward,
+                          &winograd_weight_grad};
 
 }  // namespace
 }  // namespace shoal

@@ -29,39 +29,56 @@ inline void each_panel_pixel(const Strip& strip, int halo, int channels, float* 
     }
 }
 
-inline void fill_input(const Convolution& of, const Strip& strip, int from, int count, float* panel) {
-    const ShoalNormConv& call = *of.call;
-    const float *mean = call.mean + from, *scale = call.scale + from, *shift = call.shift + from;
-    const int whole = count / kLanes * kLanes, rest = count - whole;
-    const bool rectify = call.rectify;
-    each_panel_pixel(strip, of.halo, count, panel, [=, &call](std::int64_t pixel, float* to) {
-        const float* x = call.x + pixel * call.ld_x + from;
+// Some channels of x as the convolution reads them, normalised; zeros to the end of the column tile.
+struct InputPixels {
+    const float *x, *mean, *scale, *shift;
+    std::int64_t ld;
+    int whole, rest;
+    bool rectify;
+
+    InputPixels(const ShoalNormConv& call, int from, int count)
+        : x(call.x + from), mean(call.mean + from), scale(call.scale + from), shift(call.shift + from), ld(call.ld_x),
+          whole(count / kLanes * kLanes), rest(count - whole), rectify(call.rectify) {}
+
+    void operator()(std::int64_t pixel, float* to) const {
+        const float* of = x + pixel * ld;
         for (int c = 0; c < whole; c += kLanes)
-            store(to + c, activate(load(x + c), load(mean + c), load(scale + c), load(shift + c), rectify));
+            store(to + c, activate(load(of + c), load(mean + c), load(scale + c), load(shift + c), rectify));
         if (!rest) return;
-        store(to + whole, activate(load_some(x + whole, rest), load_some(mean + whole, rest),
+        store(to + whole, activate(load_some(of + whole, rest), load_some(mean + whole, rest),
                                    load_some(scale + whole, rest), load_some(shift + whole, rest), rectify));
         for (int c = whole + kLanes; c % kColumns; c += kLanes) store(to + c, Vector{});
-    });
-}
-
-inline void fill_grad(const Convolution& of, const Strip& strip, int from, int count, float* panel) {
-    const ShoalNormConv& call = *of.call;
-    const int whole = count / kLanes * kLanes, rest = count - whole;
-    if (!of.grad_constant) {
-        each_panel_pixel(strip, of.halo, count, panel, [=, &call](std::int64_t pixel, float* to) {
-            std::memcpy(to, call.grad_y + pixel * call.ld_grad_y + from, count * sizeof(float));
-        });
-        return;
     }
-    const float *mean = call.mean_y + from, *constant = of.grad_constant + from, *slope = of.grad_slope + from;
-    each_panel_pixel(strip, of.halo, count, panel, [=, &call](std::int64_t pixel, float* to) {
-        const float *y = call.y + pixel * call.ld_y + from, *grad = call.grad_y + pixel * call.ld_grad_y + from;
+};
+
+// Some channels of the whole gradient of y; zeros to the end of the vector.
+struct GradPixels {
+    const float *grad, *y, *mean, *constant, *slope;
+    std::int64_t ld_grad, ld_y;
+    int count;
+
+    GradPixels(const ShoalNormConv& call, const float* grad_constant, const float* grad_slope, int from, int some)
+        : grad(call.grad_y + from), y(grad_constant ? call.y + from : nullptr),
+          mean(grad_constant ? call.mean_y + from : nullptr), constant(grad_constant ? grad_constant + from : nullptr),
+          slope(grad_constant ? grad_slope + from : nullptr), ld_grad(call.ld_grad_y), ld_y(call.ld_y), count(some) {}
+
+    void operator()(std::int64_t pixel, float* to) const {
+        const float* g = grad + pixel * ld_grad;
+        const int whole = count / kLanes * kLanes, rest = count - whole;
+        if (!constant) {
+            std::memcpy(to, g, count * sizeof(float));
+            if (rest) store(to + whole, load_some(to + whole, rest));
+            return;
+        }
+        const float* of = y + pixel * ld_y;
         for (int c = 0; c < whole; c += kLanes)
-            store(to + c, load(grad + c) + (load(y + c) - load(mean + c)) * load(slope + c) + load(constant + c));
-        for (int c = whole; c < whole + rest; ++c) to[c] = grad[c] + (y[c] - mean[c]) * slope[c] + constant[c];
-    });
-}
+            store(to + c, load(g + c) + (load(of + c) - load(mean + c)) * load(slope + c) + load(constant + c));
+        if (!rest) return;
+        store(to + whole, load_some(g + whole, rest) +
+                              (load_some(of + whole, rest) - load_some(mean + whole, rest)) * load_some(slope + whole, rest) +
+                              load_some(constant + whole, rest));
+    }
+};
 
 // As many taps at a time as leave their weights in the first cache; between passes the sums wait in `out`.
 inline int taps_a_pass(int taps, int depth) {
@@ -123,7 +140,7 @@ void forward_strip(const Convolution& of, const Strip& strip, const Strip& next,
     tap_offsets(of, strip, false, offsets);
     for (int from = 0; from < in; from += kDepth) {
         const int depth = least(kDepth, in - from);
-        fill_input(of, strip, from, depth, scratch.input);
+        each_panel_pixel(strip, of.halo, depth, scratch.input, InputPixels(call, from, depth));
         Ahead ahead;
         if (from + kDepth < in)
             ahead.add(call.x + from + kDepth, call.ld_x, least(kDepth, in - from - kDepth), strip);
@@ -216,11 +233,14 @@ void backward_strip(const Convolution& of, const Strip& strip, const Strip& next
     std::ptrdiff_t offsets[9], flipped[9];
     tap_offsets(of, strip, false, offsets);
     tap_offsets(of, strip, true, flipped);
-    for (int block = 0; block < out; block += kDepth)
-        fill_grad(of, strip, block, least(kDepth, out - block), scratch.grad + block / kDepth * panel_pitch);
+    for (int block = 0; block < out; block += kDepth) {
+        const int count = least(kDepth, out - block);
+        each_panel_pixel(strip, of.halo, count, scratch.grad + block / kDepth * panel_pitch,
+                         GradPixels(call, of.grad_constant, of.grad_slope, block, count));
+    }
     for (int from = 0; from < in; from += kDepth) {
         const int count = least(kDepth, in - from);
-        fill_input(of, strip, from, count, scratch.input);
+        each_panel_pixel(strip, of.halo, count, scratch.input, InputPixels(call, from, count));
         add_weight_grad(of, strip, offsets, from, count, scratch);
         Ahead ahead;
         if (from + kDepth < in) {

@@ -54,7 +54,7 @@ struct TileSums {
 };
 
 // out[R][kColumns] = start + sum over taps and depth of panel[tap][row][depth] * weight[tap][depth][column]
-template <int R>
+template <int R, int Pitch>
 void rows_tile(const float* panel, const std::ptrdiff_t* taps, int tap_count, int depth, const float* weight, float* out,
                std::ptrdiff_t ld_out, const float* start, std::ptrdiff_t ld_start, const TileSums* sums) {
     Vector tile[R][kTileVectors];
@@ -71,7 +71,7 @@ void rows_tile(const float* panel, const std::ptrdiff_t* taps, int tap_count, in
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-                for (int c = 0; c < kTileVectors; ++c) tile[r][c] += row[r * kPitch] * columns[c];
+                for (int c = 0; c < kTileVectors; ++c) tile[r][c] += row[r * Pitch] * columns[c];
         }
     }
 #pragma GCC unroll 16
@@ -97,7 +97,7 @@ void rows_tile(const float* panel, const std::ptrdiff_t* taps, int tap_count, in
 }
 
 // out[R][kColumns] += sum over pixels of grad[pixel][row] * input[pixel][column]
-template <int R>
+template <int R, int Pitch>
 void pixels_tile(const float* grad, const float* input, int segments, int width, std::ptrdiff_t next_segment, float* out) {
     Vector tile[R][kTileVectors];
 #pragma GCC unroll 16
@@ -106,7 +106,7 @@ void pixels_tile(const float* grad, const float* input, int segments, int width,
         for (int c = 0; c < kTileVectors; ++c) tile[r][c] = load(out + r * kColumns + c * kLanes);
     for (int s = 0; s < segments; ++s, grad += next_segment, input += next_segment) {
         const float *g = grad, *a = input;
-        for (int w = 0; w < width; ++w, g += kPitch, a += kPitch) {
+        for (int w = 0; w < width; ++w, g += Pitch, a += Pitch) {
             Vector columns[kTileVectors];
 #pragma GCC unroll 16
             for (int c = 0; c < kTileVectors; ++c) columns[c] = load(a + c * kLanes);
@@ -122,16 +122,18 @@ void pixels_tile(const float* grad, const float* input, int segments, int width,
         for (int c = 0; c < kTileVectors; ++c) store(out + r * kColumns + c * kLanes, tile[r][c]);
 }
 
-template <typename Rows>
+template <int Pitch, typename Rows>
 struct Tiles;
 
-template <int... Less>
-struct Tiles<std::integer_sequence<int, Less...>> {
-    static constexpr decltype(&rows_tile<1>) rows[] = {&rows_tile<Less + 1>...};
-    static constexpr decltype(&pixels_tile<1>) pixels[] = {&pixels_tile<Less + 1>...};
+template <int Pitch, int... Less>
+struct Tiles<Pitch, std::integer_sequence<int, Less...>> {
+    static constexpr decltype(&rows_tile<1, Pitch>) rows[] = {&rows_tile<Less + 1, Pitch>...};
+    static constexpr decltype(&pixels_tile<1, Pitch>) pixels[] = {&pixels_tile<Less + 1, Pitch>...};
 };
 
-using AllTiles = Tiles<std::make_integer_sequence<int, kTileRows>>;
+template <int Pitch>
+using TilesOf = Tiles<Pitch, std::make_integer_sequence<int, kTileRows>>;
+using AllTiles = TilesOf<kPitch>;
 
 // `count` rows in as few tiles as there can be, of nearly equal size: no tile has too few accumulators to be fast.
 template <typename Function>

@@ -2,7 +2,7 @@
 // stays where it is while the pixels go by, and none is kept once a thread.
 #include <algorithm>
 
-#include "norm_conv.h"
+#include "norm_threads.h"
 
 namespace shoal {
 namespace {
@@ -11,7 +11,6 @@ constexpr std::int64_t kBlockFloats = 40 << 10;  // a third of the smallest seco
 constexpr std::int64_t kMostOut = 128, kMostIn = 256, kMostOutOfTaps = 64;
 constexpr int kPixels = 64;  // of a patch: its gradients and one tile of its inputs stay in the first cache
 
-std::int64_t up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 std::int64_t parts(std::int64_t value, std::int64_t most) { return (value + most - 1) / most; }
 
 // How a call is cut: into blocks of channels, and patches of pixels.

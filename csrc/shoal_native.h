@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 10
+#define SHOAL_ABI_VERSION 11
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -80,7 +80,7 @@ struct ShoalNormConv {
     const float *grad_mean_y, *grad_variance_y;
     float* grad_x;
     std::int64_t ld_grad_x;
-    std::int32_t accumulate, unused;  // accumulate: added to grad_x
+    std::int32_t accumulate, winograd;  // accumulate: added to grad_x; winograd, both ways: a 3 x 3 by 2 x 2 results
     float* grad_weight;               // (out, tap, in), dense
     float *grad_scale, *grad_shift;   // sum(da * (x - mean)) and sum(da)
     void* workspace;

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 LEVELS = ("portable", "avx2", "avx512")  # in the order of ShoalLevel in csrc/shoal_native.h
 # In the order of the bits of ShoalFeature in csrc/shoal_native.h.

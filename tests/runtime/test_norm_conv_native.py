@@ -23,6 +23,9 @@ from tests.norm_reference import Case, assert_no_worse, fused
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
 NAMES = ("y", "mean_y", "variance_y", "x", "mean", "scale", "shift", "weight", "bias")
 each_level = pytest.mark.parametrize("level", levels())
+each_kind = pytest.mark.parametrize(
+    ("kernel", "winograd"), [(1, False), (3, False), (3, True)], ids=["1x1", "3x3", "3x3 by squares"]
+)
 
 
 def window(kernel: int, **changes: Any) -> Window:
@@ -78,7 +81,9 @@ def drawn(
     )
 
 
-def native(case: Case, level: str | None = None, gap: int = 0) -> list[torch.Tensor | None]:
+def native(
+    case: Case, level: str | None = None, gap: int = 0, winograd: bool | None = None
+) -> list[torch.Tensor | None]:
     """What `fused` gives; with a gap every tensor of pixels lies in a wider one."""
     grad, of_mean, of_variance = case.grads
     x, statistics = apart(case.x, gap), of_mean is not None
@@ -91,7 +96,7 @@ def native(case: Case, level: str | None = None, gap: int = 0) -> list[torch.Ten
     assert norm_conv_native.applies(x, case.weight, case.bias, moved)
     vectors = (case.mean, case.scale, case.shift)
     y, mean_y, variance_y = norm_conv_native.forward(
-        x, *vectors, case.rectify, case.weight, case.bias, moved, statistics, out=out, level=level
+        x, *vectors, case.rectify, case.weight, case.bias, moved, statistics, out=out, winograd=winograd, level=level
     )
     assert mean_y.numel() == variance_y.numel() == (outer if statistics else 0)
     needs = [True, case.mean is not None, True, case.bias is not None]
@@ -108,12 +113,13 @@ def native(case: Case, level: str | None = None, gap: int = 0) -> list[torch.Ten
         moved,
         needs,
         grad_x=into,
+        winograd=winograd,
         level=level,
     )
     return [y, *((mean_y, variance_y) if statistics else (None, None)), *gradients]
 
 
-def expect(case: Case, level: str | None = None, gap: int = 0) -> None:
+def expect(case: Case, level: str | None = None, gap: int = 0, winograd: bool | None = None) -> None:
     exact, naive = fused(case, torch.float64), fused(case, torch.float32)
     if case.grads[1] is None:
         exact[1:3] = naive[1:3] = [None, None]
@@ -121,7 +127,7 @@ def expect(case: Case, level: str | None = None, gap: int = 0) -> None:
     assert exact[0] is not None
     largest, walk = float(exact[0].abs().max()), (case.x.numel() / case.x.shape[1]) ** 0.5
     terms = dict.fromkeys(NAMES[4:], walk) | {"mean_y": largest, "variance_y": largest**2}
-    assert_no_worse(NAMES, native(case, level, gap), naive, exact, terms)
+    assert_no_worse(NAMES, native(case, level, gap, winograd), naive, exact, terms)
 
 
 @contextmanager
@@ -148,11 +154,13 @@ def threads(count: int) -> Iterator[None]:
     bias=st.booleans(),
     gap=st.sampled_from([0, 1, 16]),
     count=st.integers(1, 3),
+    winograd=st.booleans(),
 )
-@example(3, 1, (1, 1), (8, 11), 0, False, True, True, False, 0, 1)  # a mean that nearly cancels
-@example(1, 1, (1, 1), (1, 1), 0, True, True, True, True, 0, 2)
-@example(3, 1, (17, 33), (1, 1), 0, True, True, True, False, 0, 2)
-@example(3, 2, (8, 16), (1, 9), 0, True, True, True, False, 0, 1)
+@example(3, 1, (1, 1), (8, 11), 0, False, True, True, False, 0, 1, False)  # a mean that nearly cancels
+@example(1, 1, (1, 1), (1, 1), 0, True, True, True, True, 0, 2, False)
+@example(3, 1, (17, 33), (1, 1), 0, True, True, True, False, 0, 2, False)
+@example(3, 1, (17, 33), (1, 1), 0, True, True, True, False, 0, 2, True)
+@example(3, 2, (8, 16), (1, 9), 0, True, True, True, False, 0, 1, True)
 def test_it_is_as_exact_as_plain_float32(
     level: str,
     kernel: int,
@@ -166,6 +174,7 @@ def test_it_is_as_exact_as_plain_float32(
     bias: bool,
     gap: int,
     count: int,
+    winograd: bool,
 ) -> None:
     case = drawn(
         kernel,
@@ -179,10 +188,11 @@ def test_it_is_as_exact_as_plain_float32(
         bias=bias,
     )
     with threads(count):
-        expect(case, level, gap)
+        expect(case, level, gap, winograd)
 
 
 @each_level
+@pytest.mark.parametrize("winograd", [False, True], ids=["taps", "squares"])
 @pytest.mark.parametrize(
     ("kernel", "images", "channels", "size"),
     [
@@ -191,24 +201,28 @@ def test_it_is_as_exact_as_plain_float32(
         (3, 2, (270, 40), (5, 6)),
         (3, 1, (24, 290), (7, 5)),
         (3, 2, (32, 24), (40, 37)),  # strips with rows above and below
+        (3, 5, (20, 18), (3, 3)),  # blocks of squares of several images
+        (3, 3, (190, 180), (17, 9)),  # a weight so wide that threads share the squares
     ],
 )
 def test_panels_and_strips_meet(
-    level: str, kernel: int, images: int, channels: tuple[int, int], size: tuple[int, int]
+    level: str, winograd: bool, kernel: int, images: int, channels: tuple[int, int], size: tuple[int, int]
 ) -> None:
+    if winograd and kernel == 1:
+        pytest.skip("a 1 x 1 has no taps")
     with threads(2):
-        expect(drawn(kernel, images, channels, size), level)
+        expect(drawn(kernel, images, channels, size), level, winograd=winograd)
 
 
 @each_level
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_a_mean_of_a_thousand_deviations_costs_no_digits(level: str, kernel: int) -> None:
+@each_kind
+def test_a_mean_of_a_thousand_deviations_costs_no_digits(level: str, winograd: bool, kernel: int) -> None:
     case = drawn(kernel, 2, (20, 24), (20, 19), offset=1e3)
-    expect(case, level)
+    expect(case, level, winograd=winograd)
+    expect(drawn(kernel, 2, (20, 24), (20, 19), offset=1e3, normalise=False), level, winograd=winograd)
     # The result's own mean and deviation, likewise: its bias is what makes them differ.
     shifted = Case(**{**vars(case), "bias": torch.full((24,), 1e3)})
-    _, mean_y, variance_y, *_ = native(shifted, level)
-    y = native(shifted, level)[0]
+    y, mean_y, variance_y, *_ = native(shifted, level, winograd=winograd)
     assert y is not None and mean_y is not None and variance_y is not None
     variance, mean = torch.var_mean(y.double(), (0, 2, 3), correction=0)
     torch.testing.assert_close(mean_y.double(), mean, rtol=2e-7, atol=0)
@@ -216,17 +230,17 @@ def test_a_mean_of_a_thousand_deviations_costs_no_digits(level: str, kernel: int
 
 
 @each_level
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_one_thread_and_two_agree_to_rounding(level: str, kernel: int) -> None:
+@each_kind
+def test_one_thread_and_two_agree_to_rounding(level: str, winograd: bool, kernel: int) -> None:
     case = drawn(kernel, 3, (40, 50), (15, 14))
     found = []
     for count in (1, 2):
         with threads(count):
-            found.append(native(case, level))
+            found.append(native(case, level, winograd=winograd))
     for name, one, two in zip(NAMES, *found, strict=True):
         assert one is not None and two is not None
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5 * float(one.abs().max()), msg=name)
-    again = native(case, level)
+    again = native(case, level, winograd=winograd)
     assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True) if a is not None and b is not None)
 
 
@@ -262,6 +276,43 @@ def test_a_weight_and_a_gradient_of_either_layout_give_the_same() -> None:
     )
     for one, two in zip(native(case), native(other), strict=True):
         assert one is not None and two is not None and torch.equal(one, two)
+
+
+@each_level
+def test_squares_give_smaller_errors_than_taps(level: str) -> None:
+    case = drawn(3, 2, (64, 48), (28, 30), statistics=False)
+    exact = fused(case, torch.float64)
+    for which in (0, 3, 7):  # y, and the gradients of x and of the weight
+        truth = exact[which]
+        assert truth is not None
+        errors = []
+        for winograd in (True, False):
+            found = native(case, level, winograd=winograd)[which]
+            assert found is not None
+            errors.append(float((found.double() - truth).norm()))
+        assert errors[0] < errors[1], NAMES[which]
+
+
+@pytest.mark.parametrize("at", [(5, 5), (0, 0), (4, 11), (11, 6)])
+def test_a_nan_reaches_what_it_does_by_taps(at: tuple[int, int]) -> None:
+    case = drawn(3, 1, (16, 16), (12, 12), statistics=False, normalise=False, rectify=False, bias=False)
+    case.x[0, 3, at[0], at[1]] = torch.nan
+    taps, squares = (native(case, winograd=winograd)[0] for winograd in (False, True))
+    assert taps is not None and squares is not None
+    assert taps.isnan().any() and torch.equal(taps.isnan(), squares.isnan())
+
+
+def test_whether_a_convolution_goes_by_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = channels_last(torch.ones(2, 32, 16, 16)), torch.ones(32, 32, 3, 3)
+    by_squares = norm_conv_native.by_squares
+    assert by_squares(x, weight) and norm_conv_native.pays(x, weight, backward=True)
+    assert not by_squares(x, torch.ones(32, 32, 1, 1))
+    assert not by_squares(x, torch.ones(8, 32, 3, 3)) and not by_squares(x[:, :8], torch.ones(32, 8, 3, 3))
+    assert not by_squares(x[..., :4, :4], weight)  # the weight's transform would be the work
+    monkeypatch.setenv(norm_conv_native.WINOGRAD_VARIABLE, "0")
+    assert not by_squares(x, weight)
+    case = drawn(3, 2, (32, 32), (16, 16))
+    assert torch.equal(native(case)[0], native(case, winograd=False)[0])  # type: ignore[arg-type]
 
 
 def test_nan_reaches_the_result_and_the_statistics() -> None:

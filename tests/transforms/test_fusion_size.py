@@ -14,6 +14,8 @@ import shoal
 from shoal import fuse_batchnorm
 from shoal.errors import InputError
 from shoal.models.densenet import DenseNet
+from shoal.native import levels
+from shoal.runtime.norm_conv_native import Window
 from shoal.transforms import fusion_size
 from shoal.transforms.fuse_graph import LEVELS, Level
 from tests.transforms.test_fuse_batchnorm import NETS, _built, _images, _same, _saved_bytes, _trained
@@ -57,6 +59,37 @@ def test_a_network_of_small_maps_is_bit_for_bit_the_network_itself() -> None:
         net = _built(name, torch.float32)
         ours, theirs = (_trained(model, 2, torch.float32) for model in (fuse_batchnorm(copy.deepcopy(net)), net))
         assert all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
+
+
+def _wide_net() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1)]
+    for _ in range(3):
+        layers += [nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1, bias=False)]
+    return nn.Sequential(*layers, nn.BatchNorm2d(32)).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.skipif(not levels(), reason="the native library was not built")
+def test_small_maps_are_fused_where_the_convolution_alone_is_worth_it() -> None:
+    net, images = _wide_net(), _large_images()
+    assert images.numel() // 3 * 32 < fusion_size.LEAST_ELEMS
+    weights = torch.randn((2, 32, 32, 32), generator=torch.Generator().manual_seed(2))
+    found = []
+    for model, dtype in (
+        (copy.deepcopy(net).double(), torch.float64),
+        (net, torch.float32),
+        (fuse_batchnorm(copy.deepcopy(net)), torch.float32),
+    ):
+        y = model(images.to(dtype))
+        gradients = torch.autograd.grad((y * weights.to(dtype)).sum(), list(model.parameters()))
+        found.append([y.detach(), *gradients])
+    assert not torch.equal(found[1][0], found[2][0])  # other kernels
+    for truth, naive, ours in zip(*found, strict=True):
+        error, allowed = (float((mine.double() - truth).norm()) for mine in (ours, naive))
+        # A ReLU may fall on the other side.
+        assert error <= allowed + 1e-4 * float(truth.norm()) + 1e-3
+    same = [1, 1]
+    assert not fusion_size.is_quick([images], torch.ones(32, 3, 3, 3), None, Window(same, same, same, 1))
 
 
 def test_who_wants_the_bytes_says_always(monkeypatch: pytest.MonkeyPatch) -> None:

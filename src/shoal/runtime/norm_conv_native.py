@@ -4,12 +4,17 @@ Batch norm split in two (Jung et al., MLSys'19): `csrc/norm_conv.cpp` normalises
 feeds register tiles from it and sums up what they write. The backward pass makes the panel again from the saved input,
 so no normalised tensor is ever in memory. 1 x 1 and 3 x 3, stride 1, one group, float32, channels_last.
 
-Known limits: every other convolution is the library's; x may have gaps between its pixels but not between its rows.
+A 3 x 3 goes by squares of 2 x 2 results, Winograd's F(2 x 2, 3 x 3) (Lavin and Gray, CVPR'16): 16 products where nine
+taps take 36, and fewer roundings. SHOAL_NORM_WINOGRAD=0 in the environment has nine taps instead.
+
+Known limits: every other convolution is the library's; x may have gaps between its pixels but not between its rows. By
+squares, an infinity makes NaN of the results that read it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,9 +34,12 @@ from shoal.runtime.norm_rows import (
     workspace,
 )
 
+WINOGRAD_VARIABLE = "SHOAL_NORM_WINOGRAD"
+
 _ONES = [1, 1]
 _WIDE = 1 << 16  # channels in times channels out: nine taps of such a weight fit no second cache
 _WIDE_BACKWARD = 1 << 14  # nor, beside its gradient, of such a one
+_FEW_CHANNELS, _FEW_SQUARES = 16, 32
 _MUCH_WORK = 1 << 24  # multiplications of one tap
 
 
@@ -62,7 +70,7 @@ class _Call(ctypes.Structure):
         ("ld_grad_y", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("grad_mean_y", "grad_variance_y", "grad_x")),
         ("ld_grad_x", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("accumulate", "unused")),
+        *((name, ctypes.c_int32) for name in ("accumulate", "winograd")),
         *((name, ctypes.c_void_p) for name in ("grad_weight", "grad_scale", "grad_shift", "workspace")),
     )
 
@@ -91,13 +99,22 @@ def applies(
     )
 
 
+def by_squares(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether Winograd's algorithm is faster for it than nine taps: not where transforms of the weight are the work."""
+    if weight.shape[2] != 3 or min(weight.shape[:2]) < _FEW_CHANNELS:
+        return False
+    images, _, height, width = x.shape
+    squares = images * ((height + 1) // 2) * ((width + 1) // 2)
+    return squares >= _FEW_SQUARES and os.environ.get(WINOGRAD_VARIABLE) != "0"
+
+
 def pays(x: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> bool:
     """Whether that is faster than the library's convolution between two sweeps, as `python -m bench.norm_conv` has it.
 
-    A 1 x 1 is. A 3 x 3 is backward, unless it is wide: then its weight's gradient alone is (`norm_weight_grad`);
-    forward, the library wins with AVX2 where there is much to do.
+    A 1 x 1 is, and a 3 x 3 by squares. Of the others a 3 x 3 is backward, unless it is wide: then its weight's gradient
+    alone is (`norm_weight_grad`); forward, the library wins with AVX2 where there is much to do.
     """
-    if weight.shape[2] == 1:
+    if weight.shape[2] == 1 or by_squares(x, weight):
         return True
     if weight.shape[0] * weight.shape[1] >= (_WIDE_BACKWARD if backward else _WIDE):
         return False
@@ -116,6 +133,7 @@ def forward(
     statistics: bool,
     *,
     out: torch.Tensor | None = None,
+    winograd: bool | None = None,
     level: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replaces `y = conv2d(relu((x - mean) * scale + shift), weight, bias)` and `torch.var_mean(y)`.
@@ -128,6 +146,7 @@ def forward(
         window: of the convolution; `applies` says which.
         statistics: whether mean and biased variance of y are wanted.
         out: where y is written, (N, K, H, W), channels_last, its pixels perhaps apart: a slice of a dense block.
+        winograd: whether a 3 x 3 goes by squares; None: as `by_squares` says.
         level: "portable", "avx2" or "avx512"; None: the variable SHOAL_NORM_LEVEL, else the best.
 
     Returns:
@@ -141,7 +160,7 @@ def forward(
     found = [torch.empty(weight.shape[0] if statistics else 0) for _ in range(2)]
     own_bias = None if bias is None else vector(bias)
     vectors = _vectors(x, mean, scale, shift)
-    call = _call(x, vectors, rectify, weight, level)
+    call = _call(x, vectors, rectify, weight, winograd, level)
     call.bias, call.y, call.ld_y = place(own_bias), y.data_ptr(), ld_y
     if statistics:
         call.mean_y, call.variance_y = found[0].data_ptr(), found[1].data_ptr()
@@ -167,6 +186,7 @@ def backward(
     needs: Sequence[bool],
     *,
     grad_x: torch.Tensor | None = None,
+    winograd: bool | None = None,
     level: str | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of x, mean, scale, shift, weight and bias.
@@ -191,7 +211,7 @@ def backward(
     of_weight = torch.empty_like(weight, memory_format=torch.channels_last)
     of_scale, of_shift = torch.empty(channels), torch.empty(channels)
     vectors = _vectors(x, mean, scale, shift)
-    call = _call(x, vectors, rectify, weight, level)
+    call = _call(x, vectors, rectify, weight, winograd, level)
     call.grad_y, call.ld_grad_y = grad.data_ptr(), pitch(grad)
     call.grad_x, call.ld_grad_x, call.accumulate = into.data_ptr(), ld_into, grad_x is not None
     call.grad_weight, call.grad_scale, call.grad_shift = (t.data_ptr() for t in (of_weight, of_scale, of_shift))
@@ -224,7 +244,12 @@ def _vectors(
 
 
 def _call(
-    x: torch.Tensor, vectors: tuple[torch.Tensor, ...], rectify: bool, weight: torch.Tensor, level: str | None
+    x: torch.Tensor,
+    vectors: tuple[torch.Tensor, ...],
+    rectify: bool,
+    weight: torch.Tensor,
+    winograd: bool | None,
+    level: str | None,
 ) -> _Call:
     """What forward and backward have in common; it points into `x`, `vectors` and `weight`."""
     kernel = weight.shape[2]
@@ -241,6 +266,7 @@ def _call(
         rectify=rectify,
         threads=torch.get_num_threads(),
         level=level_number(level),
+        winograd=kernel == 3 and (by_squares(x, weight) if winograd is None else winograd),
         x=x.data_ptr(),
         ld_x=pitch(x),
         weight=weight.data_ptr(),

@@ -149,8 +149,9 @@ class Convolve(nn.Module):
         x = xs[0]
         if x.dim() != len(window.stride) + 2:  # one image without a batch
             return layer.forward(torch.relu(joined(xs)) if rectify else joined(xs)), None
-        wanted = any(measures(reader) for reader in self.readers) and fuses(self.when, x, self._elems(x))
-        if vectors is None and not wanted and not (rectify and fuses(self.when, x)):
+        quick = fusion_size.is_quick(xs, layer.weight, layer.bias, window)
+        wanted = any(measures(reader) for reader in self.readers) and (quick or fuses(self.when, x, self._elems(x)))
+        if vectors is None and not (wanted or quick or (rectify and fuses(self.when, x))):
             return layer.forward(torch.relu(joined(xs)) if rectify else joined(xs)), None
         mean, scale, shift = vectors or (None, None, None)
         y, mean_y, variance_y = norm_conv(xs, mean, scale, shift, rectify, layer.weight, layer.bias, window, wanted)

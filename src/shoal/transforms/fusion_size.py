@@ -1,15 +1,18 @@
-"""Where a fused layer is worth its call: decided at every call, by the size of what is normalised.
+"""Where a fused layer is worth its call: decided at every call, by the size of what is normalised or the work there is.
 
-No magic: all it does is compare a number of elements with one that measurements suggest.
+No magic: all it does is compare a number with one that measurements suggest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
+from shoal.runtime import norm_conv_native
 from shoal.runtime.direct_call import watched
+from shoal.runtime.norm_conv_native import Window
 
 When = Literal["pays", "always"]
 WHENS: tuple[When, ...] = ("pays", "always")
@@ -23,6 +26,26 @@ what calling an op written in Python costs beside PyTorch's own."""
 
 LEAST_BLOCK_ELEMS = LEAST_ELEMS // 8
 """The same for all channels of a dense block: one call there, and no concatenation is written for any of its layers."""
+
+
+LEAST_PRODUCTS = 1 << 24
+"""Multiplications of nine taps from which on a native 3 x 3 by squares is worth its call, whatever it is fused with."""
+
+
+def is_quick(xs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
+    """Whether a convolution of `xs` side by side is so much faster as `norm_conv` that its call is paid by that alone.
+
+    >>> is_quick([torch.ones(1, 8, 4, 4)], torch.ones(8, 8, 3, 3), None, Window([1, 1], [1, 1], [1, 1], 1))
+    False
+    """
+    x = xs[0]
+    return (
+        len(xs) == 1
+        and x.numel() * weight.shape[0] * 9 >= LEAST_PRODUCTS
+        and norm_conv_native.applies(x, weight, bias, window)
+        and norm_conv_native.by_squares(x, weight)
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def fuses(when: When, x: torch.Tensor, elems: int | None = None, least: int | None = None) -> bool:
