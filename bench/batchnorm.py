@@ -125,11 +125,16 @@ def wanted(asked: argparse.Namespace) -> Iterator[Asked]:
         value = getattr(asked, option)
         if value is not None and value < 1:
             raise InputError(f"--{option} {value}: give 1 or more")
-    if asked.zoo and asked.contenders:
+    if asked.zoo and asked.contenders is not None:
         raise InputError("--contenders is for whole steps; --zoo compares eager and the default level")
-    names = asked.networks or (models.names() if asked.zoo else NETWORKS[: 1 if asked.quick else None])
+    names = (
+        asked.networks
+        if asked.networks is not None
+        else (models.names() if asked.zoo else NETWORKS[: 1 if asked.quick else None])
+    )
     _known("--networks", names, models.names())
-    contenders = ZOO if asked.zoo else asked.contenders or (QUICK if asked.quick else DEFAULT)
+    usual = ZOO if asked.zoo else QUICK if asked.quick else DEFAULT
+    contenders = usual if asked.contenders is None else asked.contenders
     _known("--contenders", contenders, CONTENDERS)
     both = {"none": (False,), "all": (True,), "both": (False, True)}[asked.pool_first]
     for name in names:

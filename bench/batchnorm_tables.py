@@ -142,7 +142,7 @@ def setting_of(result: Mapping[str, Any]) -> str:
 
 
 def verdicts(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each target beside what was measured: `met` is None where it was not measured at all.
+    """Each target beside what was measured: `met` is None where it was not, or at another size than the target's.
 
     Returns:
         A line each: `target`, `measured` (number or None), `met`, `said`.
@@ -165,18 +165,23 @@ def _held(target: Target, wanted: str, result: Mapping[str, Any]) -> dict[str, A
     ours, eager = default_row(result), row_of(result, EAGER)
     asked = result["asked"]
     where = f"{asked['batch']} x {asked['image']} pixels, pools first for {'all' if asked['pool_first'] else 'none'}"
-    if (asked["batch"], asked["image"]) != _TARGETS_SETTING:
+    as_asked = (asked["batch"], asked["image"]) == _TARGETS_SETTING
+    if not as_asked:
         where += f"; the target is for {_TARGETS_SETTING[0]} x {_TARGETS_SETTING[1]}"
-    if ours is None or eager is None or (target.against != MEMORY and target.against not in ours["times"]):
+    if ours is None:
+        levels = f"neither {FUSED!r} nor its default level {result['default_level']!r} was measured"
+        return _verdict(wanted, None, None, f"{levels} ({where})")
+    if eager is None or (target.against != MEMORY and target.against not in ours["times"]):
         return _verdict(wanted, None, None, f"not measured ({where})")
     if target.against == MEMORY:
         share = ours["peak_bytes"] / eager["peak_bytes"]
-        return _verdict(wanted, share, share <= target.least, f"{100 * share:.1f} % with {ours['title']} ({where})")
+        met = share <= target.least if as_asked else None
+        return _verdict(wanted, share, met, f"{100 * share:.1f} % with {ours['title']} ({where})")
     times = ours["times"][target.against]["step"]
     said = f"{times:.2f} × with {ours['title']} ({where})"
     if target.stretch:
         said += f"; the stretch of {target.stretch:.2f} is {'met' if times >= target.stretch else 'not met'}"
-    return _verdict(wanted, times, times >= target.least, said)
+    return _verdict(wanted, times, times >= target.least if as_asked else None, said)
 
 
 def without_tunables(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -235,8 +240,9 @@ def row_of(result: Mapping[str, Any], contender: str) -> dict[str, Any] | None:
 
 
 def default_row(result: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The row of the level that `fuse_batchnorm` takes by itself."""
-    return row_of(result, FUSED) or row_of(result, result["default_level"])
+    """The row of the level that `fuse_batchnorm` takes by itself; "icf" is "bnff" where nothing is concatenated."""
+    levels = [result["default_level"], *(["icf"] if result["default_level"] == "bnff" else [])]
+    return next((row for name in (FUSED, *levels) if (row := row_of(result, name)) is not None), None)
 
 
 def _verdict(target: str, measured: float | None, met: bool | None, said: str) -> dict[str, Any]:

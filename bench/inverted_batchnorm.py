@@ -27,6 +27,7 @@ from bench.budgets import make_folder
 from bench.conditions import conditions, describe, file_name
 from bench.reference import WrongTraining
 from bench.split_accuracy import NARROW, QUICK, SHORT, Pace, images_of
+from shoal.data.cifar10 import open_cifar10
 from shoal.errors import InputError
 from shoal.files import write_json
 
@@ -107,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counts = (asked.batch, asked.image, asked.turns, asked.seeds, asked.images, asked.epochs)
         if any(count is not None and count < 1 for count in counts):
             raise InputError("--batch, --image, --turns, --seeds, --images and --epochs are 1 or more")
+        if "training" in asked.parts.split(","):
+            open_cifar10()  # says what is missing before half an hour is spent
         out = make_folder(asked.out)
         found = conditions(device, 0)
         console = tables.console()

@@ -109,9 +109,30 @@ def test_targets_are_met_or_not_by_the_default_level_under_tuned_malloc() -> Non
     assert "stretch of 1.50 is not met" in lines[0] and lines[1].startswith("NOT MET") and "31.0 %" in lines[2]
 
 
+def test_a_target_reads_what_a_user_gets_first_and_the_highest_level_where_it_is_the_same() -> None:
+    rows = row(EAGER, 1.0), row("bnff", 1.2), row("icf", 1.3)
+    of = [
+        (FUSED, (*rows, row(FUSED, 1.1))),
+        ("bnff", rows),
+        ("icf", (rows[0], rows[2])),
+        (None, (rows[0], row("rcf", 2))),
+    ]
+    for name, held in of:
+        (found,) = (
+            verdict
+            for verdict in batchnorm_tables.verdicts([result("resnet50", *held) | {"default_level": "bnff"}])
+            if verdict["target"].startswith("resnet50")
+        )
+        assert CONTENDERS[name].title in found["said"] if name else "'bnff' was measured" in found["said"]
+        assert found["met"] is (True if name else None)
+
+
 def test_a_target_that_was_not_measured_is_neither_met_nor_missed() -> None:
     found = batchnorm_tables.verdicts([result("densenet121", row(EAGER, 1.0), row("icf", 1.6), batch=4)])
-    assert [verdict["met"] for verdict in found] == [True, None, False, None]
+    assert [verdict["met"] for verdict in found] == [None] * 4 and [found[0]["measured"], found[2]["measured"]] == [
+        1.6,
+        1,
+    ]
     assert "the target is for 16 x 224" in found[0]["said"] and "stretch of 1.50 is met" in found[0]["said"]
 
 
@@ -267,7 +288,13 @@ def test_a_run_pools_first_and_takes_the_malloc_that_is_asked_for(
     assert [(one["malloc"], one["asked"]["pool_first"]) for one in found["results"]] == [("tuned", True)]
     (first,) = found["results"]
     assert "hugetlb=1" in first["conditions"]["malloc"]["GLIBC_TUNABLES"]
-    assert [verdict["met"] for verdict in found["verdicts"]].count(None) == 2  # Inductor, ResNet-50
+    assert [verdict["met"] for verdict in found["verdicts"]] == [None] * 4  # small images
+    assert [verdict["measured"] is None for verdict in found["verdicts"]] == [
+        False,
+        True,
+        False,
+        True,
+    ]  # Inductor, ResNet-50
     assert "densenet121: at least 1.35 × eager" in capsys.readouterr().out
 
 

@@ -134,3 +134,17 @@ def test_whoever_watches_sees_the_fused_ops() -> None:
 def test_other_words_are_refused() -> None:
     with pytest.raises(InputError, match="when='never': expected one of 'pays', 'always'"):
         fuse_batchnorm(nn.ReLU(), when="never")  # type: ignore[arg-type]
+
+
+def test_a_compiler_is_not_asked_which_kernels_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*unused: object) -> bool:
+        raise AssertionError("it would have to look into the native library")
+
+    monkeypatch.setattr(fusion_size.norm_conv_native, "applies", asked)
+    window, weight = Window([1, 1], [1, 1], [1, 1], 1), torch.ones(64, 64, 3, 3)
+
+    def quick(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if fusion_size.is_quick([x], weight, None, window) else x
+
+    compiled = torch.compile(quick, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(images := torch.ones(2, 64, 64, 64)), images)

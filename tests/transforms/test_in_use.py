@@ -140,6 +140,20 @@ def test_on_the_meta_device_shapes_go_through(transform: Transform, kind: type[n
     assert y.is_meta and y.shape == (2, 2, 4, 4)
 
 
+@EITHER
+def test_a_step_of_a_network_without_values_is_planned_as_of_one_with(
+    transform: Transform, kind: type[nn.Module]
+) -> None:
+    ops = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            net, example = kind(), torch.empty(2, 3, 6, 6)
+        ops.append(
+            [op.target for op in shoal.plan(transform(net), example, budget="1MiB", hardware="p100-nvlink").graph.ops]
+        )
+    assert ops[0] == ops[1] and any("shoal." in target for target in ops[0])
+
+
 def test_a_network_that_was_inverted_without_values_is_described_filled_and_restored() -> None:
     with torch.device("meta"):
         inverted = shoal.invert_batchnorm(Layers())

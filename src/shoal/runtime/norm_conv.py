@@ -59,7 +59,7 @@ def norm_conv(
     (tensor([[[0., 5.]]]), tensor([2.5000]), tensor([6.2500]))
     """
     device = weight.device.type
-    if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+    if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
         kind = torch.get_autocast_dtype(device)
         weight, bias = weight.to(kind), None if bias is None else bias.to(kind)
     y, mean_y, variance_y = _norm_conv(

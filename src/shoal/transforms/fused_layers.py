@@ -214,7 +214,7 @@ class DenseBlock(nn.Module):
         kind, device = xs[0].dtype, xs[0].device
         return (
             fuses(self.when, xs[0], self._elems(xs[0]), fusion_size.LEAST_BLOCK_ELEMS)
-            and not torch.is_autocast_enabled(device.type)
+            and (xs[0].is_meta or not torch.is_autocast_enabled(device.type))
             and all(x.dtype == kind for x in xs)
             and xs[0].numel() > xs[0].shape[1]
             and all(

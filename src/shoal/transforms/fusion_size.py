@@ -35,12 +35,15 @@ LEAST_PRODUCTS = 1 << 24
 def is_quick(xs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
     """Whether a convolution of `xs` side by side is so much faster as `norm_conv` that its call is paid by that alone.
 
+    A compiler, which pays for no call, is not asked: it could not look into the native library either.
+
     >>> is_quick([torch.ones(1, 8, 4, 4)], torch.ones(8, 8, 3, 3), None, Window([1, 1], [1, 1], [1, 1], 1))
     False
     """
     x = xs[0]
     return (
-        len(xs) == 1
+        not torch.compiler.is_compiling()
+        and len(xs) == 1
         and x.numel() * weight.shape[0] * 9 >= LEAST_PRODUCTS
         and norm_conv_native.applies(x, weight, bias, window)
         and norm_conv_native.by_squares(x, weight)
@@ -54,13 +57,13 @@ def fuses(when: When, x: torch.Tensor, elems: int | None = None, least: int | No
     `least` stands in for `LEAST_ELEMS`.
 
     Always on devices other than the CPU, for which nothing was measured, and where a compiler, a capture or a dispatch
-    mode watches: it gets the op, whose call costs nothing there. Never where there is nothing to measure, in an empty
-    batch or on the meta device.
+    mode watches: it gets the op, whose call costs nothing there. Never in an empty batch, where there is nothing to
+    measure.
 
     >>> fuses("pays", torch.ones(1, 8, 4, 4)), fuses("always", torch.ones(1, 8, 4, 4))
     (False, True)
     """
-    if x.numel() == 0 or x.is_meta:
+    if x.numel() == 0:
         return False
     if when == "always" or torch.compiler.is_compiling():
         return True
