@@ -88,8 +88,27 @@ def test_small_maps_are_fused_where_the_convolution_alone_is_worth_it() -> None:
         error, allowed = (float((mine.double() - truth).norm()) for mine in (ours, naive))
         # A ReLU may fall on the other side.
         assert error <= allowed + 1e-4 * float(truth.norm()) + 1e-3
-    same = [1, 1]
-    assert not fusion_size.is_quick([images], torch.ones(32, 3, 3, 3), None, Window(same, same, same, 1))
+    same, size = [1, 1], fusion_size.FusionSize("pays")
+    assert not size.is_quick([images], torch.ones(32, 3, 3, 3), None, Window(same, same, same, 1))
+    assert size.is_quick([torch.cat([images] * 8, 1)], torch.ones(64, 24, 3, 3), None, Window(same, same, same, 1))
+
+
+def test_inputs_of_which_nothing_is_fused_run_the_network_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = _dense_net()
+    fused = fuse_batchnorm(net)
+    calls = []
+    monkeypatch.setattr(net, "forward", lambda x: calls.append(x.shape) or type(net).forward(net, x))
+    small = _images(dtype=torch.float32)
+    for _ in range(3):
+        fused(small).sum().backward()
+    assert calls == [small.shape] * 2  # once it was found out
+    monkeypatch.setattr(fusion_size, "LEAST_BLOCK_ELEMS", 1)
+    fused(_large_images()).sum().backward()
+    fused(_large_images()).sum().backward()
+    assert calls == [small.shape] * 2
+    with FlopCounterMode(display=False) as counter:
+        fused(small)
+    assert torch.ops.shoal.dense_block in counter.get_flop_counts()["Global"]
 
 
 def test_who_wants_the_bytes_says_always(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +161,10 @@ def test_a_compiler_is_not_asked_which_kernels_there_are(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(fusion_size.norm_conv_native, "applies", asked)
     window, weight = Window([1, 1], [1, 1], [1, 1], 1), torch.ones(64, 64, 3, 3)
+    size = fusion_size.FusionSize("pays")
 
     def quick(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if fusion_size.is_quick([x], weight, None, window) else x
+        return x + 1 if size.is_quick([x], weight, None, window) else x
 
     compiled = torch.compile(quick, backend="eager", fullgraph=True)
     assert torch.equal(compiled(images := torch.ones(2, 64, 64, 64)), images)

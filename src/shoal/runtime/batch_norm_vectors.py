@@ -48,7 +48,7 @@ def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tenso
     running, mean, variance = (layer.running_mean, layer.running_var), mean.detach(), variance.detach()
     if batches is None and running[0].dtype == mean.dtype and not watched((*running, mean)):
         for moving, now in zip(running, (mean, variance * (count / (count - 1))), strict=True):
-            moving.add_((now - moving).mul_(momentum))  # the bits of `_moved`
+            moving.lerp_(now, momentum)
         return
     with torch.no_grad():
         moved = torch.ops.shoal.moved_statistics(*running, mean, variance, batches, momentum, count)
@@ -111,7 +111,7 @@ def _moved(
     share: Any = momentum if batches is None else 1.0 / batches.to(mean.dtype)
     unbiased = variance * (count / (count - 1))
     pairs = ((running_mean, mean), (running_variance, unbiased))
-    moved_mean, moved_variance = (running + ((now - running) * share).to(running.dtype) for running, now in pairs)
+    moved_mean, moved_variance = (running.to(now.dtype).lerp(now, share).to(running.dtype) for running, now in pairs)
     return moved_mean, moved_variance
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from shoal.transforms.fused_layers import Affine, Convolve, DenseBlock, Measure, Moments
-from shoal.transforms.fusion_size import When
+from shoal.transforms.fusion_size import FusionSize
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class _Link:
         return _nodes(self.norm.args[1])
 
 
-def join_dense_blocks(graph: fx.Graph, added: dict[str, nn.Module], when: When) -> list[tuple[str, str]]:
+def join_dense_blocks(graph: fx.Graph, added: dict[str, nn.Module], size: FusionSize) -> list[tuple[str, str]]:
     """Replace every dense block of the graph by one call.
 
     Args:
         graph: of fused layers; it is changed.
         added: the modules that it calls by name; the blocks come to them.
-        when: whether small maps are fused.
+        size: says which maps are too small.
 
     Returns:
         The names of the first and the last convolution of each block.
@@ -58,7 +58,7 @@ def join_dense_blocks(graph: fx.Graph, added: dict[str, nn.Module], when: When) 
             continue
         taken.update(one.conv for layer in layers for one in layer)
         names.append((str(link.conv.target), str(layers[-1][-1].conv.target)))
-        _replace(graph, added, layers, when, f"dense_block_{len(names)}")
+        _replace(graph, added, layers, size, f"dense_block_{len(names)}")
     return names
 
 
@@ -110,9 +110,11 @@ def _layer(link: _Link, by_conv: dict[fx.Node, _Link]) -> list[_Link]:
         link = following
 
 
-def _replace(graph: fx.Graph, added: dict[str, nn.Module], layers: list[list[_Link]], when: When, name: str) -> None:
+def _replace(
+    graph: fx.Graph, added: dict[str, nn.Module], layers: list[list[_Link]], size: FusionSize, name: str
+) -> None:
     first = layers[0][0]
-    added[name] = DenseBlock([[(link.affine, link.convolve) for link in layer] for layer in layers], when)
+    added[name] = DenseBlock([[(link.affine, link.convolve) for link in layer] for layer in layers], size)
     xs, moments = first.reads(), first.reads_moments()
     with graph.inserting_before(first.norm):
         both = graph.call_module(name, (xs, moments))

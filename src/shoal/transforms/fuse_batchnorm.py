@@ -9,13 +9,17 @@ from torch import compiler, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from shoal.errors import InputError
+from shoal.runtime.batch_norm_vectors import runs_again
+from shoal.runtime.direct_call import watched
 from shoal.transforms.eager_graph import EagerGraph
 from shoal.transforms.fuse_graph import LEVELS, Level, fuse_graph
 from shoal.transforms.fusion_ops import Tracer
-from shoal.transforms.fusion_size import WHENS, When
+from shoal.transforms.fusion_size import WHENS, FusionSize, When
 from shoal.transforms.fusion_summary import FusionSummary, Left
 from shoal.transforms.stand_in import StandIn
 from shoal.transforms.tracing import UntraceableError, has_hooks, trace
+
+_MOST_INPUTS = 64  # kinds of inputs that a network remembers
 
 
 def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When = "pays") -> FusedModule:
@@ -87,7 +91,8 @@ class FusedModule(StandIn):
 
     def __init__(self, model: nn.Module, level: Level | None, when: When) -> None:
         super().__init__(model)
-        self._wanted, self._when = level, when
+        self._wanted, self._size = level, FusionSize(when)
+        self._unfused_inputs: set[Any] = set()  # of which all maps are too small: the network itself runs
         self._fused: tuple[fx.GraphModule, ...] = ()
         self._fuse()
 
@@ -104,7 +109,14 @@ class FusedModule(StandIn):
             self._fuse()
         if compiler.is_compiling() or not self._fused or _has_any_global_hook():
             return (self._fused or self._source)[0].forward(*args, **kwargs)
-        return self._eager(self._fused[0])(*args, **kwargs)
+        kind = _kind(args) if not kwargs and not runs_again() and not watched(args) else None
+        if kind is not None and kind in self._unfused_inputs:
+            return self.source.forward(*args)
+        self._size.fused = False
+        result = self._eager(self._fused[0])(*args, **kwargs)
+        if kind is not None and not self._size.fused and len(self._unfused_inputs) < _MOST_INPUTS:
+            self._unfused_inputs.add(kind)
+        return result
 
     def extra_repr(self) -> str:
         return f"level={self.summary.level!r}, {len(self.summary.fused)} fused, {len(self.summary.left)} left"
@@ -125,7 +137,7 @@ class FusedModule(StandIn):
             why = Left(type(model).__name__, f"torch.fx cannot trace it: {reason}")
             self._fused, self.summary = (), FusionSummary(self._wanted or "bnff", (), (why,))
             return
-        graph_module, summary = fuse_graph(model, graph, self._wanted or _highest(model, graph), self._when)
+        graph_module, summary = fuse_graph(model, graph, self._wanted or _highest(model, graph), self._size)
         self._fused, self.summary = (graph_module,), summary
 
 
@@ -136,7 +148,17 @@ def _transformed() -> bool:
     )
 
 
+def _kind(args: tuple[Any, ...]) -> Any:
+    """What decides whether anything is fused for these inputs; None where that is not for their sizes to say."""
+    if not all(isinstance(value, torch.Tensor) for value in args):
+        return None
+    autocast = torch.is_autocast_enabled("cpu")
+    return autocast, *((x.shape, x.stride(), x.dtype, x.device) for x in args)
+
+
 def _highest(model: nn.Module, graph: fx.Graph) -> Level:
     """The lowest level that fuses all that can be."""
-    (_, most), (_, without_concatenations) = (fuse_graph(model, graph, level, "always") for level in ("icf", "bnff"))
+    (_, most), (_, without_concatenations) = (
+        fuse_graph(model, graph, level, FusionSize("always")) for level in ("icf", "bnff")
+    )
     return "bnff" if most.fused == without_concatenations.fused else "icf"

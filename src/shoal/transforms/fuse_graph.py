@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.transforms.dense_blocks import join_dense_blocks
 from shoal.transforms.fused_layers import Affine, Convolve, Measure, Normalise
 from shoal.transforms.fusion_ops import Ops, refusal
-from shoal.transforms.fusion_size import When
+from shoal.transforms.fusion_size import FusionSize
 from shoal.transforms.fusion_summary import Fused, FusionSummary, Left
 from shoal.transforms.inverted_graph import inverted_layers
 from shoal.transforms.live_graph import live_graph
@@ -48,21 +48,23 @@ class _Plan:
     pending: bool  # only convolutions read `end`
 
 
-def fuse_graph(root: nn.Module, graph: fx.Graph, level: Level, when: When) -> tuple[fx.GraphModule, FusionSummary]:
+def fuse_graph(
+    root: nn.Module, graph: fx.Graph, level: Level, size: FusionSize
+) -> tuple[fx.GraphModule, FusionSummary]:
     """Build it.
 
     Args:
         root: the network, whose layers the result calls.
         graph: of the network.
         level: how much is fused; "icf" where "bnff" would do is the same.
-        when: whether small maps are fused.
+        size: says which maps are too small.
     """
-    return _Builder(root, graph, level, when).build()
+    return _Builder(root, graph, level, size).build()
 
 
 class _Builder:
-    def __init__(self, root: nn.Module, graph: fx.Graph, level: Level, when: When) -> None:
-        self.root, self.graph, self.level, self.when = root, graph, level, when
+    def __init__(self, root: nn.Module, graph: fx.Graph, level: Level, size: FusionSize) -> None:
+        self.root, self.graph, self.level, self.size = root, graph, level, size
         self.ops = Ops(dict(root.named_modules()))
         self.out = fx.Graph()
         self.value: dict[fx.Node, fx.Node] = {}
@@ -88,7 +90,7 @@ class _Builder:
         for node in reversed(self.graph.nodes):  # concatenations that nobody needs whole
             if node in self.value and not self.value[node].users and self.ops.parts(node) is not None:
                 self.out.erase_node(self.value[node])
-        blocks = join_dense_blocks(self.out, self.added, self.when) if self.level == "icf" else []
+        blocks = join_dense_blocks(self.out, self.added, self.size) if self.level == "icf" else []
         self._keep_names_apart()
         self._report_unseen()
         left = tuple(Left(layer, reason) for layer, reason in self.left.items())
@@ -170,10 +172,10 @@ class _Builder:
     def _write_vectors(self, node: fx.Node, plan: _Plan) -> None:
         for part in plan.parts:
             if part not in self.moments:
-                name = self._add(f"{node.target}_measure", Measure(self.readers[part], self.when))
+                name = self._add(f"{node.target}_measure", Measure(self.readers[part], self.size))
                 self.moments[part] = self.out.call_module(name, (self.value[part],))
         xs, moments = [self.value[part] for part in plan.parts], [self.moments[part] for part in plan.parts]
-        affine = Affine(plan.layer, plan.rectify and plan.residual is None, self.when)
+        affine = Affine(plan.layer, plan.rectify and plan.residual is None, self.size)
         self.vectors[node] = self.out.call_module(self._add(str(node.target), affine), (xs, moments))
 
     def _write_end(self, end: fx.Node, batch_norm: fx.Node, plan: _Plan) -> None:
@@ -202,7 +204,7 @@ class _Builder:
             self.value[node] = self._copied(node)
             return
         before = before or _Pending([self.value[source]], None, False)
-        name = self._add(str(node.target), Convolve(layer, before.rectify, measured, self.when))
+        name = self._add(str(node.target), Convolve(layer, before.rectify, measured, self.size))
         both = self.out.call_module(name, (before.xs, before.vectors))
         self.value[node] = self.out.call_function(operator.getitem, (both, 0))
         if measured:

@@ -23,7 +23,7 @@ from shoal.runtime.norm_conv import norm_conv
 from shoal.runtime.norm_conv_native import Window
 from shoal.runtime.statistics import statistics, wide
 from shoal.transforms import fusion_size
-from shoal.transforms.fusion_size import When, fuses
+from shoal.transforms.fusion_size import FusionSize
 
 Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # mean, scale, shift
 Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
@@ -37,13 +37,13 @@ def measures(layer: _BatchNorm) -> bool:
 class Measure(nn.Module):
     """Statistics in a sweep of their own, for batch norms whose input no fused convolution produced."""
 
-    def __init__(self, readers: Iterable[_BatchNorm], when: When) -> None:
+    def __init__(self, readers: Iterable[_BatchNorm], size: FusionSize) -> None:
         super().__init__()
-        self.readers, self.when = tuple(readers), when
+        self.readers, self.size = tuple(readers), size
 
     def forward(self, x: torch.Tensor) -> Moments | None:
         """(N, C, ...) → mean and variance, (C,); None where every reader is frozen, or `x` is small."""
-        wanted = any(measures(layer) for layer in self.readers) and fuses(self.when, x)
+        wanted = any(measures(layer) for layer in self.readers) and self.size.fuses(x)
         return statistics(x) if wanted else None
 
 
@@ -53,12 +53,12 @@ class Affine(nn.Module):
     Args:
         layer: the batch norm.
         rectify: whether a ReLU comes right after it.
-        when: whether small maps are fused.
+        size: says which maps are too small.
     """
 
-    def __init__(self, layer: _BatchNorm, rectify: bool, when: When) -> None:
+    def __init__(self, layer: _BatchNorm, rectify: bool, size: FusionSize) -> None:
         super().__init__()
-        self.layer, self.rectify, self.when = layer, rectify, when
+        self.layer, self.rectify, self.size = layer, rectify, size
 
     def forward(self, xs: Sequence[torch.Tensor], moments: Sequence[Moments | None]) -> Vectors | torch.Tensor:
         """The tensors that are normalised side by side, and the statistics of each → mean, scale, shift, (C,).
@@ -68,7 +68,7 @@ class Affine(nn.Module):
         layer, x = self.layer, xs[0]
         layer._check_input_dim(x)
         if not measures(layer):
-            if not fuses(self.when, x):
+            if not self.size.fuses(x):
                 return self._plain(xs)
             assert layer.running_mean is not None and layer.running_var is not None
             mean, variance = layer.running_mean.to(wide(x.dtype)), layer.running_var.to(wide(x.dtype))
@@ -129,12 +129,12 @@ class Convolve(nn.Module):
         layer: the convolution.
         rectify: whether a ReLU comes before it.
         readers: batch norms that read its result.
-        when: whether small maps are fused.
+        size: says which maps are too small.
     """
 
-    def __init__(self, layer: _ConvNd, rectify: bool, readers: Iterable[_BatchNorm], when: When) -> None:
+    def __init__(self, layer: _ConvNd, rectify: bool, readers: Iterable[_BatchNorm], size: FusionSize) -> None:
         super().__init__()
-        self.layer, self.rectify, self.when = layer, rectify, when
+        self.layer, self.rectify, self.size = layer, rectify, size
         self.readers = tuple(readers)
         stride, padding, dilation = (list(numbers) for numbers in (layer.stride, zero_padding(layer), layer.dilation))
         self.window = Window(stride, padding, dilation, layer.groups)
@@ -149,9 +149,9 @@ class Convolve(nn.Module):
         x = xs[0]
         if x.dim() != len(window.stride) + 2:  # one image without a batch
             return layer.forward(torch.relu(joined(xs)) if rectify else joined(xs)), None
-        quick = fusion_size.is_quick(xs, layer.weight, layer.bias, window)
-        wanted = any(measures(reader) for reader in self.readers) and (quick or fuses(self.when, x, self._elems(x)))
-        if vectors is None and not (wanted or quick or (rectify and fuses(self.when, x))):
+        quick = self.size.is_quick(xs, layer.weight, layer.bias, window)
+        wanted = any(measures(reader) for reader in self.readers) and (quick or self.size.fuses(x, self._elems(x)))
+        if vectors is None and not (wanted or quick or (rectify and self.size.fuses(x))):
             return layer.forward(torch.relu(joined(xs)) if rectify else joined(xs)), None
         mean, scale, shift = vectors or (None, None, None)
         y, mean_y, variance_y = norm_conv(xs, mean, scale, shift, rectify, layer.weight, layer.bias, window, wanted)
@@ -167,12 +167,12 @@ class DenseBlock(nn.Module):
 
     Args:
         layers: batch norms and convolutions of each.
-        when: whether small maps are fused.
+        size: says which maps are too small.
     """
 
-    def __init__(self, layers: Sequence[Sequence[tuple[Affine, Convolve]]], when: When) -> None:
+    def __init__(self, layers: Sequence[Sequence[tuple[Affine, Convolve]]], size: FusionSize) -> None:
         super().__init__()
-        self.when = when
+        self.size = size
         self.layers = tuple(tuple(layer) for layer in layers)  # in tuples, so that none is a child
 
     def forward(
@@ -213,7 +213,7 @@ class DenseBlock(nn.Module):
     def _is_one_op(self, xs: Sequence[torch.Tensor]) -> bool:
         kind, device = xs[0].dtype, xs[0].device
         return (
-            fuses(self.when, xs[0], self._elems(xs[0]), fusion_size.LEAST_BLOCK_ELEMS)
+            self.size.fuses(xs[0], self._elems(xs[0]), fusion_size.LEAST_BLOCK_ELEMS)
             and (xs[0].is_meta or not torch.is_autocast_enabled(device.type))
             and all(x.dtype == kind for x in xs)
             and xs[0].numel() > xs[0].shape[1]
@@ -230,7 +230,7 @@ class DenseBlock(nn.Module):
         measuring = any(measures(norm.layer) for layer in self.layers for norm, _ in layer)
         features = list(xs)
         measured = [
-            statistics(x) if pair is None and measuring and fuses(self.when, x) else pair
+            statistics(x) if pair is None and measuring and self.size.fuses(x) else pair
             for x, pair in zip(xs, moments, strict=True)
         ]
         for layer in self.layers:

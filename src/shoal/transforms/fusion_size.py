@@ -32,40 +32,59 @@ LEAST_PRODUCTS = 1 << 24
 """Multiplications of nine taps from which on a native 3 x 3 by squares is worth its call, whatever it is fused with."""
 
 
-def is_quick(xs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
-    """Whether a convolution of `xs` side by side is so much faster as `norm_conv` that its call is paid by that alone.
+class FusionSize:
+    """Decides for one network, at every call, which of its fused layers run as such.
 
-    A compiler, which pays for no call, is not asked: it could not look into the native library either.
+    Args:
+        when: "always", or "pays": by the numbers above, in eager mode on the CPU. For other devices nothing was
+            measured, and a compiler, a capture or a dispatch mode that watches gets the op, whose call costs nothing
+            there. Neither in an empty batch, where there is nothing to measure.
 
-    >>> is_quick([torch.ones(1, 8, 4, 4)], torch.ones(8, 8, 3, 3), None, Window([1, 1], [1, 1], [1, 1], 1))
-    False
+    Attributes:
+        fused: whether anything was since this was last set.
     """
-    x = xs[0]
-    return (
-        not torch.compiler.is_compiling()
-        and len(xs) == 1
-        and x.numel() * weight.shape[0] * 9 >= LEAST_PRODUCTS
-        and norm_conv_native.applies(x, weight, bias, window)
-        and norm_conv_native.by_squares(x, weight)
-        and not torch.is_autocast_enabled("cpu")
-    )
 
+    def __init__(self, when: When) -> None:
+        self.when = when
+        self.fused = False
 
-def fuses(when: When, x: torch.Tensor, elems: int | None = None, least: int | None = None) -> bool:
-    """Whether a batch norm of `elems` elements, by default those of `x`, is done by its neighbours.
+    def fuses(self, x: torch.Tensor, elems: int | None = None, least: int | None = None) -> bool:
+        """Whether a batch norm of `elems` elements, by default those of `x`, is done by its neighbours.
 
-    `least` stands in for `LEAST_ELEMS`.
+        `least` stands in for `LEAST_ELEMS`.
 
-    Always on devices other than the CPU, for which nothing was measured, and where a compiler, a capture or a dispatch
-    mode watches: it gets the op, whose call costs nothing there. Never in an empty batch, where there is nothing to
-    measure.
+        >>> FusionSize("pays").fuses(torch.ones(1, 8, 4, 4)), FusionSize("always").fuses(torch.ones(1, 8, 4, 4))
+        (False, True)
+        """
+        if x.numel() == 0:
+            return False
+        if self.when == "always" or torch.compiler.is_compiling():
+            found = True
+        else:
+            enough = (x.numel() if elems is None else elems) >= (LEAST_ELEMS if least is None else least)
+            found = enough or not x.is_cpu or watched((x,))
+        self.fused |= found
+        return found
 
-    >>> fuses("pays", torch.ones(1, 8, 4, 4)), fuses("always", torch.ones(1, 8, 4, 4))
-    (False, True)
-    """
-    if x.numel() == 0:
-        return False
-    if when == "always" or torch.compiler.is_compiling():
-        return True
-    enough = (x.numel() if elems is None else elems) >= (LEAST_ELEMS if least is None else least)
-    return enough or not x.is_cpu or watched((x,))
+    def is_quick(
+        self, xs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, window: Window
+    ) -> bool:
+        """Whether a convolution of `xs` side by side is so much faster as `norm_conv` that this alone pays its call.
+
+        A compiler, which pays for no call, is not asked: it could not look into the native library either.
+
+        >>> window = Window([1, 1], [1, 1], [1, 1], 1)
+        >>> FusionSize("pays").is_quick([torch.ones(1, 8, 4, 4)], torch.ones(8, 8, 3, 3), None, window)
+        False
+        """
+        x = xs[0]
+        found = (
+            not torch.compiler.is_compiling()
+            and len(xs) == 1
+            and x.numel() * weight.shape[0] * 9 >= LEAST_PRODUCTS
+            and norm_conv_native.applies(x, weight, bias, window)
+            and norm_conv_native.by_squares(x, weight)
+            and not torch.is_autocast_enabled("cpu")
+        )
+        self.fused |= found
+        return found
