@@ -290,6 +290,31 @@ def test_a_mistake_about_splitting_is_told(arguments: list[str], said: str) -> N
         assert said in told(invoke(*command, *budget, *arguments))
 
 
+@pytest.mark.parametrize(
+    ("form", "said"), [("fused", "fuse_batchnorm, level bnff: "), ("inverted", " batch norms inverted")]
+)
+@pytest.mark.usefixtures("tiny")
+def test_batch_norms_in_another_form_save_less(here: Path, form: str, said: str) -> None:
+    arguments = ["plan", "--model", "resnet18_cifar", "--batch", "16", "--image", "32", "--hardware", "p100-nvlink"]
+    arguments += ["--planner", "keep_all"]
+    plain = json.loads(invoke(*arguments, "--json").stdout)
+    changed = json.loads(invoke(*arguments, "--json", "--batch-norm", form).stdout)
+    assert changed["kept_bytes"] < 0.9 * plain["kept_bytes"]
+    assert said in invoke(*arguments, "--batch-norm", form).stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch-norm", "folded"], "--batch-norm folded: expected one of fused, rcf, mvf, bnff, icf, inverted"),
+        (["--batch-norm", "fused", "--split", "0.5"], "cannot run patch by patch"),
+    ],
+)
+def test_a_mistake_about_batch_norms_is_told(arguments: list[str], said: str) -> None:
+    for command in (["plan", "--model", "resnet18", "--image", "64"], ["train", *SMALL]):
+        assert said in told(invoke(*command, "--budget", "1GiB", *arguments))
+
+
 def test_without_a_budget_the_device_is_the_budget(here: Path) -> None:
     arguments = ["plan", "--model", "alexnet", "--image", "64", "--hardware", "titanx-pcie", "--planner", "keep_all"]
     figures = json.loads(invoke(*arguments, "--json").stdout)

@@ -108,6 +108,8 @@ DRAWN_AND_PLANNED = {**DRAWN, "planner": "joint", "budget_bytes": ROOMY}
         {"workers": 1},
         {"amp": "fp16"},
         DRAWN,
+        {"batch_norm": "inverted", "planner": "none"},
+        {"batch_norm": "icf", "planner": "none"},
         pytest.param(DRAWN_AND_PLANNED, marks=pytest.mark.slow),
     ],
 )

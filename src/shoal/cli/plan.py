@@ -27,6 +27,7 @@ from shoal.sizes import parse_bytes
 from shoal.steps_by_batch import StepsByBatch
 from shoal.training.optimizers import optimizer_of
 from shoal.training.results import check_writable, save_plan
+from shoal.transforms.batch_norm_form import in_form, told
 
 
 @app.command()
@@ -50,6 +51,9 @@ def plan(
     grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
     stochastic: Annotated[float | None, typer.Option(help="Plan for cuts drawn in every step, by this omega.")] = None,
     halo: Annotated[str | None, typer.Option(help="exact: patches overlap, and the function stays the same.")] = None,
+    batch_norm: Annotated[
+        str | None, typer.Option(help="fused (or a level: rcf, mvf, bnff, icf), or inverted, with LeakyReLU for ReLU.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print figures as JSON instead of a text.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for plan.json, plan.html and trace.json.")] = None,
 ) -> None:
@@ -69,6 +73,8 @@ def plan(
         with torch.device("cpu" if target is None else "meta"):
             network = shoal.models.build(model, seed=0)
             example = torch.empty(shape)
+        network = in_form(network, batch_norm)
+        form = told(network)
         patches = None
         if split is not None:
             divided = shoal.split(network, split, patch_grid(grid), stochastic, halo=halo)  # type: ignore[arg-type]
@@ -98,7 +104,7 @@ def plan(
         else:
             figures |= _figures(made)
             if not json:
-                typer.echo(made.explain())
+                typer.echo("\n".join(filter(None, (form, made.explain()))))
             for path in save_plan(made, out, patches) if out is not None else ():
                 typer.echo(str(path), err=json)
         if target is not None and max_batch:

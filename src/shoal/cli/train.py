@@ -54,6 +54,9 @@ def train(
     grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
     stochastic: Annotated[float | None, typer.Option(help="Draw the cuts anew in every step, by this omega.")] = None,
     halo: Annotated[str | None, typer.Option(help="exact: patches overlap, and the function stays the same.")] = None,
+    batch_norm: Annotated[
+        str | None, typer.Option(help="fused (or a level: rcf, mvf, bnff, icf), or inverted, with LeakyReLU for ReLU.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write arguments and outcome to this file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for checkpoint, report, plan, trace.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
@@ -134,6 +137,7 @@ def train(
             grid=patch_grid(grid),
             stochastic=stochastic,
             halo=halo,
+            batch_norm=batch_norm,
             offload_to=None if offload_to == "none" else offload_to,
             host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
             rehearse=rehearse,

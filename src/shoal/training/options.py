@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.errors import InputError
 from shoal.lossy import lossy_of
+from shoal.transforms.batch_norm_form import check_form
 
 if TYPE_CHECKING:
     from shoal.plan import Plan
@@ -50,6 +51,7 @@ class TrainOptions:
         device: "cpu", "cuda", or "auto" for CUDA where there is one.
         split, grid, stochastic, halo: as `depth`, `grid`, `stochastic`, `halo` of `shoal.split`; split is None for the
             network as it is.
+        batch_norm: the form of batch norms, one of `shoal.transforms.batch_norm_form.FORMS`; None: as they are.
         offload_to, host_budget_bytes, rehearse: as `offload_to`, `host_budget` and `rehearse` of `shoal.compile`.
         lossy: the codec in which the planner "joint" may store inputs of convolutions; None for none.
         ranks: how many processes train together; None for one alone.
@@ -88,6 +90,7 @@ class TrainOptions:
     grid: tuple[int, ...] = (2, 2)
     stochastic: float | None = None
     halo: str | None = None
+    batch_norm: str | None = None
     offload_to: str | None = "auto"
     host_budget_bytes: int | None = None
     rehearse: str | None = None
@@ -121,6 +124,9 @@ class TrainOptions:
                 raise InputError(f"{name}={getattr(self, name)}: it must be a finite number of at least 0")
         if self.split is None and (self.stochastic is not None or self.halo is not None):
             raise InputError("nothing is split; give --split too, such as --split 0.5")
+        check_form(self.batch_norm)
+        if self.batch_norm is not None and (self.weights is not None or self.parallel is not None):
+            raise InputError("--batch-norm is for whole networks: leave out --weights and --parallel")
         offloads = self.offload_to not in ("auto", None) or self.rehearse is not None
         if self.planner == "none" and offloads and not (self.weights == "host" and self.offload_to in ("auto", None)):
             raise InputError("planner 'none' is plain PyTorch, which offloads nothing; choose another planner")

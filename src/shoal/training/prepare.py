@@ -21,6 +21,7 @@ from shoal.runtime.arena_cuda import CudaArena
 from shoal.runtime.wall import Wall, wall
 from shoal.training.options import TrainOptions
 from shoal.training.ranks import Ranks
+from shoal.transforms.batch_norm_form import in_form
 from shoal.transforms.split import SplitModule
 
 
@@ -96,7 +97,8 @@ def check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
 
 
 def divided(options: TrainOptions, model: nn.Module) -> nn.Module:
-    """The network as it is, or split where that was asked for."""
+    """The network as it is, or its batch norms in another form, or split where that was asked for."""
+    model = in_form(model, options.batch_norm)
     if options.split is None:
         return model
     return shoal.split(model, options.split, options.grid, options.stochastic, halo=options.halo)  # type: ignore[arg-type]
