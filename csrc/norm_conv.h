@@ -18,6 +18,7 @@ struct Moments {
 struct Scratch {
     float *input, *grad, *grad_input, *weight_grad;
     float *panel, *spread, *product;  // of squares: four rows of pixels, spread gradients, products of a column tile
+    float* weight;                    // of squares, transformed: column tile, point, depth, column
     float *pivot, *sum, *square;  // of one strip, before they are added to the doubles
     Moments moments;              // of y
     double *total, *centred;      // sum(da) and sum(da * (x - mean))
@@ -45,7 +46,6 @@ struct Winograd {
     const ShoalNormConv* call;
     int square_rows, square_columns;  // of an image
     int most;                         // squares of a block: how far a block's points are apart
-    const float* weight;              // transformed: column tile, point, depth, column
     const float* bias;                // filled up to a whole tile, or null
     const float *grad_constant, *grad_slope;
 };
@@ -89,7 +89,7 @@ struct Level {
     void (*winograd_transform)(const Winograd&, const SquareRows& block, const SquareRows& part, bool backward, Scratch&);
     void (*winograd_forward)(const Winograd&, const SquareRows&, const SquareRows& next, Rows tiles, Scratch&);
     void (*winograd_backward)(const Winograd&, const SquareRows&, const SquareRows& next, Rows tiles, Scratch&);
-    void (*winograd_weight_grad)(const ShoalNormConv&, const Scratch* parts, int count, std::int64_t tile);
+    void (*winograd_weight_grad)(const ShoalNormConv&, const float* sums, std::ptrdiff_t next, int parts, std::int64_t tile);
 };
 
 // A 3 x 3 by squares, and what it takes for itself of the workspace.

@@ -2,7 +2,7 @@
 //
 // Where the transformed weight stays in a second cache, every thread has blocks of squares of its own. A wide weight would
 // come from memory with every block, and its gradient be kept once a thread: there all threads make the points of one
-// large block, and then each has some of the column tiles.
+// large block, and then each has some of the column tiles, whose weights it transforms one by one.
 #include <algorithm>
 #include <vector>
 
@@ -19,24 +19,25 @@ constexpr std::int64_t kFewShared = 128, kManyShared = 1024;
 
 struct SquareWork {
     Winograd of;
-    bool shared;
+    bool shared, in_one;  // in_one: there is one block, so that a tile's gradients are summed once
     std::int64_t square_rows, rows_of_block, blocks;
     int threads;
     std::vector<Scratch> scratch;
-    float *weight, *bias = nullptr, *constant = nullptr, *slope = nullptr;
-    std::int64_t tiles, weight_grad_floats, bytes;
+    float *bias = nullptr, *constant = nullptr, *slope = nullptr;
+    std::int64_t tiles, weight_tile_floats, weight_grad_tile_floats, bytes;
 
     SquareWork(const ShoalNormConv& call, const Level& level, bool backward)
-        : of{}, shared(call.in_channels * call.out_channels >= kWide) {
+        : of{}, shared(call.in_channels * call.out_channels >= kWide), in_one(false) {
         const std::int64_t padded_in = up(call.in_channels, level.columns), padded_out = up(call.out_channels, level.columns);
         tiles = (backward ? padded_in : padded_out) / level.columns;
-        weight_grad_floats = kPoints * padded_in * call.out_channels;
+        weight_tile_floats = kPoints * (backward ? call.out_channels : call.in_channels) * level.columns;
+        weight_grad_tile_floats = kPoints * call.out_channels * level.columns;
         of.call = &call;
         of.square_rows = int((call.height + 1) / 2);
         of.square_columns = int((call.width + 1) / 2);
         cut(call, backward);
         Workspace space(call.workspace);
-        weight = space.take<float>(kPoints * (backward ? call.out_channels * padded_in : call.in_channels * padded_out));
+        float* weight = shared ? nullptr : space.take<float>(tiles * weight_tile_floats);
         if (backward) {
             constant = space.take<float>(call.out_channels);
             slope = space.take<float>(call.out_channels);
@@ -52,12 +53,14 @@ struct SquareWork {
             own = first || !shared ? Scratch{} : scratch[0];
             own.panel = space.take<float>(4 * (2 * of.square_columns + 2) * level.chunk);
             own.product = space.take<float>(kPoints * of.most * level.columns);
+            own.weight = shared ? space.take<float>(weight_tile_floats) : weight;
+            if (backward && (first || !shared || in_one))
+                own.weight_grad = space.take<float>((in_one ? 1 : tiles) * weight_grad_tile_floats);
             if (shared && !first) continue;
             own.input = points(call.in_channels);
             if (backward) {
                 own.grad = points(call.out_channels);
                 own.spread = points(call.out_channels);
-                own.weight_grad = space.take<float>(weight_grad_floats);
                 own.total = space.take<double>(call.in_channels);
                 own.centred = space.take<double>(call.in_channels);
             } else {
@@ -88,20 +91,20 @@ struct SquareWork {
     // Whose sums there are: every thread's own, or those of all.
     std::vector<Scratch> parts() const { return {scratch.begin(), shared ? scratch.begin() + 1 : scratch.end()}; }
 
-    // body(tile) of one thread's share of the column tiles.
+    // body(tile) for all column tiles, each by one of the threads
     template <typename Body>
     void each_tile(Body body) const {
-        on_threads(int(std::min<std::int64_t>(of.call->threads, tiles)), [&](int thread) {
-            on_share(tiles, thread, int(std::min<std::int64_t>(of.call->threads, tiles)),
-                     [&](std::int64_t tile, std::int64_t) { body(tile); });
+        on_threads(threads, [&](int thread) {
+            on_share(tiles, thread, threads, [&](std::int64_t tile, std::int64_t) { body(tile); });
         });
     }
 
-    // transform(block, part of its rows, scratch), multiply(block, next, column tiles, scratch), and done(block, scratch)
-    // when all its tiles are; blocks one after another or side by side.
-    template <typename Transform, typename Multiply, typename Done>
-    void run(Transform transform, Multiply multiply, Done done) {
+    // weigh(tile, where), transform(block, part of its rows, scratch), multiply(block, next, column tiles, scratch), and
+    // done(block, scratch) when all its tiles are; blocks one after another or side by side.
+    template <typename Weigh, typename Transform, typename Multiply, typename Done>
+    void run(Weigh weigh, Transform transform, Multiply multiply, Done done) {
         if (!shared) {
+            each_tile([&](std::int64_t tile) { weigh(tile, scratch[0].weight + tile * weight_tile_floats); });
             on_threads(threads, [&](int thread) {
                 Scratch& own = scratch[thread];
                 on_share(blocks, thread, threads, [&](std::int64_t number, std::int64_t last) {
@@ -121,7 +124,10 @@ struct SquareWork {
                 transform(now, SquareRows{now.first + first, int(last - first)}, scratch[thread]);
             });
             on_threads(threads, [&](int thread) {
-                multiply(now, SquareRows{0, 0}, Rows{tiles * thread / threads, tiles * (thread + 1) / threads}, scratch[thread]);
+                on_share(tiles, thread, threads, [&](std::int64_t tile, std::int64_t) {
+                    weigh(tile, scratch[thread].weight);
+                    multiply(now, SquareRows{0, 0}, Rows{tile, tile + 1}, scratch[thread]);
+                });
             });
             done(now, scratch[0]);
         }
@@ -140,6 +146,7 @@ private:
         blocks = (square_rows + rows_of_block - 1) / rows_of_block;
         threads = int(std::min<std::int64_t>(call.threads, shared ? tiles : blocks));
         of.most = int(rows_of_block * of.square_columns);
+        in_one = shared && blocks == 1;
     }
 };
 
@@ -151,20 +158,17 @@ std::int64_t winograd_workspace_bytes(const ShoalNormConv& call, const Level& le
 
 void winograd_forward(const ShoalNormConv& call, const Level& level) {
     SquareWork work(call, level, false);
-    work.of.weight = work.weight;
     if (call.bias) {
         std::fill(std::copy_n(call.bias, call.out_channels, work.bias), work.bias + work.tiles * level.columns, 0.0f);
         work.of.bias = work.bias;
     }
-    work.each_tile([&](std::int64_t tile) {
-        level.winograd_forward_weight(call, tile, work.weight + tile * kPoints * call.in_channels * level.columns);
-    });
     std::vector<Scratch> parts = work.parts();
     for (const Scratch& own : parts) {
         std::fill_n(own.moments.mean, call.out_channels, 0.0);
         std::fill_n(own.moments.squares, call.out_channels, 0.0);
     }
     work.run(
+        [&](std::int64_t tile, float* to) { level.winograd_forward_weight(call, tile, to); },
         [&](const SquareRows& block, const SquareRows& part, Scratch& own) {
             level.winograd_transform(work.of, block, part, false, own);
         },
@@ -179,31 +183,41 @@ void winograd_forward(const ShoalNormConv& call, const Level& level) {
 
 void winograd_backward(const ShoalNormConv& call, const Level& level) {
     SquareWork work(call, level, true);
-    work.of.weight = work.weight;
     if (call.grad_mean_y) {
         line_of_statistics(call, work.constant, work.slope);
         work.of.grad_constant = work.constant;
         work.of.grad_slope = work.slope;
     }
     const std::vector<Scratch> parts = work.parts();
-    const std::int64_t tile_floats = work.weight_grad_floats / work.tiles;
-    work.each_tile([&](std::int64_t tile) {
-        level.winograd_backward_weight(call, tile, work.weight + tile * kPoints * call.out_channels * level.columns);
-        for (const Scratch& own : parts) std::fill_n(own.weight_grad + tile * tile_floats, tile_floats, 0.0f);
-    });
+    const std::int64_t tile_floats = work.weight_grad_tile_floats;
+    if (!work.in_one)
+        work.each_tile([&](std::int64_t tile) {
+            for (const Scratch& own : parts) std::fill_n(own.weight_grad + tile * tile_floats, tile_floats, 0.0f);
+        });
     for (const Scratch& own : parts) {
         std::fill_n(own.total, call.in_channels, 0.0);
         std::fill_n(own.centred, call.in_channels, 0.0);
     }
     work.run(
+        [&](std::int64_t tile, float* to) { level.winograd_backward_weight(call, tile, to); },
         [&](const SquareRows& block, const SquareRows& part, Scratch& own) {
             level.winograd_transform(work.of, block, part, true, own);
         },
-        [&](const SquareRows& block, const SquareRows& next, Rows tiles, Scratch& own) {
+        [&](const SquareRows& block, const SquareRows& next, Rows tiles, Scratch own) {
+            if (work.in_one)
+                std::fill_n(own.weight_grad, tile_floats, 0.0f);
+            else
+                own.weight_grad += tiles.first * tile_floats;
             level.winograd_backward(work.of, block, next, tiles, own);
+            if (work.in_one) level.winograd_weight_grad(call, own.weight_grad, 0, 1, tiles.first);
         },
         [](const SquareRows&, Scratch&) {});
-    work.each_tile([&](std::int64_t tile) { level.winograd_weight_grad(call, parts.data(), int(parts.size()), tile); });
+    if (!work.in_one) {
+        const std::ptrdiff_t next = parts.size() > 1 ? parts[1].weight_grad - parts[0].weight_grad : 0;
+        work.each_tile([&](std::int64_t tile) {
+            level.winograd_weight_grad(call, parts[0].weight_grad + tile * tile_floats, next, int(parts.size()), tile);
+        });
+    }
     finish_sums(parts, call.in_channels, call.grad_shift, call.grad_scale);
 }
 

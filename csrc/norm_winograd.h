@@ -216,7 +216,8 @@ inline Strip run_of(const Winograd& of, const SquareRows& block) {
 
 inline std::int64_t tiles_of(int squares) { return (squares + kTileRows - 1) / kTileRows; }
 
-// Column tiles `tiles` of a block whose points are there.
+// Column tiles `tiles` of a block whose points are there; `scratch` has the weights of those tiles, and in backward the
+// sums of their gradients.
 void winograd_forward(const Winograd& of, const SquareRows& block, const SquareRows& next, Rows tiles, Scratch& scratch) {
     const ShoalNormConv& call = *of.call;
     const int in = call.in_channels, squares = block.count * of.square_columns;
@@ -224,21 +225,22 @@ void winograd_forward(const Winograd& of, const SquareRows& block, const SquareR
     ahead.add(call.x, call.ld_x, in, run_of(of, next));
     const int depths = (in + kSquareDepth - 1) / kSquareDepth;
     ahead.deal(kPoints * depths * (tiles.last - tiles.first) * tiles_of(squares));
-    for (std::int64_t tile = tiles.first; tile < tiles.last; ++tile) {
-        multiply_points(of, squares, scratch.input, in, of.weight + tile * kPoints * in * kColumns, scratch.product, ahead);
+    const float* weight = scratch.weight;
+    for (std::int64_t tile = tiles.first; tile < tiles.last; ++tile, weight += std::ptrdiff_t{kPoints} * in * kColumns) {
+        multiply_points(of, squares, scratch.input, in, weight, scratch.product, ahead);
         write_results(of, block, int(tile) * kColumns, scratch);
     }
 }
 
 // sums[point][out][column] += over squares: spread gradient times transformed input, for one tile of channels in
-inline void add_points(const Winograd& of, int squares, int tile, Scratch& scratch) {
+inline void add_points(const Winograd& of, int squares, int tile, const Scratch& scratch, float* tile_sums) {
     const int out = of.call->out_channels;
     for (int point = 0; point < kPoints; ++point)
         for (int from = 0; from < out; from += kSquareDepth) {
             const std::ptrdiff_t above = std::ptrdiff_t{point} * of.most * kSquarePitch;
             const float* grads = at_square(of, scratch.spread, 0, from) + above;
             const float* inputs = at_square(of, scratch.input, 0, tile * kColumns) + above;
-            float* sums = scratch.weight_grad + (std::ptrdiff_t{tile * kPoints + point} * out + from) * kColumns;
+            float* sums = tile_sums + (std::ptrdiff_t{point} * out + from) * kColumns;
             each_tile(least(kSquareDepth, out - from), [&](int first, int rows) {
                 SquareTiles::pixels[rows - 1](grads + first, inputs, 1, squares, 0, sums + std::ptrdiff_t{first} * kColumns);
             });
@@ -292,9 +294,12 @@ void winograd_backward(const Winograd& of, const SquareRows& block, const Square
     ahead.add(call.x, call.ld_x, in, run);
     const int depths = (out + kSquareDepth - 1) / kSquareDepth;
     ahead.deal(kPoints * depths * (tiles.last - tiles.first) * tiles_of(squares));
-    for (std::int64_t tile = tiles.first; tile < tiles.last; ++tile) {
-        add_points(of, squares, int(tile), scratch);
-        multiply_points(of, squares, scratch.grad, out, of.weight + tile * kPoints * out * kColumns, scratch.product, ahead);
+    const std::ptrdiff_t tile_floats = std::ptrdiff_t{kPoints} * out * kColumns;
+    const float* weight = scratch.weight;
+    float* sums = scratch.weight_grad;
+    for (std::int64_t tile = tiles.first; tile < tiles.last; ++tile, weight += tile_floats, sums += tile_floats) {
+        add_points(of, squares, int(tile), scratch, sums);
+        multiply_points(of, squares, scratch.grad, out, weight, scratch.product, ahead);
         write_gradients(of, block, int(tile) * kColumns, scratch);
     }
 }
@@ -368,16 +373,16 @@ void winograd_backward_weight(const ShoalNormConv& call, std::int64_t tile, floa
         }
 }
 
-// The weight's gradient for one tile of channels in, G' u G, where u adds up what `count` threads summed.
-void winograd_weight_grad(const ShoalNormConv& call, const Scratch* parts, int count, std::int64_t tile) {
+// The weight's gradient for one tile of channels in, G' u G, where u adds up what threads summed, `next` floats apart.
+void winograd_weight_grad(const ShoalNormConv& call, const float* sums, std::ptrdiff_t next, int parts, std::int64_t tile) {
     const std::int64_t in = call.in_channels;
     for (std::int64_t out = 0; out < call.out_channels; ++out)
         each_tile_vector(in - tile * kColumns, [&](int v, auto there) {
             Vector points[kPoints], down[3][4];
             for (int point = 0; point < kPoints; ++point) {
-                const std::ptrdiff_t at = ((tile * kPoints + point) * call.out_channels + out) * kColumns + v;
-                points[point] = load(parts[0].weight_grad + at);
-                for (int part = 1; part < count; ++part) points[point] += load(parts[part].weight_grad + at);
+                const float* at = sums + (point * call.out_channels + out) * kColumns + v;
+                points[point] = load(at);
+                for (int part = 1; part < parts; ++part) points[point] += load(at + part * next);
             }
             for (int j = 0; j < 4; ++j) {
                 const Vector sum = 0.5f * (points[4 + j] + points[8 + j]);
