@@ -133,6 +133,14 @@ def test_what_depends_on_an_argument_being_given_is_the_reason(use: Any, default
         trace(WithOptional(use, default), fx.Tracer(), training=True)
 
 
+def test_what_cannot_be_traced_where_an_argument_is_left_out_is_not_traced_as_if_it_were_given() -> None:
+    def branches(x: torch.Tensor, more: object) -> torch.Tensor:
+        return x if more is not None or x.sum() > 0 else -x
+
+    with pytest.raises(UntraceableError, match="control flow"):
+        trace(WithOptional(branches, None), fx.Tracer(), training=True)
+
+
 @pytest.mark.parametrize(
     ("use", "default", "given"),
     [

@@ -76,8 +76,8 @@ def _ways_to_run() -> tuple[object, ...]:
 
 def _calls(graph: fx.Graph) -> str:
     """What it calls, and with what: of an argument that may be left out the value that it has then."""
-    values: dict[fx.Node, object] = {}
-    calls = []
+    values: dict[fx.Node, Any] = {}
+    calls: list[object] = []
     for node in graph.nodes:
         if node.op == "placeholder":
             values[node] = node.args[0] if node.args else node.target
@@ -88,7 +88,7 @@ def _calls(graph: fx.Graph) -> str:
 
 
 def _calls_without_optional(model: nn.Module, tracer: fx.Tracer) -> str | None:
-    """`_calls` where nothing is given that may be left out; None where that fails: then all has to be given."""
+    """`_calls` where nothing is given that may be left out; None where that cannot be: then it has to be given."""
     given = tracer.create_args_for_root
 
     def only_what_must_be(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
@@ -102,7 +102,7 @@ def _calls_without_optional(model: nn.Module, tracer: fx.Tracer) -> str | None:
     tracer.create_args_for_root = only_what_must_be  # type: ignore[method-assign]
     try:
         return _calls(tracer.trace(model))
-    except Exception:
+    except (AttributeError, TypeError):  # of a None that is read
         return None
     finally:
         tracer.create_args_for_root = given  # type: ignore[method-assign]
