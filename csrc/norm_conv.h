@@ -39,6 +39,8 @@ struct Convolution {
     const float *grad_constant, *grad_slope;        // g = grad_y + constant + slope * (y - mean_y)
 };
 
+constexpr std::int64_t kPoints = 16;  // of a square's transform
+
 // A 3 x 3 convolution in squares of 2 x 2 results; the last of an image may reach beyond it.
 struct Winograd {
     const ShoalNormConv* call;

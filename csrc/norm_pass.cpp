@@ -6,45 +6,42 @@
 
 namespace {
 
-std::int64_t lines(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
-// Per thread: the sums of a block, and two doubles a channel.
-std::int64_t bytes_a_thread(const ShoalNormPass& call) {
-    return 2 * lines((call.channels + 16) * std::int64_t{sizeof(float)}) +
-           2 * lines(call.channels * std::int64_t{sizeof(double)});
-}
-
-template <typename Body>
-void on_rows(const ShoalNormPass& call, Body body) {
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(call.threads) schedule(static, 1)
-#endif
-    for (int thread = 0; thread < call.threads; ++thread)
-        body(thread, shoal::Rows{call.rows * thread / call.threads, call.rows * (thread + 1) / call.threads});
+// Every thread's part of the workspace: the sums of a block, and two doubles a channel.
+std::vector<shoal::Scratch> cut(const ShoalNormPass& call, shoal::Workspace& space) {
+    std::vector<shoal::Scratch> all(call.threads);
+    for (shoal::Scratch& own : all) {
+        own.sum = space.take<float>(call.channels + 16);
+        own.square = space.take<float>(call.channels + 16);
+        own.total = own.moments.mean = space.take<double>(call.channels);
+        own.centred = own.moments.squares = space.take<double>(call.channels);
+    }
+    return all;
 }
 
 std::vector<shoal::Scratch> scratch_of(const ShoalNormPass& call) {
-    std::vector<shoal::Scratch> all(call.threads);
-    char* at = static_cast<char*>(call.workspace);
-    for (shoal::Scratch& own : all) {
-        const std::int64_t floats = lines((call.channels + 16) * std::int64_t{sizeof(float)});
-        const std::int64_t doubles = lines(call.channels * std::int64_t{sizeof(double)});
-        own = {};
-        own.sum = reinterpret_cast<float*>(at);
-        own.square = reinterpret_cast<float*>(at + floats);
-        own.total = own.moments.mean = reinterpret_cast<double*>(at + 2 * floats);
-        own.centred = own.moments.squares = reinterpret_cast<double*>(at + 2 * floats + doubles);
+    shoal::Workspace space(call.workspace);
+    std::vector<shoal::Scratch> all = cut(call, space);
+    for (const shoal::Scratch& own : all) {
         std::fill_n(own.total, call.channels, 0.0);
         std::fill_n(own.centred, call.channels, 0.0);
-        at += bytes_a_thread(call);
     }
     return all;
+}
+
+// body(thread, its rows)
+template <typename Body>
+void on_rows(const ShoalNormPass& call, Body body) {
+    shoal::on_threads(call.threads, [&](int thread) {
+        body(thread, shoal::Rows{call.rows * thread / call.threads, call.rows * (thread + 1) / call.threads});
+    });
 }
 
 }  // namespace
 
 SHOAL_API std::int64_t shoal_norm_pass_workspace_bytes(const ShoalNormPass* call) {
-    return call->threads * bytes_a_thread(*call);
+    shoal::Workspace space(nullptr);
+    cut(*call, space);
+    return space.bytes;
 }
 
 SHOAL_API std::int32_t shoal_statistics(const ShoalNormPass* call) {

@@ -29,6 +29,20 @@ inline void each_panel_pixel(const Strip& strip, int halo, int channels, float* 
     }
 }
 
+// Channels of one pixel, those in whole vectors and the rest; zeros to the end of the column tile.
+inline void activate_pixel(const float* x, const float* mean, const float* scale, const float* shift, bool rectify,
+                           int whole, int rest, float* to) {
+    int c = 0;
+    for (; c < whole; c += kLanes)
+        store(to + c, activate(load(x + c), load(mean + c), load(scale + c), load(shift + c), rectify));
+    if (rest) {
+        store(to + c, activate(load_some(x + c, rest), load_some(mean + c, rest), load_some(scale + c, rest),
+                               load_some(shift + c, rest), rectify));
+        c += kLanes;
+    }
+    for (; c % kColumns; c += kLanes) store(to + c, Vector{});
+}
+
 // Some channels of x as the convolution reads them, normalised; zeros to the end of the column tile.
 struct InputPixels {
     const float *x, *mean, *scale, *shift;
@@ -41,13 +55,7 @@ struct InputPixels {
           whole(count / kLanes * kLanes), rest(count - whole), rectify(call.rectify) {}
 
     void operator()(std::int64_t pixel, float* to) const {
-        const float* of = x + pixel * ld;
-        for (int c = 0; c < whole; c += kLanes)
-            store(to + c, activate(load(of + c), load(mean + c), load(scale + c), load(shift + c), rectify));
-        if (!rest) return;
-        store(to + whole, activate(load_some(of + whole, rest), load_some(mean + whole, rest),
-                                   load_some(scale + whole, rest), load_some(shift + whole, rest), rectify));
-        for (int c = whole + kLanes; c % kColumns; c += kLanes) store(to + c, Vector{});
+        activate_pixel(x + pixel * ld, mean, scale, shift, rectify, whole, rest, to);
     }
 };
 

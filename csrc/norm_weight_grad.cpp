@@ -59,23 +59,19 @@ ShoalNormWeightGrad in_one_row(ShoalNormWeightGrad call) {
 
 void weight_grad(const ShoalNormWeightGrad& call, const Level& level) {
     const Cut cut(call, level);
-    const std::int64_t jobs = cut.out_blocks * cut.in_blocks;
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(cut.threads) schedule(static, 1)
-#endif
-    for (int thread = 0; thread < cut.threads; ++thread) {
+    on_threads(cut.threads, [&](int thread) {
         GradBlock own = cut.block;
         own.sums = reinterpret_cast<float*>(static_cast<char*>(call.workspace) + thread * cut.bytes_a_thread());
         own.inputs = own.sums + up(cut.sums_floats, 16);
         own.grads = own.inputs + up(cut.input_floats, 16);
-        for (std::int64_t job = jobs * thread / cut.threads; job < jobs * (thread + 1) / cut.threads; ++job) {
+        on_share(cut.out_blocks * cut.in_blocks, thread, cut.threads, [&](std::int64_t job, std::int64_t) {
             own.out_first = int(job / cut.in_blocks * cut.outs);
             own.in_first = int(job % cut.in_blocks * cut.ins);
             own.outs = int(std::min(cut.outs, call.out_channels - own.out_first));
             own.ins = int(std::min(cut.ins, call.in_channels - own.in_first));
             level.weight_grad(own);
-        }
-    }
+        });
+    });
 }
 
 }  // namespace

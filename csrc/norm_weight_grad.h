@@ -71,12 +71,7 @@ inline void fill_inputs(const GradBlock& block, const Patch& patch) {
             }
             const float* x = call.x + ((patch.image * call.height + row) * call.width + column) * call.ld_x + from;
             ask_for(x + next, block.ins);
-            for (int k = 0; k < whole; k += kLanes)
-                store(to + k, activate(load(x + k), load(mean + k), load(scale + k), load(shift + k), call.rectify));
-            if (!rest) continue;
-            store(to + whole, activate(load_some(x + whole, rest), load_some(mean + whole, rest),
-                                       load_some(scale + whole, rest), load_some(shift + whole, rest), call.rectify));
-            for (int k = whole + kLanes; k % kColumns; k += kLanes) store(to + k, Vector{});
+            activate_pixel(x, mean, scale, shift, call.rectify, whole, rest, to);
         }
     }
 }

@@ -11,7 +11,6 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kPoints = 16;
 constexpr std::int64_t kWide = 1 << 15;            // channels in times channels out
 constexpr std::int64_t kPointBytes = 384 << 10;    // of a block: most of the smallest second cache in use
 constexpr std::int64_t kFewSquares = 48, kManySquares = 96;

@@ -9,9 +9,9 @@
 namespace shoal {
 namespace {
 
-constexpr int kPoints = 16;
 constexpr int kSquareDepth = 128, kSquarePitch = kSquareDepth + 16;  // channels of a square's point that lie together
 constexpr int kChunk = 32;  // channels that are normalised at a time: four rows of them stay in the first cache
+static_assert(kChunk % kColumns == 0 && kSquareDepth % kChunk == 0);
 
 using SquareTiles = TilesOf<kSquarePitch>;
 

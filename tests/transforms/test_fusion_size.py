@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -109,6 +114,65 @@ def test_inputs_of_which_nothing_is_fused_run_the_network_itself(monkeypatch: py
     with FlopCounterMode(display=False) as counter:
         fused(small)
     assert torch.ops.shoal.dense_block in counter.get_flop_counts()["Global"]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda fused: pickle.loads(pickle.dumps(fused))])
+def test_a_copy_decides_by_its_own_layers(copied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, images = fuse_batchnorm(_dense_net()), _images(dtype=torch.float32)
+    fused(images)
+    twin = copied(fused)
+    for parameter in fused.parameters():
+        nn.init.zeros_(parameter)
+    plain = copy.deepcopy(twin.unfused)
+    assert torch.equal(twin(images), plain(images))
+    monkeypatch.setattr(fusion_size, "LEAST_BLOCK_ELEMS", 1)
+    for _ in range(2):
+        torch.testing.assert_close(twin(_large_images()), plain(_large_images()), rtol=1e-4, atol=1e-4)
+    calls: list[object] = []
+    monkeypatch.setattr(twin.unfused, "forward", calls.append)
+    twin(_large_images())
+    assert not calls
+    twin(images)
+    assert len(calls) == 1
+
+
+def test_what_other_threads_run_meanwhile_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusion_size, "LEAST_ELEMS", 4096)
+    net = nn.Sequential(_wide_net(), nn.ReLU(), nn.Conv2d(32, 4, 1), nn.Identity())
+    waiting: list[torch.Tensor] = []
+
+    def meanwhile(*unused: object) -> None:
+        if waiting:
+            thread = Thread(target=fused, args=(waiting.pop(),))
+            thread.start()
+            thread.join()
+
+    net[3].register_forward_hook(meanwhile)
+    fused = fuse_batchnorm(net)
+    waiting.append(torch.ones(2, 3, 4, 4))
+    fused(_large_images())
+    assert not waiting
+    monkeypatch.setattr(net, "forward", lambda x: pytest.fail("it is fused"))
+    fused(_large_images())
+
+
+@pytest.mark.skipif(not levels(), reason="the native library was not built")
+def test_a_network_that_is_moved_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, images = _wide_net().to(memory_format=torch.contiguous_format), _large_images().contiguous()
+    fused = fuse_batchnorm(net)
+    fused(images)
+    fused.to(memory_format=torch.channels_last)
+    monkeypatch.setattr(net, "forward", lambda x: pytest.fail("a 3 x 3 by squares is worth its call"))
+    fused(images)
+
+
+def test_a_compiler_captures_it_once() -> None:
+    fused, counter = fuse_batchnorm(_wide_net()), CompileCounter()
+    compiled = torch.compile(fused, backend=counter)
+    for _ in range(2):
+        compiled(_large_images()).sum().backward()
+        fused(_large_images())
+    assert counter.frame_count == 1
 
 
 def test_who_wants_the_bytes_says_always(monkeypatch: pytest.MonkeyPatch) -> None:

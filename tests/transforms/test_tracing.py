@@ -103,3 +103,57 @@ def test_what_a_graph_would_leave_out_without_a_word_is_the_reason(model: nn.Mod
 def test_a_network_may_be_traced_within_a_context() -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert len(trace(nn.ReLU(), fx.Tracer(), training=True).nodes) == 3
+
+
+class WithOptional(nn.Module):
+    """Its second argument may be left out."""
+
+    def __init__(self, use: Callable[[torch.Tensor, Any], torch.Tensor], default: object) -> None:
+        super().__init__()
+        self.use = use
+
+        def forward(self: WithOptional, x: torch.Tensor, more: Any = default) -> torch.Tensor:
+            return self.use(x, more)
+
+        self.__class__ = type("Optional", (WithOptional,), {"forward": forward})
+
+
+@pytest.mark.parametrize(
+    ("use", "default"),
+    [
+        (lambda x, more: x if more is None else x + more, None),
+        (lambda x, more: x + 1 if more is None else x, None),
+        (lambda x, more: x * (2 if more is None else 3), None),
+        (lambda x, more: x * (2 if isinstance(more, float) else 3), 1.0),
+    ],
+    ids=["is given", "is not given", "another number", "of another type"],
+)
+def test_what_depends_on_an_argument_being_given_is_the_reason(use: Any, default: object) -> None:
+    with pytest.raises(UntraceableError, match="what it does depends on whether it is given more"):
+        trace(WithOptional(use, default), fx.Tracer(), training=True)
+
+
+def test_what_cannot_be_traced_where_an_argument_is_left_out_is_not_traced_as_if_it_were_given() -> None:
+    def branches(x: torch.Tensor, more: object) -> torch.Tensor:
+        return x if more is not None or x.sum() > 0 else -x
+
+    with pytest.raises(UntraceableError, match="control flow"):
+        trace(WithOptional(branches, None), fx.Tracer(), training=True)
+
+
+@pytest.mark.parametrize(
+    ("use", "default", "given"),
+    [
+        (lambda x, more: x, None, [3.0]),
+        (lambda x, more: x * more, 2.0, [2.0, 3.0]),
+        (lambda x, more: x * more[0].sin(), None, [[torch.ones(2)]]),
+    ],
+    ids=["unread", "a number", "always given"],
+)
+def test_other_optional_arguments_stay_arguments(use: Any, default: object, given: list[object]) -> None:
+    model, x = WithOptional(use, default), torch.tensor([1.0, 2.0])
+    traced = fx.GraphModule(model, trace(model, fx.Tracer(), training=True))
+    for more in given:
+        assert torch.equal(traced(x, more=more), model(x, more))
+    if default is not None:
+        assert torch.equal(traced(x), model(x))

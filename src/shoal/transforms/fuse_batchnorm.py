@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import compiler, fx, nn
@@ -92,7 +93,6 @@ class FusedModule(StandIn):
     def __init__(self, model: nn.Module, level: Level | None, when: When) -> None:
         super().__init__(model)
         self._wanted, self._size = level, FusionSize(when)
-        self._unfused_inputs: set[Any] = set()  # of which all maps are too small: the network itself runs
         self._fused: tuple[fx.GraphModule, ...] = ()
         self._fuse()
 
@@ -112,14 +112,18 @@ class FusedModule(StandIn):
         kind = _kind(args) if not kwargs and not runs_again() and not watched(args) else None
         if kind is not None and kind in self._unfused_inputs:
             return self.source.forward(*args)
-        self._size.fused = False
+        fusions = self._size.fusions
         result = self._eager(self._fused[0])(*args, **kwargs)
-        if kind is not None and not self._size.fused and len(self._unfused_inputs) < _MOST_INPUTS:
+        if kind is not None and self._size.fusions == fusions and len(self._unfused_inputs) < _MOST_INPUTS:
             self._unfused_inputs.add(kind)
         return result
 
     def extra_repr(self) -> str:
         return f"level={self.summary.level!r}, {len(self.summary.fused)} fused, {len(self.summary.left)} left"
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self._unfused_inputs.clear()  # of another dtype or layout, layers may be worth their call
+        return super()._apply(fn, recurse)
 
     def _with_hooks(self) -> list[int]:
         """Which modules inside have hooks now."""
@@ -129,6 +133,7 @@ class FusedModule(StandIn):
         model = self.source
         self._remember_layers()
         self._eager = EagerGraph()
+        self._unfused_inputs: set[Any] = set()  # of which all maps are too small: the network itself runs
         self._inside = tuple(model.modules())[1:]  # in a tuple, so that none is a child
         self._hooked = self._with_hooks()
         try:

@@ -27,7 +27,6 @@ what calling an op written in Python costs beside PyTorch's own."""
 LEAST_BLOCK_ELEMS = LEAST_ELEMS // 8
 """The same for all channels of a dense block: one call there, and no concatenation is written for any of its layers."""
 
-
 LEAST_PRODUCTS = 1 << 24
 """Multiplications of nine taps from which on a native 3 x 3 by squares is worth its call, whatever it is fused with."""
 
@@ -41,12 +40,14 @@ class FusionSize:
             there. Neither in an empty batch, where there is nothing to measure.
 
     Attributes:
-        fused: whether anything was since this was last set.
+        fusions: how often the answer was yes in eager mode. It only grows, so that whoever compares it before and after
+            a forward pass misses none while other threads run one. A compiler counts nothing: it would guard the
+            number, and compile again as soon as that has changed.
     """
 
     def __init__(self, when: When) -> None:
         self.when = when
-        self.fused = False
+        self.fusions = 0
 
     def fuses(self, x: torch.Tensor, elems: int | None = None, least: int | None = None) -> bool:
         """Whether a batch norm of `elems` elements, by default those of `x`, is done by its neighbours.
@@ -58,12 +59,11 @@ class FusionSize:
         """
         if x.numel() == 0:
             return False
-        if self.when == "always" or torch.compiler.is_compiling():
-            found = True
-        else:
-            enough = (x.numel() if elems is None else elems) >= (LEAST_ELEMS if least is None else least)
-            found = enough or not x.is_cpu or watched((x,))
-        self.fused |= found
+        if torch.compiler.is_compiling():
+            return True
+        enough = (x.numel() if elems is None else elems) >= (LEAST_ELEMS if least is None else least)
+        found = self.when == "always" or enough or not x.is_cpu or watched((x,))
+        self.fusions += found
         return found
 
     def is_quick(
@@ -77,14 +77,15 @@ class FusionSize:
         >>> FusionSize("pays").is_quick([torch.ones(1, 8, 4, 4)], torch.ones(8, 8, 3, 3), None, window)
         False
         """
+        if torch.compiler.is_compiling():
+            return False
         x = xs[0]
         found = (
-            not torch.compiler.is_compiling()
-            and len(xs) == 1
+            len(xs) == 1
             and x.numel() * weight.shape[0] * 9 >= LEAST_PRODUCTS
             and norm_conv_native.applies(x, weight, bias, window)
             and norm_conv_native.by_squares(x, weight)
             and not torch.is_autocast_enabled("cpu")
         )
-        self.fused |= found
+        self.fusions += found
         return found

@@ -31,6 +31,7 @@ def live_graph(network: nn.Module, graph: fx.Graph, added: Mapping[str, nn.Modul
     """
     called: dict[str, object] = dict(added)
     named = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+    reads: dict[str, str] = {}  # names of ours by path
     for node in list(graph.nodes):
         node.type = None  # annotations that are strings would keep it from being saved
         target = str(node.target)
@@ -40,12 +41,13 @@ def live_graph(network: nn.Module, graph: fx.Graph, added: Mapping[str, nn.Modul
         if node.op == "call_module" or not isinstance(value, torch.Tensor):
             called[target] = value
             continue
-        free = f"_{target.replace('.', '_')}"
-        while free in named and not isinstance(called.get(free), _Attribute):
-            free = f"_{free}"
-        called[free] = _Attribute(network, target)
+        if target not in reads:
+            free = f"read_{target.replace('.', '_')}"  # `_graph`, `_code` and others have a meaning in a graph module
+            while free in called or free in named:
+                free += "_"
+            reads[target], called[free] = free, _Attribute(network, target)
         with graph.inserting_before(node):
-            read = graph.call_module(free)
+            read = graph.call_module(reads[target])
         read.meta.update(node.meta)
         node.replace_all_uses_with(read)
         graph.erase_node(node)

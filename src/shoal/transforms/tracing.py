@@ -28,7 +28,8 @@ def trace(model: nn.Module, tracer: fx.Tracer, *, training: bool) -> fx.Graph:
 
     Raises:
         UntraceableError: the forward pass branches on tensors, or does something else that torch.fx cannot record, such
-            as a part without gradients, under autocast or checkpointed: it would leave that out without a word.
+            as a part without gradients, under autocast or checkpointed: it would leave that out without a word. Or what
+            it does depends on whether an argument is given: to torch.fx all are.
 
     >>> [node.name for node in trace(nn.Sequential(nn.ReLU()), fx.Tracer(), training=True).nodes]
     ['input_1', '_0', 'output']
@@ -48,7 +49,13 @@ def trace(model: nn.Module, tracer: fx.Tracer, *, training: bool) -> fx.Graph:
     tracer.create_node = checked  # type: ignore[method-assign]
     try:
         with _in_mode(model, training):
-            return tracer.trace(model)
+            graph = tracer.trace(model)
+            optional = [str(node.target) for node in graph.nodes if node.op == "placeholder" and node.args]
+            if optional and _calls_without_optional(model, tracer) not in (_calls(graph), None):
+                raise UntraceableError(f"what it does depends on whether it is given {' and '.join(optional)}")
+            return graph
+    except UntraceableError:
+        raise
     except Exception as error:
         raise UntraceableError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
@@ -65,6 +72,40 @@ def _ways_to_run() -> tuple[object, ...]:
     autocast = ((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, saving
+
+
+def _calls(graph: fx.Graph) -> str:
+    """What it calls, and with what: of an argument that may be left out the value that it has then."""
+    values: dict[fx.Node, Any] = {}
+    calls: list[object] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = node.args[0] if node.args else node.target
+        else:
+            values[node] = f"result {len(calls)}"
+            calls.append((node.op, node.target, *fx.node.map_arg((node.args, node.kwargs), values.__getitem__)))
+    return repr(calls)
+
+
+def _calls_without_optional(model: nn.Module, tracer: fx.Tracer) -> str | None:
+    """`_calls` where nothing is given that may be left out; None where that cannot be: then it has to be given."""
+    given = tracer.create_args_for_root
+
+    def only_what_must_be(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        function, values = given(*args, **kwargs)
+        for at, value in enumerate(values):
+            if isinstance(value, fx.Proxy) and value.node.args:
+                values[at] = value.node.args[0]
+                value.node.graph.erase_node(value.node)
+        return function, values
+
+    tracer.create_args_for_root = only_what_must_be  # type: ignore[method-assign]
+    try:
+        return _calls(tracer.trace(model))
+    except (AttributeError, TypeError):  # of a None that is read
+        return None
+    finally:
+        tracer.create_args_for_root = given  # type: ignore[method-assign]
 
 
 @contextmanager
