@@ -63,7 +63,7 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
     hooks, subclasses of batch norm, SyncBatchNorm, activations other than ReLU. Gradients of gradients are not
     available. Under transforms of `torch.func` and forward-mode derivatives the network itself runs. Layers that are
     replaced later are found in eager mode; compile after that. What a model does by `self.training` in its own code
-    stays as in training. Give the result to `shoal.compile`, not to `shoal.split` or
+    stays as in training wherever anything is fused. Give the result to `shoal.compile`, not to `shoal.split` or
     `shoal.invert_batchnorm`; of an inverted network it fuses the batch norms that stayed plain.
     """
     if not isinstance(model, nn.Module):
