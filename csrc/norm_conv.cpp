@@ -92,14 +92,8 @@ struct Work {
                 own.weight_grad = space.take<float>(weight_grad_floats);
                 own.sum = space.take<float>(padded_in);
                 own.square = space.take<float>(padded_in);
-                own.total = space.take<double>(call.in_channels);
-                own.centred = space.take<double>(call.in_channels);
-            } else {
-                own.pivot = space.take<float>(padded_out);
-                own.sum = space.take<float>(padded_out);
-                own.square = space.take<float>(padded_out);
-                own.moments = {0, space.take<double>(call.out_channels), space.take<double>(call.out_channels)};
             }
+            take_results(space, call, padded_out, backward, own);
         }
         bytes = space.bytes;
     }

@@ -28,6 +28,19 @@ private:
     char* at_;
 };
 
+// What a thread sums: statistics of y, and in backward da and da * (x - mean).
+inline void take_results(Workspace& space, const ShoalNormConv& call, std::int64_t padded_out, bool backward, Scratch& own) {
+    if (backward) {
+        own.total = space.take<double>(call.in_channels);
+        own.centred = space.take<double>(call.in_channels);
+        return;
+    }
+    own.pivot = space.take<float>(padded_out);
+    own.sum = space.take<float>(padded_out);
+    own.square = space.take<float>(padded_out);
+    own.moments = {0, space.take<double>(call.out_channels), space.take<double>(call.out_channels)};
+}
+
 // body(thread) for every thread, whether the runtime gives us as many or not.
 template <typename Body>
 void on_threads(int threads, Body body) {

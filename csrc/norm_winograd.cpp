@@ -61,14 +61,8 @@ struct SquareWork {
             if (backward) {
                 own.grad = points(call.out_channels);
                 own.spread = points(call.out_channels);
-                own.total = space.take<double>(call.in_channels);
-                own.centred = space.take<double>(call.in_channels);
-            } else {
-                own.pivot = space.take<float>(padded_out);
-                own.sum = space.take<float>(padded_out);
-                own.square = space.take<float>(padded_out);
-                own.moments = {0, space.take<double>(call.out_channels), space.take<double>(call.out_channels)};
             }
+            take_results(space, call, padded_out, backward, own);
         }
         bytes = space.bytes;
     }
@@ -93,7 +87,7 @@ struct SquareWork {
 
     // body(tile) for all column tiles, each by one of the threads
     template <typename Body>
-    void each_tile(Body body) const {
+    void each_column_tile(Body body) const {
         on_threads(threads, [&](int thread) {
             on_share(tiles, thread, threads, [&](std::int64_t tile, std::int64_t) { body(tile); });
         });
@@ -104,7 +98,7 @@ struct SquareWork {
     template <typename Weigh, typename Transform, typename Multiply, typename Done>
     void run(Weigh weigh, Transform transform, Multiply multiply, Done done) {
         if (!shared) {
-            each_tile([&](std::int64_t tile) { weigh(tile, scratch[0].weight + tile * weight_tile_floats); });
+            each_column_tile([&](std::int64_t tile) { weigh(tile, scratch[0].weight + tile * weight_tile_floats); });
             on_threads(threads, [&](int thread) {
                 Scratch& own = scratch[thread];
                 on_share(blocks, thread, threads, [&](std::int64_t number, std::int64_t last) {
@@ -191,7 +185,7 @@ void winograd_backward(const ShoalNormConv& call, const Level& level) {
     const std::vector<Scratch> parts = work.parts();
     const std::int64_t tile_floats = work.weight_grad_tile_floats;
     if (!work.in_one)
-        work.each_tile([&](std::int64_t tile) {
+        work.each_column_tile([&](std::int64_t tile) {
             for (const Scratch& own : parts) std::fill_n(own.weight_grad + tile * tile_floats, tile_floats, 0.0f);
         });
     for (const Scratch& own : parts) {
@@ -214,7 +208,7 @@ void winograd_backward(const ShoalNormConv& call, const Level& level) {
         [](const SquareRows&, Scratch&) {});
     if (!work.in_one) {
         const std::ptrdiff_t next = parts.size() > 1 ? parts[1].weight_grad - parts[0].weight_grad : 0;
-        work.each_tile([&](std::int64_t tile) {
+        work.each_column_tile([&](std::int64_t tile) {
             level.winograd_weight_grad(call, parts[0].weight_grad + tile * tile_floats, next, int(parts.size()), tile);
         });
     }

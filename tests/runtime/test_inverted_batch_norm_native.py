@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +12,7 @@ from shoal import native
 from shoal.runtime import inverted_batch_norm_reference as reference
 from shoal.runtime.inverted_batch_norm import kept_from_zero
 from shoal.runtime.inverted_batch_norm_native import BEST, applies, backward_into, forward_into
+from tests.runtime.threads import threads_of_torch
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native library is not built")
 LEVELS = (0, 1, BEST)
@@ -40,16 +38,6 @@ def operands(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
         layout = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
         y, grad = y.contiguous(memory_format=layout), grad.contiguous(memory_format=layout)
     return y, grad
-
-
-@contextmanager
-def threads_of_torch(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @settings(max_examples=80)

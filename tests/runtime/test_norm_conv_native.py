@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +17,7 @@ from shoal.runtime import norm_conv_native
 from shoal.runtime.norm_conv_native import Window
 from shoal.runtime.norm_rows import LEVEL_VARIABLE, pitch
 from tests.norm_reference import Case, assert_no_worse, fused
+from tests.runtime.threads import threads_of_torch
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
 NAMES = ("y", "mean_y", "variance_y", "x", "mean", "scale", "shift", "weight", "bias")
@@ -130,16 +129,6 @@ def expect(case: Case, level: str | None = None, gap: int = 0, winograd: bool | 
     assert_no_worse(NAMES, native(case, level, gap, winograd), naive, exact, terms)
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @each_level
 @settings(max_examples=40)
 @given(
@@ -187,7 +176,7 @@ def test_it_is_as_exact_as_plain_float32(
         normalise=normalise,
         bias=bias,
     )
-    with threads(count):
+    with threads_of_torch(count):
         expect(case, level, gap, winograd)
 
 
@@ -210,7 +199,7 @@ def test_panels_and_strips_meet(
 ) -> None:
     if winograd and kernel == 1:
         pytest.skip("a 1 x 1 has no taps")
-    with threads(2):
+    with threads_of_torch(2):
         expect(drawn(kernel, images, channels, size), level, winograd=winograd)
 
 
@@ -235,7 +224,7 @@ def test_one_thread_and_two_agree_to_rounding(level: str, winograd: bool, kernel
     case = drawn(kernel, 3, (40, 50), (15, 14))
     found = []
     for count in (1, 2):
-        with threads(count):
+        with threads_of_torch(count):
             found.append(native(case, level, winograd=winograd))
     for name, one, two in zip(NAMES, *found, strict=True):
         assert one is not None and two is not None
