@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from shoal import planners
 from shoal.capture import capture
 from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, InputError
+from shoal.habits import Basis
 from shoal.hardware import Link
 from shoal.inner import Compiler, compiler
 from shoal.layer_paths import module_path
@@ -23,7 +25,6 @@ from shoal.lower import lower
 from shoal.offloading import AUTO, Offloading, offloading
 from shoal.plan import Plan
 from shoal.runtime.encoded_activation import measured_errors
-from shoal.runtime.step_meter import StepMeter
 from shoal.runtime.wall import lifted
 from shoal.session import Session, Status
 from shoal.sizes import parse_bytes
@@ -146,7 +147,10 @@ class PlannedStep:
         self.inputs = inputs  # what `capture` is told of them
         self.aten_only = aten_only
         self.plan: Plan | None = None
-        self.meter: StepMeter | None = None
+        self.basis: Basis | None = None
+        self.device = torch.device("cpu")
+        self.n_outputs = 0
+        self.results: tuple[int, ...] = ()
         self.steps_to_meter = _METERED_STEPS
         self.errors_unknown = False
 
@@ -170,8 +174,10 @@ class PlannedStep:
                 **self.inputs,
             )
         with unset_fake_temporarily():
-            captured, self.plan = self.session.make_plan(captured, captured.device)
-        self.meter = StepMeter(captured.device)
+            captured = self.session.make_plan(captured, captured.device, self)
+        assert self.plan is not None
+        self.device = captured.device
+        self.n_outputs, self.results = num_fwd_outputs, captured.results
         self.errors_unknown = bool(self.plan.encoded)
         transfers = self.session.carry(self.plan, captured.device)
         return lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
@@ -180,22 +186,13 @@ class PlannedStep:
         run = self.run_inner(module, example_inputs)
 
         def forward(arguments: list[Any]) -> Any:
-            meter = self.meter
-            if not self.steps_to_meter or meter is None:
-                return self._run_and_measure_errors(run, arguments) if self.errors_unknown else run(arguments)
-            meter.begin(self._in_use(arguments))
-            try:
-                outputs = run(arguments)
-            except BaseException:
-                meter.abandon()
-                raise
-            meter.pause()
-            return outputs
+            measures = self.errors_unknown and not self.steps_to_meter
+            return self.session.metering.forward(self, partial(self._measure_errors, run) if measures else run, arguments)
 
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward
 
-    def _run_and_measure_errors(self, run: Callable[..., Any], arguments: list[Any]) -> Any:
+    def _measure_errors(self, run: Callable[..., Any], arguments: list[Any]) -> Any:
         """The first step after those that are metered: its encodings are held against what they encode."""
         assert self.plan is not None
         self.errors_unknown = False
@@ -208,26 +205,10 @@ class PlannedStep:
         run = self.run_inner(module, example_inputs)
 
         def backward(arguments: list[Any]) -> Any:
-            meter, plan = self.meter, self.plan
-            if not self.steps_to_meter or meter is None or plan is None:
-                return run(arguments)
-            meter.resume(self._in_use(arguments))
-            try:
-                gradients = run(arguments)
-            except BaseException:
-                meter.abandon()
-                raise
-            measured = meter.end()
-            if measured is not None:
-                self.steps_to_meter -= 1
-                self.session.learn(plan, measured)
-            return gradients
+            return self.session.metering.backward(self, run, arguments)
 
         backward._boxed_call = True  # type: ignore[attr-defined]
         return backward
-
-    def _in_use(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
-        return [*self.session.standing.tensors(), *(a for a in arguments if isinstance(a, torch.Tensor))]
 
 
 def _reject_graph_break(gm: fx.GraphModule) -> None:

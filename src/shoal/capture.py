@@ -71,6 +71,23 @@ class Captured:
         """Names of the nodes that are ops of the backward pass."""
         return frozenset(op.name for op in self.graph.ops if op.phase == "backward")
 
+    def output_storages(self) -> dict[int, str]:
+        """Names of the storages that are handed to the caller, by place among the outputs of the forward pass."""
+        storages = self.graph.storages
+        owned = {
+            place: storages[self.storage_of[node]]
+            for place, node in enumerate(self.forward_outputs)
+            if isinstance(node, fx.Node) and node in self.storage_of
+        }
+        return {place: storage.name for place, storage in owned.items() if storage.kind == "output"}
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """Places of the outputs of the forward pass that the caller gets: the others are new values of buffers."""
+        notes = self.joint.graph.output_node().meta.get("desc") or ()
+        updates = {place for place, note in enumerate(notes) if isinstance(note, InputMutationAOTOutput)}
+        return tuple(place for place in range(len(self.forward_outputs)) if place not in updates)
+
     def distinct_nodes(self) -> dict[str, fx.Node]:
         """One node for each signature of the step, second runs included, for the profiler."""
         firsts = [*self.usual_nodes.values(), *self.largest_nodes.values()]

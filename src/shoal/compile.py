@@ -170,7 +170,7 @@ class _Caller:
         if self._divided is None:
             self._divided = self._choose(args, kwargs)
         self.session.standing.called_by(DistributedDataParallel._get_active_ddp_module())
-        accumulating = any(p.grad is not None for p in model.parameters())
+        accumulating = self.session.before_call()
         planned = self._planned.get(accumulating)
         if planned is None:
             planned = self._planned[accumulating] = torch.compile(

@@ -16,7 +16,8 @@ class BudgetError(ShoalError):
 
     Attributes:
         budget_bytes: what was asked for.
-        least_feasible_bytes: the smallest budget for which a plan was found, or the proven floor when none was.
+        least_feasible_bytes: the smallest budget for which a plan was found: that budget works. None where none was
+            looked for.
         op, layer: the op at the peak of that least plan and the layer it belongs to.
         largest: the largest storages alive at that op, as (name, layer, bytes).
     """
@@ -26,7 +27,7 @@ class BudgetError(ShoalError):
         message: str,
         *,
         budget_bytes: int = 0,
-        least_feasible_bytes: int = 0,
+        least_feasible_bytes: int | None = None,
         op: str = "",
         layer: str = "",
         largest: tuple[tuple[str, str, int], ...] = (),

@@ -53,7 +53,9 @@ def lower(
     offloads = _Offloads(captured, residences, transfers)
     runs = schedule(captured.graph, residences)
     n_forward = captured.graph.n_forward
-    forward_runs, backward_runs = runs[:n_forward], [r for r in runs[n_forward:] if _is_node(captured, r)]
+    forward_runs, backward_runs = (
+        [run for run in part if _is_node(captured, run)] for part in (runs[:n_forward], runs[n_forward:])
+    )
     replayed = {run.op for run in backward_runs if run.again and captured.graph.ops[run.op].random}
 
     backward = _Writer(captured, in_place, replayed, offloads)

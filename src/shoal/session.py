@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,11 +15,15 @@ from shoal.capture import Captured
 from shoal.choose_encoded import choose_encoded, encoded_by
 from shoal.encoding import encoded
 from shoal.errors import BudgetError, PlanError
+from shoal.habits import Basis, Habits, hopeful, under_habits
 from shoal.hardware import Hardware
 from shoal.lossy import Lossy
 from shoal.measure import measure
 from shoal.measure_links import link_to
+from shoal.metering import Metered, Metering, Window
 from shoal.offloading import Offloading
+from shoal.optimizer_steps import tell
+from shoal.overlapping import plan_overlapping
 from shoal.plan import Plan
 from shoal.profile import profile_step
 from shoal.runtime.links.open_link import OpenLink, open_link
@@ -26,10 +31,13 @@ from shoal.runtime.step_meter import Measured
 from shoal.runtime.transfers import Transfers
 from shoal.runtime.wall import lifted
 from shoal.sizes import format_bytes
-from shoal.standing import Standing
+from shoal.standing import Standing, distinct_bytes
 from shoal.step import StepGraph
 
 log = logging.getLogger("shoal")
+
+_ROOM = 0.05  # of the budget: what a plan leaves free, once the loop is known, for it to be made anew
+_SLOWER = 0.01  # of the plain step: what it must add for that
 
 
 @dataclass
@@ -69,19 +77,22 @@ class Status:
         return self.plan.lower_bound_seconds if self.plan else None
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """Plans the steps of one model.
 
     Attributes:
         status: what users see.
         planner: its name, or a function with the planners' signature.
-        standing: what is in use beside the steps: the model and the optimizer, as far as they are known.
+        standing: what is in use beside the steps: the model and its optimizers, as far as they are known.
         name: the model's name for tables and errors.
         ready_plan: a plan to use as it is instead of planning.
         offloading: where saved storages may wait; None: on the device alone.
-        on_repair: called when a plan in force broke its promise; must make the next step be planned anew.
+        on_repair: called when the plans in force do not hold; must make the next step be planned anew. None: nothing
+            can.
         lossy: how convolution inputs may be encoded; None where they may not.
+        habits: what is known of the loop around the model.
+        metering: runs the steps, and tells what they use.
     """
 
     status: Status
@@ -90,17 +101,110 @@ class Session:
     name: str = ""
     ready_plan: Plan | None = None
     offloading: Offloading | None = None
-    on_repair: Callable[[], None] = lambda: None
+    on_repair: Callable[[], None] | None = None
     lossy: Lossy | None = None
+    habits: Habits = Habits()
+    metering: Metering = field(init=False)
     _learnt_bytes: dict[str, int] = field(default_factory=dict)
+    _state_bytes: int = 0
+    _stepped: bool = False
+    _improved: bool = False
+    _in_force: weakref.WeakSet[Metered] = field(default_factory=weakref.WeakSet)
     _link: OpenLink | None = None
     _transfers: list[Transfers] = field(default_factory=list)
 
-    def make_plan(self, captured: Captured, device: torch.device) -> tuple[Captured, Plan]:
-        """Profile the step's ops here, then plan it inside the budget.
+    def __post_init__(self) -> None:
+        self.metering = Metering(self.standing, self.learn)
+        tell(self)
+
+    def before_call(self) -> bool:
+        """A training step is about to run: where the plans do not hold over what is alive by now, plan anew.
 
         Returns:
-            The step that the plan is for, which may encode storages that `captured` does not, and the plan.
+            Whether the step accumulates onto gradients that are there.
+        """
+        standing = self.standing
+        there = standing.gradients()
+        if there and self._stepped and self.habits.drops_late and not standing.gradients_pass:
+            # zero_grad(set_to_none=False) keeps gradients, as zeros
+            self.habits = replace(self.habits, drops_late=any(bool(gradient.any()) for gradient in there))
+        standing.gradients_pass = bool(there) and self._stepped and self.habits.drops_late
+        if self.ready_plan is None:
+            self._hold_over(distinct_bytes(there) if standing.gradients_pass else 0)
+            self._make_room_for_calls()
+        return bool(there) and not standing.gradients_pass
+
+    def _hold_over(self, gradient_bytes: int) -> None:
+        result_bytes = sum(held.nbytes for held in self.metering.calls.held_of_the_last())
+        if gradient_bytes + result_bytes > self.habits.held_over_bytes:
+            self._adapt(replace(self.habits, held_over_bytes=gradient_bytes + result_bytes))
+
+    def _make_room_for_calls(self) -> None:
+        at_once = self.metering.calls.under_way() + 1
+        if at_once > self.habits.calls_at_once:
+            log.warning(
+                "%s: %d calls before a backward pass; what they all save counts in the budget, from this call on",
+                self.name or "model",
+                at_once,
+            )
+            self.habits = replace(self.habits, calls_at_once=at_once)
+            self._plan_anew()
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of this model or another has stepped: its state counts as it really is."""
+        standing = self.standing
+        if not standing.trains(optimizer):
+            return
+        self._stepped = True
+        news = standing.stepped(optimizer)
+        if not news or not self.status.plans or self.ready_plan is not None:
+            return
+        more_bytes = standing.state_bytes() - self._state_bytes
+        if not more_bytes:
+            return
+        log.warning(
+            "%s: %s, and holds %s of state where %s were counted; counted in the budget from here on: declare it with "
+            "optimizer=",
+            self.name or "model",
+            news,
+            format_bytes(standing.state_bytes()),
+            format_bytes(self._state_bytes),
+        )
+        self._state_bytes += more_bytes
+        for step in self._in_force:
+            step.basis = step.basis and step.basis.with_standing(more_bytes)
+        self._adapt(self.habits)
+
+    def _adapt(self, habits: Habits) -> None:
+        """The plans in force cost what they do in a loop with these habits, and are made anew where that is too much."""
+        self.habits = habits
+        now: dict[int, Plan] = {}
+        for step in self._in_force:
+            if step.plan is not None and step.basis is not None:
+                plan, step.plan = step.plan, step.basis.of(step.plan, habits)
+                now[id(plan)] = step.plan
+        self.status.plans = tuple(now.get(id(plan), plan) for plan in self.status.plans)
+        if self.status.budget_bytes is not None and any(
+            plan.predicted_peak_bytes > self.status.budget_bytes for plan in now.values()
+        ):
+            self._plan_anew()
+
+    def _plan_anew(self) -> None:
+        """Let every step be planned anew from the next call on."""
+        if self.on_repair is None:
+            return
+        self.status.plans = ()
+        self.status.measured_peak_bytes = None
+        self._in_force.clear()
+        if not self.metering.calls.under_way():
+            self.close()
+        self.on_repair()
+
+    def make_plan(self, captured: Captured, device: torch.device, step: Metered) -> Captured:
+        """Profile the step's ops here, then plan it inside the budget; `step` gets the plan and what it was made for.
+
+        Returns:
+            The step as it is under the plan, which may encode storages that `captured` does not.
 
         Raises:
             BudgetError: no plan fits.
@@ -108,22 +212,60 @@ class Session:
         """
         started = time.perf_counter()
         with lifted():
-            graph = profile_step(captured, device)
+            profiled = profile_step(captured, device)
             hardware = measure(device)
             link = link_to(self.offloading, device) if self.offloading is not None else None
-        set_aside_bytes = self.standing.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
+        self._state_bytes = self.standing.state_bytes()
+        set_aside_bytes = self.standing.bytes_beside(profiled) + self._learnt_bytes.get(profiled.fingerprint, 0)
+        costs: list[tuple[Captured, StepGraph]] = []
 
-        def costed(step: Captured) -> StepGraph:
-            with lifted():
-                of_step = graph if step is captured else profile_step(step, device)
-            return replace(of_step, standing_bytes=of_step.standing_bytes + set_aside_bytes, link=link)
+        def costed(of: Captured) -> StepGraph:
+            known = next((graph for one, graph in costs if one is of), None)
+            if known is None:
+                with lifted():
+                    known = profiled if of is captured else profile_step(of, device)
+                known = replace(known, standing_bytes=known.standing_bytes + set_aside_bytes, link=link)
+                costs.append((of, known))
+            return known
 
-        captured, plan = self._plan(captured, hardware, costed)
+        def planned(habits: Habits) -> tuple[Captured, Plan, Basis]:
+            made: dict[int, Captured] = {}
+
+            def make(others_bytes: int) -> Plan:
+                def in_the_loop(of: Captured) -> StepGraph:
+                    graph = under_habits(costed(of), habits, outputs)
+                    return replace(graph, standing_bytes=graph.standing_bytes + others_bytes)
+
+                made[others_bytes], plan = self._plan(captured, hardware, in_the_loop)
+                return plan
+
+            aside_bytes, plan = plan_overlapping(habits.calls_at_once, self.status.budget_bytes or 0, make)
+            exact = costed(captured) if plan.exact_graph is not None else None
+            graph = costed(made[aside_bytes])
+            others_bytes = plan.graph.standing_bytes - graph.standing_bytes
+            basis = Basis(graph, exact, outputs, others_bytes, profiled.fingerprint)
+            return made[aside_bytes], plan, basis
+
+        outputs = captured.output_storages()
+        habits = self.habits
+        try:
+            captured, plan, basis = planned(habits)
+        except BudgetError as refused:
+            if habits.learnt or self.ready_plan is not None or self.on_repair is None:
+                raise
+            try:
+                captured, plan, basis = planned(hopeful(habits, outputs))
+            except BudgetError:
+                raise refused from None
+            log.info("%s: fits if the loop drops outputs when their loss is known; the first step is metered", self.name)
+            self.habits = hopeful(habits, outputs)
         plan = replace(plan, planning_seconds=time.perf_counter() - started)
+        step.plan, step.basis = plan, basis
+        self._in_force.add(step)
         others = (p for p in self.status.plans if not _is_same_step(p.exact_step, plan.exact_step))
         self.status.plans = (*others, plan)
         self.status.planning_seconds += plan.planning_seconds
-        return captured, plan
+        return replace(captured, graph=plan.graph)
 
     def _plan(
         self, captured: Captured, hardware: Hardware, costed: Callable[[Captured], StepGraph]
@@ -146,6 +288,8 @@ class Session:
                     f"gradients of an earlier step take {format_bytes(gradient_bytes)}: call optimizer.zero_grad() "
                     "before the forward pass unless you accumulate them"
                 ) from None
+            if self._state_bytes:
+                raise error.with_hint(f"the optimizer's state takes {format_bytes(self._state_bytes)}") from None
             raise
 
     def _plan_encoded(
@@ -189,6 +333,9 @@ class Session:
         """Put what a step's encodings really lost into the plan."""
         named = dict(zip((storage.name for storage in plan.encoded), errors, strict=True))
         known = replace(plan, errors=named, errors_measured=True)
+        for step in self._in_force:
+            if step.plan is plan:
+                step.plan = known
         self.status.plans = tuple(known if p is plan else p for p in self.status.plans)
 
     def close(self) -> None:
@@ -200,29 +347,82 @@ class Session:
             self._link.close()
             self._link = None
 
-    def learn(self, plan: Plan, measured: Measured) -> None:
-        """Hold a measured step against the promise; over the budget, plan again with what was learnt, and say so."""
-        status = self.status
-        status.measured_peak_bytes = max(status.measured_peak_bytes or 0, measured.peak_bytes)
+    def learn(self, window: Window) -> None:
+        """Hold metered calls against the promise; over the budget, plan again with what was learnt, and say so."""
+        status, measured = self.status, window.measured
+        assert measured is not None
         budget_bytes = status.budget_bytes
-        if budget_bytes is None or measured.peak_bytes <= budget_bytes or self.ready_plan is not None:
+        if not all(step in self._in_force for step in window.steps):
+            if budget_bytes is not None and measured.peak_bytes > budget_bytes:
+                log.warning(
+                    "%s: the measured peak of %s is over the budget of %s, since some of these calls were planned before "
+                    "it was known how many there are; the next ones are planned together",
+                    self.name or "model",
+                    format_bytes(measured.peak_bytes),
+                    format_bytes(budget_bytes),
+                )
             return
-        over_bytes = measured.peak_bytes - plan.predicted_peak_bytes
-        log.warning(
-            "%s: the measured peak of %s is over the budget of %s (predicted: %s); planning again with %s set aside",
-            self.name or "model",
-            format_bytes(measured.peak_bytes),
-            format_bytes(budget_bytes),
-            format_bytes(plan.predicted_peak_bytes),
-            format_bytes(over_bytes),
+        status.measured_peak_bytes = max(status.measured_peak_bytes or 0, measured.peak_bytes)
+        if self.ready_plan is not None:
+            return
+        before_bytes = _highest(window.steps)
+        self._adapt(self._habits_seen_in(window, measured))
+        after_bytes = _highest(window.steps)
+        if budget_bytes is None:
+            return
+        if measured.peak_bytes > budget_bytes:
+            self._repair(window.steps, measured.peak_bytes, after_bytes, budget_bytes)
+        elif before_bytes - after_bytes > _ROOM * budget_bytes and not self._improved and self.lossy is None:
+            if any(plan.added_seconds > _SLOWER * plan.plain_seconds for plan in status.plans):
+                self._improved = True
+                freed = format_bytes(before_bytes - after_bytes)
+                log.info("%s: the loop leaves %s that were planned for; planning anew to use them", self.name, freed)
+                self._plan_anew()
+
+    def _habits_seen_in(self, window: Window, measured: Measured) -> Habits:
+        habits = self.habits
+        released = frozenset(window.released - window.kept)
+        shares = [habits.loss_share] if habits.learnt else []
+        for step in window.steps:
+            at_loss = step.plan and next((m for m in step.plan.timeline.moments if m.phase == "loss"), None)
+            if at_loss and at_loss.error_bytes and measured.loss_bytes:
+                rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
+                shares.append(max(0, measured.loss_bytes - rest_bytes) / at_loss.error_bytes)
+        return replace(
+            habits,
+            learnt=True,
+            released=habits.released & released if habits.learnt else released,
+            loss_share=max(shares, default=habits.loss_share),
+            drops_late=habits.drops_late and not (window.gradients_stayed and self.standing.gradients_pass),
         )
-        fingerprint = plan.exact_step.fingerprint
-        self._learnt_bytes[fingerprint] = self._learnt_bytes.get(fingerprint, 0) + over_bytes
-        status.repairs += 1
-        status.measured_peak_bytes = None
-        status.plans = ()
-        self.close()
-        self.on_repair()
+
+    def _repair(self, steps: Sequence[Metered], measured_bytes: int, predicted_bytes: int, budget_bytes: int) -> None:
+        over_bytes = max(0, measured_bytes - predicted_bytes)
+        promise = (
+            f"the measured peak of {format_bytes(measured_bytes)} is over the budget of {format_bytes(budget_bytes)} "
+            f"(predicted: {format_bytes(predicted_bytes)})"
+        )
+        name = self.name or "model"
+        if self.on_repair is None:
+            log.warning(
+                "%s: %s; a plain torch.compile backend cannot plan again: use shoal.compile(model, budget), or a budget "
+                "that is smaller by %s",
+                name,
+                promise,
+                format_bytes(measured_bytes - budget_bytes),
+            )
+            return
+        log.warning("%s: %s; planning again with %s set aside", name, promise, format_bytes(over_bytes))
+        for step in steps:
+            if step.basis is not None:
+                key = step.basis.fingerprint
+                self._learnt_bytes[key] = self._learnt_bytes.get(key, 0) + over_bytes
+        self.status.repairs += 1
+        self._plan_anew()
+
+
+def _highest(steps: Sequence[Metered]) -> int:
+    return max((step.plan.predicted_peak_bytes for step in steps if step.plan is not None), default=0)
 
 
 def _is_same_step(one: StepGraph, other: StepGraph) -> bool:

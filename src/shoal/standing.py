@@ -18,26 +18,67 @@ class Standing:
 
     Args:
         model: its parameters and buffers count even where a step does not read them.
-        optimizer: its state counts, also before its first step.
+        optimizer: its state counts, also before its first step. Others count from their first step on.
+
+    Attributes:
+        gradients_pass: gradients that are there before a step are dropped before its backward pass, and do not count.
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._model = None if model is None else weakref.ref(model)
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._optimizers = [] if optimizer is None else [weakref.ref(optimizer)]
+        self.gradients_pass = False
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
 
     def called_by(self, wrapper: DistributedDataParallel | None) -> None:
         """Say which data parallel wrapper calls the model, if any: the buckets of its gradients count."""
         self._wrapper = None if wrapper is None else weakref.ref(wrapper)
 
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer is known, or has a parameter of the model."""
+        model, optimizers = self._alive()
+        if any(optimizer is known for known in optimizers):
+            return True
+        own = set() if model is None else set(map(id, model.parameters()))
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> str:
+        """An optimizer that `trains` this model has stepped: it counts from now on.
+
+        Known ones that never stepped, and whose parameters are all among its own, count no longer.
+
+        Returns:
+            What was not known, in words; "" where all was.
+        """
+        _, optimizers = self._alive()
+        if any(optimizer is known for known in optimizers):
+            return ""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        idle = [
+            known
+            for known in optimizers
+            if not known.state and own.issuperset(id(p) for group in known.param_groups for p in group["params"])
+        ]
+        self._optimizers = [weakref.ref(known) for known in optimizers if known not in idle] + [weakref.ref(optimizer)]
+        declared = f"{type(idle[0]).__name__} was declared, but " if idle else ""
+        return f"{declared}{type(optimizer).__name__} has stepped"
+
     def tensors(self) -> list[torch.Tensor]:
         """Parameters, buffers, and the gradients and optimizer state that are there already."""
-        model, optimizer = self._alive()
+        return [*self.lasting_tensors(), *self.gradients()]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that are there."""
+        model, _ = self._alive()
+        return [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
+
+    def lasting_tensors(self) -> list[torch.Tensor]:
+        """`tensors` but for the gradients."""
+        model, optimizers = self._alive()
         tensors: list[torch.Tensor] = []
         if model is not None:
             tensors += [*model.parameters(), *model.buffers()]
-            tensors += [p.grad for p in model.parameters() if p.grad is not None]
-        if optimizer is not None:
+        for optimizer in optimizers:
             tensors += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
         if bucket_bytes := self.bucket_bytes():
             tensors.append(torch.empty(bucket_bytes, dtype=torch.uint8, device="meta"))  # its reducer shows none
@@ -45,18 +86,21 @@ class Standing:
 
     def bytes_beside(self, graph: StepGraph) -> int:
         """Bytes in use all step that are no storage of the step."""
-        model, optimizer = self._alive()
-        state_bytes = optimizer_state_bytes(optimizer) if optimizer is not None else 0
+        model, _ = self._alive()
+        state_bytes = self.state_bytes()
         if model is None:
             return state_bytes + self.bucket_bytes()
         in_graph_bytes = sum(s.nbytes for s in graph.storages if s.kind in ("parameter", "buffer"))
         model_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
         return max(0, model_bytes - in_graph_bytes) + self.gradient_bytes() + self.bucket_bytes() + state_bytes
 
+    def state_bytes(self) -> int:
+        """Bytes of the optimizers' state, also of what their first step will make."""
+        return sum(map(optimizer_state_bytes, self._alive()[1]))
+
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that are there before the step: those it accumulates onto."""
-        model, _ = self._alive()
-        return distinct_bytes(p.grad for p in model.parameters() if p.grad is not None) if model is not None else 0
+        """Bytes of the gradients that are there before the step and stay: those it accumulates onto."""
+        return 0 if self.gradients_pass else distinct_bytes(self.gradients())
 
     def bucket_bytes(self) -> int:
         """Bytes of the data parallel wrapper's buckets, but for those that gradients are views of already.
@@ -72,9 +116,9 @@ class Standing:
             exchanged = [p for p in exchanged if p.grad is None]
         return sum(p.numel() * p.element_size() for p in exchanged) + getattr(wrapper, "hook_bytes", 0)
 
-    def _alive(self) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+    def _alive(self) -> tuple[nn.Module | None, list[torch.optim.Optimizer]]:
         model = self._model() if self._model is not None else None
-        return model, self._optimizer() if self._optimizer is not None else None
+        return model, [known for reference in self._optimizers if (known := reference()) is not None]
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from shoal import allocations
 from shoal.errors import InputError
+from shoal.runtime.held import HeldStorage
 from shoal.runtime.wall import Wall, wall
 from shoal.standing import distinct_bytes
+
+Part = Literal["forward", "loss", "backward"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class Measured:
 class StepMeter:
     """Meters one step at a time: `begin`, `pause` after the forward pass, `resume` before the backward pass, `end`.
 
+    A step may have several forward and backward passes, in any order: `go_on` begins another forward pass, and `pause`
+    ends each of them.
+
     On CUDA it reads the allocator's own peak. On the CPU the counting allocator of `shoal.runtime.wall` counts, on top
     of the bytes of the tensors that were there before: what else is in use, or freed, is not the step's. Where that
     cannot be built (no C++ compiler), PyTorch's profiler lists the allocations of the two graphs, and what lies between
@@ -49,20 +56,30 @@ class StepMeter:
         self._running = False
         self._recording = False
         self._before_bytes = 0
-        self._peaks: list[int] = []
+        self._there: set[int] = set()
+        self._passing: tuple[HeldStorage, ...] = ()
+        self._passing_bytes = 0
+        self._part: Part = "forward"
+        self._peaks: dict[Part, int] = {}
 
-    def begin(self, resident: Iterable[torch.Tensor]) -> bool:
+    def begin(self, resident: Iterable[torch.Tensor], passing: Iterable[HeldStorage] = ()) -> bool:
         """Start with the forward pass. An unfinished step is dropped.
 
         Args:
-            resident: every tensor that is in use already.
+            resident: every tensor that is in use already and stays.
+            passing: storages besides that may go before the step ends; each counts in the parts that it lives to see.
 
         Returns:
             Whether the step is metered: not where a profiler is in the way.
         """
         self.abandon()
-        self._peaks = []
+        self._peaks = {}
+        self._part = "forward"
+        resident = list(resident)
         self._before_bytes = distinct_bytes(resident)
+        self._there = {t.untyped_storage()._cdata for t in resident}
+        self._passing = tuple({held.key: held for held in passing if held.key not in self._there}.values())
+        self._passing_bytes = sum(held.nbytes for held in self._passing if held.is_alive)
         try:
             self._counter = self._standing.enter_context(wall(None, self.device))
             self._counter.start_fresh()
@@ -74,29 +91,27 @@ class StepMeter:
         return True
 
     def pause(self) -> None:
-        """The forward pass is over."""
+        """A forward or backward pass is over."""
         if self._running:
             self._close_part()
+            self._part = "loss"
+
+    def go_on(self, resident: Iterable[torch.Tensor]) -> None:
+        """Another forward pass of the step begins; `resident` is what is in use now, saved tensors included."""
+        self._open_part("forward", resident)
 
     def resume(self, resident: Iterable[torch.Tensor]) -> None:
-        """The backward pass begins; `resident` is what is in use now, saved tensors included."""
-        if not self._running:
-            return
-        if self._counter is not None:
-            self._close_part()
-        else:
-            self._peaks.append(0)
-            self._before_bytes = distinct_bytes(resident)
-            self._record()
+        """A backward pass begins; `resident` is what is in use now, saved tensors included."""
+        self._open_part("backward", resident)
 
     def end(self) -> Measured | None:
-        """The backward pass is over: what the step used, or None where it was not metered from start to end."""
-        if not self._running or len(self._peaks) != 2:
+        """The last backward pass is over: what the step used, or None where it was not metered from start to end."""
+        if not self._running or self._part != "backward":
             self.abandon()
             return None
         self._close_part()
         self.abandon()
-        return Measured(*self._peaks)
+        return Measured(*(self._peaks.get(part, 0) for part in ("forward", "loss", "backward")))
 
     def abandon(self) -> None:
         """Forget a step that did not reach its end."""
@@ -104,7 +119,27 @@ class StepMeter:
             allocations.stop()
         self._recording = self._running = False
         self._counter = None
+        self._passing = ()
         self._standing.close()
+
+    def _open_part(self, part: Part, resident: Iterable[torch.Tensor]) -> None:
+        if not self._running:
+            return
+        if self._counter is not None:
+            self._close_part()
+            self._count_what_was_there(self._counter, resident)
+        else:
+            self._before_bytes = distinct_bytes(resident)
+            self._record()
+        self._passing_bytes = sum(held.nbytes for held in self._passing if held.is_alive)
+        self._part = part
+
+    def _count_what_was_there(self, counter: Wall, resident: Iterable[torch.Tensor]) -> None:
+        """A batch that was made before the step, but is used from here on."""
+        old = (t for t in resident if t.untyped_storage()._cdata not in self._there and not counter.is_fresh(t))
+        late = [t for t in old if t.device.type == self.device.type]
+        self._before_bytes += distinct_bytes(late)
+        self._there.update(t.untyped_storage()._cdata for t in late)
 
     def _record(self) -> None:
         allocations.start()
@@ -113,8 +148,19 @@ class StepMeter:
     def _close_part(self) -> None:
         if self._counter is None:
             self._recording = False
-            self._peaks.append(self._before_bytes + allocations.peak_bytes(allocations.stop()))
+            peak_bytes = allocations.peak_bytes(allocations.stop())
+        elif self.device.type == "cuda":
+            self._note(self._counter.peak_bytes)
+            self._counter.reset_fresh_peak()
             return
-        on_cuda = self.device.type == "cuda"
-        self._peaks.append(self._counter.peak_bytes if on_cuda else self._before_bytes + self._counter.fresh_peak_bytes)
-        self._counter.reset_fresh_peak()
+        else:
+            peak_bytes = self._counter.fresh_peak_bytes
+            self._counter.reset_fresh_peak()
+        # What passes away during the loss was there when the forward pass ended, and counts there.
+        passing_bytes = self._passing_bytes
+        if self._part == "loss":
+            passing_bytes = sum(held.nbytes for held in self._passing if held.is_alive)
+        self._note(self._before_bytes + passing_bytes + peak_bytes)
+
+    def _note(self, peak_bytes: int) -> None:
+        self._peaks[self._part] = max(self._peaks.get(self._part, 0), peak_bytes)

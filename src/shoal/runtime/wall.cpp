@@ -179,6 +179,14 @@ WALL_API void wall_start_fresh() {
 }
 WALL_API void wall_reset_fresh_peak() { counters().fresh_peak.store(counters().fresh.load()); }
 WALL_API std::int64_t wall_fresh_peak() { return counters().fresh_peak.load(); }
+// Whether a block was given out since wall_start_fresh.
+WALL_API int wall_is_fresh(void* data) {
+  Counters& c = counters();
+  Shard& shard = c.shard(data);
+  std::lock_guard<std::mutex> lock(shard.mutex);
+  const auto found = shard.blocks.find(data);
+  return found != shard.blocks.end() && found->second.generation == c.generation.load();
+}
 WALL_API std::int64_t wall_live() { return counters().live.load(); }
 WALL_API std::int64_t wall_peak() { return counters().peak.load(); }
 WALL_API std::int64_t wall_allocations() { return counters().allocations.load(); }

@@ -36,6 +36,7 @@ class _Memory(Protocol):
     def start_fresh(self) -> None: ...
     def fresh_peak_bytes(self) -> int: ...
     def reset_fresh_peak(self) -> None: ...
+    def is_fresh(self, address: int) -> bool: ...
     def live_bytes(self) -> int: ...
     def peak_bytes(self) -> int: ...
     def set_peak(self, peak_bytes: int) -> None: ...
@@ -92,6 +93,10 @@ class Wall:
     def reset_fresh_peak(self) -> None:
         """Let `fresh_peak_bytes` start again from what is in use."""
         self._memory.reset_fresh_peak()
+
+    def is_fresh(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage is among what `fresh_peak_bytes` counts."""
+        return self._memory.is_fresh(tensor.untyped_storage().data_ptr())
 
     def reset_peak(self) -> None:
         """Let `peak_bytes` start again from `live_bytes`."""
@@ -220,6 +225,9 @@ class _CudaMemory:
     def reset_fresh_peak(self) -> None:
         self.set_peak(self.live_bytes())
 
+    def is_fresh(self, address: int) -> bool:
+        return True  # the allocator's own peak counts every block
+
     def live_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device)
 
@@ -241,6 +249,7 @@ class _CpuMemory:
         library = ctypes.CDLL(str(compiled(_SOURCE, "a wall on the CPU")))
         library.wall_beneath.restype = ctypes.c_void_p
         library.wall_set_beneath.argtypes = [ctypes.c_void_p]
+        library.wall_is_fresh.argtypes = [ctypes.c_void_p]
         for name in ("wall_live", "wall_peak", "wall_fresh_peak", "wall_allocations"):
             getattr(library, name).restype = ctypes.c_int64
         for name in ("wall_set_limit", "wall_set_peak"):
@@ -265,6 +274,9 @@ class _CpuMemory:
 
     def reset_fresh_peak(self) -> None:
         self._library.wall_reset_fresh_peak()
+
+    def is_fresh(self, address: int) -> bool:
+        return bool(self._library.wall_is_fresh(address))
 
     def live_bytes(self) -> int:
         return int(self._library.wall_live())

@@ -1,0 +1,165 @@
+"""Follows the calls of one model: which are under way, and what they really use while their plans are new."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from shoal.calls import Call, Calls
+from shoal.habits import Basis
+from shoal.plan import Plan
+from shoal.runtime.held import HeldStorage
+from shoal.runtime.step_meter import Measured, StepMeter
+from shoal.standing import Standing
+
+Run = Callable[[list[Any]], Any]
+
+
+class Metered(Protocol):
+    """A step whose two graphs run here.
+
+    Attributes:
+        steps_to_meter: how many of its next runs are metered.
+        device: where it runs.
+        plan, basis: its plan, and what that was made for.
+        n_outputs: how many results its forward graph returns.
+        results: the places, among them, of those that the caller gets.
+    """
+
+    steps_to_meter: int
+    device: torch.device
+    plan: Plan | None
+    basis: Basis | None
+    n_outputs: int
+    results: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Window:
+    """What is metered as one: from a forward pass to the backward pass after which no call is under way.
+
+    Attributes:
+        steps: those that ran.
+        calls_at_once: the most calls that were under way.
+        kept: places of results that the caller still held when a backward pass began. released: of those it did not.
+        measured: what it used; None until it is over.
+        gradients_stayed: whether gradients of an earlier step were there when a backward pass began.
+    """
+
+    steps: list[Metered] = field(default_factory=list)
+    calls_at_once: int = 1
+    kept: set[int] = field(default_factory=set)
+    released: set[int] = field(default_factory=set)
+    measured: Measured | None = None
+    gradients_stayed: bool = False
+
+
+class Metering:
+    """Runs the graphs of one model's steps.
+
+    Args:
+        standing: what is in use beside the steps.
+        learn: is told of each window that was metered.
+    """
+
+    def __init__(self, standing: Standing, learn: Callable[[Window], None]) -> None:
+        self.calls = Calls()
+        self._standing = standing
+        self._learn = learn
+        self._meter: StepMeter | None = None
+        self._window: Window | None = None
+        self._old_gradients: list[HeldStorage] = []
+
+    def forward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
+        """Run the forward graph of a step."""
+        given = _keys(arguments)
+        self._begin_forward(step, arguments)
+        try:
+            outputs = run(arguments)
+        except BaseException:
+            self._give_up()
+            raise
+        self.calls.started(given, outputs, step.n_outputs, step.results)
+        if self._window is not None and self._meter is not None:
+            self._window.calls_at_once = max(self._window.calls_at_once, self.calls.under_way())
+            self._meter.pause()
+        return outputs
+
+    def backward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
+        """Run the backward graph of a step."""
+        call = self.calls.goes_back(_keys(arguments))
+        window, meter = self._window, self._meter
+        if window is None or meter is None:
+            return run(arguments)
+        if call is None:  # sent back a second time
+            return run(arguments)
+        self._note_results(window, call)
+        window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
+        meter.resume(self._in_use(arguments))
+        try:
+            gradients = run(arguments)
+        except BaseException:
+            self._give_up()
+            raise
+        if self.calls.under_way():
+            meter.pause()
+            return gradients
+        window.measured = meter.end()
+        self._window = None
+        if window.measured is not None:
+            for metered in window.steps:
+                metered.steps_to_meter -= 1
+            self._learn(window)
+        return gradients
+
+    def _begin_forward(self, step: Metered, arguments: Sequence[Any]) -> None:
+        window, meter = self._window, self._meter
+        if window is not None and meter is not None and self.calls.under_way():
+            if step not in window.steps:
+                window.steps.append(step)
+            meter.go_on(self._in_use(arguments))
+            return
+        self._give_up()
+        if not step.steps_to_meter or self.calls.under_way() or not self._has_the_counter():
+            return
+        if meter is None or meter.device != step.device:
+            meter = self._meter = StepMeter(step.device)
+        self._old_gradients = [HeldStorage(gradient) for gradient in self._standing.gradients()]
+        passing = [*self._old_gradients, *self.calls.held_of_the_last()]
+        if meter.begin(self._in_use(arguments), passing):
+            self._window = Window([step])
+            _metering_now[:] = [weakref.ref(self)]
+
+    def _has_the_counter(self) -> bool:
+        """Whether no other model's calls are being metered: there is one counter, and what it counts here is theirs."""
+        other = next((reference() for reference in _metering_now), None)
+        if other is None or other is self or other._window is None:
+            return True
+        if other.calls.under_way():
+            return False
+        other._give_up()
+        return True
+
+    def _note_results(self, window: Window, call: Call) -> None:
+        alive = {place for place, held in call.outputs.items() if held.is_alive}
+        window.kept |= alive
+        window.released |= set(call.outputs) - alive
+
+    def _give_up(self) -> None:
+        if self._window is not None and self._meter is not None:
+            self._meter.abandon()
+        self._window = None
+
+    def _in_use(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+        return [*self._standing.lasting_tensors(), *(a for a in arguments if isinstance(a, torch.Tensor))]
+
+
+_metering_now: list[weakref.ref[Metering]] = []
+
+
+def _keys(arguments: Sequence[Any]) -> set[int]:
+    return {a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)}

@@ -1,0 +1,101 @@
+"""One plan for calls that overlap: several forward passes of a model before the first backward pass.
+
+While one call runs, the others' saved storages wait; and from the first backward pass on, the gradients it has made.
+All calls have the same plan, so what waits depends on the plan: the room set aside for it is searched by bisection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from shoal.errors import BudgetError
+from shoal.habits import HELD_OVER
+from shoal.plan import Plan
+from shoal.sizes import format_bytes
+from shoal.step import StepGraph
+
+_ROUNDS = 6
+_CLOSE_ENOUGH = 0.01  # of the budget
+
+
+def plan_overlapping(calls: int, budget_bytes: int, make: Callable[[int], Plan]) -> tuple[int, Plan]:
+    """A plan for each of `calls` calls that come before the first backward pass.
+
+    Args:
+        calls: how many; with one, this is `make(0)`.
+        budget_bytes: device bytes of all calls together; 0 for no limit.
+        make: plans one call with so many bytes of the budget set aside, which stand in its step's standing bytes.
+
+    Returns:
+        What `make` was given, and the plan; its step's standing bytes are then those that really wait of other calls.
+
+    Raises:
+        BudgetError: no plan of which so many calls fit.
+    """
+    alone = make(0)
+    if calls == 1:
+        return 0, alone
+    aside_bytes = bytes_of_others(alone, calls)
+    if not budget_bytes or alone.predicted_peak_bytes + aside_bytes <= budget_bytes:
+        return 0, _with_standing(alone, aside_bytes)
+    best: tuple[int, Plan] | None = None
+    too_few, too_many = 0, budget_bytes
+    for _ in range(_ROUNDS):
+        try:
+            plan = make(aside_bytes)
+        except BudgetError:
+            too_many = aside_bytes
+        else:
+            if bytes_of_others(plan, calls) <= aside_bytes:
+                best, too_many = (aside_bytes, plan), aside_bytes
+            else:
+                too_few = aside_bytes
+        if too_many - too_few <= _CLOSE_ENOUGH * budget_bytes:
+            break
+        aside_bytes = (too_few + too_many) // 2
+    aside_bytes, plan = best or _with_the_most_aside(calls, budget_bytes, alone, make)
+    return aside_bytes, _with_standing(plan, bytes_of_others(plan, calls) - aside_bytes)
+
+
+def bytes_of_others(plan: Plan, calls: int) -> int:
+    """Most bytes that are in use of the other calls while one call runs, their own inputs included.
+
+    Before the first backward pass all others' saved storages wait; after it, its gradients do in their place.
+    """
+    at_loss = next(moment for moment in plan.timeline.moments if moment.phase == "loss")
+    held_over = plan.graph.storage_called.get(HELD_OVER)
+    waiting_bytes = at_loss.kept_bytes - (held_over.nbytes if held_over is not None else 0)
+    gradient_bytes = sum(s.nbytes for s in plan.graph.storages if s.kind == "gradient")
+    input_bytes = sum(s.nbytes for s in plan.graph.storages if s.kind == "input")
+    return (calls - 1) * input_bytes + max(
+        (calls - 1) * waiting_bytes, (calls - 2) * waiting_bytes + gradient_bytes
+    )
+
+
+def _with_the_most_aside(calls: int, budget_bytes: int, alone: Plan, make: Callable[[int], Plan]) -> tuple[int, Plan]:
+    """With all room for the others that a call of the least peak leaves; refused where that is too little."""
+    try:
+        return budget_bytes, make(budget_bytes)
+    except BudgetError as error:
+        least_bytes = (error.least_feasible_bytes or 0) - budget_bytes
+    aside_bytes = budget_bytes - least_bytes
+    plan = make(aside_bytes)
+    others_bytes = bytes_of_others(plan, calls)
+    if others_bytes <= aside_bytes:
+        return aside_bytes, plan
+    enough_bytes = least_bytes + others_bytes
+    raise BudgetError(
+        f"no plan of {alone.graph.model or 'this model'} fits in {format_bytes(budget_bytes)} when {calls} calls come "
+        f"before a backward pass; one call needs {format_bytes(least_bytes)}, {calls} need {format_bytes(enough_bytes)} "
+        f"({enough_bytes} bytes); give more bytes, or call backward() after each call",
+        budget_bytes=budget_bytes,
+        least_feasible_bytes=enough_bytes,
+    )
+
+
+def _with_standing(plan: Plan, more_bytes: int) -> Plan:
+    def more(graph: StepGraph) -> StepGraph:
+        return replace(graph, standing_bytes=graph.standing_bytes + more_bytes)
+
+    return replace(plan, graph=more(plan.graph), exact_graph=plan.exact_graph and more(plan.exact_graph))
