@@ -149,7 +149,7 @@ class PlannedStep:
         self.plan: Plan | None = None
         self.basis: Basis | None = None
         self.device = torch.device("cpu")
-        self.n_outputs = 0
+        self.n_outputs = self.n_tangents = 0
         self.results: tuple[int, ...] = ()
         self.steps_to_meter = _METERED_STEPS
         self.errors_unknown = False
@@ -178,6 +178,7 @@ class PlannedStep:
         assert self.plan is not None
         self.device = captured.device
         self.n_outputs, self.results = num_fwd_outputs, captured.results
+        self.n_tangents = sum(storage.kind == "tangent" for storage in captured.graph.storages)
         self.errors_unknown = bool(self.plan.encoded)
         transfers = self.session.carry(self.plan, captured.device)
         return lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)

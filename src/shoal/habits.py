@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from shoal.plan import Plan
 from shoal.step import Op, StepGraph, Storage
 
-HELD_OVER = "held_over"
+HELD_RESULTS = "results_of_the_step_before"
+HELD_GRADIENTS = "gradients_of_the_step_before"
 
 
 @dataclass(frozen=True)
@@ -22,18 +23,21 @@ class Habits:
     Attributes:
         learnt: whether a step has been metered; before that, all is taken for the worst.
         calls_at_once: how many calls come before a backward pass.
-        held_over_bytes: what is in use from the step before until the loss is known: its outputs, as long as the loop's
-            names still hold them, and its gradients, where they are dropped after the forward pass.
+        held_result_bytes: outputs of the step before that the loop's names hold until the forward pass returns new ones.
+        held_gradient_bytes: gradients of the step before, where they are dropped between the two passes.
         drops_late: whether gradients that the optimizer has used are dropped after the next forward pass, not kept.
         released: places, among the forward graph's outputs, of those that nobody holds when the backward pass begins.
+        tangents_pass: whether the gradients of outputs die with their last reader, not with the step.
         loss_share: scratch of the loss, as a multiple of the outputs' gradients. 2 is log-softmax and its gradient.
     """
 
     learnt: bool = False
     calls_at_once: int = 1
-    held_over_bytes: int = 0
+    held_result_bytes: int = 0
+    held_gradient_bytes: int = 0
     drops_late: bool = True
     released: frozenset[int] = frozenset()
+    tangents_pass: bool = False
     loss_share: float = 2.0
 
 
@@ -74,8 +78,8 @@ class Basis:
 
 def hopeful(habits: Habits, places: Collection[int]) -> Habits:
     """As much as the loop may turn out to save: it drops every output when the loss is known, as
-    `F.cross_entropy(model(x), y).backward()` does, and the loss takes no more than those outputs and their gradients."""
-    return replace(habits, released=frozenset(places), loss_share=0.0)
+    `F.cross_entropy(model(x), y).backward()` does, whose scratch is as large as those outputs."""
+    return replace(habits, released=frozenset(places), tangents_pass=True, loss_share=1.0)
 
 
 def under_habits(graph: StepGraph, habits: Habits, outputs: Mapping[int, str]) -> StepGraph:
@@ -88,23 +92,45 @@ def under_habits(graph: StepGraph, habits: Habits, outputs: Mapping[int, str]) -
     """
     released = {outputs[place] for place in habits.released if place in outputs}
     saved = {graph.storages[storage].name for storage in graph.saved}
-    storages = [
-        replace(s, kind="activation") if s.kind == "output" and s.name in released - saved else s
-        for s in graph.storages
-    ]
-    tangent_bytes = sum(s.nbytes for s in storages if s.kind == "tangent")
+    tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")
+
+    def seen(storage: Storage) -> Storage:
+        if storage.kind == "output" and storage.name in released - saved:
+            return replace(storage, kind="activation")
+        if storage.kind == "tangent" and habits.tangents_pass:
+            return replace(storage, kind="error")
+        return storage
+
+    storages = list(map(seen, graph.storages))
     scratch_bytes = math.ceil(habits.loss_share * tangent_bytes)
-    ops = [replace(op, workspace_bytes=scratch_bytes) if op.phase == "loss" else op for op in graph.ops]
-    if habits.held_over_bytes:
-        ops, storages = _with_held_over(ops, storages, habits.held_over_bytes)
+    tangents = {s.id for s in graph.storages if s.kind == "tangent"}
+
+    def run(op: Op) -> Op:
+        if op.phase == "loss":
+            return replace(op, workspace_bytes=scratch_bytes)
+        if op.overwrites in tangents:  # a hook of the caller's may hold it
+            return replace(op, overwrites=-1)
+        return op
+
+    ops = list(map(run, graph.ops))
+    last_forward = max((op.id for op in ops if op.phase == "forward"), default=-1)
+    loss = next((op.id for op in ops if op.phase == "loss"), last_forward)
+    for name, nbytes, last in (
+        (HELD_RESULTS, habits.held_result_bytes, last_forward),
+        (HELD_GRADIENTS, habits.held_gradient_bytes, loss),
+    ):
+        if nbytes and ops:
+            ops, storages, loss = *_with_held(ops, storages, name, nbytes, last), loss + 1
     return replace(graph, ops=tuple(ops), storages=tuple(storages))
 
 
-def _with_held_over(ops: list[Op], storages: list[Storage], nbytes: int) -> tuple[list[Op], list[Storage]]:
-    """An op before all others "writes" what is held over, and the loss is the last to read it."""
-    held = Storage(len(storages), HELD_OVER, nbytes, "activation", "", (nbytes,), "uint8", (HELD_OVER,))
-    first = Op(0, HELD_OVER, HELD_OVER, "forward", "", (), (held.id,), recomputable=False)
+def _with_held(
+    ops: list[Op], storages: list[Storage], name: str, nbytes: int, last_reader: int
+) -> tuple[list[Op], list[Storage]]:
+    """An op before all others "writes" what is held from the step before, and `last_reader` is the last to read it."""
+    held = Storage(len(storages), name, nbytes, "activation", "", (nbytes,), "uint8", (name,))
+    first = Op(0, name, name, "forward", "", (), (held.id,), recomputable=False)
     later = [
-        replace(op, id=op.id + 1, reads=(*op.reads, held.id) if op.phase == "loss" else op.reads) for op in ops
+        replace(op, id=op.id + 1, reads=(*op.reads, held.id) if op.id == last_reader else op.reads) for op in ops
     ]
     return [first, *later], [*storages, held]

@@ -26,7 +26,8 @@ class Metered(Protocol):
         steps_to_meter: how many of its next runs are metered.
         device: where it runs.
         plan, basis: its plan, and what that was made for.
-        n_outputs: how many results its forward graph returns.
+        n_outputs: how many results its forward graph returns. n_tangents: how many gradients of results its backward
+            graph is given, as the last of its arguments.
         results: the places, among them, of those that the caller gets.
     """
 
@@ -35,6 +36,7 @@ class Metered(Protocol):
     plan: Plan | None
     basis: Basis | None
     n_outputs: int
+    n_tangents: int
     results: tuple[int, ...]
 
 
@@ -48,6 +50,7 @@ class Window:
         kept: places of results that the caller still held when a backward pass began. released: of those it did not.
         measured: what it used; None until it is over.
         gradients_stayed: whether gradients of an earlier step were there when a backward pass began.
+        tangents_stayed: whether a gradient of a result was still held by somebody when its backward pass ended.
     """
 
     steps: list[Metered] = field(default_factory=list)
@@ -56,6 +59,7 @@ class Window:
     released: set[int] = field(default_factory=set)
     measured: Measured | None = None
     gradients_stayed: bool = False
+    tangents_stayed: bool = False
 
 
 class Metering:
@@ -100,11 +104,15 @@ class Metering:
         self._note_results(window, call)
         window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
         meter.resume(self._in_use(arguments))
+        given = arguments[len(arguments) - step.n_tangents :]
+        tangents = [HeldStorage(tangent) for tangent in given if isinstance(tangent, torch.Tensor)]
+        del given
         try:
             gradients = run(arguments)
         except BaseException:
             self._give_up()
             raise
+        window.tangents_stayed |= any(tangent.is_alive for tangent in tangents)
         if self.calls.under_way():
             meter.pause()
             return gradients

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shoal.errors import BudgetError
-from shoal.habits import HELD_OVER
+from shoal.habits import HELD_GRADIENTS
 from shoal.plan import Plan
 from shoal.sizes import format_bytes
 from shoal.step import StepGraph
@@ -64,8 +64,8 @@ def bytes_of_others(plan: Plan, calls: int) -> int:
     Before the first backward pass all others' saved storages wait; after it, its gradients do in their place.
     """
     at_loss = next(moment for moment in plan.timeline.moments if moment.phase == "loss")
-    held_over = plan.graph.storage_called.get(HELD_OVER)
-    waiting_bytes = at_loss.kept_bytes - (held_over.nbytes if held_over is not None else 0)
+    held = plan.graph.storage_called.get(HELD_GRADIENTS)
+    waiting_bytes = at_loss.kept_bytes - (held.nbytes if held is not None else 0)
     gradient_bytes = sum(s.nbytes for s in plan.graph.storages if s.kind == "gradient")
     input_bytes = sum(s.nbytes for s in plan.graph.storages if s.kind == "input")
     return (calls - 1) * input_bytes + max(

@@ -135,9 +135,15 @@ class Session:
         return bool(there) and not standing.gradients_pass
 
     def _hold_over(self, gradient_bytes: int) -> None:
+        habits = self.habits
         result_bytes = sum(held.nbytes for held in self.metering.calls.held_of_the_last())
-        if gradient_bytes + result_bytes > self.habits.held_over_bytes:
-            self._adapt(replace(self.habits, held_over_bytes=gradient_bytes + result_bytes))
+        now = replace(
+            habits,
+            held_result_bytes=max(habits.held_result_bytes, result_bytes),
+            held_gradient_bytes=max(habits.held_gradient_bytes, gradient_bytes),
+        )
+        if now != habits:
+            self._adapt(now)
 
     def _make_room_for_calls(self) -> None:
         at_once = self.metering.calls.under_way() + 1
@@ -255,8 +261,11 @@ class Session:
                 raise
             try:
                 captured, plan, basis = planned(hopeful(habits, outputs))
-            except BudgetError:
-                raise refused from None
+            except BudgetError as error:
+                raise refused.with_hint(
+                    f"{format_bytes(error.least_feasible_bytes or 0)} are enough where nothing holds the model's outputs "
+                    "once the loss is known, as in criterion(model(x), y).backward()"
+                ) from None
             log.info("%s: fits if the loop drops outputs when their loss is known; the first step is metered", self.name)
             self.habits = hopeful(habits, outputs)
         plan = replace(plan, planning_seconds=time.perf_counter() - started)
@@ -392,6 +401,7 @@ class Session:
             habits,
             learnt=True,
             released=habits.released & released if habits.learnt else released,
+            tangents_pass=not window.tangents_stayed and (habits.tangents_pass or not habits.learnt),
             loss_share=max(shares, default=habits.loss_share),
             drops_late=habits.drops_late and not (window.gradients_stayed and self.standing.gradients_pass),
         )
@@ -412,7 +422,8 @@ class Session:
                 format_bytes(measured_bytes - budget_bytes),
             )
             return
-        log.warning("%s: %s; planning again with %s set aside", name, promise, format_bytes(over_bytes))
+        learnt = f"{format_bytes(over_bytes)} set aside" if over_bytes else "what this loop was seen to hold"
+        log.warning("%s: %s; planning again with %s", name, promise, learnt)
         for step in steps:
             if step.basis is not None:
                 key = step.basis.fingerprint
