@@ -227,13 +227,12 @@ def _reject_hopeless(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     parameter_bytes = distinct_bytes(model.parameters())
     gradient_bytes = distinct_bytes(p for p in model.parameters() if p.requires_grad)
     state_bytes = optimizer_state_bytes(optimizer) if optimizer is not None else 0
-    least_bytes = parameter_bytes + gradient_bytes + state_bytes + distinct_bytes(model.buffers())
-    if budget_bytes < least_bytes:
+    floor_bytes = parameter_bytes + gradient_bytes + state_bytes + distinct_bytes(model.buffers())
+    if budget_bytes < floor_bytes:
         raise BudgetError(
             f"budget {format_bytes(budget_bytes)} is less than {session.name} needs before any activation: "
-            f"{format_bytes(least_bytes)} (parameters {format_bytes(parameter_bytes)}, gradients "
-            f"{format_bytes(gradient_bytes)}, optimizer state {format_bytes(state_bytes)}); give more bytes or a "
-            "smaller model",
+            f"{format_bytes(floor_bytes)} (parameters {format_bytes(parameter_bytes)}, gradients "
+            f"{format_bytes(gradient_bytes)}, optimizer state {format_bytes(state_bytes)}), and more to train; shoal.plan "
+            "tells how much: give more bytes or a smaller model",
             budget_bytes=budget_bytes,
-            least_feasible_bytes=least_bytes,
         )

@@ -68,10 +68,15 @@ class Metering:
     Args:
         standing: what is in use beside the steps.
         learn: is told of each window that was metered.
+
+    Attributes:
+        calls: those that are not over.
+        gradients_are_used: whether the optimizer has stepped since the last backward pass; whoever knows sets it.
     """
 
     def __init__(self, standing: Standing, learn: Callable[[Window], None]) -> None:
         self.calls = Calls()
+        self.gradients_are_used = False
         self._standing = standing
         self._learn = learn
         self._meter: StepMeter | None = None
@@ -95,6 +100,7 @@ class Metering:
 
     def backward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the backward graph of a step."""
+        self.gradients_are_used = False
         call = self.calls.goes_back(_keys(arguments))
         window, meter = self._window, self._meter
         if window is None or meter is None:

@@ -1,12 +1,12 @@
 """One plan for calls that overlap: several forward passes of a model before the first backward pass.
 
-While one call runs, the others' saved storages wait; and from the first backward pass on, the gradients it has made.
+While one call runs, the others' saved storages wait; from the first backward pass on, its gradients do in their place.
 All calls have the same plan, so what waits depends on the plan: the room set aside for it is searched by bisection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from shoal.errors import BudgetError
@@ -19,13 +19,16 @@ _ROUNDS = 6
 _CLOSE_ENOUGH = 0.01  # of the budget
 
 
-def plan_overlapping(calls: int, budget_bytes: int, make: Callable[[int], Plan]) -> tuple[int, Plan]:
+def plan_overlapping(
+    calls: int, budget_bytes: int, make: Callable[[int], Plan], in_force: Iterable[Plan] = ()
+) -> tuple[int, Plan]:
     """A plan for each of `calls` calls that come before the first backward pass.
 
     Args:
         calls: how many; with one, this is `make(0)`.
         budget_bytes: device bytes of all calls together; 0 for no limit.
         make: plans one call with so many bytes of the budget set aside, which stand in its step's standing bytes.
+        in_force: plans of other steps of the model: calls of those may wait, too.
 
     Returns:
         What `make` was given, and the plan; its step's standing bytes are then those that really wait of other calls.
@@ -36,7 +39,14 @@ def plan_overlapping(calls: int, budget_bytes: int, make: Callable[[int], Plan])
     alone = make(0)
     if calls == 1:
         return 0, alone
-    aside_bytes = bytes_of_others(alone, calls)
+    known_bytes = max((waiting_bytes(plan) for plan in in_force), default=0)
+
+    def bytes_of_others(plan: Plan) -> int:
+        waiting = max(known_bytes, waiting_bytes(plan))
+        gradient_bytes = sum(s.nbytes for s in plan.graph.storages if s.kind == "gradient")
+        return max((calls - 1) * waiting, (calls - 2) * waiting + gradient_bytes)
+
+    aside_bytes = bytes_of_others(alone)
     if not budget_bytes or alone.predicted_peak_bytes + aside_bytes <= budget_bytes:
         return 0, _with_standing(alone, aside_bytes)
     best: tuple[int, Plan] | None = None
@@ -47,33 +57,33 @@ def plan_overlapping(calls: int, budget_bytes: int, make: Callable[[int], Plan])
         except BudgetError:
             too_many = aside_bytes
         else:
-            if bytes_of_others(plan, calls) <= aside_bytes:
+            if bytes_of_others(plan) <= aside_bytes:
                 best, too_many = (aside_bytes, plan), aside_bytes
             else:
                 too_few = aside_bytes
         if too_many - too_few <= _CLOSE_ENOUGH * budget_bytes:
             break
         aside_bytes = (too_few + too_many) // 2
-    aside_bytes, plan = best or _with_the_most_aside(calls, budget_bytes, alone, make)
-    return aside_bytes, _with_standing(plan, bytes_of_others(plan, calls) - aside_bytes)
+    aside_bytes, plan = best or _with_the_most_aside(calls, budget_bytes, alone, make, bytes_of_others)
+    return aside_bytes, _with_standing(plan, bytes_of_others(plan) - aside_bytes)
 
 
-def bytes_of_others(plan: Plan, calls: int) -> int:
-    """Most bytes that are in use of the other calls while one call runs, their own inputs included.
-
-    Before the first backward pass all others' saved storages wait; after it, its gradients do in their place.
-    """
+def waiting_bytes(plan: Plan) -> int:
+    """Bytes that a call has in use between its two passes while another one runs, its inputs included."""
+    graph = plan.graph
     at_loss = next(moment for moment in plan.timeline.moments if moment.phase == "loss")
-    held = plan.graph.storage_called.get(HELD_GRADIENTS)
-    waiting_bytes = at_loss.kept_bytes - (held.nbytes if held is not None else 0)
-    gradient_bytes = sum(s.nbytes for s in plan.graph.storages if s.kind == "gradient")
-    input_bytes = sum(s.nbytes for s in plan.graph.storages if s.kind == "input")
-    return (calls - 1) * input_bytes + max(
-        (calls - 1) * waiting_bytes, (calls - 2) * waiting_bytes + gradient_bytes
-    )
+    held = graph.storage_called.get(HELD_GRADIENTS)
+    input_bytes = sum(s.nbytes for s in graph.storages if s.kind == "input")
+    return input_bytes + at_loss.kept_bytes - (held.nbytes if held is not None else 0)
 
 
-def _with_the_most_aside(calls: int, budget_bytes: int, alone: Plan, make: Callable[[int], Plan]) -> tuple[int, Plan]:
+def _with_the_most_aside(
+    calls: int,
+    budget_bytes: int,
+    alone: Plan,
+    make: Callable[[int], Plan],
+    bytes_of_others: Callable[[Plan], int],
+) -> tuple[int, Plan]:
     """With all room for the others that a call of the least peak leaves; refused where that is too little."""
     try:
         return budget_bytes, make(budget_bytes)
@@ -81,7 +91,7 @@ def _with_the_most_aside(calls: int, budget_bytes: int, alone: Plan, make: Calla
         least_bytes = (error.least_feasible_bytes or 0) - budget_bytes
     aside_bytes = budget_bytes - least_bytes
     plan = make(aside_bytes)
-    others_bytes = bytes_of_others(plan, calls)
+    others_bytes = bytes_of_others(plan)
     if others_bytes <= aside_bytes:
         return aside_bytes, plan
     enough_bytes = least_bytes + others_bytes

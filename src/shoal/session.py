@@ -107,7 +107,6 @@ class Session:
     metering: Metering = field(init=False)
     _learnt_bytes: dict[str, int] = field(default_factory=dict)
     _state_bytes: int = 0
-    _stepped: bool = False
     _improved: bool = False
     _in_force: weakref.WeakSet[Metered] = field(default_factory=weakref.WeakSet)
     _link: OpenLink | None = None
@@ -125,10 +124,11 @@ class Session:
         """
         standing = self.standing
         there = standing.gradients()
-        if there and self._stepped and self.habits.drops_late and not standing.gradients_pass:
+        used = bool(there) and self.metering.gradients_are_used
+        if used and self.habits.drops_late and not standing.gradients_pass:
             # zero_grad(set_to_none=False) keeps gradients, as zeros
             self.habits = replace(self.habits, drops_late=any(bool(gradient.any()) for gradient in there))
-        standing.gradients_pass = bool(there) and self._stepped and self.habits.drops_late
+        standing.gradients_pass = used and self.habits.drops_late
         if self.ready_plan is None:
             self._hold_over(distinct_bytes(there) if standing.gradients_pass else 0)
             self._make_room_for_calls()
@@ -161,7 +161,7 @@ class Session:
         standing = self.standing
         if not standing.trains(optimizer):
             return
-        self._stepped = True
+        self.metering.gradients_are_used = True
         news = standing.stepped(optimizer)
         if not news or not self.status.plans or self.ready_plan is not None:
             return
@@ -245,7 +245,9 @@ class Session:
                 made[others_bytes], plan = self._plan(captured, hardware, in_the_loop)
                 return plan
 
-            aside_bytes, plan = plan_overlapping(habits.calls_at_once, self.status.budget_bytes or 0, make)
+            aside_bytes, plan = plan_overlapping(
+                habits.calls_at_once, self.status.budget_bytes or 0, make, self.status.plans
+            )
             exact = costed(captured) if plan.exact_graph is not None else None
             graph = costed(made[aside_bytes])
             others_bytes = plan.graph.standing_bytes - graph.standing_bytes
@@ -299,6 +301,8 @@ class Session:
                 ) from None
             if self._state_bytes:
                 raise error.with_hint(f"the optimizer's state takes {format_bytes(self._state_bytes)}") from None
+            if not self.standing.has_optimizer:
+                raise error.with_hint("the optimizer's state is not counted yet: declare it with optimizer=") from None
             raise
 
     def _plan_encoded(

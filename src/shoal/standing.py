@@ -94,6 +94,11 @@ class Standing:
         model_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
         return max(0, model_bytes - in_graph_bytes) + self.gradient_bytes() + self.bucket_bytes() + state_bytes
 
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether any optimizer is known."""
+        return bool(self._alive()[1])
+
     def state_bytes(self) -> int:
         """Bytes of the optimizers' state, also of what their first step will make."""
         return sum(map(optimizer_state_bytes, self._alive()[1]))
