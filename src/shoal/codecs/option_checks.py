@@ -17,7 +17,7 @@ def whole_number(codec: str, option: str, value: Any, expected: str, least: int,
     >>> whole_number("linear", "block", 8, "at least 1 value", 1, 100)
     8
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
         raise CodecError(f"{codec}: got {option}={brief(value)}, expected {expected}")
     return int(value)
 
