@@ -13,6 +13,7 @@ from hypothesis import settings
 # A busy machine is no reason to fail. Each run draws other examples; HYPOTHESIS_PROFILE=thorough draws many.
 settings.register_profile("usual", deadline=None, max_examples=30)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
+os.environ["SHOAL_CHECK_PLANS"] = "1"  # Shoal's own plans are held against the rules before they run
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 
 

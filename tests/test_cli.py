@@ -21,6 +21,7 @@ from shoal.hardware import MeasuredLink
 from shoal.max_batch import largest_batches
 from shoal.plan import Plan
 from shoal.training import loop
+from shoal.training.run_folder import run_folder
 from tests.training.tiny import put_in_place
 
 needs_compiler = pytest.mark.skipif(
@@ -90,6 +91,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(here: Path, arguments: list[str],
     line = told(invoke("train", *arguments))
     assert line.startswith("shoal: ")
     assert said in line
+
+
+def test_two_runs_into_one_folder_are_told_before_training(here: Path) -> None:
+    with run_folder(here / "run"):
+        assert "another run is writing to run" in told(invoke("train", *PLAIN, "--out", "run"))
+    assert not list((here / "run").iterdir())
 
 
 def test_an_out_folder_that_cannot_be_is_told_before_training(here: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -12,8 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal import files
 from shoal.errors import InputError
-from shoal.files import write_atomically, write_json, write_text
+from shoal.files import remove_partials, write_atomically, write_json, write_text
+
+FORK = multiprocessing.get_context("fork")
+
+
+def in_a_process(call: Callable[..., object], *arguments: object) -> int | None:
+    """The exit code of a process that makes this call."""
+    process = FORK.Process(target=call, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode
 
 
 @pytest.mark.parametrize("before", [None, b"old"])
@@ -94,3 +108,69 @@ def test_json_reads_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, val
 def test_text_is_written_as_utf8_without_change(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = write_text(tmp_path_factory.getbasetemp() / "text", text)
     assert path.read_bytes() == text.encode("utf-8")
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+
+    def half(file: IO[bytes]) -> None:
+        file.write(b"half")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_a_process(write_atomically, path, half) == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.endswith(".partial")
+
+    def write(file: IO[bytes]) -> None:
+        assert not left.exists()  # removed when the next save began
+        (mine,) = tmp_path.iterdir()
+        write_text(path, "another process saves meanwhile")
+        remove_partials(tmp_path)
+        assert mine.exists()
+        file.write(b"whole")
+
+    write_atomically(path, write)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == b"whole"
+
+
+def test_partials_of_other_files_stay_until_the_folder_is_swept(tmp_path: Path) -> None:
+    other = tmp_path / ".other.json.abc.partial"
+    other.write_text("half")
+    (tmp_path / ".hidden").write_text("mine")
+    write_text(tmp_path / "file", "text")
+    assert other.exists()
+    remove_partials(tmp_path)
+    assert not other.exists() and (tmp_path / ".hidden").exists()
+    remove_partials(tmp_path / "missing")
+
+
+def test_where_there_are_no_locks_files_are_written_and_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    left = tmp_path / ".file.abc.partial"
+    left.write_text("half")
+    assert write_text(tmp_path / "file", "text").read_text() == "text"
+    assert left.exists()
+
+
+def test_processes_that_save_at_the_same_time_do_not_remove_each_others_work(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def save() -> None:
+        for turn in range(40):
+            write_text(path, str(turn) * 1000)
+
+    running = [FORK.Process(target=save) for _ in range(3)]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join()
+        assert process.exitcode == 0
+    assert path.read_text() == "39" * 1000
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -39,13 +41,20 @@ def test_the_rates_are_possible_and_the_second_time_comes_from_disk(quick, monke
     assert measure("cpu") == machine
 
 
-def test_a_cache_file_of_another_form_is_measured_again(quick):
-    measure("cpu")
+@pytest.mark.parametrize("wrong", ["half a machine", 0, -1.0, math.nan, math.inf, 1e300, True, None, [1], {}, 10**400])
+def test_a_cache_file_of_another_form_is_measured_again(quick, wrong):
+    known = measure("cpu")
     (file,) = (quick / "rates").iterdir()
     content = json.loads(file.read_text())
-    content["entries"]["hardware"] = {"name": "half a machine"}
-    file.write_text(json.dumps(content))
-    assert measure("cpu").device.flops_per_second > 0
+    for damaged in (
+        wrong,
+        {"name": wrong},
+        asdict(known) | {"device": asdict(known.device) | {"flops_per_second": wrong}},
+    ):
+        content["entries"]["hardware"] = damaged
+        file.write_text(json.dumps(content))
+        assert 0 < measure("cpu").device.flops_per_second < 1e24
+        assert json.loads(file.read_text())["entries"]["hardware"]["device"]["flops_per_second"] > 0
 
 
 def test_it_can_leave_no_trace(quick):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -65,16 +67,32 @@ def test_the_name_says_how_the_file_is_written(tmp_path: Path, monkeypatch: pyte
         rates = file_rates.FileRates(direct, 2e9, 1e9, 1e-4, 2e-4, 64e-6)
         monkeypatch.setattr(module, "file_rates", lambda folder, rates=rates: rates)
         link = measure_links("cpu", folder=tmp_path, cache=False)[1]
-        assert link == MeasuredLink(f"file in {tmp_path}, {said}", 2e9, 1e9, 1e-4, 2e-4, pytest.approx(1e-6))
+        assert link.allocation_seconds_per_mib == pytest.approx(1e-6)
+        expected = MeasuredLink(f"file in {tmp_path}, {said}", 2e9, 1e9, 1e-4, 2e-4, link.allocation_seconds_per_mib)
+        assert link == expected
 
 
-def test_a_cache_file_of_another_form_is_measured_again(tmp_path: Path, cache: Path) -> None:
-    measure_links("cpu", folder=tmp_path)
+@pytest.mark.parametrize("wrong", ["half a link", 0, -1.0, math.nan, math.inf, 1e300, True, None, [1], {}])
+def test_a_cache_file_of_another_form_is_measured_again(
+    tmp_path: Path, cache: Path, wrong: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_slab_copies", lambda: MeasuredLink("host slab", 2e9, 1e9, 1e-4, 2e-4, 1e-6))
+    monkeypatch.setattr(module, "file_rates", lambda folder: file_rates.FileRates(False, 2e9, 1e9, 1e-4, 2e-4, 64e-6))
+    whole = asdict(measure_links("cpu", folder=tmp_path)[0])
     (file,) = (cache / "links").iterdir()
-    content = json.loads(file.read_text())
-    content["entries"] = {key: [{"name": "half a link"}] for key in content["entries"]}
-    file.write_text(json.dumps(content))
-    assert all(map(possible, measure_links("cpu", folder=tmp_path)))
+    for damaged in (
+        wrong,
+        [wrong],
+        [],
+        [{"name": wrong}],
+        [whole | {"to_host_latency_seconds": wrong}],
+        [whole, wrong],
+    ):
+        content = json.loads(file.read_text())
+        content["entries"] = dict.fromkeys(content["entries"], damaged)
+        file.write_text(json.dumps(content))
+        links = measure_links("cpu", folder=tmp_path)
+        assert len(links) == 2 and (all(map(possible, links)) or wrong == 0 == links[0].to_host_latency_seconds)
 
 
 def test_it_can_leave_no_trace(tmp_path: Path, cache: Path) -> None:

@@ -199,7 +199,9 @@ def test_other_settings_are_another_machine():
     assert calls["count"] > 0
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[1, 2]", b'{"entries": 3}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b"[1, 2]", b'{"entries": 3}', b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000]
+)
 def test_a_broken_cache_file_is_told_and_rewritten(cache, content):
     nodes = python_node(late_result, 1)
     profile(nodes)
@@ -210,15 +212,44 @@ def test_a_broken_cache_file_is_told_and_rewritten(cache, content):
     assert nodes.keys() == json.loads(file.read_text())["entries"].keys()
 
 
-def test_a_broken_entry_is_measured_again(cache):
+BROKEN_ENTRIES = (
+    '["fast", null]',
+    "[Infinity, 0]",
+    "[-Infinity, 0]",
+    "[NaN, 0]",
+    "[1e300, 0]",
+    "[3600.1, 0]",
+    "[-1e-9, 0]",
+    "[1e-3, -1]",
+    "[1e-3, 9223372036854775808]",
+    "[1e-3, 1.5]",
+    "[1e-3, NaN]",
+    "[1e-3, true]",
+    "[true, 0]",
+    "[1e-3]",
+    "[1e-3, 0, 0]",
+    "[]",
+    "null",
+    "7",
+    '"ab"',
+    '{"a": 1, "b": 2}',
+    "[" * 500 + "]" * 500,
+)
+
+
+@pytest.mark.parametrize("entry", BROKEN_ENTRIES, ids=lambda entry: entry[:20])
+def test_a_broken_entry_is_measured_again_and_rewritten(cache, entry):
     nodes = python_node(late_result, 1)
     profile(nodes)
     (file,) = (cache / "costs").iterdir()
     content = json.loads(file.read_text())
-    content["entries"] = {key: ["fast", None] for key in content["entries"]}
-    file.write_text(json.dumps(content))
+    content["entries"] = dict.fromkeys(content["entries"], "here") | {"of another op": "here"}
+    file.write_text(json.dumps(content).replace('"here"', entry))
     (seconds,) = profile(nodes).seconds.values()
-    assert seconds > 0
+    assert 0 < seconds < 3600
+    (key,) = nodes
+    known = json.loads(file.read_text())["entries"][key]
+    assert known[0] == seconds and type(known[1]) is int
 
 
 def test_without_a_place_to_write_it_goes_on(cache, monkeypatch):

@@ -6,12 +6,14 @@ import re
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import InputError
 from shoal.sizes import HOST_PAGE_BYTES, format_bytes, in_pages, parse_bytes
+from tests.wrong_values import WRONG, in_one_short_line
 
 UNITS = {"": 1, "B": 1} | {
     f"{letter}{infix}B": base**power
@@ -53,6 +55,26 @@ def test_what_is_no_size_is_refused_with_an_example_of_one(size: int | str) -> N
     with pytest.raises(InputError, match=r"limit=.*'150MiB'") as caught:
         parse_bytes(size, "limit")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", ["9" * 400 + "GiB", "8589934592 GiB", 2**63, 10**400])
+def test_more_bytes_than_there_can_be_are_refused(size: int | str) -> None:
+    with pytest.raises(InputError, match="is more bytes than any device has; give fewer") as caught:
+        parse_bytes(size)
+    assert in_one_short_line(caught.value)
+
+
+def test_whatever_is_given_is_a_number_of_bytes_or_refused_in_one_line() -> None:
+    for size in (*WRONG, "9" * 5000):
+        try:
+            assert 0 < parse_bytes(size) < 2**63
+        except InputError as error:
+            assert in_one_short_line(error)
+
+
+def test_a_numpy_integer_is_an_int() -> None:
+    assert parse_bytes(np.int64(4096)) == 4096  # type: ignore[arg-type]
+    assert type(parse_bytes(np.uint8(7))) is int  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [True, 1.5, None, [1], b"1GB"])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from shoal.errors import InputError
 from shoal.step import RESIDENT, Again, Op, StepGraph
 from tests.random_steps import steps
 
@@ -118,9 +119,9 @@ def test_the_fingerprint_tells_apart_steps_that_need_other_plans_and_no_others(
     assert replace(graph, ops=(*graph.ops[: op.id], seconds, *graph.ops[op.id + 1 :])).fingerprint == graph.fingerprint
 
 
-@pytest.mark.parametrize("missing", ["ops", "storages", "model", "standing_bytes"])
+@pytest.mark.parametrize("missing", ["ops", "storages", "model"])
 def test_a_step_that_lacks_something_is_not_read(missing: str) -> None:
     value = StepGraph("m", (), ()).to_json()
     del value[missing]
-    with pytest.raises(KeyError):
+    with pytest.raises(InputError, match=f"step has no '{missing}'"):
         StepGraph.from_json(value)

@@ -64,10 +64,12 @@ def compile(
             Parameters, gradients, optimizer state, buffers, the batch and workspaces count. None keeps everything and
             only reports.
         planner: "joint" (default), "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", or a
-            function (StepGraph, Hardware, budget_bytes) → Plan.
+            function (StepGraph, Hardware, budget_bytes) → Plan, whose plans are held against every rule of
+            `shoal.check` before they run.
         optimizer: the optimizer that will train the model, so that its state counts, also before its first step.
         inner: what runs the planned graphs: "eager" (PyTorch's kernels, no compiler needed) or "inductor".
-        plan: a saved plan to use as it is instead of planning; see `shoal.plan`.
+        plan: a saved plan to use as it is instead of planning; see `shoal.plan`. It is held against the same rules,
+            and against `budget` where that is given too.
         offload_to: where saved tensors may wait beside the device: "host" for host memory (pinned on CUDA), a folder on
             a local disk for a file there (CPU only), None for nowhere. "auto" is "host" on CUDA and None on the CPU,
             where device and host are one.
@@ -95,6 +97,8 @@ def compile(
         BudgetError: here, where parameters and gradients alone are over the budget; at the first training step,
             before anything is run, where no plan fits.
         CaptureError: at the first training step, where the model is not one graph.
+        PlanError: at the first training step, where `plan`, or what a planner of your own returned, is of another
+            step, breaks a rule, or passes the budget.
 
     Example:
         >>> model = shoal.compile(torchvision.models.resnet50(), budget="2GiB")  # doctest: +SKIP

@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+_BRIEF_CHARACTERS = 60
+
+
+def brief(value: object) -> str:
+    """`repr(value)` for an error: in one line, and cut where it is long.
+
+    >>> brief("a\\nb"), brief([10**400])
+    ("'a\\\\nb'", '[10000000000000000000000000000000000000000000000000000000000... (403 characters)')
+    """
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an int of more than 4300 digits has no repr, and a caller's object may have a broken one
+        return f"a value of type {type(value).__name__} that cannot be printed"
+    return text if len(text) <= _BRIEF_CHARACTERS else f"{text[:_BRIEF_CHARACTERS]}... ({len(text)} characters)"
+
 
 class ShoalError(Exception):
     """Everything Shoal raises on purpose."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
@@ -11,11 +12,14 @@ from typing import IO, Any
 
 from shoal.errors import InputError
 
+_PARTIAL = ".partial"
+
 
 def write_atomically(path: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
     """Let `write` fill a temporary file beside `path`, flush it to disk, then rename it to `path`.
 
-    An interruption or a full disk leaves the earlier file, if any, untouched.
+    An interruption or a full disk leaves the earlier file, if any, untouched. What a killed process left of an earlier
+    attempt is removed.
 
     Raises:
         InputError: the folder does not exist, is not writable, or the disk is full.
@@ -23,13 +27,14 @@ def write_atomically(path: str | Path, write: Callable[[IO[bytes]], object]) -> 
     path = Path(path)
     temporary = ""
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-        with os.fdopen(handle, "wb") as file:
+        remove_partials(path.parent, path.name)
+        file, temporary = _locked_partial(path)
+        with file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp is private by default; readers decide by their umask
-        os.replace(temporary, path)
+            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp is private by default; readers decide by their umask
+            os.replace(temporary, path)  # before it is closed: its lock keeps others from removing it
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"cannot write {path}: {reason}; give a writable folder with free space") from error
@@ -37,6 +42,59 @@ def write_atomically(path: str | Path, write: Callable[[IO[bytes]], object]) -> 
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
     return path
+
+
+def remove_partials(folder: Path, name: str = "") -> None:
+    """Remove the temporary files that killed processes left in `folder`, of the file `name` or of any.
+
+    One that a living process writes is locked by it, and stays.
+    """
+    try:
+        found = [entry.path for entry in os.scandir(folder) if _is_partial(entry.name, name)]
+    except OSError:
+        return  # whoever writes there is told why not
+    for left in found:
+        try:
+            handle = os.open(left, os.O_RDONLY)
+        except OSError:  # gone, or another user's
+            continue
+        try:
+            if try_lock(handle) and os.path.exists(left):
+                os.unlink(left)
+        except OSError:
+            pass
+        finally:
+            os.close(handle)
+
+
+def try_lock(handle: int) -> bool:
+    """Lock an open file or folder for this process until it is closed, however that ends; False where another has.
+
+    Raises:
+        OSError: this file system has no locks.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_partial(entry: str, name: str) -> bool:
+    return entry.startswith(f".{name}." if name else ".") and entry.endswith(_PARTIAL)
+
+
+def _locked_partial(path: Path) -> tuple[IO[bytes], str]:
+    """A new temporary file beside `path`, open and locked, and its name."""
+    while True:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PARTIAL)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:  # no locks here: then nobody removes it either
+            return os.fdopen(handle, "wb"), temporary
+        if os.path.exists(temporary):
+            return os.fdopen(handle, "wb"), temporary
+        os.close(handle)  # another process took it for left over, between the two calls
 
 
 def _umask() -> int:

@@ -7,11 +7,18 @@ here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from shoal.errors import InputError, brief
+
+MOST_SECONDS = 1e9  # thirty years: anything longer is a mistake
+_LEAST_RATE, _MOST_RATE = 1e-3, 1e24  # per second
 
 
 @dataclass(frozen=True)
 class Device:
-    """A processor with memory of its own.
+    """A processor with memory of its own. InputError where a rate is not positive or a time is negative.
 
     Attributes:
         name: for tables.
@@ -27,10 +34,15 @@ class Device:
     bytes_per_second: float
     launch_seconds: float
 
+    def __post_init__(self) -> None:
+        _check_rates(self, "flops_per_second", "bytes_per_second")
+        _check_range(self, 0, MOST_SECONDS, "launch_seconds")
+        _check_range(self, 0, 2**63 - 1, "memory_bytes")
+
 
 @dataclass(frozen=True)
 class Link:
-    """The way between device and host.
+    """The way between device and host. InputError where a rate is not positive or a time is negative.
 
     Attributes:
         name: for tables.
@@ -46,6 +58,11 @@ class Link:
     latency_seconds: float
     host_bytes: int = 0
     overlaps: bool = True
+
+    def __post_init__(self) -> None:
+        _check_rates(self, "to_host_bytes_per_second", "to_device_bytes_per_second")
+        _check_range(self, 0, MOST_SECONDS, "latency_seconds")
+        _check_range(self, 0, 2**63 - 1, "host_bytes")
 
     def to_host_seconds(self, nbytes: int) -> float:
         """How long a copy of `nbytes` from the device to the host takes."""
@@ -84,8 +101,28 @@ class MeasuredLink:
     to_device_latency_seconds: float
     allocation_seconds_per_mib: float
 
+    def __post_init__(self) -> None:
+        _check_rates(self, "to_host_bytes_per_second", "to_device_bytes_per_second")
+        latencies = ("to_host_latency_seconds", "to_device_latency_seconds")
+        _check_range(self, 0, MOST_SECONDS, *latencies, "allocation_seconds_per_mib")
+
     def link(self, host_bytes: int = 0) -> Link:
         """The same as plans take it, with the longer latency for both ways."""
         latency_seconds = max(self.to_host_latency_seconds, self.to_device_latency_seconds)
         rates = (self.to_host_bytes_per_second, self.to_device_bytes_per_second)
         return Link(self.name, *rates, latency_seconds, host_bytes)
+
+
+def _check_rates(machine: Any, *names: str) -> None:
+    _check_range(machine, _LEAST_RATE, _MOST_RATE, *names)
+
+
+def _check_range(machine: Any, least: float, most: float, *names: str) -> None:
+    for name in names:
+        value: Any = getattr(machine, name)
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most:
+            raise InputError(
+                f"{type(machine).__name__} {brief(machine.name)} has {name}={brief(value)}; "
+                f"expected a number from {least:g} to {most:g}"
+            )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from shoal import codecs
-from shoal.errors import CodecError, InputError
+from shoal.errors import CodecError, InputError, brief
 
 PLANNER = "joint"  # the one that looks for what to encode
 CODECS = ("dynamic_tree", "dynamic_tree_even", "static_tree", "mantissa", "linear")
@@ -72,11 +73,11 @@ def lossy_of(value: str | Mapping[str, Any] | Lossy | None, planner: Any = PLANN
         value = {"codec": value}
     if not isinstance(value, Mapping) or "codec" not in value:
         raise InputError(
-            f"lossy={value!r}: expected a codec's name, or a mapping with 'codec' and options; codecs for activations "
-            f"are {', '.join(CODECS)}"
+            f"lossy={brief(value)}: expected a codec's name, or a mapping with 'codec' and options; codecs for "
+            f"activations are {', '.join(CODECS)}"
         )
     if unknown := sorted(set(value) - set(_OPTIONS), key=str):
-        raise InputError(f"lossy has no options {unknown}; there are {', '.join(_OPTIONS)}")
+        raise InputError(f"lossy has no options {brief(unknown)}; there are {', '.join(_OPTIONS)}")
     return Lossy(
         _codec(value["codec"]),
         _block_elems(value.get("block", _DEFAULT_BLOCK_ELEMS)),
@@ -86,27 +87,30 @@ def lossy_of(value: str | Mapping[str, Any] | Lossy | None, planner: Any = PLANN
 
 
 def _codec(name: Any) -> str:
-    if name in CODECS:
+    if isinstance(name, str) and name in CODECS:
         return str(name)
-    what = "is not for activations" if name in codecs.names() else "is unknown"
-    raise CodecError(f"lossy: the codec {name!r} {what}; give one of {', '.join(CODECS)}")
+    what = "is not for activations" if isinstance(name, str) and name in codecs.names() else "is unknown"
+    raise CodecError(f"lossy: the codec {brief(name)} {what}; give one of {', '.join(CODECS)}")
 
 
 def _block_elems(block: Any) -> int:
     if block is None:
         return 0
-    if not isinstance(block, int) or isinstance(block, bool) or block < 1:
-        raise InputError(f"lossy: block={block!r}; expected a number of values of at least 1, or None for all")
-    return block
+    if not isinstance(block, Integral) or isinstance(block, bool) or not 1 <= int(block) < 2**63:
+        raise InputError(f"lossy: block={brief(block)}; expected a number of values of at least 1, or None for all")
+    return int(block)
 
 
 def _seed(seed: Any) -> int | None:
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
-        raise InputError(f"lossy: stochastic={seed!r}; expected a seed, an int of at least 0, or None to round")
-    return seed
+    if seed is None:
+        return None
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**63:
+        raise InputError(f"lossy: stochastic={brief(seed)}; expected a seed from 0 to 2**63 - 1, or None to round")
+    return int(seed)
 
 
 def _exempt(names: Any) -> frozenset[str]:
-    if isinstance(names, str) or not isinstance(names, Iterable) or not (found := frozenset(names)) <= EXEMPTIONS:
-        raise InputError(f"lossy: exempt={names!r}; expected some of {', '.join(sorted(EXEMPTIONS))}, or none: ()")
-    return found
+    listed = isinstance(names, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in names)
+    if not listed or not EXEMPTIONS.issuperset(names):
+        raise InputError(f"lossy: exempt={brief(names)}; expected some of {', '.join(sorted(EXEMPTIONS))}, or none: ()")
+    return frozenset(names)

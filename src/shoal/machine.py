@@ -22,8 +22,10 @@ from shoal.codecs import kernels, levels_native
 from shoal.errors import InputError
 from shoal.files import write_json
 from shoal.native import fingerprint
+from shoal.records import read_json, read_object
 from shoal.runtime import norm_rows
 
+_DEEPEST = 8  # levels of lists and objects in a remembered value
 _FORMAT = 1
 _KERNEL_VARIABLES = (
     norm_rows.LEVEL_VARIABLE,
@@ -87,20 +89,25 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def recall(subject: str, device: torch.device) -> dict[str, Any]:
-    """What was remembered on `subject` ("costs", "rates"); empty when there is nothing, or nothing readable."""
+    """What was remembered on `subject` ("costs", "rates"); empty when there is nothing, or nothing readable.
+
+    Of its values only the depth is known here: whoever reads them holds them against what they may be.
+    """
     try:
         path = _path(subject, device)
-        value = json.loads(path.read_text())
-        if not isinstance(value, dict) or not isinstance(value["entries"], dict):
-            raise ValueError("no entries")
-    except (FileNotFoundError, InputError):
+    except InputError:  # no place for a cache
         return {}
+    try:
+        value = read_object(read_json(path), "it")
+        entries = read_object(value.get("entries"), "entries")
     except OSError:
         return {}
-    except (ValueError, KeyError) as error:
+    except InputError as error:
         warnings.warn(f"ignored {path}, which is not a file of Shoal's ({error}); measuring again", stacklevel=3)
         return {}
-    return value["entries"] if value.get("machine") == describe(device) else {}
+    if value.get("machine") != describe(device):
+        return {}
+    return {key: each for key, each in entries.items() if _is_shallow(each, _DEEPEST)}
 
 
 def remember(subject: str, device: torch.device, entries: dict[str, Any]) -> bool:
@@ -115,6 +122,12 @@ def remember(subject: str, device: torch.device, entries: dict[str, Any]) -> boo
     except (OSError, InputError):
         return False
     return True
+
+
+def _is_shallow(value: Any, levels: int) -> bool:
+    """Whether JSON is nested no deeper than that: what is deeper could be read and then not be written again."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not inner or (levels > 0 and all(_is_shallow(each, levels - 1) for each in inner))
 
 
 def _path(subject: str, device: torch.device) -> Path:

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from shoal import machine
+from shoal.errors import InputError
 from shoal.hardware import Device, Hardware, Link
+from shoal.records import read_record
 from shoal.undisturbed import undisturbed
 
 _MIB = 2**20
@@ -43,9 +44,9 @@ def measure(device: str | torch.device = "cpu", *, cache: bool = True) -> Hardwa
     known = machine.recall("rates", place).get("hardware") if cache else None
     if known is not None:
         try:
-            return _from_json(known)
-        except (KeyError, TypeError):
-            pass
+            return read_record(Hardware, known, "hardware")
+        except InputError:
+            pass  # what cannot be is measured again
     with undisturbed(place):
         hardware = _measure(place)
     if cache:
@@ -68,10 +69,6 @@ def _measure(device: torch.device) -> Hardware:
         link=_link(device),
         source=f"measured with torch {torch.__version__}",
     )
-
-
-def _from_json(value: dict[str, Any]) -> Hardware:
-    return Hardware(value["name"], Device(**value["device"]), Link(**value["link"]), value["source"])
 
 
 def _convolution_rate(device: torch.device) -> float:

@@ -17,6 +17,7 @@ from shoal.file_rates import FILE_BYTES, file_rates
 from shoal.hardware import Link, MeasuredLink
 from shoal.measure import fastest_seconds
 from shoal.offloading import Offloading
+from shoal.records import read_value
 from shoal.undisturbed import undisturbed
 
 _MIB = 2**20
@@ -98,10 +99,10 @@ def _file(place: torch.device, folder: str | Path | None, cache: bool) -> Measur
 
 
 def _recalled(key: str, place: torch.device) -> tuple[MeasuredLink, ...] | None:
-    known: Any = machine.recall("links", place).get(key)
+    known = machine.recall("links", place).get(key)
     try:
-        return None if known is None else tuple(MeasuredLink(**link) for link in known)
-    except TypeError:
+        return read_value(tuple[MeasuredLink, ...], known, key) or None
+    except InputError:  # nothing, or what cannot be
         return None
 
 

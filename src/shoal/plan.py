@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from shoal.errors import PlanError
+from shoal.check_plan import check_plan
+from shoal.errors import InputError, PlanError, brief
 from shoal.files import write_json
 from shoal.lossy import Lossy
+from shoal.records import read_json, read_object, read_value
 from shoal.residence import (
     Encode,
     Offload,
@@ -155,13 +157,13 @@ class Plan:
     def explain(self) -> str:
         """The plan for a reader: what it costs, what fills the peak, what became of the largest storages."""
         peak = self.timeline.peak
-        share = 100 * self.predicted_peak_bytes / self.plain_peak_bytes
+        share = _percent(self.predicted_peak_bytes, self.plain_peak_bytes)
         budget = format_bytes(self.budget_bytes) if self.budget_bytes else "none"
         alike = "no plan that encodes these" if self.encoded else "no plan"
         lines = [
             f"{self.graph.model or 'model'}, planner {self.planner}, times for {self.hardware or 'unknown hardware'}",
             f"budget          {budget}",
-            f"predicted peak  {format_bytes(self.predicted_peak_bytes)} ({share:.1f} % of keeping everything, "
+            f"predicted peak  {format_bytes(self.predicted_peak_bytes)} ({share} of keeping everything, "
             f"{format_bytes(self.plain_peak_bytes)})",
             f"predicted step  {1e3 * self.predicted_seconds:.1f} ms, of which {1e3 * self.added_seconds:.1f} ms added "
             f"(+{_percent(self.added_seconds, self.plain_seconds)}); {alike} can add less than "
@@ -284,32 +286,54 @@ class Plan:
             PlanError: the file is missing, is no plan, is damaged, or comes from another version.
         """
         try:
-            text = Path(path).read_text()
+            return _plan_of(read_json(path))
         except OSError as error:
-            raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
-        try:
-            value = json.loads(text)
-            if value["format"] != FORMAT or value["version"] != VERSION:
-                raise PlanError(f"{path} is no plan of version {VERSION}; save it anew with this version of Shoal")
-            graph = StepGraph.from_json(value["step"])
-            plan = Plan(
-                graph,
-                {name: residence_from_json(r) for name, r in value["residences"].items()},
-                value["planner"],
-                value["hardware"],
-                value["budget_bytes"],
-                value["lower_bound_seconds"],
-                value["planning_seconds"],
-                value.get("exact_step") and StepGraph.from_json(value["exact_step"]),
-                {str(name): float(error) for name, error in value.get("errors", {}).items()},
-                bool(value.get("errors_measured")),
-            )
-            if graph.fingerprint != value["fingerprint"]:
-                raise PlanError(f"{path} was changed after it was saved (its step does not match its fingerprint)")
-            plan.timeline  # noqa: B018  a plan that cannot be played is damaged
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise PlanError(f"{path} is not a readable plan ({type(error).__name__}: {error}); save it anew") from error
-        return plan
+            raise PlanError(f"cannot read the plan {path}: {error.strerror or error}; give another file") from error
+        except (InputError, PlanError) as error:
+            raise PlanError(f"{path} is not a readable plan ({error}); save it anew") from error
+
+
+def _plan_of(value: Any) -> Plan:
+    """The plan that `save` wrote as `value`, held against every rule."""
+    value = read_object(value, "the file")
+    if value.get("format") != FORMAT or value.get("version") != VERSION:
+        raise PlanError(f"it is no {FORMAT} of version {VERSION}")
+
+    def read(hint: Any, name: str) -> Any:
+        return read_value(hint, value.get(name), name)
+
+    exact = read(StepGraph | None, "exact_step")
+    plan = Plan(
+        graph=read(StepGraph, "step"),
+        residences={
+            name: residence_from_json(each, f"the residence of {brief(name)}")
+            for name, each in read_object(value.get("residences"), "residences").items()
+        },
+        planner=read(str, "planner"),
+        hardware=read(str, "hardware"),
+        budget_bytes=read(int, "budget_bytes"),
+        lower_bound_seconds=read(float, "lower_bound_seconds"),
+        planning_seconds=read(float, "planning_seconds"),
+        exact_graph=exact,
+        errors={name: _error(name, each) for name, each in read_object(value.get("errors", {}), "errors").items()},
+        errors_measured=read(bool | None, "errors_measured") or False,
+    )
+    if min(plan.budget_bytes, plan.planning_seconds) < 0:
+        raise PlanError(f"{plan.budget_bytes=} and {plan.planning_seconds=}: expected 0 or more")
+    if plan.graph.fingerprint != value.get("fingerprint"):
+        raise PlanError("it was changed after it was saved: its step does not match its fingerprint")
+    if (exact is None) != (not any(isinstance(residence, Encode) for residence in plan.residences.values())):
+        raise PlanError("exact_step is there for plans that encode, and for no others")
+    check_plan(plan.graph, plan.residences, plan.budget_bytes)
+    check_plan(plan.exact_step, {})
+    return plan
+
+
+def _error(storage: str, value: Any) -> float:
+    """What an encoding lost; NaN where the step itself had one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(f"errors.{brief(storage)} is {brief(value)}, expected a number")
+    return value if isinstance(value, float) else read_value(float, value, "errors")
 
 
 def _percent(part: float, whole: float) -> str:

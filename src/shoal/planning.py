@@ -15,6 +15,7 @@ from shoal import planners, presets
 from shoal.backend import reject_needless_lossy
 from shoal.capture import Captured
 from shoal.capture_step import capture_step
+from shoal.check_plan import check_own_plan
 from shoal.choose_encoded import choose_encoded
 from shoal.cost import roofline
 from shoal.errors import InputError
@@ -70,6 +71,7 @@ def plan(
         CodecError: `lossy` names no codec for activations.
         BudgetError: no plan fits the budget.
         CaptureError: the model is not one graph.
+        PlanError: a planner of your own returned no plan, or one that breaks a rule of `shoal.check`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten())
@@ -101,6 +103,7 @@ def plan(
         found = made(costed(captured))
     else:
         _, found = choose_encoded(captured, permitted, budget_bytes, costed, made)
+    check_own_plan(found.graph, found.residences, budget_bytes)
     return replace(found, planning_seconds=time.perf_counter() - started)
 
 

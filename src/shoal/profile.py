@@ -24,6 +24,7 @@ from shoal.capture import Captured
 from shoal.cost import target_name
 from shoal.errors import InputError
 from shoal.operands import OperandFactory
+from shoal.records import read_value
 from shoal.step import StepGraph
 from shoal.undisturbed import undisturbed
 
@@ -31,6 +32,7 @@ _LEAST_RUNS = 3
 _MOST_RUNS = 200
 _ENOUGH_SECONDS = 0.05  # of runs of one op, once there are the least runs
 _MOST_SECONDS = 0.25  # of runs of one op, however few that makes
+_LONGEST_SECONDS = 3600.0  # of one op; what is remembered as longer is not believed
 _SLOW_SECONDS = 0.5  # an op whose first run takes longer is timed once
 
 
@@ -193,8 +195,14 @@ def _bar(nodes: Mapping[str, fx.Node], show: bool | None) -> Iterator[Callable[[
 
 
 def _readable(entries: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+    """The entries that can be costs; another one is as if it were not there, and is measured again."""
     good: dict[str, tuple[float, int]] = {}
     for key, value in entries.items():
-        if isinstance(value, list) and len(value) == 2 and all(isinstance(item, (int, float)) for item in value):
-            good[key] = (float(value[0]), int(value[1]))
+        try:
+            seconds, workspace_bytes = value
+            cost = (read_value(float, seconds, key), read_value(int, workspace_bytes, key))
+        except (InputError, TypeError, ValueError):  # no pair, or not of numbers
+            continue
+        if 0 <= cost[0] <= _LONGEST_SECONDS and cost[1] >= 0:
+            good[key] = cost
     return good

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from shoal.errors import InputError, brief
+from shoal.records import read_object, read_record
 
 
 @dataclass(frozen=True)
@@ -90,18 +93,20 @@ def residence_to_json(residence: Residence) -> dict[str, Any]:
     return {"residence": "keep"}
 
 
-def residence_from_json(value: dict[str, Any]) -> Residence:
-    """The inverse of `residence_to_json`; KeyError or ValueError on anything else."""
-    match value["residence"]:
-        case "recompute":
-            return Recompute(tuple(value["before"]))
-        case "offload":
-            return Offload(str(value["free_after"]), str(value["fetch_before"]))
-        case "keep":
-            return Keep()
-        case "encode":
-            codec, block_elems, seed = str(value["codec"]), int(value["block_elems"]), value["seed"]
-            exact = exact_residence(residence_from_json(value["exact"]))
-            return Encode(codec, block_elems, seed, str(value["payload"]), exact)
-        case other:
-            raise ValueError(f"no residence is called {other!r}")
+def residence_from_json(value: Any, where: str = "residence") -> Residence:
+    """The inverse of `residence_to_json`.
+
+    Raises:
+        InputError: it is none of a residence.
+    """
+    fields = dict(read_object(value, where))
+    kind = fields.pop("residence", None)
+    plain = {"keep": Keep, "recompute": Recompute, "offload": Offload}
+    if isinstance(kind, str) and kind in plain:
+        return read_record(plain[kind], fields, where)
+    if kind != "encode":
+        raise InputError(f"{where} is called {brief(kind)}; expected keep, recompute, offload or encode")
+    exact = residence_from_json(fields.pop("exact", None), f"{where}.exact")
+    if isinstance(exact, Encode):
+        raise InputError(f"{where}.exact encodes once more; expected keep, recompute or offload")
+    return replace(read_record(Encode, fields, where), exact=exact)

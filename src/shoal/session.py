@@ -12,6 +12,7 @@ import torch
 
 from shoal import planners
 from shoal.capture import Captured
+from shoal.check_plan import check_own_plan, check_plan
 from shoal.choose_encoded import choose_encoded, encoded_by
 from shoal.encoding import encoded
 from shoal.errors import BudgetError, PlanError
@@ -270,6 +271,7 @@ class Session:
                 ) from None
             log.info("%s: fits if the loop drops outputs when their loss is known; the first step is metered", self.name)
             self.habits = hopeful(habits, outputs)
+        check_own_plan(plan.graph, plan.residences, self.status.budget_bytes or 0)
         plan = replace(plan, planning_seconds=time.perf_counter() - started)
         step.plan, step.basis = plan, basis
         self._in_force.add(step)
@@ -282,7 +284,7 @@ class Session:
         self, captured: Captured, hardware: Hardware, costed: Callable[[Captured], StepGraph]
     ) -> tuple[Captured, Plan]:
         if self.ready_plan is not None:
-            return _adopt(self.ready_plan, captured, costed)
+            return _adopt(self.ready_plan, captured, costed, self.status.budget_bytes)
         budget_bytes = self.status.budget_bytes
         if budget_bytes is None:
             return captured, planners.get("keep_all")(costed(captured), hardware, 0)
@@ -444,12 +446,15 @@ def _is_same_step(one: StepGraph, other: StepGraph) -> bool:
     return one.fingerprint == other.fingerprint and one.standing_bytes == other.standing_bytes
 
 
-def _adopt(plan: Plan, captured: Captured, costed: Callable[[Captured], StepGraph]) -> tuple[Captured, Plan]:
+def _adopt(
+    plan: Plan, captured: Captured, costed: Callable[[Captured], StepGraph], budget_bytes: int | None
+) -> tuple[Captured, Plan]:
     """The residences of a plan made elsewhere, with the costs of this machine, and the step with what it encodes.
 
     Raises:
-        PlanError: it was made for another model or shape.
+        PlanError: it was made for another model or shape, breaks a rule, or passes the budget here.
     """
+    check_plan(plan.graph, plan.residences)
     exact = graph = costed(captured)
     said = encoded_by(plan)
     if said is not None and plan.exact_step.fingerprint == graph.fingerprint:
@@ -463,4 +468,13 @@ def _adopt(plan: Plan, captured: Captured, costed: Callable[[Captured], StepGrap
             f"the plan is for {plan.graph.model or 'another model'} with inputs {theirs} and {len(plan.graph.ops)} ops"
             f"; this step is {graph.model or 'a model'} with inputs {ours} and {len(graph.ops)} ops; plan it anew"
         )
-    return captured, replace(plan, graph=graph, exact_graph=exact if said is not None else None)
+    check_plan(graph, plan.residences, budget_bytes or 0)
+    adopted = replace(plan, graph=graph, exact_graph=exact if said is not None else None)
+    if budget_bytes is None and 0 < plan.budget_bytes < adopted.predicted_peak_bytes:
+        log.warning(
+            "%s: the plan was made for %s, but takes %s here; give budget= to have it refused, or plan it anew",
+            graph.model or "model",
+            format_bytes(plan.budget_bytes),
+            format_bytes(adopted.predicted_peak_bytes),
+        )
+    return captured, adopted

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from numbers import Integral
 
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 
+MOST_BYTES = 2**63 - 1  # what torch and the operating system count with
 HOST_PAGE_BYTES = 4096  # what direct I/O asks for, and how slots in a slab are aligned
 
 _UNITS = {
@@ -29,27 +31,32 @@ def in_pages(nbytes: int) -> int:
 
 
 def parse_bytes(size: int | str, what: str = "budget") -> int:
-    """Turn `2_000_000`, `"2GiB"` or `"800 MB"` into bytes.
+    """Turn `2_000_000`, `"2GiB"` or `"800 MB"` into bytes. A NumPy integer is an int like another.
 
     Raises:
-        InputError: the text is no size, or the size is not positive.
+        InputError: the text is no size, or the size is not positive or has more than 63 bits.
 
     >>> parse_bytes("1.5MiB")
     1572864
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
+    if isinstance(size, bool) or not isinstance(size, (Integral, str)):
         kind = type(size).__name__
-        raise InputError(f"{what}={size!r}: expected an int of bytes or a text such as '2GiB', got {kind}")
-    if isinstance(size, int):
-        count = size
+        raise InputError(f"{what}={brief(size)}: expected an int of bytes or a text such as '2GiB', got {kind}")
+    if isinstance(size, Integral):
+        count: int | float = int(size)
     else:
         match = _PATTERN.fullmatch(size)
         unit = _UNITS.get(match.group(2).lower()) if match else None
         if match is None or unit is None:
-            raise InputError(f"{what}={size!r} is not a size; write a positive number with a unit: '150MiB' or '2GB'")
-        count = round(float(match.group(1)) * unit)
+            raise InputError(
+                f"{what}={brief(size)} is not a size; write a positive number with a unit: '150MiB' or '2GB'"
+            )
+        count = float(match.group(1)) * unit
+    if count > MOST_BYTES:
+        raise InputError(f"{what}={brief(size)} is more bytes than any device has; give fewer, such as '150MiB'")
+    count = round(count)
     if count <= 0:
-        raise InputError(f"{what}={size!r} is {count} bytes; it must be positive, such as '150MiB'")
+        raise InputError(f"{what}={brief(size)} is less than a byte; it must be positive, such as '150MiB'")
     return count
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from shoal.errors import CaptureError
 from shoal.hardware import Link
+from shoal.records import read_record
 from shoal.sizes import in_pages
 
 Phase = Literal["forward", "loss", "backward"]
@@ -232,16 +233,12 @@ class StepGraph:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> StepGraph:
-        """The inverse of `to_json`."""
-        ops = tuple(
-            Op(**{**op, "reads": tuple(op["reads"]), "writes": tuple(op["writes"]), "again": _again(op["again"])})
-            for op in value["ops"]
-        )
-        storages = tuple(
-            Storage(**{**s, "shape": tuple(s["shape"]), "tensors": tuple(s["tensors"])}) for s in value["storages"]
-        )
-        link = value.get("link")
-        return StepGraph(value["model"], ops, storages, value["standing_bytes"], link and Link(**link))
+        """The inverse of `to_json`.
+
+        Raises:
+            InputError: a value is missing or of another type. Whether the step makes sense, `check_step` tells.
+        """
+        return read_record(StepGraph, value, "step")
 
 
 def at_largest(usual: StepGraph, others: Sequence[StepGraph]) -> StepGraph:
@@ -269,7 +266,3 @@ def at_largest(usual: StepGraph, others: Sequence[StepGraph]) -> StepGraph:
 
     ops = tuple(map(op_of, zip(*(graph.ops for graph in every), strict=True)))
     return replace(usual, ops=ops, storages=tuple(map(largest, zip(*(g.storages for g in every), strict=True))))
-
-
-def _again(value: Mapping[str, Any] | None) -> Again | None:
-    return Again(**{**value, "reads": tuple(value["reads"])}) if value else None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+import warnings
+import zlib
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +14,9 @@ import torch
 from PIL import Image
 
 import shoal.data
+from shoal.data.image_folder import Files
 from shoal.errors import InputError
+from tests.wrong_values import in_one_short_line
 
 
 def fill(folder: Path, counts: dict[str, int], size: tuple[int, int] = (20, 12)) -> Path:
@@ -119,3 +125,56 @@ def test_a_folder_that_is_not_as_expected(tmp_path: Path, fault: str, message: s
     with pytest.raises(InputError, match=message) as caught:
         shoal.data.open("image_folder", batch=2, image=8, **broken(tmp_path, fault))
     assert "\n" not in str(caught.value)
+
+
+def one_file(folder: Path, content: bytes) -> Files:
+    path = folder / "image.png"
+    path.write_bytes(content)
+    return Files((path,), (0,), 8)
+
+
+def png(image: Image.Image, **options: object) -> bytes:
+    whole = BytesIO()
+    image.save(whole, "PNG", **options)
+    return whole.getvalue()
+
+
+@pytest.mark.parametrize("size", [(12_000, 12_000), (20_000, 20_000), (1, 200_000_000)])
+def test_a_small_file_of_too_many_pixels_is_refused_by_name_in_one_line(tmp_path: Path, size: tuple[int, int]) -> None:
+    content = bytearray(png(Image.new("1", (8, 8))))
+    content[16:24] = struct.pack(">II", *size)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(InputError, match=r"image\.png has more than 89,478,485 pixels; make it smaller") as caught:
+            one_file(tmp_path, bytes(content)).read(0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_long_thin_file_is_read_in_little_memory(tmp_path: Path) -> None:
+    content = png(Image.new("L", (65_000, 1), 200))
+    assert len(content) < 400
+    pixels, _ = one_file(tmp_path, content).read(0)
+    assert pixels.shape == (3, 8, 8) and (pixels == 200).all()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of damaged tags
+def test_a_damaged_image_is_one_that_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    drawn = Image.fromarray(rng.integers(0, 256, (9, 7, 3), dtype=np.uint8))
+    for kind in ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM"):
+        whole = BytesIO()
+        drawn.save(whole, kind)
+        content = whole.getvalue()
+        refused = 0
+        for turn in range(60):
+            damaged = bytearray(content[: len(content) * turn // 40] if turn < 40 else content)
+            for _ in range(2 * (turn >= 40)):
+                damaged[rng.integers(len(damaged))] ^= 1 << rng.integers(8)
+            try:
+                pixels, _ = one_file(tmp_path, bytes(damaged)).read(0)
+                assert pixels.shape == (3, 8, 8)
+            except InputError as error:
+                assert "image.png" in str(error) and in_one_short_line(error)
+                refused += 1
+        assert refused >= 20

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from shoal.training import checkpoint
 from shoal.training.arrangement import Arrangement
 from shoal.training.checkpoint import Position
 from shoal.training.ranks import Ranks
+from tests.wrong_values import in_one_short_line
 
 ARGUMENTS = {"model": "tiny", "batch": 4, "image": None, "lr": 0.1}
 
@@ -140,3 +144,57 @@ def test_what_the_plans_of_a_run_encode_comes_back_with_it(path: Path) -> None:
     parts.model.shoal.encoded["some step"] = ("relu", "relu_1")
     fresh.load(parts.save(path))
     assert fresh.model.shoal.encoded == {"some step": ("relu", "relu_1")}
+
+
+def _with_pickle(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Write the checkpoint anew as a sound archive, its pickled part changed."""
+    with zipfile.ZipFile(path) as parts:
+        members = {name: parts.read(name) for name in parts.namelist()}
+    with zipfile.ZipFile(path, "w") as parts:
+        for name, content in members.items():
+            parts.writestr(name, change(content) if name.endswith("data.pkl") else content)
+
+
+def test_a_sound_archive_of_a_damaged_pickle_is_told_in_one_line_whatever_the_damage(path: Path) -> None:
+    Parts(seed=0).save(path)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as parts:
+        size = next(info.file_size for info in parts.infolist() if info.filename.endswith("data.pkl"))
+    draw = random.Random(0)
+
+    def cut(at: int) -> Callable[[bytes], bytes]:
+        return lambda content: content[:at]
+
+    def flipped(at: int, bit: int) -> Callable[[bytes], bytes]:
+        return lambda content: content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :]
+
+    cuts = [cut(size * share // 75) for share in range(75)]
+    flips = [flipped(draw.randrange(size), 1 << draw.randrange(8)) for _ in range(150)]
+    refused = 0
+    for change in cuts + flips:
+        path.write_bytes(whole)
+        _with_pickle(path, change)
+        try:
+            Parts(seed=0).load(path)
+        except InputError as error:
+            assert str(path) in str(error)
+            assert in_one_short_line(error)
+            assert "--resume" in str(error) or "resume with the same arguments" in str(error)
+            refused += 1
+    assert refused >= len(cuts)
+
+
+@pytest.mark.parametrize("key", ["model", "optimizer", "scaler", "position", "ranks", "arguments"])
+def test_a_part_of_the_wrong_kind_is_told_in_one_line(path: Path, key: str) -> None:
+    parts = Parts(seed=0)
+    parts.save(path)
+    whole = torch.load(path, weights_only=True)
+    assert key in whole
+    no_position = {**vars(Position.start()), "step": -1}
+    for wrong in (None, 7, "x", [], [1], {}, {"x": 1}, torch.zeros(2), [{"travel": 3}], no_position):
+        if key == "scaler" and wrong == {}:
+            continue  # what a scaler that is switched off has
+        torch.save({**whole, key: wrong}, path)
+        with pytest.raises(InputError) as caught:
+            parts.load(path)
+        assert str(path) in str(caught.value) and in_one_short_line(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,7 @@ from shoal.training.display import Display, outcome_table
 from shoal.training.options import TrainOptions
 from shoal.training.ranks import Ranks, joined, rank_of_torchrun
 from shoal.training.results import check_writable, save_results
+from shoal.training.run_folder import run_folder
 
 
 @app.command()
@@ -175,19 +177,20 @@ def _train(options: TrainOptions, json: Path | None, ranks: Ranks) -> int:
 def _train_and_show(options: TrainOptions, json: Path | None, ranks: Ranks) -> int:
     if json is not None and ranks.first:
         check_writable(json.absolute().parent)
-    console = Console() if ranks.first else Console(quiet=True, force_terminal=False)
-    with Display(console, options) as display:
-        outcome = loop.train(options, display, ranks)
-    if ranks.first:
-        console.print(outcome_table(options, outcome))
-        if outcome.travel and (options.compress_gradients or options.weights or options.parallel):
-            console.print(outcome.travel, highlight=False, markup=False, soft_wrap=True)
-        page = save_results(options, outcome, json)
-        if page is not None:
-            console.print(f"report      {page}", highlight=False, soft_wrap=True)
-        console.print(f"checkpoint  {outcome.checkpoint}", highlight=False, soft_wrap=True)
-        if outcome.signal:
-            tell(f"interrupted; {outcome.checkpoint} holds the run: the same command with --resume continues it")
+    with run_folder(options.out) if ranks.first else nullcontext():
+        console = Console() if ranks.first else Console(quiet=True, force_terminal=False)
+        with Display(console, options) as display:
+            outcome = loop.train(options, display, ranks)
+        if ranks.first:
+            console.print(outcome_table(options, outcome))
+            if outcome.travel and (options.compress_gradients or options.weights or options.parallel):
+                console.print(outcome.travel, highlight=False, markup=False, soft_wrap=True)
+            page = save_results(options, outcome, json)
+            if page is not None:
+                console.print(f"report      {page}", highlight=False, soft_wrap=True)
+            console.print(f"checkpoint  {outcome.checkpoint}", highlight=False, soft_wrap=True)
+            if outcome.signal:
+                tell(f"interrupted; {outcome.checkpoint} holds the run: the same command with --resume continues it")
     return 128 + outcome.signal if outcome.signal else 0
 
 

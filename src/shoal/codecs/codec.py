@@ -19,7 +19,7 @@ import torch
 from shoal.codecs import wire
 from shoal.codecs.memory_order import dims_by_stride, same_places, strides_without_gaps, without_gaps
 from shoal.codecs.table import Table
-from shoal.errors import CodecError
+from shoal.errors import CodecError, brief
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,8 @@ class Codec(ABC):
         Raises:
             CodecError: it was encoded by another codec, the payload has another length, or `out` is not so.
         """
+        if not isinstance(encoded, Encoded):
+            raise CodecError(f"{self.name}: got {brief(encoded)}, expected what encode() returned; decode that")
         if encoded.codec is not self and encoded.codec != self:
             raise CodecError(f"got a tensor encoded by {encoded.codec}, expected {self}; decode it with its own codec")
         payload = encoded.payload
@@ -219,6 +221,9 @@ class Codec(ABC):
 
     def _ready(self, tensor: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensor without gaps, and the payload to fill."""
+        for what, value in (("tensor", tensor), ("out", out)):
+            if not isinstance(value, torch.Tensor) and not (what == "out" and value is None):
+                raise CodecError(f"{self.name}: got {what}={brief(value)}, expected a torch.Tensor")
         if tensor.layout != torch.strided or tensor.dtype not in self.dtypes:
             got = tensor.dtype if tensor.layout == torch.strided else tensor.layout
             expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
@@ -247,6 +252,8 @@ class Codec(ABC):
 
 
 def _check_out(out: torch.Tensor, encoded: Encoded) -> None:
+    if not isinstance(out, torch.Tensor):
+        raise CodecError(f"got out={brief(out)}, expected a torch.Tensor; leave it out")
     if out.shape != encoded.shape or out.dtype != encoded.dtype or out.device != encoded.payload.device:
         got = f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
         expected = f"{encoded.dtype} of shape {encoded.shape} on {encoded.payload.device}"

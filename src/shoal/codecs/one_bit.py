@@ -19,9 +19,10 @@ from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, read_floats, write_floats
 from shoal.codecs.kernels import kernel
 from shoal.codecs.memory_order import flat, same_places
+from shoal.codecs.option_checks import whole_number
 from shoal.codecs.raw import check_flat, check_length
 from shoal.codecs.table_codes import blocks_of
-from shoal.errors import CodecError
+from shoal.errors import CodecError, brief
 
 BLOCK_ELEMS = 4096
 _OPTIONS = struct.Struct("<Q")
@@ -72,8 +73,11 @@ class OneBitCodec(FloatCodec):
     def __post_init__(self) -> None:
         if self.block is None:
             return
-        if not isinstance(self.block, int) or self.block < 1 or self.block % 8 or self.block >= 2**63:
-            raise CodecError(f"one_bit: got block={self.block!r}, expected a multiple of 8, or None for all")
+        expected = "a multiple of 8, or None for all"
+        block = whole_number("one_bit", "block", self.block, expected, 8, 2**63 - 1)
+        if block % 8:
+            raise CodecError(f"one_bit: got block={block}, expected {expected}")
+        object.__setattr__(self, "block", block)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -119,6 +123,8 @@ class OneBitCodec(FloatCodec):
         if residual is None:
             self._encode(values, payload)
             return self._encoded(dense, payload)
+        if not isinstance(residual, torch.Tensor):
+            raise CodecError(f"one_bit: got residual={brief(residual)}, expected a torch.Tensor; see torch.zeros_like")
         if (
             residual.shape != tensor.shape
             or residual.dtype != torch.float32

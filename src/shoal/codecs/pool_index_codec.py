@@ -9,6 +9,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, prod
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from shoal.codecs import pool_index
 from shoal.codecs.codec import Codec, Properties
 from shoal.codecs.memory_order import flat
-from shoal.errors import CodecError
+from shoal.errors import CodecError, brief
 
 _LARGEST = 2**31 - 1
 _LEAST = {"input_shape": 0, "kernel": 1, "stride": 1, "padding": 0, "dilation": 1}
@@ -42,15 +43,15 @@ class PoolIndexCodec(Codec):
     dtypes = (torch.int64,)
 
     def __post_init__(self) -> None:
+        dims = len(self.kernel) if isinstance(self.kernel, Sequence) else 2
         for option, least in _LEAST.items():
-            sizes = tuple(getattr(self, option))
-            dims = len(self.kernel) + 2 * (option == "input_shape")
-            if len(sizes) != dims or not all(isinstance(size, int) and least <= size <= _LARGEST for size in sizes):
+            given, count = getattr(self, option), dims + 2 * (option == "input_shape")
+            if not isinstance(given, Sequence) or len(given) != count or not all(_is_size(n, least) for n in given):
                 raise CodecError(
-                    f"pool_index: got {option}={sizes}, expected {dims} whole numbers from {least} on; "
+                    f"pool_index: got {option}={brief(given)}, expected {count} whole numbers from {least} on; "
                     "give those of the pooling"
                 )
-            object.__setattr__(self, option, sizes)
+            object.__setattr__(self, option, tuple(map(int, given)))
         if not 1 <= len(self.kernel) <= 3 or prod(self.kernel) > pool_index.MOST_PLACES:
             raise CodecError(
                 f"pool_index: got a window of {self.kernel}, expected one to three dimensions and at most "
@@ -118,6 +119,10 @@ class PoolIndexCodec(Codec):
                 f"pool_index: got indices of shape {tuple(shape)} for an input of {self.input_shape}; "
                 "give the indices of this very pooling"
             )
+
+
+def _is_size(number: Any, least: int) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool) and least <= int(number) <= _LARGEST
 
 
 def read_options(wire_id: int, options: bytes) -> PoolIndexCodec:

@@ -22,7 +22,7 @@ from shoal.codecs.sign_mask import SignMaskCodec
 from shoal.codecs.static_tree import STATIC_TREE
 from shoal.codecs.table import Table
 from shoal.codecs.truncate import TruncateCodec
-from shoal.errors import CodecError
+from shoal.errors import CodecError, brief
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,13 @@ def names() -> tuple[str, ...]:
 def needed(name: str) -> tuple[str, ...]:
     """The options that the codec of this name cannot do without.
 
+    Raises:
+        CodecError: there is none of this name.
+
     >>> needed("linear"), needed("pool_index")[:2]
     ((), ('input_shape', 'kernel'))
     """
-    return _kinds[name].needed
+    return _kind_of(name).needed
 
 
 def get(name: str, **options: Any) -> Codec:
@@ -97,11 +100,7 @@ def get(name: str, **options: Any) -> Codec:
     tensor([[ 0.9914, -0.4930],
             [ 0.0198,  0.0000]])
     """
-    kind = _kinds.get(name)
-    if kind is None:
-        close = get_close_matches(str(name), _kinds, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(_kinds)}"
-        raise CodecError(f"unknown codec {name!r}: {hint}")
+    kind = _kind_of(name)
     for option in options:
         if option not in kind.options:
             choices = ", ".join(kind.options) or "none"
@@ -135,6 +134,15 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Encoded:
     )
     stride = strides_in_order(header.shape, header.order)
     return Encoded(codec, header.dtype, header.shape, stride, values)
+
+
+def _kind_of(name: str) -> Kind:
+    kind = _kinds.get(name) if isinstance(name, str) else None
+    if kind is None:
+        close = get_close_matches(name[:99], _kinds, n=1) if isinstance(name, str) else ()
+        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(_kinds)}"
+        raise CodecError(f"unknown codec {brief(name)}: {hint}")
+    return kind
 
 
 def _without_options(codec: Codec, options: bytes) -> Codec:

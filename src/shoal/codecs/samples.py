@@ -66,8 +66,11 @@ def read(path: str | Path, elems: int | None = None) -> torch.Tensor:
 def _read_npy(path: Path) -> torch.Tensor:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise InputError(f"{path} is no array of numbers ({error}); write it with numpy.save") from error
+    except OSError:
+        raise
+    except Exception as error:  # as many kinds as there are ways to be no such file
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise InputError(f"{path} is no array of numbers ({reason}); write it with numpy.save") from error
     if array.dtype.kind != "f" or array.dtype.itemsize > 8:
         raise InputError(f"{path} holds {array.dtype}, expected float16, float32 or float64; convert it first")
     # A copy: torch knows neither read-only nor byte-swapped arrays.

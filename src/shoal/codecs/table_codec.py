@@ -20,6 +20,7 @@ from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, part_of, read_floats, write_floats
 from shoal.codecs.kernels import kernel
 from shoal.codecs.memory_order import flat
+from shoal.codecs.option_checks import real_number, whole_number
 from shoal.codecs.table import Table
 from shoal.codecs.table_codes import as_float32, blocks_of, decode_blocks, encode_blocks
 from shoal.errors import CodecError
@@ -54,23 +55,23 @@ class TableCodec(FloatCodec):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.codes.name)
-        if self.block is not None and (isinstance(self.block, bool) or not isinstance(self.block, int)):
-            raise CodecError(f"{self.name}: got block={self.block!r}, expected a number of values, or None for all")
-        if self.block is not None and not 1 <= self.block < 2**63:
-            raise CodecError(f"{self.name}: got block={self.block}, expected at least 1 value, or None for all")
+        if self.block is not None:
+            expected = "a number of values, at least 1, or None for all"
+            block = whole_number(self.name, "block", self.block, expected, 1, 2**63 - 1)
+            object.__setattr__(self, "block", block)
         if self.exponent_offset is not None and self.unit is None:
             raise CodecError(f"{self.name} has no exponent offset; give scale=, or take static_tree or mantissa")
-        if self.exponent_offset is not None and self.exponent_offset not in range(-_MOST_OFFSET, _MOST_OFFSET + 1):
-            raise CodecError(
-                f"{self.name}: got an exponent offset of {self.exponent_offset}, "
-                f"expected -{_MOST_OFFSET} to {_MOST_OFFSET}"
+        if self.exponent_offset is not None:
+            expected = f"a whole number from -{_MOST_OFFSET} to {_MOST_OFFSET}"
+            offset = whole_number(
+                self.name, "exponent_offset", self.exponent_offset, expected, -_MOST_OFFSET, _MOST_OFFSET
             )
+            object.__setattr__(self, "exponent_offset", offset)
         if self.exponent_offset is not None and self.scale is not None:
             raise CodecError(f"{self.name}: got both scale and exponent_offset; each sets the scale, give one")
         if self.scale is not None:
-            if not isinstance(self.scale, (int, float)):
-                raise CodecError(f"{self.name}: got scale={self.scale!r}, expected a number > 0")
-            object.__setattr__(self, "scale", as_float32(self.scale))
+            scale = real_number(self.name, "scale", self.scale, "a number > 0")
+            object.__setattr__(self, "scale", as_float32(scale))
         if self.fixed_scale is not None and not 2.0**-100 <= self.fixed_scale <= 2.0**100:
             raise CodecError(f"{self.name}: got a scale of {self.fixed_scale:g}, expected 1e-30 to 1e30")
 
@@ -119,6 +120,8 @@ class TableCodec(FloatCodec):
         >>> get("dynamic_tree", block=None).encode(torch.tensor([0.5, -1.0, 0.0])).payload.tolist()
         [0, 0, 128, 63, 98, 255, 0]
         """
+        if seed is not None:
+            seed = whole_number(self.name, "seed", seed, "an int below 2**63, or None to round", -(2**63), 2**63 - 1)
         dense, payload = self._ready(tensor, out)
         self._encode(flat(dense).float(), payload, seed)
         return self._encoded(dense, payload)

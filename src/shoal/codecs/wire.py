@@ -69,6 +69,8 @@ def from_bytes(data: bytes | bytearray | memoryview) -> tuple[Header, memoryview
         CodecError: it is shorter or longer than it says, was changed, is of another version, or says what cannot be.
     """
     _check_byte_order()
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise CodecError(f"got a {type(data).__name__}, expected bytes that Encoded.to_bytes wrote; read the file")
     view = memoryview(data).cast("B")
     if len(view) < _FIXED.size:
         raise CodecError(f"got {len(view)} bytes, expected a header of at least {_FIXED.size}; read the whole file")

@@ -13,7 +13,6 @@ import logging
 import lzma
 import pickle
 import tarfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,8 @@ SAMPLES: Mapping[str, int] = {"train": 50_000, "test": 10_000}
 # Of the training split, in 0 to 255.
 MEAN = (125.31, 122.95, 113.87)
 DEVIATION = (62.99, 62.09, 66.70)
+
+_MOST_ARCHIVE_BYTES = 2**30  # the archive itself holds a fifth of that
 
 Arrays = dict[str, tuple[NDArray[np.uint8], NDArray[np.int64]]]
 _log = logging.getLogger(__name__)
@@ -88,10 +89,10 @@ def read_cached(archive: Path) -> Arrays:
             arrays = {split: (file[f"{split}_pixels"], file[f"{split}_labels"]) for split in SAMPLES}
     except FileNotFoundError:
         _log.info("decoding %s once; kept as %s", archive, kept)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except Exception:  # a damaged file may raise anything
         _log.warning("%s is damaged; decoding %s again", kept, archive)
     else:
-        if all(len(arrays[split][0]) == len(arrays[split][1]) == count for split, count in SAMPLES.items()):
+        if all(_is_whole(*arrays[split], count) for split, count in SAMPLES.items()):
             return arrays
         _log.warning("%s is incomplete; decoding %s again", kept, archive)
     arrays = read_archive(archive, packed)
@@ -100,6 +101,11 @@ def read_cached(archive: Path) -> Arrays:
         columns |= {f"{split}_pixels": pixels, f"{split}_labels": labels}
     write_atomically(kept, lambda file: np.savez(file, **columns))  # type: ignore[arg-type]  # its stub has allow_pickle first
     return arrays
+
+
+def _is_whole(pixels: NDArray[Any], labels: NDArray[Any], count: int) -> bool:
+    known = pixels.dtype == np.uint8 and pixels.shape == (count, 32, 32, 3) and labels.shape == (count,)
+    return known and labels.dtype == np.int64 and labels.min() >= 0 and labels.max() < len(CLASSES)
 
 
 def read_archive(archive: Path, packed: bytes) -> Arrays:
@@ -116,7 +122,7 @@ def read_archive(archive: Path, packed: bytes) -> Arrays:
     labels: dict[str, list[int]] = {split: [] for split in SAMPLES}
     try:
         # tarfile's own decompression takes some truncated archives for short ones.
-        with tarfile.open(fileobj=io.BytesIO(lzma.decompress(packed)), mode="r:") as tar:
+        with tarfile.open(fileobj=io.BytesIO(_unpacked(packed)), mode="r:") as tar:
             for member in tar:
                 file = tar.extractfile(member)
                 if file is None:
@@ -129,8 +135,10 @@ def read_archive(archive: Path, packed: bytes) -> Arrays:
                     )
                 pixels[split].append(_decode(file.read(), f"{archive}: {member.name}"))
                 labels[split].append(CLASSES.index(folder))
-    except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
-        raise InputError(f"{archive} is truncated or damaged ({error}); copy it again") from error
+    except InputError:
+        raise
+    except Exception as error:  # a damaged archive may raise anything
+        raise InputError(f"{archive} is truncated or damaged ({_reason(error)}); copy it again") from error
     for split, count in SAMPLES.items():
         if len(labels[split]) != count:
             raise InputError(
@@ -171,8 +179,7 @@ def _read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
         pixels, labels = np.asarray(batch["data"]), np.asarray(batch["labels"], np.int64)
     except Exception as error:  # a damaged pickle may raise anything
-        reason = f"{type(error).__name__}: {error}"
-        raise InputError(f"{path} is truncated or no CIFAR-10 batch ({reason}); copy it again") from error
+        raise InputError(f"{path} is truncated or no CIFAR-10 batch ({_reason(error)}); copy it again") from error
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), 3072):
         raise InputError(
             f"{path}: data is {pixels.dtype} {pixels.shape}, expected uint8 ({len(labels)}, 3072); copy it again"
@@ -180,8 +187,11 @@ def _read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), labels
 
 
-class _ArrayUnpickler(pickle.Unpickler):
-    """Builds numpy arrays and Python's own containers; refuses every other name, so a pickle cannot run code."""
+class _ArrayUnpickler(pickle._Unpickler):
+    """Builds numpy arrays and Python's own containers; refuses every other name, so a pickle cannot run code.
+
+    It is the one in Python: the one in C gives a damaged place in its memory as many bytes as it asks for.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
@@ -190,6 +200,23 @@ class _ArrayUnpickler(pickle.Unpickler):
         if (module, name) in allowed:
             return allowed[module, name]
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _unpacked(packed: bytes) -> bytes:
+    """The archive without its compression, which could make gigabytes of a few bytes.
+
+    Raises:
+        EOFError: it is cut, or more than `_MOST_ARCHIVE_BYTES`.
+    """
+    unpacker = lzma.LZMADecompressor()
+    unpacked = unpacker.decompress(packed, _MOST_ARCHIVE_BYTES)
+    if not unpacker.eof:
+        raise EOFError(f"it has no end within {_MOST_ARCHIVE_BYTES} bytes")
+    return unpacked
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -202,9 +229,10 @@ def _read_bytes(path: Path) -> bytes:
 def _decode(content: bytes, where: str) -> NDArray[np.uint8]:
     try:
         with Image.open(io.BytesIO(content)) as image:
-            pixels = np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:
+            width, height = image.size
+            pixels = np.asarray(image.convert("RGB")) if width == height == 32 else None
+    except Exception as error:  # a damaged image may raise anything
         raise InputError(f"{where} cannot be decoded; copy the archive again") from error
-    if pixels.shape != (32, 32, 3):
-        raise InputError(f"{where} has shape {pixels.shape}, expected (32, 32, 3); copy the archive again")
+    if pixels is None:
+        raise InputError(f"{where} has shape {(height, width, 3)}, expected (32, 32, 3); copy the archive again")
     return pixels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,14 +40,19 @@ class Files:
         """uint8 of shape (3, side, side), and the class.
 
         Raises:
-            InputError: the file cannot be decoded.
+            InputError: the file cannot be decoded, or has too many pixels.
         """
         path = self.paths[index]
         try:
-            with Image.open(path) as image:
-                pixels = resize_and_crop(image, self.side)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            reason = " ".join(str(error).split())
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)  # a small file may hold gigabytes
+                with Image.open(path) as image:
+                    pixels = resize_and_crop(image, self.side)
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+            most = Image.MAX_IMAGE_PIXELS or 0
+            raise InputError(f"the image {path} has more than {most:,} pixels; make it smaller or remove it") from error
+        except Exception as error:  # a damaged image may raise anything
+            reason = " ".join(str(error).split())[:160] or type(error).__name__
             raise InputError(f"cannot decode the image {path}: {reason}; replace or remove it") from error
         return channels_first(pixels, 3), self.labels[index]
 

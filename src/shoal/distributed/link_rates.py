@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal.errors import InputError
+from shoal.records import read_record
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ class LinkRates:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> LinkRates:
-        """What `to_json` wrote."""
-        return LinkRates(value["ranks"], _curve(value["plain"]), _curve(value["exchange"]))
+        """What `to_json` wrote; InputError where it is something else."""
+        return read_record(LinkRates, value, "the link's rates")
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,5 @@ class CodecRates:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> CodecRates:
-        """What `to_json` wrote."""
-        return CodecRates(value["codec"], value["bytes_per_elem"], _curve(value["encode"]), _curve(value["decode"]))
-
-
-def _curve(value: dict[str, Any]) -> Curve:
-    return Curve(tuple(value["sizes"]), tuple(value["seconds"]))
+        """What `to_json` wrote; InputError where it is something else."""
+        return read_record(CodecRates, value, "the codec's rates")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
 
-from shoal.errors import InputError
+from shoal.check_plan import check_plan
+from shoal.errors import InputError, PlanError, brief
 from shoal.hardware import Hardware
 from shoal.plan import Plan
 from shoal.step import StepGraph
@@ -16,13 +19,16 @@ NAMES = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerw
 
 
 def get(name: str | Planner) -> Planner:
-    """The planner called `name`; a function of your own with the same signature is taken as it is.
+    """The planner called `name`, or a function of your own with the same signature.
+
+    What your function returns is held against `shoal.check` before anything is made of it: PlanError where it is no
+    `Plan`, is of another step, breaks a rule or passes the budget.
 
     Raises:
         InputError: there is none of that name.
     """
     if callable(name):
-        return name
+        return _checked(name)
     if not isinstance(name, str):
         raise InputError(f"planner is a {type(name).__name__}; expected a name or a function")
     if name not in NAMES:
@@ -31,3 +37,22 @@ def get(name: str | Planner) -> Planner:
         raise InputError(f"no planner is called {name!r}; {hint}there are {', '.join(NAMES)}")
     planner: Planner = getattr(importlib.import_module(f"shoal.planners.{name}"), name)
     return planner
+
+
+def _checked(planner: Planner) -> Planner:
+    who = f"the planner {getattr(planner, '__name__', type(planner).__name__)!r}"
+
+    @wraps(planner, updated=())
+    def plan(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+        made: object = planner(graph, hardware, budget_bytes)
+        if not isinstance(made, Plan):
+            raise PlanError(f"{who} returned {brief(made)}; expected a shoal.Plan")
+        if not isinstance(made.graph, StepGraph) or made.graph.fingerprint != graph.fingerprint:
+            raise PlanError(f"{who} returned a plan of another step; expected one of the step it was given")
+        try:
+            check_plan(graph, made.residences, budget_bytes)
+        except PlanError as error:
+            raise PlanError(f"{who} returned a plan that breaks a rule: {error}") from None
+        return replace(made, graph=graph)
+
+    return plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,23 +11,13 @@ from typing import Any
 
 import torch
 
-from shoal.errors import InputError
+from shoal.errors import InputError, ShoalError, brief
 from shoal.files import write_atomically
 from shoal.training.arrangement import Arrangement
 from shoal.training.ranks import Ranks
 
 _FORMAT = "shoal-checkpoint"
 _VERSION = 2
-# What reading a file that is no whole checkpoint may raise.
-_DAMAGED = (
-    OSError,
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-    RuntimeError,
-    ValueError,
-    LookupError,
-    TypeError,
-)
 
 
 @dataclass
@@ -124,11 +113,13 @@ def load(
         raise InputError(f"there is no checkpoint {path} to resume from; run without --resume, or give the run's --out")
     state = _read(path)
     differing = [
-        f"{name}={state['arguments'].get(name)!r} there and {arguments.get(name)!r} here"
+        f"{name}={brief(state['arguments'].get(name))} there and {brief(arguments.get(name))} here"
         for name in {**arguments, **state["arguments"]}
         if state["arguments"].get(name) != arguments.get(name)
     ]
     if differing:
+        if len(differing) > 4:
+            differing[4:] = [f"and {len(differing) - 4} more"]
         raise InputError(f"{path} belongs to another run ({'; '.join(differing)}); resume with the same arguments")
     try:
         own = state["ranks"][ranks.rank if ranks else 0]
@@ -139,8 +130,10 @@ def load(
         torch.set_rng_state(own["generator"])
         if torch.cuda.is_available() and own["cuda_generators"]:
             torch.cuda.set_rng_state_all(own["cuda_generators"])
-        return Position(**state["position"])
-    except (RuntimeError, LookupError, ValueError, TypeError) as error:
+        return _position(state["position"])
+    except (ShoalError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a state of any kind may lie in a sound file
         raise InputError(
             f"{path} does not fit this model ({_first_line(error)}); run without --resume to start again"
         ) from error
@@ -166,7 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError(f"format {state['format']!r} of version {state['version']!r}")
     except PermissionError as error:
         raise InputError(f"cannot read {path}: {error.strerror}; make it readable") from error
-    except _DAMAGED as error:
+    except Exception as error:  # as many kinds as there are ways to be damaged: EOFError, struct.error, zlib.error, ...
         raise InputError(
             f"{path} is damaged or no Shoal checkpoint ({_first_line(error)}); "
             "run without --resume to start again, or give another --out"
@@ -174,6 +167,20 @@ def _read(path: Path) -> dict[str, Any]:
     return state
 
 
+def _position(saved: Mapping[str, Any]) -> Position:
+    """Where the run stood.
+
+    Raises:
+        TypeError: it is no position.
+    """
+    position = Position(**saved)
+    counts = (position.epoch, position.step, position.right, position.answers)
+    numbers = (position.loss_sum, *position.losses, *position.accuracies)
+    if any(type(count) is not int or count < 0 for count in counts) or any(type(n) is not float for n in numbers):
+        raise TypeError("its position is not of numbers")
+    return position
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0][:120] if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__

@@ -116,4 +116,4 @@ def check_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make the folder {folder}: {error.strerror}; give another one") from error
-    write_text(folder / ".writable", "").unlink()
+    write_text(folder / ".writable", "").unlink(missing_ok=True)  # another process may look at the same time

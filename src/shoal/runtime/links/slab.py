@@ -78,12 +78,11 @@ class SlabPool:
     def __init__(self, make: Callable[[int], Slab], place: str, budget_bytes: int | None) -> None:
         self.place = place
         self.budget_bytes = budget_bytes
-        self._make = make
+        self._make: Callable[[int], Slab] | None = make  # None once it is closed
         self._slabs: list[Slab] = []
         self._alive: weakref.WeakSet[Slab] = weakref.WeakSet()
         self._reserved: Counter[int] = Counter()
         self._lock = threading.Lock()
-        self._closed = False
 
     @property
     def held_bytes(self) -> int:
@@ -130,13 +129,17 @@ class SlabPool:
         return lease
 
     def close(self) -> None:
-        """Give all bytes back, those of a leased slab when its lease dies, and make no more slabs."""
+        """Give all bytes back, those of a leased slab when its lease dies, and make no more slabs.
+
+        Compiled code may hold the pool for as long as the process lives: what makes slabs, and with it a file's
+        descriptor and buffers, is let go of here.
+        """
         with self._lock:
-            self._closed = True
+            self._make = None
             self._slabs.clear()
 
     def _made(self, nbytes: int) -> Slab:
-        if self._closed:
+        if self._make is None:
             raise TransferError(f"the link to {self.place} was closed; open another one")
         budget = self.budget_bytes
         if budget is not None:
