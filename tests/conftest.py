@@ -1,20 +1,56 @@
-"""What every test runs under: one thread, a fixed seed, and no CUDA tests where there is no CUDA."""
+"""What every test runs under, so that each run of the suite is the same: one thread, fixed seeds, a made-up machine."""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import register_random, settings
+from hypothesis.internal.conjecture import providers
 
-# A busy machine is no reason to fail. Each run draws other examples; HYPOTHESIS_PROFILE=thorough draws many.
-settings.register_profile("usual", deadline=None, max_examples=30)
-settings.register_profile("thorough", deadline=None, max_examples=1000)
-os.environ["SHOAL_CHECK_PLANS"] = "1"  # Shoal's own plans are held against the rules before they run
+from tests import made_up_machine
+from tests.made_up_machine import real_machine
+
+__all__ = ["real_machine"]
+
+# A law draws the same examples every time, with "fresh" others each time, with "thorough" many others. What failed once
+# is not tried first the next time, and a busy machine is no reason to fail.
+settings.register_profile("usual", derandomize=True, database=None, deadline=None, max_examples=30)
+settings.register_profile("fresh", database=None, deadline=None, max_examples=30, print_blob=True)
+settings.register_profile("thorough", database=None, deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
+
+# Hypothesis also draws constants that it finds in the modules imported so far, which depend on the tests run before.
+providers.HypothesisProvider._local_constants = providers.Constants()  # type: ignore[assignment]
+
+made_up_machine.put_in_place()
+os.environ["SHOAL_CHECK_PLANS"] = "1"  # Shoal's own plans are held against the rules before they run
+
+
+class _TorchGenerator:
+    """PyTorch's own generator, for Hypothesis: an example is what was drawn, not also what earlier ones used up."""
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def getstate(self) -> Any:
+        return torch.get_rng_state()
+
+    def setstate(self, state: Any) -> None:
+        torch.set_rng_state(state)
+
+
+_TORCH = _TorchGenerator()  # Hypothesis holds it weakly
+register_random(_TORCH)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["SHOAL_CACHE"] = str(tmp_path_factory.mktemp("cache"))  # not what other runs have left
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import made_up_machine
+
 _PRELOADED = [
     "pytest",
     "hypothesis",
@@ -40,7 +42,7 @@ def run_on_ranks(
     function: Callable[..., Any],
     ranks: int,
     *args: Any,
-    timeout_seconds: float = 60,
+    timeout_seconds: float = 240,
     may_end: Collection[int] = (),
 ) -> list[Any]:
     """function(*args) on every rank of an initialised gloo group; what each returned, tensors too, by rank.
@@ -107,6 +109,7 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    made_up_machine.put_in_place()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         store = dist.FileStore(str(Path(folder) / "store"), ranks)

@@ -13,6 +13,8 @@ from shoal import measure as module
 from shoal.errors import InputError
 from shoal.measure import measure
 
+pytestmark = pytest.mark.usefixtures("real_machine")
+
 
 @pytest.fixture(autouse=True)
 def quick(tmp_path, monkeypatch):

@@ -16,6 +16,8 @@ from shoal.errors import InputError
 from shoal.hardware import MeasuredLink
 from shoal.measure_links import measure_links
 
+pytestmark = pytest.mark.usefixtures("real_machine")
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -22,6 +22,8 @@ from shoal.profile import profile
 
 aten = torch.ops.aten
 
+pytestmark = pytest.mark.usefixtures("real_machine")
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from shoal import codecs
 from shoal.compile import compile
-from shoal.errors import BudgetError, CaptureError, CodecError, ShoalError, TransferError
+from shoal.errors import BudgetError, CaptureError, CodecError, InputError, PlanError, ShoalError, TransferError
 from shoal.lossy_report import lossy_report
 from shoal.offload_activations import offload_activations
+from shoal.plan import Plan
 from shoal.planning import plan
 from shoal.transforms.fuse_batchnorm import fuse_batchnorm
 from shoal.transforms.invert_batchnorm import invert_batchnorm, restore_batchnorm
@@ -21,6 +22,9 @@ __all__ = [
     "BudgetError",
     "CaptureError",
     "CodecError",
+    "InputError",
+    "Plan",
+    "PlanError",
     "ShoalError",
     "TransferError",
     "codecs",

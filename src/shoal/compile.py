@@ -101,10 +101,13 @@ def compile(
             step, breaks a rule, or passes the budget.
 
     Example:
-        >>> model = shoal.compile(torchvision.models.resnet50(), budget="2GiB")  # doctest: +SKIP
-        >>> model(images).sum().backward()  # doctest: +SKIP
-        >>> model.shoal.measured_peak_bytes <= model.shoal.budget_bytes  # doctest: +SKIP
-        True
+        >>> import shoal
+        >>> block = lambda: [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+        >>> model = nn.Sequential(*block(), *block(), *block(), nn.Flatten(), nn.Linear(8192, 10))
+        >>> model = shoal.compile(model, budget="1600KiB")  # of 1.9 MiB
+        >>> model(torch.randn(4, 8, 32, 32)).square().mean().backward()
+        >>> model.shoal.budget_bytes, model.shoal.measured_peak_bytes <= model.shoal.budget_bytes
+        (1638400, True)
 
     Known limits: a copy made with `copy.deepcopy` trains without a plan until it is compiled itself; the loss and the
     optimizer's own temporaries are metered, not planned.

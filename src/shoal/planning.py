@@ -74,10 +74,16 @@ def plan(
         PlanError: a planner of your own returned no plan, or one that breaks a rule of `shoal.check`.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten())
-        >>> made = shoal.plan(model, torch.empty(2, 3, 8, 8), hardware="p100-nvlink")  # doctest: +SKIP
-        >>> made.predicted_peak_bytes, len(made.kept)  # doctest: +SKIP
-        (10240, 1)
+        >>> import shoal
+        >>> block = lambda channels: [nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(*block(3), *block(8), *block(8), nn.Flatten())
+        ...     images = torch.empty(4, 3, 32, 32)
+        >>> shoal.plan(model, images, hardware="p100-nvlink").predicted_peak_bytes
+        1235248
+        >>> plan = shoal.plan(model, images, "700KiB", hardware="p100-nvlink", offload_to=None)
+        >>> plan.predicted_peak_bytes, len(plan.kept), len(plan.residences) - len(plan.kept)
+        (715632, 8, 6)
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")

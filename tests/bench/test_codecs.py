@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from bench import codecs, codecs_error, codecs_recorded, codecs_speed, codecs_tables
+from bench import codecs, codecs_speed
 from bench.codecs_error import DISTRIBUTIONS, PAPER, errors_of
 from bench.codecs_recorded import recorded
 from bench.codecs_speed import Contender, Row, WrongDecode, in_turns, measure, ours, verdicts, with_one_copy
@@ -161,8 +160,3 @@ def test_a_peer_that_is_installed_takes_its_turns(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(codecs_speed, "bitsandbytes", lambda: peer)
     rows = measure([], 4096, 1, 1, CPU)
     assert rows[-1].contender == "bitsandbytes" and rows[-1].payload_bytes == 4100
-
-
-@pytest.mark.parametrize("module", [codecs, codecs_error, codecs_recorded, codecs_speed, codecs_tables])
-def test_the_examples_of_the_docstrings_print_what_they_say(module: ModuleType) -> None:
-    assert doctest.testmod(module).failed == 0

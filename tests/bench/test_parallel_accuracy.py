@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,7 +65,3 @@ def test_groups_apart_are_told_from_groups_alike() -> None:
 def test_a_mistake_is_one_line(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert parallel_accuracy.main([*arguments, "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("bench.parallel_accuracy: ")
-
-
-def test_the_examples_of_the_docstrings_print_what_they_say() -> None:
-    assert doctest.testmod(parallel_accuracy).failed == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,3 @@ def test_what_is_within_two_standard_errors_is_no_finding() -> None:
 def test_a_mistake_is_one_line(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert split_accuracy.main([*arguments, "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("bench.split_accuracy: ")
-
-
-def test_the_examples_of_the_docstrings_print_what_they_say() -> None:
-    assert doctest.testmod(split_accuracy).failed == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,3 @@ def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "file").write_text("")
     assert split_memory.main(["--quick", "--out", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err.startswith("bench.split_memory: ")
-
-
-def test_the_examples_of_the_docstrings_print_what_they_say() -> None:
-    assert doctest.testmod(split_memory).failed == 0

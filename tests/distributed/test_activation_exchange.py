@@ -24,7 +24,7 @@ def _mine(rank: int, *shape: int) -> torch.Tensor:
 
 def _moved(codec: str | None) -> dict[str, Any]:
     """Every operation once, on what `_mine` gives each rank."""
-    exchange = ActivationExchange(Exchange(timeout_seconds=30), codec)
+    exchange = ActivationExchange(Exchange(timeout_seconds=200), codec)
     rank, ranks = exchange.rank, exchange.ranks
     have = shares(LENGTH, ranks)
     need = [(max(start - 1, 0), min(stop + 1, LENGTH)) for start, stop in have]
@@ -96,7 +96,7 @@ def test_with_a_codec_every_rank_reads_the_same_bits_within_its_errors(codec: st
 
 
 def _bytes_of_a_gather(codec: str | None, width: int) -> Any:
-    exchange = ActivationExchange(Exchange(timeout_seconds=30), codec)
+    exchange = ActivationExchange(Exchange(timeout_seconds=200), codec)
     have = in_order([width] * exchange.ranks)
     exchange.gather(torch.randn(32, width), 1, have, what="test")
     exchange.exchange.close()

@@ -28,7 +28,7 @@ def size(source: int, target: int) -> int:
 
 
 def exchange_all() -> int:
-    exchange = Exchange(timeout_seconds=20)
+    exchange = Exchange(timeout_seconds=200)
     rank, ranks = exchange.rank, exchange.ranks
     for with_buffers in (False, True):
         sizes = [size(r, rank) for r in range(ranks)]
@@ -60,7 +60,7 @@ def exchange_among_some() -> list[int]:
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
         return []
-    exchange = Exchange(group, timeout_seconds=20)
+    exchange = Exchange(group, timeout_seconds=200)
     got = exchange.all_gather(torch.tensor([dist.get_rank()], dtype=torch.uint8), [1, 1], what="ranks")
     return [exchange.rank, exchange.ranks, *torch.cat(got).tolist()]
 
@@ -69,12 +69,12 @@ def test_a_part_of_the_ranks_exchange_among_themselves() -> None:
     assert run_on_ranks(exchange_among_some, 3) == [[0, 2, 0, 2], [], [1, 2, 0, 2]]
 
 
-def failing(break_it: Callable[[Exchange], None], culprit: int, timeout_seconds: float) -> tuple[str, str, float]:
+def failing(break_it: Callable[[Exchange], None], culprit: int, timeout_seconds: float) -> tuple[str, str]:
     """Two exchanges, the second broken by one rank: what each rank gets from it and from one more."""
-    exchange = Exchange(timeout_seconds=timeout_seconds)
+    exchange = Exchange(timeout_seconds=200)
     ones = torch.ones(1000, dtype=torch.uint8)
     exchange.all_gather(ones, [1000] * exchange.ranks, what="warm-up")
-    started = time.monotonic()
+    exchange.timeout_seconds = timeout_seconds
     errors = []
     if exchange.rank == culprit:
         try:
@@ -86,7 +86,7 @@ def failing(break_it: Callable[[Exchange], None], culprit: int, timeout_seconds:
             exchange.all_gather(ones, [1000] * exchange.ranks, what="gradients of bucket 3")
         except TransferError as error:
             errors.append(str(error))
-    return errors[0], errors[-1], time.monotonic() - started
+    return errors[0], errors[-1]
 
 
 def be_killed(_: Exchange) -> None:
@@ -137,15 +137,15 @@ def give_up(exchange: Exchange) -> None:
 @pytest.mark.parametrize(
     ("ranks", "break_it", "says", "timeout_seconds"),
     [
-        (2, be_killed, "bucket 3: got a closed connection from rank 1, expected its message 1", 20),
-        (3, be_killed, "bucket 3: .*closed connection from rank 1, expected its message 1", 20),
+        (2, be_killed, "bucket 3: got a closed connection from rank 1, expected its message 1", 200),
+        (3, be_killed, "bucket 3: .*closed connection from rank 1, expected its message 1", 200),
         (2, stall, "bucket 3: got nothing from rank 1 for 1 seconds, expected its message 1", 1),
         (3, stall, "bucket 3: .*nothing from rank 1 for 1 seconds, expected its message 1", 1),
-        (3, send_more, r"got message 1 \(gradients of bucket 3\) of 2000 bytes from rank 1, expected .* 1000", 20),
-        (2, send_another, r"got message 1 \(gradients of bucket 4\) of 1000 bytes from rank 1, expected", 20),
-        (3, send_damaged, "got 1000 bytes from rank 1 with checksum .*, expected .*: they were damaged", 20),
-        (2, send_noise, "got bytes from rank 1 that are no header", 20),
-        (3, give_up, "bucket 3: rank 1 gave up: the disk is full", 20),
+        (3, send_more, r"got message 1 \(gradients of bucket 3\) of 2000 bytes from rank 1, expected .* 1000", 200),
+        (2, send_another, r"got message 1 \(gradients of bucket 4\) of 1000 bytes from rank 1, expected", 200),
+        (3, send_damaged, "got 1000 bytes from rank 1 with checksum .*, expected .*: they were damaged", 200),
+        (2, send_noise, "got bytes from rank 1 that are no header", 200),
+        (3, give_up, "bucket 3: rank 1 gave up: the disk is full", 200),
     ],
 )
 def test_survivors_raise_and_say_who_and_what(
@@ -156,8 +156,6 @@ def test_survivors_raise_and_say_who_and_what(
     for rank in range(ranks):
         if rank == 1:
             continue
-        first, again, seconds = results[rank]
+        first, again = results[rank]
         assert re.search(says, first)
         assert again == first  # a spent exchange says so again
-        if break_it is not stall:
-            assert seconds < timeout_seconds  # told, not timed out

@@ -57,7 +57,7 @@ def train_for_long(names: list[str], steps: int) -> dict[str, list[int]]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 2, bias=False))
         ddp = DistributedDataParallel(model)
-        gradients = compress_gradients(ddp, name, timeout_seconds=30)
+        gradients = compress_gradients(ddp, name, timeout_seconds=200)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         torch.manual_seed(dist.get_rank())
         sums[name] = []
@@ -97,7 +97,7 @@ def grads_of_a_large_layer() -> tuple[torch.Tensor, torch.Tensor, int]:
         torch.manual_seed(5)
         ddp = DistributedDataParallel(nn.Linear(*LARGE), bucket_cap_mb=100)
         if compress:
-            gradients = compress_gradients(ddp, NEARLY_EXACT, error_feedback=True, timeout_seconds=20)
+            gradients = compress_gradients(ddp, NEARLY_EXACT, error_feedback=True, timeout_seconds=200)
         for step in range(2):
             ddp.zero_grad()
             x = torch.randn(3, LARGE[0], generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
@@ -199,7 +199,7 @@ def test_gradients_are_those_of_ddp(kind: str) -> None:
 def join_unevenly() -> list[torch.Tensor]:
     model = network()
     ddp = DistributedDataParallel(model)
-    gradients = compress_gradients(ddp, "dynamic_tree", timeout_seconds=20)
+    gradients = compress_gradients(ddp, "dynamic_tree", timeout_seconds=200)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank = dist.get_rank()
     with ddp.join():
@@ -220,7 +220,7 @@ def test_a_rank_that_runs_out_of_batches_joins_the_others() -> None:
 def scale_gradients() -> tuple[list[float], list[bool]]:
     model = nn.Linear(8, 8)
     ddp = DistributedDataParallel(model)
-    gradients = compress_gradients(ddp, "one_bit", timeout_seconds=20)
+    gradients = compress_gradients(ddp, "one_bit", timeout_seconds=200)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scales, moved = [], []
@@ -251,7 +251,7 @@ def test_an_infinity_on_one_rank_stops_the_scaled_step_on_all() -> None:
 
 def count() -> tuple[dict[str, Any], dict[int, Any], str, list[int]]:
     ddp = DistributedDataParallel(network())
-    gradients = compress_gradients(ddp, "dynamic_tree", timeout_seconds=20)
+    gradients = compress_gradients(ddp, "dynamic_tree", timeout_seconds=200)
     for step in range(2):
         loss_of(ddp, batch(step, dist.get_rank())).backward()
     sizes = [(name, p.numel(), p.dim() > 1) for name, p in reversed(list(ddp.module.named_parameters()))]
@@ -285,7 +285,7 @@ def resume(steps: int, stop_after: int | None) -> list[torch.Tensor]:
             model.load_state_dict(state["model"])
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
-        gradients = compress_gradients(ddp, "one_bit", timeout_seconds=20)
+        gradients = compress_gradients(ddp, "one_bit", timeout_seconds=200)
         if state is not None:
             gradients.load_state_dict(state["gradients"])
         for step in range(first or 0, last or steps):
@@ -342,7 +342,7 @@ def test_local_exact_drifts_until_weights_are_broadcast() -> None:
 
 def choose_automatically() -> tuple[str, list[str | None], int]:
     ddp = DistributedDataParallel(network())
-    gradients = compress_gradients(ddp, timeout_seconds=20)
+    gradients = compress_gradients(ddp, timeout_seconds=200)
     loss_of(ddp, batch(0, dist.get_rank())).backward()
     found = gradients.explain(), [d.codec for d in gradients.decisions.values()], gradients.traffic.total().raw_bytes
     gradients.close()

@@ -88,7 +88,7 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _one_step(name: str, rows: list[int], codec: str | None) -> dict[str, Any]:
-    model = hybrid(_network(name), codec, gradient_codec=None, timeout_seconds=30)
+    model = hybrid(_network(name), codec, gradient_codec=None, timeout_seconds=200)
     x, y = _own(rows)
     out = model(x)
     F.cross_entropy(out, y).backward()
@@ -123,7 +123,7 @@ def test_without_a_codec_it_is_one_process_with_all_images(name: str, rows: list
 
 
 def _step_by_round(name: str, rows: list[int], by_sub_batch: bool) -> dict[str, Any]:
-    model = hybrid(_network(name), None, gradient_codec=None, timeout_seconds=30)
+    model = hybrid(_network(name), None, gradient_codec=None, timeout_seconds=200)
     x, y = _own(rows)
     dense = torch.optim.SGD(model.parameter_groups()[1]["params"], lr=0.1) if by_sub_batch else None
     loss = model.step(x, y, dense_optimizer=dense)
@@ -192,7 +192,7 @@ def test_with_a_codec_gradients_are_near() -> None:
 def _trained(steps: int, codec: str | None, dropout: float, resume_at: int | None) -> dict[str, Any]:
     """Some steps; after each, whether what all ranks have whole is the same on all."""
     torch.manual_seed(5)
-    model = hybrid(SmallAlexNet(dropout), codec, gradient_codec=None, timeout_seconds=30)
+    model = hybrid(SmallAlexNet(dropout), codec, gradient_codec=None, timeout_seconds=200)
     optimizer = torch.optim.SGD(model.parameter_groups(), lr=0.1, momentum=0.9)
     same = True
     torch.manual_seed(dist.get_rank())
@@ -201,7 +201,7 @@ def _trained(steps: int, codec: str | None, dropout: float, resume_at: int | Non
             state = model.full_state_dict(), model.full_optimizer_state(optimizer), torch.get_rng_state()
             model.close()
             torch.manual_seed(99)
-            model = hybrid(SmallAlexNet(dropout), codec, gradient_codec=None, timeout_seconds=30)
+            model = hybrid(SmallAlexNet(dropout), codec, gradient_codec=None, timeout_seconds=200)
             optimizer = torch.optim.SGD(model.parameter_groups(), lr=0.1, momentum=0.9)
             model.load_full_state_dict(state[0])
             model.load_full_optimizer_state(optimizer, state[1])
@@ -245,7 +245,7 @@ def _masks(p: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             model[place].weight.fill_(value)
             model[place].bias.fill_(float(place == 2))
         model[4].weight.copy_(torch.eye(64))
-    parallel = hybrid(model, None, gradient_codec=None, timeout_seconds=30)
+    parallel = hybrid(model, None, gradient_codec=None, timeout_seconds=200)
     x = torch.zeros(64, 1, 2, 2)
     found = parallel(x).detach(), parallel(x).detach(), parallel.eval()(x).detach()
     parallel.close()
@@ -267,7 +267,7 @@ def test_each_rank_drops_other_features_of_its_own() -> None:
 
 
 def _in_eval(rows: list[int]) -> torch.Tensor:
-    model = hybrid(_network("alexnet"), None, gradient_codec=None, timeout_seconds=30).eval()
+    model = hybrid(_network("alexnet"), None, gradient_codec=None, timeout_seconds=200).eval()
     with torch.no_grad():
         out = model(_own(rows)[0])
     model.close()
@@ -283,7 +283,7 @@ def test_ranks_may_bring_different_numbers_of_images_even_none() -> None:
 
 def _overlapped() -> tuple[bool, bool]:
     """Round 0 is not computed before round 1 has arrived, in either direction: without overlap it never would be."""
-    model = hybrid(_network("alexnet"), "dynamic_tree", gradient_codec=None, timeout_seconds=30)
+    model = hybrid(_network("alexnet"), "dynamic_tree", gradient_codec=None, timeout_seconds=200)
     rounds = model._parts[1]
     arrived: dict[str, list[threading.Event]] = {"gather": [], "transpose": []}
     waited: list[bool] = []
@@ -325,7 +325,7 @@ def test_the_next_sub_batch_is_under_way_while_one_is_computed() -> None:
 
 
 def _until_a_rank_dies() -> str | None:
-    model = hybrid(_network("alexnet"), "dynamic_tree", gradient_codec=None, timeout_seconds=5)
+    model = hybrid(_network("alexnet"), "dynamic_tree", gradient_codec=None, timeout_seconds=200)
     for step in range(3):
         x, y = _own([4, 4], seed=step)
         if step == 1 and dist.get_rank() == 1:
@@ -344,7 +344,7 @@ def test_a_killed_rank_is_an_error_on_the_other() -> None:
 
 
 def _refused() -> str:
-    model = hybrid(_network("alexnet"), None, gradient_codec=None, timeout_seconds=30)
+    model = hybrid(_network("alexnet"), None, gradient_codec=None, timeout_seconds=200)
     state = model.full_state_dict()
     del state["classifier.1.bias"]
     with pytest.raises(InputError, match=r"differs in classifier\.1\.bias"):
@@ -367,7 +367,7 @@ def test_a_network_without_a_border_is_refused_before_anything_is_sent() -> None
 
 
 def _compressed(steps: int, gradient_codec: str) -> dict[str, Any]:
-    model = hybrid(_network("alexnet"), gradient_codec=gradient_codec, timeout_seconds=30)
+    model = hybrid(_network("alexnet"), gradient_codec=gradient_codec, timeout_seconds=200)
     optimizer = torch.optim.SGD(model.parameter_groups(), lr=0.1)
     for step in range(steps):
         x, y = _own([4, 4], seed=step)

@@ -87,7 +87,7 @@ def test_an_unknown_candidate_is_refused_before_anything_is_measured() -> None:
 
 
 def _ends(rank_to_end: int) -> str:
-    exchange = Exchange(timeout_seconds=20)
+    exchange = Exchange(timeout_seconds=200)
     if dist.get_rank() == rank_to_end:
         os._exit(0)
     with pytest.raises(TransferError) as caught:

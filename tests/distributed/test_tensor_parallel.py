@@ -73,7 +73,7 @@ def _parallel(names: list[str], codec: str | None) -> list[dict[str, Any]]:
     from shoal.distributed.tensor_parallel import ColumnParallel, RowParallel, SpaceParallel
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    activations = ActivationExchange(Exchange(timeout_seconds=30), codec)
+    activations = ActivationExchange(Exchange(timeout_seconds=200), codec)
     found = []
     for name in names:
         layouts = NETWORKS[name][2]
@@ -136,7 +136,7 @@ def _refused(style: str, layer: nn.Module, layout: int) -> str:
 
     from shoal.distributed import tensor_parallel
 
-    activations = ActivationExchange(Exchange(timeout_seconds=30), None)
+    activations = ActivationExchange(Exchange(timeout_seconds=200), None)
     mesh = init_device_mesh("cpu", (1,))
     with pytest.raises(InputError) as error:
         parallelize_module(layer, mesh, getattr(tensor_parallel, style)(activations, input_layouts=Shard(layout)))

@@ -93,8 +93,10 @@ def save_html(report: Report, path: str | Path) -> Path:
     Raises:
         InputError: the timeline has no moments, or the folder does not exist, is not writable, or the disk is full.
 
-    >>> save_html(Report(plan.timeline, plan=plan), "run.html")  # doctest: +SKIP
-    PosixPath('run.html')
+    >>> import shoal, torch
+    >>> plan = shoal.plan(torch.nn.Conv2d(3, 8, 3), torch.empty(2, 3, 8, 8), hardware="p100-nvlink")
+    >>> save_html(Report(plan.timeline, plan=plan), "run.html").name
+    'run.html'
 
     Known limits: charts are drawn op by op; past some 20,000 ops the page takes seconds to open.
     """

@@ -1,0 +1,67 @@
+"""A machine that is as fast wherever the tests run, however busy the real one is.
+
+Plans depend on the times of ops and on the rates of links. Measured ones would make every run of the suite another one.
+Workspaces are bytes, and are measured as ever.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from shoal import measure, measure_links, offloading, profile
+from shoal.cost import flops, moved_bytes
+from shoal.file_rates import FileRates
+from shoal.hardware import Device, Hardware, Link, MeasuredLink
+from shoal.operands import OperandFactory
+
+SLAB = MeasuredLink("host slab", 4e9, 3e9, 1e-5, 1e-5, 1e-4)
+FILE = FileRates(True, 1e9, 2e9, 1e-4, 1e-4, 1e-3)
+HERE = Hardware(
+    "a made-up machine",
+    Device("a made-up processor", 2**36, 5e10, 1e10, 2e-6),
+    Link("host slab", 4e9, 3e9, 1e-5),
+    "tests",
+)
+HOST_BYTES = 2**36  # free, and on disk
+
+
+def _costs(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int]:
+    target: Any = node.target
+    args, kwargs = operands.arguments(node)
+    workspace = profile._cuda_workspace if operands.device.type == "cuda" else profile._cpu_workspace
+    device = HERE.device
+    seconds = max(flops(node) / device.flops_per_second, moved_bytes(node) / device.bytes_per_second)
+    return device.launch_seconds + seconds, workspace(lambda: target(*args, **kwargs))
+
+
+def _here(device: torch.device) -> Hardware:
+    return HERE
+
+
+_MADE_UP: list[tuple[Any, str, Any]] = [
+    (profile, "_measure", _costs),
+    (measure, "_measure", _here),
+    (measure_links, "_slab_copies", lambda: SLAB),
+    (measure_links, "file_rates", lambda folder: FILE),
+    (offloading, "_available_bytes", lambda: HOST_BYTES),
+    (offloading, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=HOST_BYTES))),
+]
+_REAL = [(module, name, getattr(module, name)) for module, name, _ in _MADE_UP]
+
+
+def put_in_place() -> None:
+    """From now on, this process takes every time from the made-up machine."""
+    for module, name, made_up in _MADE_UP:
+        setattr(module, name, made_up)
+
+
+@pytest.fixture
+def real_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what measures: this machine, as it is now."""
+    for module, name, real in _REAL:
+        monkeypatch.setattr(module, name, real)

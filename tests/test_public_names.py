@@ -1,0 +1,23 @@
+"""What a program finds in `shoal` itself."""
+
+from __future__ import annotations
+
+import pytest
+
+import shoal
+from shoal import errors
+from shoal.plan import Plan
+
+
+def test_every_public_name_is_there() -> None:
+    assert shoal.__all__ == sorted(set(shoal.__all__))
+    assert all(hasattr(shoal, name) for name in shoal.__all__)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in vars(errors).items() if isinstance(kind, type)])
+def test_every_exception_can_be_caught_by_its_public_name(name: str) -> None:
+    assert name in shoal.__all__ and getattr(shoal, name) is getattr(errors, name)
+
+
+def test_a_plan_can_be_loaded_by_its_public_name() -> None:
+    assert "Plan" in shoal.__all__ and shoal.Plan is Plan
