@@ -21,7 +21,10 @@
 
 namespace {
 
-constexpr std::int64_t kBlock = 512;  // pixels summed in floats
+constexpr std::int64_t kBlock = 128;  // pixels of a plane summed in floats, in 8 or 16 sums side by side
+// Rows summed in floats, in one sum a channel: where all gradients are alike, so are the roundings of longer sums, and
+// what is taken off every pixel leaves them there.
+constexpr std::int64_t kRows = 16;
 constexpr std::int64_t kMostChannels = 512;  // summed at once: two floats each stay in the first cache
 
 using Call = ShoalInvertedBatchNorm;
@@ -48,10 +51,10 @@ SHOAL_INLINE void row_sums(const Call& call, std::int64_t first, std::int64_t la
     for (std::int64_t begin = 0; begin < channels; begin += kMostChannels) {
         const std::int64_t width = std::min(kMostChannels, channels - begin);
         const float* shift = call.shift + begin;
-        for (std::int64_t block = first; block < last; block += kBlock) {
+        for (std::int64_t block = first; block < last; block += kRows) {
             std::fill(part, part + width, 0.0f);
             std::fill(part_centred, part_centred + width, 0.0f);
-            for (std::int64_t row = block; row < std::min(last, block + kBlock); ++row) {
+            for (std::int64_t row = block; row < std::min(last, block + kRows); ++row) {
                 const float* y = call.y + row * channels + begin;
                 const float* grad = call.grad + row * channels + begin;
                 SHOAL_EACH_BY_ITSELF

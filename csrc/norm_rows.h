@@ -7,7 +7,7 @@
 namespace shoal {
 namespace {
 
-constexpr int kRowsOfSums = 256;  // in floats before they are added to the doubles
+constexpr int kRowsOfSums = 256;  // of deviations, in floats before they are added to the doubles
 
 template <int R>
 inline void add_rows(const float* x, std::int64_t ld, std::int64_t channels, const float* pivot, float* sums,
@@ -59,12 +59,10 @@ void activate_rows(const ShoalNormPass& call, Rows rows) {
 }
 
 void activate_backward_rows(const ShoalNormPass& call, Rows rows, Scratch& scratch) {
-    const std::int64_t padded = (call.channels + kLanes - 1) / kLanes * kLanes;
     float *sums = scratch.sum, *products = scratch.square;
-    for (std::int64_t first = rows.first; first < rows.last; first += kRowsOfSums) {
-        std::memset(sums, 0, padded * sizeof(float));
-        std::memset(products, 0, padded * sizeof(float));
-        for (std::int64_t row = first; row < least(rows.last, first + kRowsOfSums); ++row) {
+    clear_sums(call.channels, sums, products);
+    for (std::int64_t first = rows.first; first < rows.last; first += kGradientsInFloats) {
+        for (std::int64_t row = first; row < least(rows.last, first + kGradientsInFloats); ++row) {
             const float *x = call.x + row * call.ld_x, *grad = call.grad + row * call.ld_grad;
             const float* out = call.out ? call.out + row * call.ld_out : nullptr;
             float* grad_x = call.grad_x ? call.grad_x + row * call.ld_grad_x : nullptr;
@@ -82,10 +80,7 @@ void activate_backward_rows(const ShoalNormPass& call, Rows rows, Scratch& scrat
                 if (grad_x) there.put(grad_x + c, da * factor);
             });
         }
-        for (std::int64_t c = 0; c < call.channels; ++c) {
-            scratch.total[c] += sums[c];
-            scratch.centred[c] += products[c];
-        }
+        move_sums(call.channels, sums, products, scratch.total, scratch.centred);
     }
 }
 

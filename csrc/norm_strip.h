@@ -204,14 +204,31 @@ inline void each_vector(std::int64_t channels, At at) {
     if (c < channels) at(c, Some{int(channels - c)});
 }
 
+// So many gradients are added up in floats before their sum goes to the doubles: where all are alike, as those of a mean
+// over an image, roundings of longer sums are alike as well, and the gradient of the statistics, which takes the sum off
+// every pixel again, leaves them in each.
+constexpr int kGradientsInFloats = 16;
+
+inline void clear_sums(std::int64_t channels, float* sums, float* products) {
+    const std::int64_t padded = (channels + kLanes - 1) / kLanes * kLanes;
+    std::memset(sums, 0, padded * sizeof(float));
+    std::memset(products, 0, padded * sizeof(float));
+}
+
+// From floats to doubles.
+inline void move_sums(std::int64_t channels, float* sums, float* products, double* total, double* centred) {
+    for (std::int64_t c = 0; c < channels; ++c) total[c] += sums[c];
+    for (std::int64_t c = 0; c < channels; ++c) centred[c] += products[c];
+    clear_sums(channels, sums, products);
+}
+
 // Of one depth block: grad_x = masked da * scale, and the sums of masked da and of it times x - mean.
 inline void finish_input(const ShoalNormConv& call, const Strip& strip, int from, int count, Scratch& scratch) {
     const std::int64_t pixels = std::int64_t{strip.segments} * strip.width;
     const float *mean = call.mean + from, *scale = call.scale + from, *shift = call.shift + from;
     float *sums = scratch.sum, *products = scratch.square;
     const bool rectify = call.rectify, accumulate = call.accumulate;
-    std::memset(sums, 0, (count + kLanes - 1) / kLanes * kLanes * sizeof(float));
-    std::memset(products, 0, (count + kLanes - 1) / kLanes * kLanes * sizeof(float));
+    clear_sums(count, sums, products);
     for (std::int64_t pixel = 0; pixel < pixels; ++pixel) {
         const float* x = call.x + (strip.first + pixel) * call.ld_x + from;
         const float* da = scratch.grad_input + pixel * kPitch;
@@ -226,10 +243,8 @@ inline void finish_input(const ShoalNormConv& call, const Strip& strip, int from
             if (accumulate) result += there.get(grad_x + c);
             there.put(grad_x + c, result);
         });
-    }
-    for (int c = 0; c < count; ++c) {
-        scratch.total[from + c] += sums[c];
-        scratch.centred[from + c] += products[c];
+        if ((pixel + 1) % kGradientsInFloats == 0 || pixel + 1 == pixels)
+            move_sums(count, sums, products, scratch.total + from, scratch.centred + from);
     }
 }
 

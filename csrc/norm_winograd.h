@@ -257,25 +257,27 @@ inline void write_gradients(const Winograd& of, const SquareRows& block, int col
         const float* product = scratch.product + v;
         const Vector mean = there.get(call.mean + channel), scale = there.get(call.scale + channel);
         const Vector shift = there.get(call.shift + channel);
-        Vector total = {}, centred = {}, results[4];
+        double total[kLanes] = {}, centred[kLanes] = {};
+        Vector sum = {}, sum_of_centred = {}, results[4];
         for (int row = 0; row < block.count; ++row) {
-            Vector row_total = {}, row_centred = {};
             for (int s = 0; s < of.square_columns; ++s, product += kColumns) {
                 gather_square(product, apart, results);
                 each_pixel(of, block, row, s, [&](int which, std::int64_t pixel) {
                     const Vector off = there.get(call.x + pixel * call.ld_x + channel) - mean;
                     Vector da = results[which];
                     if (rectify) da = off * scale + shift <= Vector{} ? Vector{} : da;
-                    row_total += da;
-                    row_centred += da * off;
+                    sum += da;
+                    sum_of_centred += da * off;
                     float* to = call.grad_x + pixel * call.ld_grad_x + channel;
                     Vector result = da * scale;
                     if (accumulate) result += there.get(to);
                     there.put(to, result);
                 });
+                if ((s + 1) % (kGradientsInFloats / 4) && s + 1 < of.square_columns) continue;
+                for (int lane = 0; lane < kLanes; ++lane) total[lane] += sum[lane];
+                for (int lane = 0; lane < kLanes; ++lane) centred[lane] += sum_of_centred[lane];
+                sum = sum_of_centred = Vector{};
             }
-            total += row_total;
-            centred += row_centred;
         }
         for (int lane = 0; lane < kLanes && channel + lane < call.in_channels; ++lane) {
             scratch.total[channel + lane] += total[lane];

@@ -156,3 +156,15 @@ def test_without_the_library_torch_does_it(activation: str, slope: float, monkey
     assert not applies(grad, y, activation)
     for mine, theirs in zip(ours, torch.ops.shoal.inverted_batch_norm_backward(grad, *arguments), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients_that_are_all_alike_add_up_to_their_number(level: int, layout: torch.memory_format) -> None:
+    """Those of a mean over an image: what rounding does to one partial sum it would do to all of the same length."""
+    y = torch.randn(2, 3, 40, 40).contiguous(memory_format=layout)
+    grad = torch.full_like(y, 0.1, memory_format=torch.preserve_format)
+    vectors = torch.ones(3), torch.zeros(3), torch.ones(3)
+    _, of_shift = backward_into(grad, torch.empty_like(grad), y, *vectors, False, "identity", 1.0, level=level)
+    exact = torch.full((3,), 0.1).double() * 3200
+    torch.testing.assert_close(of_shift.double(), exact, rtol=3e-7, atol=0.0)

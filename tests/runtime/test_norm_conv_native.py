@@ -378,3 +378,26 @@ def test_all_it_needs_beside_its_results_is_a_workspace_of_the_step() -> None:
     kept = case.x.nbytes + 2 * 64 * 4  # as many channels out as in
     assert sum(changes) == kept
     assert allocations.peak_bytes(changes) <= kept + (1 << 20)
+
+
+@each_level
+@each_kind
+def test_gradients_that_are_all_alike_add_up_to_their_number(level: str, winograd: bool, kernel: int) -> None:
+    """Those of a mean over an image: what rounding does to one partial sum it would do to all of the same length."""
+    each = 0.1
+    weight = torch.zeros(3, 3, kernel, kernel)
+    weight[range(3), range(3), kernel // 2, kernel // 2] = (
+        1.0  # the gradient of what is convolved is that of the result
+    )
+    x = channels_last(torch.randn(2, 3, 40, 40))
+    grad = channels_last(torch.full((2, 3, 40, 40), each))
+    ones = torch.ones(3)
+    _, _, _, of_shift, _, _ = norm_conv_native.backward(
+        *(grad, None, None, x, None, None, 0 * ones, ones, 0 * ones, False, weight, window(kernel)),
+        [True, True, False, False],
+        winograd=winograd,
+        level=level,
+    )
+    assert of_shift is not None
+    exact = torch.full((3,), each).double() * 3200
+    torch.testing.assert_close(of_shift.double(), exact, rtol=3e-7, atol=0.0)

@@ -115,3 +115,17 @@ def test_what_is_no_channels_last_tensor_is_left_to_others() -> None:
     assert not passes.applies(x) and not passes.applies(x.double()) and not passes.applies(x[0])
     with pytest.raises(InputError, match="channels_last"):
         passes.statistics(x)
+
+
+@each_level
+def test_gradients_that_are_all_alike_add_up_to_their_number(level: str) -> None:
+    """Those of a mean over an image: what rounding does to one partial sum it would do to all of the same length."""
+    x, grad = pixels((4, 5, 32, 32), 0, 0), torch.empty(4, 5, 32, 32).to(memory_format=torch.channels_last)
+    each = torch.tensor([0.1, 0.3, 0.7, 1 / 3, 1e-3])
+    grad.copy_(row(each).expand_as(grad))
+    vectors = torch.zeros(5), torch.ones(5), torch.zeros(5)
+    of_scale, of_shift = passes.norm_act_backward(grad, None, x, *vectors, False, None, None, level=level)
+    torch.testing.assert_close(of_shift.double(), each.double() * 4096, rtol=3e-7, atol=0.0)
+    products = grad.double() * x.double()
+    allowed = 3e-7 * products.abs().sum((0, 2, 3))
+    assert bool(((of_scale.double() - products.sum((0, 2, 3))).abs() <= allowed).all())

@@ -45,7 +45,9 @@ def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tenso
         return
     momentum = layer.momentum if layer.momentum is not None else 0.0
     batches = layer.num_batches_tracked if layer.momentum is None else None
-    running, mean, variance = (layer.running_mean, layer.running_var), mean.detach(), variance.detach()
+    # An earlier call of the layer's own forward saved them for its backward pass, which does not read them in training
+    # mode. So `.data`: as in that forward, autograd's count of versions does not see the write.
+    running, mean, variance = (layer.running_mean.data, layer.running_var.data), mean.detach(), variance.detach()
     if batches is None and running[0].dtype == mean.dtype and not watched((*running, mean)):
         for moving, now in zip(running, (mean, variance * (count / (count - 1))), strict=True):
             moving.lerp_(now, momentum)

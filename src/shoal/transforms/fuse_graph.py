@@ -65,7 +65,7 @@ def fuse_graph(
 class _Builder:
     def __init__(self, root: nn.Module, graph: fx.Graph, level: Level, size: FusionSize) -> None:
         self.root, self.graph, self.level, self.size = root, graph, level, size
-        self.ops = Ops(dict(root.named_modules()))
+        self.ops = Ops(dict(root.named_modules()), graph)
         self.out = fx.Graph()
         self.value: dict[fx.Node, fx.Node] = {}
         self.moments: dict[fx.Node, fx.Node] = {}
@@ -102,6 +102,9 @@ class _Builder:
         layer = self.ops.batch_norm(node)
         if relu_of is not None and node not in self.inside and self._only_convolutions_read(node):
             self.rectified[node] = relu_of
+        elif layer is not None and (writer := self.ops.writes.over(_source(node))) is not None:
+            if self.level != "rcf":
+                self.left[self._name(node)] = f"what it normalises is written over by {self._name(writer)}"
         elif layer is not None:
             plan = self._plan_whole(node, layer) if self.level in ("bnff", "icf") else None
             if self.level == "mvf":

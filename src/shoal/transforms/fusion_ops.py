@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from shoal.transforms.fused_layers import zero_padding
 from shoal.transforms.stand_in import StandIn
 from shoal.transforms.tracing import has_hooks
+from shoal.transforms.writes import Writes
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -34,8 +35,8 @@ class Tracer(fx.Tracer):
 class Ops:
     """Tells the nodes of one traced network apart."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self.modules = modules
+    def __init__(self, modules: Mapping[str, nn.Module], graph: fx.Graph) -> None:
+        self.modules, self.writes = modules, Writes(graph, modules)
 
     def module(self, node: fx.Node) -> nn.Module | None:
         """The module that the node calls."""
@@ -68,7 +69,7 @@ class Ops:
         called |= node.op == "call_method" and node.target in ("relu", "relu_")
         called |= type(layer) is nn.ReLU and not has_hooks(layer)
         source = node.args[0] if called and node.args else None
-        return source if isinstance(source, fx.Node) and self.stays(source, reader=node) else None
+        return source if isinstance(source, fx.Node) and self.writes.can_read_instead(source, node) else None
 
     def addends(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         """The two tensors that the node adds, where nothing else notices if it writes over one."""
@@ -79,7 +80,7 @@ class Ops:
         left, right = node.args
         if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or left is right:
             return None
-        return (left, right) if self.stays(left, reader=node) and self.stays(right, reader=node) else None
+        return (left, right) if all(self.writes.can_read_instead(one, node) for one in (left, right)) else None
 
     def parts(self, node: fx.Node) -> list[fx.Node] | None:
         """The tensors that the node joins along channels, where none is written over later."""
@@ -94,28 +95,10 @@ class Ops:
             if not isinstance(part, fx.Node):
                 return None
             inner = self.parts(part)
-            if inner is None and not self.stays(part, reader=node):
+            if inner is None and self.writes.over(part) is not None:
                 return None
             found += [part] if inner is None else inner
         return found
-
-    def stays(self, node: fx.Node, reader: fx.Node) -> bool:
-        """Whether the node's tensor is what it was until its last reader: `reader` alone may write over it, and only
-        where it is the only one."""
-        return len(node.users) == 1 or not any(self._overwrites(user, node) for user in node.users)
-
-    def _overwrites(self, user: fx.Node, node: fx.Node) -> bool:
-        if not user.args or user.args[0] is not node:
-            return False
-        if user.op == "call_module":
-            return bool(getattr(self.module(user), "inplace", False))
-        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-        in_place = user.kwargs.get("inplace", False) or (user.target is F.relu and user.args[1:] == (True,))
-        return (
-            bool(in_place)
-            or user.target in (operator.iadd, operator.isub, operator.imul, operator.itruediv)
-            or (name.endswith("_") and not name.endswith("__"))
-        )
 
 
 def refusal(layer: _BatchNorm) -> str:

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.runtime.inverted_batch_norm import run
 from shoal.transforms.tracing import has_hooks
+from shoal.transforms.writes import Writes
 
 _LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _PRODUCERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -51,14 +52,16 @@ def find(
     sites: dict[str, Inverted] = {}
     reasons: dict[str, str] = {}
     paths: dict[str, list[str]] = {}
-    for node in (node for graph in graphs for node in graph.nodes):
+    for node, writes in (
+        (node, writes) for graph in graphs for writes in [Writes(graph, modules)] for node in graph.nodes
+    ):
         if node.op == "call_function" and node.target is F.batch_norm:
             reasons.setdefault(node.name, "it is a call of F.batch_norm, not a module")
         if node.op != "call_module" or not isinstance(modules[node.target], _BatchNorm):
             continue
         path = str(node.target)
         paths.setdefault(path, [name for name, module in modules.items() if module is modules[path]])
-        site = _site(node, modules, slope)
+        site = _site(node, modules, writes, slope)
         if isinstance(site, Left):
             reasons.setdefault(path, site.reason)
         elif path in sites and sites[path] != site:
@@ -73,7 +76,7 @@ def find(
     return kept, [Left(path, reason) for path, reason in reasons.items()]
 
 
-def _site(node: fx.Node, modules: Mapping[str, nn.Module], slope: float) -> Inverted | Left:
+def _site(node: fx.Node, modules: Mapping[str, nn.Module], writes: Writes, slope: float) -> Inverted | Left:
     path = str(node.target)
     layer = modules[path]
     if isinstance(layer, nn.SyncBatchNorm):
@@ -95,6 +98,10 @@ def _site(node: fx.Node, modules: Mapping[str, nn.Module], slope: float) -> Inve
         return Left(path, f"there is no ReLU, LeakyReLU or ELU behind it but {_name(reader, modules)}")
     if reader.op == "call_module" and has_hooks(modules[str(reader.target)]):
         return Left(path, f"{reader.target} behind it has hooks, which would not run")
+    if (writer := writes.over(reader)) is not None:
+        return Left(
+            path, f"the result of {_name(reader, modules)} behind it is written over by {_name(writer, modules)}"
+        )
     kind, own_slope = was
     if kind == "ReLU":
         return Inverted(path, kind, "leaky_relu", slope)

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from shoal.errors import CaptureError, InputError
 from shoal.transforms.spatial_ops import SpatialKind, dims_of, is_convolution, kind_of, layer_of
+from shoal.transforms.writes import Writes
 
 AUTO = "auto"
 
@@ -86,6 +87,7 @@ def _source(graph: fx.Graph) -> fx.Node:
 def _splittable(
     order: Sequence[fx.Node], source: fx.Node, modules: Mapping[str, nn.Module], dims: int
 ) -> dict[fx.Node, SpatialKind]:
+    writes = Writes(source.graph, modules)
     found: dict[fx.Node, SpatialKind] = {}
     for node in order:
         operands = [n for n in node.all_input_nodes if n is source or n in found]
@@ -100,7 +102,8 @@ def _splittable(
                 f"its {bound} dimensions"
             )
         kind = kind_of(node, modules, dims)
-        if kind is not None:
+        # What is outside the region runs behind all of it, on tensors that are joined then.
+        if kind is not None and writes.is_unnoticed(node) and writes.other_readers(node) <= found.keys():
             found[node] = kind
     return found
 
