@@ -15,6 +15,7 @@ from shoal import planners
 from shoal.capture import capture
 from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, InputError
+from shoal.first_run import checked
 from shoal.hardware import Link
 from shoal.inner import Compiler, compiler
 from shoal.layer_paths import module_path
@@ -28,6 +29,7 @@ from shoal.runtime.wall import lifted
 from shoal.session import Session, Status
 from shoal.sizes import parse_bytes
 from shoal.standing import Standing
+from shoal.traced_strides import Departure
 from shoal.transforms.split import CUTS_ARGUMENT
 
 _METERED_STEPS = 2  # of each plan: the first, and one with everything warm
@@ -149,6 +151,8 @@ class PlannedStep:
         self.meter: StepMeter | None = None
         self.steps_to_meter = _METERED_STEPS
         self.errors_unknown = False
+        self.fingerprint = ""  # of the step as captured
+        self.departures: dict[str, Departure] = {}
 
     def partition(
         self,
@@ -169,6 +173,8 @@ class PlannedStep:
                 aten_only=self.aten_only,
                 **self.inputs,
             )
+        self.fingerprint = captured.graph.fingerprint
+        captured = self.session.in_traced_layouts(captured)
         with unset_fake_temporarily():
             captured, self.plan = self.session.make_plan(captured, captured.device)
         self.meter = StepMeter(captured.device)
@@ -176,8 +182,13 @@ class PlannedStep:
         transfers = self.session.carry(self.plan, captured.device)
         return lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
 
+    def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self.aten_only:  # Inductor's code holds strides against the trace itself
+            return self.run_inner(module, example_inputs)
+        return checked(module, self.run_inner, example_inputs, self.departures)
+
     def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        run = self.run_inner(module, example_inputs)
+        run = self._compile(module, example_inputs)
 
         def forward(arguments: list[Any]) -> Any:
             meter = self.meter
@@ -205,7 +216,7 @@ class PlannedStep:
         return outputs
 
     def compile_backward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        run = self.run_inner(module, example_inputs)
+        run = self._compile(module, example_inputs)
 
         def backward(arguments: list[Any]) -> Any:
             meter, plan = self.meter, self.plan
@@ -218,7 +229,11 @@ class PlannedStep:
                 meter.abandon()
                 raise
             measured = meter.end()
-            if measured is not None:
+            departures = dict(self.departures)
+            self.departures.clear()
+            if departures:
+                self.session.learn_layouts(self.fingerprint, departures)
+            elif measured is not None:
                 self.steps_to_meter -= 1
                 self.session.learn(plan, measured)
             return gradients

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,7 +13,7 @@ from shoal import planners
 from shoal.capture import Captured
 from shoal.choose_encoded import choose_encoded, encoded_by
 from shoal.encoding import encoded
-from shoal.errors import BudgetError, PlanError
+from shoal.errors import BudgetError, CaptureError, PlanError
 from shoal.hardware import Hardware
 from shoal.lossy import Lossy
 from shoal.measure import measure
@@ -28,6 +28,7 @@ from shoal.runtime.wall import lifted
 from shoal.sizes import format_bytes
 from shoal.standing import Standing
 from shoal.step import StepGraph
+from shoal.traced_strides import Departure, with_copies
 
 log = logging.getLogger("shoal")
 
@@ -69,6 +70,10 @@ class Status:
         return self.plan.lower_bound_seconds if self.plan else None
 
 
+def _plans_once() -> None:
+    """Where nothing plans a step anew."""
+
+
 @dataclass
 class Session:
     """Plans the steps of one model.
@@ -90,9 +95,10 @@ class Session:
     name: str = ""
     ready_plan: Plan | None = None
     offloading: Offloading | None = None
-    on_repair: Callable[[], None] = lambda: None
+    on_repair: Callable[[], None] = _plans_once
     lossy: Lossy | None = None
     _learnt_bytes: dict[str, int] = field(default_factory=dict)
+    _departures: dict[str, dict[str, Departure]] = field(default_factory=dict)  # by the step's fingerprint as captured
     _link: OpenLink | None = None
     _transfers: list[Transfers] = field(default_factory=list)
 
@@ -124,6 +130,53 @@ class Session:
         self.status.plans = (*others, plan)
         self.status.planning_seconds += plan.planning_seconds
         return captured, plan
+
+    def in_traced_layouts(self, captured: Captured) -> Captured:
+        """The step with copies behind the ops whose results were not laid out as traced; see `learn_layouts`."""
+        return with_copies(captured, self._departures.get(captured.graph.fingerprint, {}))
+
+    def learn_layouts(self, fingerprint: str, departures: Mapping[str, Departure]) -> None:
+        """Plan again with the copies counted that put tensors into their traced layout, and say so.
+
+        Args:
+            fingerprint: of the step as captured.
+            departures: by the name of the node.
+
+        Raises:
+            PlanError: the plan was given and is run as it is.
+            CaptureError: the copies cannot be counted: planning again would not change the next step, or did not.
+        """
+        first = next(iter(departures.values()))
+        others = f" (and {len(departures) - 1} others)" if len(departures) > 1 else ""
+        if self.ready_plan is not None:
+            raise PlanError(
+                f"{first}{others}: the plan does not count the copy that puts it right; give budget= instead of plan=, "
+                "or correct the fake kernel"
+            )
+        known = self._departures.setdefault(fingerprint, {})
+        if departures.keys() <= known.keys() or (
+            self.on_repair is _plans_once and self.status.budget_bytes is not None
+        ):
+            raise CaptureError(
+                f"{first}{others}, and the copy that puts it right cannot be planned here; use shoal.compile(model, "
+                "budget=...), or correct the fake kernel (torch.library.register_fake)"
+            )
+        known.update(departures)
+        log.warning(
+            "%s: %s%s; copies of %s put that right and are planned from the next step on",
+            self.name or "model",
+            first,
+            others,
+            format_bytes(sum(departure.nbytes for departure in departures.values())),
+        )
+        if self.on_repair is not _plans_once:
+            self._plan_anew()
+
+    def _plan_anew(self) -> None:
+        self.status.measured_peak_bytes = None
+        self.status.plans = ()
+        self.close()
+        self.on_repair()
 
     def _plan(
         self, captured: Captured, hardware: Hardware, costed: Callable[[Captured], StepGraph]
@@ -219,10 +272,7 @@ class Session:
         fingerprint = plan.exact_step.fingerprint
         self._learnt_bytes[fingerprint] = self._learnt_bytes.get(fingerprint, 0) + over_bytes
         status.repairs += 1
-        status.measured_peak_bytes = None
-        status.plans = ()
-        self.close()
-        self.on_repair()
+        self._plan_anew()
 
 
 def _is_same_step(one: StepGraph, other: StepGraph) -> bool:
