@@ -7,8 +7,8 @@ runs are as fast as if nothing had been looked at.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def run_nodes(module: fx.GraphModule, arguments: list[Any], look: Callable[[fx.N
         if node.op == "output":
             return fx.node.map_arg(node.args[0], values.__getitem__)
         if node.op == "get_attr":
-            values[node] = attrgetter(node.target)(module)
+            values[node] = operator.attrgetter(node.target)(module)
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
             values[node] = node.target(*args, **kwargs)
@@ -121,7 +121,7 @@ class _Look:
         if sizes is None:
             return value
         shape, strides = sizes[: traced.dim()], sizes[traced.dim() :]
-        if value.dtype != traced.dtype or value.shape != shape:
+        if value.shape != shape or (value.dtype != traced.dtype and not _is_pytorchs(node)):
             raise CaptureError(
                 f"{_source(node)} returns {value.dtype} {list(value.shape)} where its fake kernel says {traced.dtype} "
                 f"{list(shape)}, so the step cannot be planned; correct the fake kernel (torch.library.register_fake)"
@@ -146,8 +146,20 @@ class _Look:
 
 def _source(node: fx.Node) -> str:
     """What returned a node's value."""
-    maker: Any = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else node
-    return target_name(maker.target) if isinstance(maker, fx.Node) else node.name
+    maker = _maker(node)
+    return node.name if maker.op == "placeholder" else target_name(maker.target)
+
+
+def _is_pytorchs(node: fx.Node) -> bool:
+    """Whether a wrong dtype is PyTorch's own: batch norm's statistics of bfloat16 are float32 in eager PyTorch, too,
+    whatever its fake kernel says, and its backward kernel wants them so."""
+    target = _maker(node).target
+    return isinstance(target, str) or (isinstance(target, torch._ops.OpOverload) and target.namespace == "aten")
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    whole: Any = node.args[0] if node.target is operator.getitem else node
+    return whole
 
 
 def _write_correction(graph: fx.Graph, node: fx.Node, strides: tuple[int, ...]) -> None:
