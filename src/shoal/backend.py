@@ -16,6 +16,7 @@ from shoal import planners
 from shoal.capture import capture
 from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, InputError
+from shoal.first_run import checked
 from shoal.habits import Basis
 from shoal.hardware import Link
 from shoal.inner import Compiler, compiler
@@ -29,6 +30,7 @@ from shoal.runtime.wall import lifted
 from shoal.session import Session, Status
 from shoal.sizes import parse_bytes
 from shoal.standing import Standing
+from shoal.traced_strides import Departure
 from shoal.transforms.split import CUTS_ARGUMENT
 
 _METERED_STEPS = 2  # of each plan: the first, and one with everything warm
@@ -153,6 +155,8 @@ class PlannedStep:
         self.results: tuple[int, ...] = ()
         self.steps_to_meter = _METERED_STEPS
         self.errors_unknown = False
+        self.fingerprint = ""  # of the step as captured
+        self.departures: dict[str, Departure] = {}
 
     def partition(
         self,
@@ -173,6 +177,8 @@ class PlannedStep:
                 aten_only=self.aten_only,
                 **self.inputs,
             )
+        self.fingerprint = captured.graph.fingerprint
+        captured = self.session.in_traced_layouts(captured)
         with unset_fake_temporarily():
             captured = self.session.make_plan(captured, captured.device, self)
         assert self.plan is not None
@@ -183,8 +189,13 @@ class PlannedStep:
         transfers = self.session.carry(self.plan, captured.device)
         return lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
 
+    def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self.aten_only:  # Inductor's code holds strides against the trace itself
+            return self.run_inner(module, example_inputs)
+        return checked(module, self.run_inner, example_inputs, self.departures)
+
     def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        run = self.run_inner(module, example_inputs)
+        run = self._compile(module, example_inputs)
 
         def forward(arguments: list[Any]) -> Any:
             measures = self.errors_unknown and not self.steps_to_meter
@@ -203,10 +214,14 @@ class PlannedStep:
         return outputs
 
     def compile_backward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        run = self.run_inner(module, example_inputs)
+        run = self._compile(module, example_inputs)
 
         def backward(arguments: list[Any]) -> Any:
-            return self.session.metering.backward(self, run, arguments)
+            gradients = self.session.metering.backward(self, run, arguments)
+            if departures := dict(self.departures):
+                self.departures.clear()
+                self.session.learn_layouts(self.fingerprint, departures)
+            return gradients
 
         backward._boxed_call = True  # type: ignore[attr-defined]
         return backward

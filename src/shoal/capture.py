@@ -139,7 +139,8 @@ def capture(
     """
     write_constants_out(joint.graph)
     outputs: Any = joint.graph.output_node().args[0]
-    backward = _backward_nodes(joint.graph, outputs[:n_forward_outputs])
+    forward = needed_by(outputs[:n_forward_outputs])
+    backward = {node for node in joint.graph.nodes if node.op == "call_function" and node not in forward}
     if rewrites:
         save_fewer_bytes(joint, backward, aten_only=aten_only, cpu_kernels=cpu_kernels)
     terms = Terms(n_forward_outputs, static_inputs, model, parameters, layers, standing_bytes, aten_only)
@@ -189,8 +190,8 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], terms: Te
     )
 
 
-def _backward_nodes(graph: fx.Graph, forward_outputs: Iterable[Any]) -> set[fx.Node]:
-    """Every computed node that no forward output needs."""
+def needed_by(forward_outputs: Iterable[Any]) -> set[fx.Node]:
+    """Every node that a forward output is made of; what else is computed belongs to the backward pass."""
     forward: set[fx.Node] = set()
     wanted = [node for node in forward_outputs if isinstance(node, fx.Node)]
     while wanted:
@@ -198,7 +199,7 @@ def _backward_nodes(graph: fx.Graph, forward_outputs: Iterable[Any]) -> set[fx.N
         if node not in forward:
             forward.add(node)
             wanted.extend(node.all_input_nodes)
-    return {node for node in graph.nodes if node.op == "call_function" and node not in forward}
+    return forward
 
 
 def _overwritten_inputs(graph: fx.Graph) -> set[fx.Node]:

@@ -2,7 +2,8 @@
 
 While AOTAutograd traces, some ops are taken apart by Python decompositions (interpolation becomes dozens of gathers and
 products, recurrent layers become matrix products). The results differ from the eager kernels' in the last bits and cost
-more. Inside `eager_kernels` they stay whole.
+more. Inside `eager_kernels` they stay whole, and views
+have the strides that they have in eager PyTorch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from functools import cache
 from typing import Any
 
 from torch._C import DispatchKey
+
+from shoal.eager_views import eager_views
 
 _FAMILIES = ("upsample_", "_upsample_", "lstm", "gru", "rnn_")
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
@@ -28,7 +31,8 @@ def eager_kernels() -> Iterator[None]:
                 taken.append((overload, key, overload.py_kernels.pop(key)))
         overload._dispatch_cache.clear()
     try:
-        yield
+        with eager_views():
+            yield
     finally:
         for overload, key, kernel in taken:
             overload.py_kernels[key] = kernel

@@ -15,6 +15,7 @@ from shoal.plan import Plan
 from shoal.runtime.held import HeldStorage
 from shoal.runtime.step_meter import Measured, StepMeter
 from shoal.standing import Standing
+from shoal.traced_strides import Departure
 
 Run = Callable[[list[Any]], Any]
 
@@ -26,6 +27,7 @@ class Metered(Protocol):
         steps_to_meter: how many of its next runs are metered.
         device: where it runs.
         plan, basis: its plan, and what that was made for.
+        departures: tensors that were not laid out as traced, and were put right by copies that the plan does not count.
         n_outputs: how many results its forward graph returns. n_tangents: how many gradients of results its backward
             graph is given, as the last of its arguments.
         results: the places, among them, of those that the caller gets.
@@ -35,6 +37,7 @@ class Metered(Protocol):
     device: torch.device
     plan: Plan | None
     basis: Basis | None
+    departures: dict[str, Departure]
     n_outputs: int
     n_tangents: int
     results: tuple[int, ...]

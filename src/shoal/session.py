@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,7 @@ from shoal.capture import Captured
 from shoal.check_plan import check_own_plan, check_plan
 from shoal.choose_encoded import choose_encoded, encoded_by
 from shoal.encoding import encoded
-from shoal.errors import BudgetError, PlanError
+from shoal.errors import BudgetError, CaptureError, PlanError
 from shoal.habits import Basis, Habits, hopeful, under_habits
 from shoal.hardware import Hardware
 from shoal.lossy import Lossy
@@ -34,6 +34,7 @@ from shoal.runtime.wall import lifted
 from shoal.sizes import format_bytes
 from shoal.standing import Standing, distinct_bytes
 from shoal.step import StepGraph
+from shoal.traced_strides import Departure, with_copies
 
 log = logging.getLogger("shoal")
 
@@ -110,6 +111,7 @@ class Session:
     _state_bytes: int = 0
     _improved: bool = False
     _in_force: weakref.WeakSet[Metered] = field(default_factory=weakref.WeakSet)
+    _departures: dict[str, dict[str, Departure]] = field(default_factory=dict)  # by the step's fingerprint as captured
     _link: OpenLink | None = None
     _transfers: list[Transfers] = field(default_factory=list)
 
@@ -280,6 +282,46 @@ class Session:
         self.status.planning_seconds += plan.planning_seconds
         return replace(captured, graph=plan.graph)
 
+    def in_traced_layouts(self, captured: Captured) -> Captured:
+        """The step with copies behind the ops whose results were not laid out as traced; see `learn_layouts`."""
+        return with_copies(captured, self._departures.get(captured.graph.fingerprint, {}))
+
+    def learn_layouts(self, fingerprint: str, departures: Mapping[str, Departure]) -> None:
+        """Plan again with the copies counted that put tensors into their traced layout, and say so.
+
+        Args:
+            fingerprint: of the step as captured.
+            departures: by the name of the node.
+
+        Raises:
+            PlanError: the plan was given and is run as it is.
+            CaptureError: the copies cannot be counted: planning again would not change the next step, or did not.
+        """
+        first = next(iter(departures.values()))
+        others = f" (and {len(departures) - 1} others)" if len(departures) > 1 else ""
+        if self.ready_plan is not None:
+            raise PlanError(
+                f"{first}{others}: the plan does not count the copy that puts it right; give budget= instead of plan=, "
+                "or correct the fake kernel"
+            )
+        known = self._departures.setdefault(fingerprint, {})
+        if departures.keys() <= known.keys() or (
+            self.on_repair is None and self.status.budget_bytes is not None
+        ):
+            raise CaptureError(
+                f"{first}{others}, and the copy that puts it right cannot be planned here; use shoal.compile(model, "
+                "budget=...), or correct the fake kernel (torch.library.register_fake)"
+            )
+        known.update(departures)
+        log.warning(
+            "%s: %s%s; copies of %s put that right and are planned from the next step on",
+            self.name or "model",
+            first,
+            others,
+            format_bytes(sum(departure.nbytes for departure in departures.values())),
+        )
+        self._plan_anew()
+
     def _plan(
         self, captured: Captured, hardware: Hardware, costed: Callable[[Captured], StepGraph]
     ) -> tuple[Captured, Plan]:
@@ -366,6 +408,8 @@ class Session:
         """Hold metered calls against the promise; over the budget, plan again with what was learnt, and say so."""
         status, measured = self.status, window.measured
         assert measured is not None
+        if any(step.departures for step in window.steps):
+            return  # it took copies that are not planned yet
         budget_bytes = status.budget_bytes
         if not all(step in self._in_force for step in window.steps):
             if budget_bytes is not None and measured.peak_bytes > budget_bytes:

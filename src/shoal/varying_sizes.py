@@ -113,6 +113,20 @@ def with_numbers(joint: fx.GraphModule, numbers: Numbers) -> fx.Graph:
     return copy
 
 
+def numbers_of(graph: fx.Graph, arguments: Sequence[Any]) -> Numbers:
+    """What the symbols of a graph's inputs stand for where it is called with these arguments."""
+    inputs = zip(graph.find_nodes(op="placeholder"), arguments, strict=True)
+    return {_expression(node.meta["val"]): number for node, number in inputs if is_size(node)}
+
+
+def at_numbers(sizes: Sequence[Size], numbers: Numbers) -> tuple[int, ...] | None:
+    """The sizes with numbers for their symbols; None where a symbol has none."""
+    values = [size if isinstance(size, int) else _expression(size).xreplace(numbers) for size in sizes]
+    if any(not isinstance(value, int) and value.free_symbols for value in values):
+        return None
+    return tuple(map(int, values))
+
+
 def as_arguments(graph: fx.Graph, sizes: Sequence[Size]) -> list[int | fx.Node]:
     """Sizes to stand among the arguments of a node of the graph: numbers, or nodes that compute them.
 
