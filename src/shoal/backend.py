@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal import planners
 from shoal.capture import capture
+from shoal.dynamo import refusals
 from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, InputError
 from shoal.first_run import checked
@@ -23,6 +24,7 @@ from shoal.inner import Compiler, compiler
 from shoal.layer_paths import module_path
 from shoal.lossy import Lossy, lossy_of
 from shoal.lower import lower
+from shoal.once_differentiable import once_differentiable
 from shoal.offloading import AUTO, Offloading, offloading
 from shoal.plan import Plan
 from shoal.runtime.encoded_activation import measured_errors
@@ -50,9 +52,15 @@ def backend(
     everything is kept. The model has to come as one graph. `shoal.compile` does the same and also reports in
     `model.shoal`.
     """
+    with refusals():
+        return _compile_as_asked(gm, example_inputs, dict(options or {}), mode)
+
+
+def _compile_as_asked(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], mode: str | None
+) -> Callable[..., Any]:
     if mode not in (None, "default"):
         raise InputError(f"mode={mode!r}: the backend 'shoal' has no modes; choose options={{'inner': 'inductor'}}")
-    settings = dict(options or {})
     budget = settings.pop("budget", None)
     planner = settings.pop("planner", "joint")
     inner = settings.pop("inner", "eager")
@@ -113,12 +121,13 @@ def compile_step(session: Session, inner: str, gm: fx.GraphModule, example_input
     inputs = {"parameters": parameter_places(gm), "layers": input_layers(gm)}
     step = PlannedStep(session, run_inner, inputs, aten_only=inner == "inductor")
     with eager_kernels():
-        return aot_autograd(
+        compiled = aot_autograd(
             fw_compiler=step.compile_forward,
             bw_compiler=step.compile_backward,
             inference_compiler=run_inner,
             partition_fn=step.partition,
         )(gm, example_inputs)
+    return once_differentiable(compiled)
 
 
 def parameter_places(gm: fx.GraphModule) -> set[int]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.utils._pytree import tree_leaves
 
 from shoal import inplace
 from shoal.aliasing import is_view
@@ -181,13 +182,20 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], terms: Te
         {node[one.name]: storage for one, storage in reader.storage_of.items()},
         tuple(outputs[:n_forward_outputs]),
         tuple(outputs[n_forward_outputs:]),
-        next((n.meta["val"].device for n in reader.storage_of if n.op != "placeholder"), torch.device("cpu")),
+        _device(reader.storage_of),
         reader.node_of,
         {op: max((other.node_of[op] for _, other in others), key=moved_bytes) for op in reader.node_of}
         if others
         else {},
         terms,
     )
+
+
+def _device(nodes: Iterable[fx.Node]) -> torch.device:
+    """Where what the step computes lives; its inputs may be elsewhere, as a counter on the CPU is."""
+    computed = (tree_leaves(node.meta["val"]) for node in nodes if node.op != "placeholder")
+    tensors = (value for values in computed for value in values if isinstance(value, torch.Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def needed_by(forward_outputs: Iterable[Any]) -> set[fx.Node]:

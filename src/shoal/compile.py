@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.autograd import forward_ad
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal import inner as inner_compilers
 from shoal import planners, presets
 from shoal.backend import compile_step, reject_needless_lossy, wanted_offloading
-from shoal.capture_step import UNCAPTURED, call_of, capture_error, drawn_for
 from shoal.choose_split import choose_split
-from shoal.errors import BudgetError, CaptureError, InputError, ShoalError
+from shoal.dynamo import (
+    OWN_BUDGET,
+    ModelRaised,
+    call_of,
+    drawn_for,
+    global_hooks,
+    logging_functions,
+    one_graph,
+    plain_call,
+    refusals,
+    settings,
+)
+from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.hardware import Hardware, Link
 from shoal.lossy import lossy_of
 from shoal.measure import measure
@@ -29,8 +43,8 @@ from shoal.session import Session, Status
 from shoal.sizes import format_bytes, parse_bytes
 from shoal.standing import Standing, distinct_bytes, optimizer_state_bytes
 
+log = logging.getLogger("shoal")
 Module = TypeVar("Module", bound=nn.Module)
-_MOST_SHAPES = 64
 
 
 def compile(
@@ -115,6 +129,7 @@ def compile(
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    _reject_compiled(network)
     planners.get(planner)
     inner_compilers.compiler(inner)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -143,6 +158,7 @@ def compile(
     for told in (network, model):
         object.__setattr__(told, "shoal", status)
     object.__setattr__(network, "_compiled_call_impl", caller)
+    object.__setattr__(network, "_call_impl", caller)  # what `model.compile()` compiles, and Dynamo looks for
     return model
 
 
@@ -156,7 +172,8 @@ def _pace(rehearse: str | Hardware, device_type: str) -> Link:
 class _Caller:
     """Stands in for the model's call: training steps run planned, everything else as it was.
 
-    Gradients that are there when a step starts (accumulation) take room, so such steps have plans of their own.
+    Gradients that are there when a step starts (accumulation) take room, so such steps have plans of their own. In a
+    function that is compiled around the model, a training step is a stretch that Dynamo leaves to run as it is.
     """
 
     def __init__(self, model: nn.Module, session: Session, inner: str, *, choose: bool = False) -> None:
@@ -164,7 +181,17 @@ class _Caller:
         self._divided: nn.Module | None = None if choose else model
         self.session = session
         self.inner = inner
-        self._planned: dict[bool, Callable[..., Any]] = {}
+        self._planned: dict[Any, Callable[..., Any]] = {}
+        self._logging: Collection[Callable[..., Any]] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any] | None:
+        """The plain call of the model's copy."""
+        copied = memo.get(id(self.model))
+        return None if copied is None else MethodType(type(copied)._call_impl, copied)
+
+    def __reduce__(self) -> Any:
+        """The plain call of the model as it is loaded: an attribute that it has before its state is there."""
+        return getattr, (self.model, "_call_impl")
 
     def forget(self) -> None:
         """Plan anew from the next step on."""
@@ -172,36 +199,35 @@ class _Caller:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
-            return model._call_impl(*args, **kwargs)
+        if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_exporting():
+            return plain_call(model, *args, **kwargs)
+        return self.train(*args, **kwargs)
+
+    @torch._dynamo.disable(reason=OWN_BUDGET)  # type: ignore[misc]
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """A training step, planned."""
+        model = self.model
+        if torch._C._get_tracing_state() or is_fx_symbolic_tracing():
+            return plain_call(model, *args, **kwargs)
+        _reject_function_transforms()
         if self._divided is None:
             self._divided = self._choose(args, kwargs)
         self.session.standing.called_by(DistributedDataParallel._get_active_ddp_module())
         accumulating = self.session.before_call()
-        planned = self._planned.get(accumulating)
-        if planned is None:
-            planned = self._planned[accumulating] = torch.compile(
-                call_of(self._divided), backend=self._backend(), fullgraph=True, dynamic=False
-            )
-        with dynamo_config.patch(
-            optimize_ddp=False,  # DDP's own splitting of the graph would give every bucket the whole budget
-            recompile_limit=_MOST_SHAPES,
-            accumulated_recompile_limit=4 * _MOST_SHAPES,
-            fail_on_recompile_limit_hit=True,
-        ):
-            try:
+        kind = accumulating, *global_hooks()
+        if kind not in self._planned:
+            self._logging = logging_functions()
+        try:
+            with settings(self._logging), one_graph():
+                planned = self._planned.get(kind)
+                if planned is None:
+                    planned = self._planned[kind] = torch.compile(
+                        call_of(self._divided), backend=self._backend(), fullgraph=True, dynamic=False
+                    )
                 return planned(*args, **kwargs, **drawn_for(self._divided, args))
-            except BackendCompilerFailed as failure:
-                if isinstance(failure.inner_exception, ShoalError):
-                    raise failure.inner_exception from None
-                raise
-            except UNCAPTURED as failure:
-                raise capture_error(failure) from None
-            except FailOnRecompileLimitHit:
-                raise CaptureError(
-                    f"the model was called with more than {_MOST_SHAPES} different shapes or settings; each needs a "
-                    "plan of its own: pad or crop the batches to fewer shapes"
-                ) from None
+        except ModelRaised as failure:
+            plain_call(model, *args, **kwargs)  # raises as the plain model does
+            raise CaptureError(f"the model cannot be captured as one graph: {failure.reason}") from None
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
         session = self.session
@@ -224,9 +250,32 @@ class _Caller:
         session, inner = self.session, self.inner  # Dynamo keeps backends for good: this one must not hold the model
 
         def shoal(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-            return compile_step(session, inner, gm, example_inputs)
+            with refusals():
+                return compile_step(session, inner, gm, example_inputs)
 
         return shoal
+
+
+def _reject_compiled(network: nn.Module) -> None:
+    if isinstance(network, OptimizedModule):
+        raise InputError("model is what torch.compile returned; give shoal.compile the model itself, in place of that")
+    if isinstance(network, nn.DataParallel):
+        raise InputError("model is a DataParallel; wrap it in DistributedDataParallel, where each rank has its budget")
+    for name, module in network.named_modules():
+        if name and isinstance(module._compiled_call_impl, _Caller):
+            raise InputError(
+                f"the model's part {name!r} has a budget of its own already; compile the whole model or that part alone"
+            )
+    if network._compiled_call_impl is not None and not isinstance(network._compiled_call_impl, _Caller):
+        log.warning("%s was compiled by model.compile(); shoal.compile replaces that", type(network).__name__)
+
+
+def _reject_function_transforms() -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        raise CaptureError(
+            "a model with a budget is called under torch.func (grad, vmap, jvp, ...) or forward-mode AD, whose steps "
+            "cannot be planned; call copy.deepcopy(model) there, which has no budget"
+        )
 
 
 def _reject_hopeless(model: nn.Module, optimizer: torch.optim.Optimizer | None, session: Session) -> None:

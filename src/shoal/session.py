@@ -63,6 +63,13 @@ class Status:
     repairs: int = 0
     encoded: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """None: a copy of the model trains without a plan, and so it has no status."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """None, as a copy: plans are made anew where a saved model is compiled."""
+        return type(None), ()
+
     @property
     def plan(self) -> Plan | None:
         """The plan of the largest step so far; None before the first training step."""

@@ -35,11 +35,11 @@ def test_a_batch_norm_with_a_cumulative_average_is_refused_as_not_one_graph() ->
 
 
 def test_more_shapes_than_can_have_plans_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["shoal.compile"], "_MOST_SHAPES", 2)
+    monkeypatch.setattr(sys.modules["shoal.dynamo"], "MOST_CAPTURES", 2)
     planned = compiled(nn.Sequential(*blocks(3, 8)))
     with costs_that_do_not_matter():
         train(planned, [*images(1, 2, 3, 4, 4), *images(1, 3, 3, 4, 4)])
-        with pytest.raises(CaptureError, match="more than 2 different shapes.*pad or crop the batches"):
+        with pytest.raises(CaptureError, match="more than 2 different shapes.*size mismatch at index 0. expected 2, actual 3.*pad or crop the batches"):
             train(planned, images(1, 4, 3, 4, 4))
 
 
