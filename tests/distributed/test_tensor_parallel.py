@@ -45,6 +45,11 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...], dict[str, tuple[str, bool, bool]
         (2, 3, 6, 6),
         {"0": ("space", False, True), "2": ("space", True, False)},
     ),
+    "few rows": (  # bands that read padding alone, then more ranks than rows
+        lambda: [LocalConv2d(3, 4, (3, 3), 1, padding=1), nn.ReLU(), LocalConv2d(4, 4, (5, 5), 4, stride=2)],
+        (2, 3, 3, 3),
+        {"0": ("space", False, True), "2": ("space", True, False)},
+    ),
 }
 
 

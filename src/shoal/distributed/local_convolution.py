@@ -78,16 +78,15 @@ class LocalConv2d(nn.Module):
         return local_conv2d(x, self.weight, self.bias, self.kernel_size, self.stride, self.padding)
 
     def input_rows(self, first: int, last: int) -> tuple[int, int]:
-        """The rows of the input that the rows from `first` to before `last` of the result read.
+        """The rows of the input that the rows from `first` to before `last` of the result read; of padding none.
 
         >>> LocalConv2d(1, 1, (8, 8), 3, padding=1).input_rows(0, 4)
         (0, 5)
+        >>> LocalConv2d(1, 1, (3, 3), 1, padding=1).input_rows(4, 5)  # the last row is all padding
+        (3, 3)
         """
-        if first >= last:
-            return (0, 0)
         height = self.size[0]
-        start = min(max(first * self.stride - self.padding, 0), height)
-        stop = min(max((last - 1) * self.stride - self.padding + self.kernel_size, start), height)
+        start, stop = (min(max(row, 0), height) for row in self._padded_rows(first, last))
         return start, stop
 
     def on_rows(
@@ -99,13 +98,22 @@ class LocalConv2d(nn.Module):
             x: (N, in_channels, rows, width), the rows that `input_rows(first, last)` names.
             weight, bias: of those rows of the result.
         """
-        if first >= last:
-            return x.new_zeros((x.shape[0], self.out_channels, 0, self.out_size[1])) + 0 * x.sum()
-        _, stop = self.input_rows(first, last)
-        above = max(self.padding - first * self.stride, 0)
-        below = (last - 1) * self.stride - self.padding + self.kernel_size - stop
-        x = F.pad(x, (self.padding, self.padding, above, max(below, 0)))
+        if first >= last:  # a result of no rows; gradients of no values, as every rank's optimizer expects some
+            y = x.sum() * 0 + weight.sum(3)
+            return (y if bias is None else y + bias).expand(len(x), -1, -1, -1)
+        start, stop = self._padded_rows(first, last)
+        # Of what these rows read: how much lies above the input, and how much below it. Both may be all of it.
+        above = min(stop, 0) - min(start, 0)
+        below = max(stop, self.size[0]) - max(start, self.size[0])
+        x = F.pad(x, (self.padding, self.padding, above, below))
         return local_conv2d(x, weight, bias, self.kernel_size, self.stride, 0)
+
+    def _padded_rows(self, first: int, last: int) -> tuple[int, int]:
+        """As `input_rows`, padding and all: rows of it are below 0, or from the height on."""
+        if first >= last:
+            return (0, 0)
+        start = first * self.stride - self.padding
+        return start, start + (last - 1 - first) * self.stride + self.kernel_size
 
     def extra_repr(self) -> str:
         return (
