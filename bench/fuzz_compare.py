@@ -1,0 +1,347 @@
+"""Runs one network of `bench.fuzz` in plain PyTorch, under `aot_eager` and in Shoal, and says what differs.
+
+The judges share nothing with Shoal: tensors are compared bit by bit with plain PyTorch, `torch.compile` and float64,
+and the peak is counted from PyTorch's own profiler's memory events, not by Shoal's meter.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import shoal
+from bench import fuzz_step
+from bench.fuzz_networks import Network, render
+from shoal import planners
+from shoal.errors import BudgetError, ShoalError
+
+EAGER_ONLY = "eager only"  # torch.compile(backend="aot_eager") differs in the same way
+DIFFERS, ROUNDING = "differs", "rounding"
+OVER_BUDGET, OVER_PREDICTION = "over budget", "over prediction"
+LEAST, CRASH, REFUSED = "least", "crash", "refused"
+OURS = (DIFFERS, ROUNDING, OVER_BUDGET, OVER_PREDICTION, LEAST, CRASH)
+
+BUDGETS = ("plain", "midway", "least")
+RESIDENCES = ("device", "host", "file")
+_OFFLOADING = ("hmms", "hmms_recompute", "layerwise", "hascoet")  # these have no plan without a link
+_PREDICTED_WITHIN = 1.02  # the contract
+_SLACK_BYTES = 256  # scalars of the loss
+_ERROR_FACTOR, _ERROR_TOLERANCE = 2.0, {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}
+_MOST_TRIES = 5
+_NO_REFERENCE = 0.3  # where eager PyTorch itself is that far from float64, random ops drew otherwise there
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """How Shoal is asked to train: a planner, one of `BUDGETS`, one of `RESIDENCES`."""
+
+    planner: str
+    budget: str
+    residence: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One difference.
+
+    Attributes:
+        kind: one of the constants of this module.
+        what: what differs, the same for the same cause as far as can be told: findings are counted by it.
+        details: the figures.
+        setting: under which it was found.
+    """
+
+    kind: str
+    what: str
+    details: str
+    setting: Setting
+
+    @property
+    def ours(self) -> bool:
+        return self.kind in OURS
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One training under Shoal: the budget it ran in, its highest counted peak, and what was promised."""
+
+    setting: Setting
+    budget_bytes: int
+    peak_bytes: int
+    predicted_bytes: int
+    repairs: int
+
+
+def settings() -> list[Setting]:
+    """Every setting there is.
+
+    >>> len(settings())
+    60
+    """
+    return [
+        Setting(planner, budget, residence)
+        for planner in planners.NAMES
+        for budget in BUDGETS
+        for residence in RESIDENCES
+        if residence != "device" or planner not in _OFFLOADING
+    ]
+
+
+def load(text: str, name: str = "network.py") -> dict[str, Any]:
+    """The namespace of a rendered network."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # errors quote its lines
+    module = sys.modules["network"] = ModuleType("network")  # Dynamo imports the module that a class says it is of
+    exec(compile(text, name, "exec"), module.__dict__)
+    return module.__dict__
+
+
+class NotANetwork(Exception):
+    """Plain PyTorch cannot train it."""
+
+
+class Comparison:
+    """What plain PyTorch and `aot_eager` make of one network, for any number of settings to be held against.
+
+    Args:
+        network: what to train.
+        stage: told what is about to run, for whoever must know where a process died.
+
+    Raises:
+        NotANetwork: plain PyTorch cannot train it, or not twice in the same way.
+    """
+
+    def __init__(self, network: Network, stage: Callable[[str], None] = lambda what: None) -> None:
+        self.network, self.stage = network, stage
+        self.namespace = load(render(network))
+        stage("plain")
+        try:
+            self.eager, self.states, self.peak_bytes = self._plain()
+            again, _, _ = self._plain()
+        except (RuntimeError, ValueError) as error:
+            raise NotANetwork(_first_line(error)) from None
+        if wrong := fuzz_step.differences(self.eager, again):
+            raise NotANetwork(f"plain PyTorch does not repeat itself: {wrong[:3]}")
+        self._compiled: tuple[dict[str, torch.Tensor], str | None] | None = None
+        self._exact: dict[str, torch.Tensor] | None = None
+
+    @property
+    def aot(self) -> dict[str, torch.Tensor]:
+        """What `aot_eager` leaves behind, empty where it fails; asked for where Shoal differs from plain PyTorch."""
+        return self._aot_eager()[0]
+
+    @property
+    def aot_error(self) -> str | None:
+        """Why `aot_eager` fails, if it does."""
+        return self._aot_eager()[1]
+
+    def _plain(self) -> tuple[dict[str, torch.Tensor], list[Any], int]:
+        model = self.namespace["build"]()
+        found, states, peaks = fuzz_step.train(
+            model, fuzz_step.optimizer_of(model), self.namespace, promised=lambda: 0, metered=True
+        )
+        return found, states, max(peak for peak, _ in peaks)
+
+    def _aot_eager(self) -> tuple[dict[str, torch.Tensor], str | None]:
+        if self._compiled is None:
+            self.stage("aot_eager")
+            torch._dynamo.reset()
+            model = self.namespace["build"]()
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+            try:
+                found, _, _ = fuzz_step.train(compiled, fuzz_step.optimizer_of(model), self.namespace, self.states)
+                self._compiled = found, None
+            except Exception as error:
+                self._compiled = {}, _failure(error)
+        return self._compiled
+
+    def exact(self) -> dict[str, torch.Tensor]:
+        """The same steps in float64."""
+        if self._exact is None:
+            model = self.namespace["build"]().double()
+            batch = self.namespace["batch"]
+
+            def double(step: int) -> torch.Tensor:
+                x = batch(step)
+                return x.detach().double().requires_grad_(x.requires_grad)
+
+            namespace = self.namespace | {"batch": double}
+            try:
+                self._exact, _, _ = fuzz_step.train(model, fuzz_step.optimizer_of(model), namespace, self.states)
+            except RuntimeError:  # a dtype that the network's text names
+                self._exact = {}
+        return self._exact
+
+    def findings(self, setting: Setting) -> tuple[list[Finding], list[Ran]]:
+        """Train under Shoal and hold it against the others. "least" is asked for as a user would: by giving too little
+        and typing what is named; "midway" lies between that and plain PyTorch's peak."""
+        self.stage(str(setting))
+        found: list[Finding] = []
+        if setting.budget == "plain":
+            trained = self._trained(setting, self.peak_bytes, found)
+            return found, self._judge(trained, found)
+        least = self._trained(replace(setting, budget="least"), 1, found)
+        ran = self._judge(least, found)
+        if setting.budget == "midway" and least is not None and least.budget_bytes < self.peak_bytes:
+            midway_bytes = (self.peak_bytes + least.budget_bytes) // 2
+            ran += self._judge(self._trained(setting, midway_bytes, found), found)
+        return found, ran
+
+    def _trained(self, setting: Setting, budget_bytes: int, found: list[Finding]) -> Attempt | None:
+        """A training inside `budget_bytes`, or inside the least that is named where they do not do."""
+        asked_bytes, named = budget_bytes, ""
+        for _ in range(_MOST_TRIES):
+            attempt = self._attempt(setting, budget_bytes)
+            error = attempt.error
+            if not isinstance(error, BudgetError):
+                break
+            after = " after a repair" if attempt.repairs else " at the first step" if attempt.began else " at once"
+            least_bytes = error.least_feasible_bytes
+            if named:
+                details = f"{budget_bytes} named{named}, then refused{after}: {least_bytes} named"
+                found.append(Finding(LEAST, f"least named{named} is refused{after}", details, setting))
+            elif attempt.repairs:
+                details = f"{budget_bytes} planned, then {least_bytes} named"
+                found.append(Finding(LEAST, f"a budget was planned for, then refused{after}", details, setting))
+            elif budget_bytes == self.peak_bytes and (least_bytes or 0) > _PREDICTED_WITHIN * budget_bytes:
+                details = f"{self.peak_bytes} refused, {least_bytes} named"
+                found.append(Finding(REFUSED, "what plain PyTorch takes", details, setting))
+            named = after if least_bytes is not None else ""
+            budget_bytes = least_bytes if least_bytes is not None else 2 * budget_bytes + self._least_possible_bytes
+        else:
+            details = f"{asked_bytes} asked, {budget_bytes} named last"
+            found.append(Finding(LEAST, "no named budget is feasible", details, setting))
+            return None
+        if error is None:
+            return attempt
+        if isinstance(error, ShoalError):
+            found.append(Finding(REFUSED, _kind_of(error), _failure(error), setting))
+        elif self.aot_error is not None:
+            found.append(Finding(EAGER_ONLY, "it cannot be compiled", f"{self.aot_error}; {_failure(error)}", setting))
+        else:
+            found.append(Finding(CRASH, _kind_of(error), _failure(error), setting))
+        return None
+
+    @property
+    def _least_possible_bytes(self) -> int:
+        """Parameters, gradients and momenta."""
+        return 3 * sum(p.numel() * p.element_size() for p in self.namespace["build"]().parameters())
+
+    def _attempt(self, setting: Setting, budget_bytes: int) -> Attempt:
+        torch._dynamo.reset()
+        model = self.namespace["build"]()
+        optimizer = fuzz_step.optimizer_of(model)
+        began = False
+        try:
+            offload_to = {"device": None, "host": "host", "file": tempfile.gettempdir()}[setting.residence]
+            shoal.compile(model, budget_bytes, planner=setting.planner, optimizer=optimizer, offload_to=offload_to)
+            began = True
+            trace, _, peaks = fuzz_step.train(
+                model,
+                optimizer,
+                self.namespace,
+                self.states,
+                promised=lambda: model.shoal.predicted_peak_bytes,
+                metered=True,
+            )
+            return Attempt(setting, budget_bytes, trace, peaks, model.shoal.repairs, began)
+        except Exception as error:
+            repairs = model.shoal.repairs if began else 0
+            return Attempt(setting, budget_bytes, {}, [], repairs, began, error.with_traceback(None))
+
+    def _judge(self, attempt: Attempt | None, found: list[Finding]) -> list[Ran]:
+        if attempt is None:
+            return []
+        setting = attempt.setting
+        wrong = fuzz_step.differences(attempt.trace, self.eager)
+        ours = [name for name in wrong if not fuzz_step.same(attempt.trace.get(name), self.aot.get(name))]
+        alike = [name for name in wrong if name not in ours]
+        if alike:
+            found.append(Finding(EAGER_ONLY, _quantities(alike, self.eager), ", ".join(alike[:3]), setting))
+        if ours:
+            worse = [name for name in ours if not self._is_rounding(name, attempt.trace.get(name))]
+            details = "; ".join(self._errors(name, attempt.trace.get(name)) for name in (worse or ours)[:3])
+            kind = DIFFERS if worse else ROUNDING
+            found.append(Finding(kind, _quantities(worse or ours, self.eager), details, setting))
+        ran = [Ran(setting, attempt.budget_bytes, peak, told, attempt.repairs) for peak, told in attempt.peaks]
+        for one in ran:
+            figures = f"{one.peak_bytes} measured, {one.predicted_bytes} predicted, {one.budget_bytes} budget"
+            if one.peak_bytes > one.budget_bytes:
+                found.append(Finding(OVER_BUDGET, "", figures, setting))
+                break
+            if one.peak_bytes > _PREDICTED_WITHIN * one.predicted_bytes + _SLACK_BYTES:
+                found.append(Finding(OVER_PREDICTION, "", figures, setting))
+                break
+        return ran[-1:]
+
+    def _is_rounding(self, name: str, ours: torch.Tensor | None) -> bool:
+        """Whether what differs is as near to float64 as plain PyTorch."""
+        theirs, exact = self.eager.get(name), self.exact().get(name)
+        if ours is None or theirs is None or exact is None or not theirs.is_floating_point():
+            return False
+        if ours.dtype != theirs.dtype or fuzz_step.error(theirs, exact) > _NO_REFERENCE:
+            return False
+        tolerance = _ERROR_TOLERANCE[torch.bfloat16 if self.network.autocast else theirs.dtype]
+        return fuzz_step.error(ours, exact) <= _ERROR_FACTOR * fuzz_step.error(theirs, exact) + tolerance
+
+    def _errors(self, name: str, ours: torch.Tensor | None) -> str:
+        theirs, exact = self.eager.get(name), self.exact().get(name)
+        if ours is None or theirs is None:
+            return f"{name}: there in {'eager' if ours is None else 'Shoal'} only"
+        if exact is None or not theirs.is_floating_point():
+            return name
+        aot = self.aot.get(name)
+        by = {"Shoal": ours, "eager": theirs} | ({} if aot is None else {"aot_eager": aot})
+        return f"{name}: error " + ", ".join(f"{fuzz_step.error(t, exact):.1e} {who}" for who, t in by.items())
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One call of `shoal.compile` and the training after it: what it left behind, or the error that ended it.
+
+    Attributes:
+        began: whether the error, if any, came after `shoal.compile` had returned.
+    """
+
+    setting: Setting
+    budget_bytes: int
+    trace: dict[str, torch.Tensor]
+    peaks: list[tuple[int, int]]
+    repairs: int
+    began: bool
+    error: Exception | None = None
+
+
+def _quantities(names: list[str], eager: dict[str, torch.Tensor]) -> str:
+    """What kinds of things differ, for findings to be counted by.
+
+    >>> _quantities(["0: gradient of l1.weight", "0: loss", "1: gradient of the input"], {"0: loss": torch.ones(())})
+    'loss, no gradient in eager'
+    """
+    kinds = set()
+    for name in names:
+        kind = name.split(": ", 1)[1].split(" ")[0]
+        kinds.add(kind if name in eager else f"no {kind} in eager")
+    return ", ".join(sorted(kinds))
+
+
+def _kind_of(error: Exception) -> str:
+    """The error with its numbers and names taken out: the same for every network that meets the same cause."""
+    text = re.sub(r"'[^']*'|\b[\w.]*\d[\w.]*\b", "_", _first_line(error))
+    return f"{type(error).__name__}: {text[:90]}"
+
+
+def _failure(error: Exception) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    inner = getattr(error, "inner_exception", None) or error
+    return (str(inner).strip().splitlines() or [type(inner).__name__])[0][:300]
