@@ -17,8 +17,9 @@ from shoal.metering import Window
 from shoal.plan import Plan
 from shoal.planners.keep_all import keep_all
 from shoal.runtime.step_meter import Measured
-from shoal.session import Session, Status
+from shoal.session import Session
 from shoal.standing import Standing, distinct_bytes
+from shoal.status import Status
 from tests.random_steps import HARDWARE, conv_bn_relu_chain
 from tests.training_laws import classifier, differences, images, mean_square, train
 

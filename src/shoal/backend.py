@@ -24,14 +24,15 @@ from shoal.inner import Compiler, compiler
 from shoal.layer_paths import module_path
 from shoal.lossy import Lossy, lossy_of
 from shoal.lower import lower
-from shoal.once_differentiable import once_differentiable
 from shoal.offloading import AUTO, Offloading, offloading
+from shoal.once_differentiable import once_differentiable
 from shoal.plan import Plan
 from shoal.runtime.encoded_activation import measured_errors
 from shoal.runtime.wall import lifted
-from shoal.session import Session, Status
+from shoal.session import Session
 from shoal.sizes import parse_bytes
 from shoal.standing import Standing
+from shoal.status import Status
 from shoal.traced_strides import Departure
 from shoal.transforms.split import CUTS_ARGUMENT
 
@@ -208,7 +209,9 @@ class PlannedStep:
 
         def forward(arguments: list[Any]) -> Any:
             measures = self.errors_unknown and not self.steps_to_meter
-            return self.session.metering.forward(self, partial(self._measure_errors, run) if measures else run, arguments)
+            return self.session.metering.forward(
+                self, partial(self._measure_errors, run) if measures else run, arguments
+            )
 
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward

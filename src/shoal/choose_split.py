@@ -53,7 +53,7 @@ def choose_split(
         try:
             plan = _planned(candidate, arguments, budget_bytes, hardware, standing, planner, link, name)
         except BudgetError as error:
-            if nearest is None or error.least_feasible_bytes < nearest.least_feasible_bytes:
+            if nearest is None or (error.least_feasible_bytes or 0) < (nearest.least_feasible_bytes or 0):
                 nearest = error
             continue
         except (CaptureError, InputError):

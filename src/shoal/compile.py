@@ -39,9 +39,10 @@ from shoal.measure import measure
 from shoal.measure_links import link_to
 from shoal.offloading import AUTO, rehearsed
 from shoal.plan import Plan
-from shoal.session import Session, Status
+from shoal.session import Session
 from shoal.sizes import format_bytes, parse_bytes
 from shoal.standing import Standing, distinct_bytes, optimizer_state_bytes
+from shoal.status import Status
 
 log = logging.getLogger("shoal")
 Module = TypeVar("Module", bound=nn.Module)
@@ -203,7 +204,7 @@ class _Caller:
             return plain_call(model, *args, **kwargs)
         return self.train(*args, **kwargs)
 
-    @torch._dynamo.disable(reason=OWN_BUDGET)  # type: ignore[misc]
+    @torch._dynamo.disable(reason=OWN_BUDGET)  # type: ignore[untyped-decorator]
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """A training step, planned."""
         model = self.model
@@ -288,7 +289,7 @@ def _reject_hopeless(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
         raise BudgetError(
             f"budget {format_bytes(budget_bytes)} is less than {session.name} needs before any activation: "
             f"{format_bytes(floor_bytes)} (parameters {format_bytes(parameter_bytes)}, gradients "
-            f"{format_bytes(gradient_bytes)}, optimizer state {format_bytes(state_bytes)}), and more to train; shoal.plan "
-            "tells how much: give more bytes or a smaller model",
+            f"{format_bytes(gradient_bytes)}, optimizer state {format_bytes(state_bytes)}), and more to train: "
+            "shoal.plan tells how much; give more bytes or a smaller model",
             budget_bytes=budget_bytes,
         )

@@ -108,13 +108,13 @@ def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) 
     what = str(failure.msg).strip().splitlines()[0]
     if OWN_BUDGET in str(failure.msg):
         return CaptureError(
-            f"a part of the model has a budget of its own (shoal.compile), called at {_place(failure)}; compile the whole "
-            "model or that part alone"
+            f"a part of the model has a budget of its own (shoal.compile), called at {_place(failure)}; compile the "
+            "whole model or that part alone"
         )
     if "backwards hooks" in what:
         return CaptureError(
-            "a module of the model has a backward hook (register_full_backward_hook or its pre-hook), which cannot be a "
-            "part of a planned step; remove it, or use a forward hook, or a hook on a parameter (Tensor.register_hook)"
+            "a module of the model has a backward hook (register_full_backward_hook or its pre-hook), which cannot be "
+            "a part of a planned step; remove it, or use a forward hook or a parameter's own (Tensor.register_hook)"
         )
     return CaptureError(
         f"the model cannot be captured as one graph: {what} at {_place(failure)}; take data-dependent control flow, "

@@ -1,7 +1,4 @@
-"""What the training loop around a model does with memory, learnt from its metered steps, and a step as it is under that.
-
-Data, and a function over data.
-"""
+"""What the training loop around a model does with memory, learnt from its metered steps; a step as it is under that."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class Habits:
     Attributes:
         learnt: whether a step has been metered; before that, all is taken for the worst.
         calls_at_once: how many calls come before a backward pass.
-        held_result_bytes: outputs of the step before that the loop's names hold until the forward pass returns new ones.
+        held_result_bytes: outputs of the step before that the loop holds until the forward pass returns new ones.
         held_gradient_bytes: gradients of the step before, where they are dropped between the two passes.
         drops_late: whether gradients that the optimizer has used are dropped after the next forward pass, not kept.
         released: places, among the forward graph's outputs, of those that nobody holds when the backward pass begins.
@@ -130,7 +127,5 @@ def _with_held(
     """An op before all others "writes" what is held from the step before, and `last_reader` is the last to read it."""
     held = Storage(len(storages), name, nbytes, "activation", "", (nbytes,), "uint8", (name,))
     first = Op(0, name, name, "forward", "", (), (held.id,), recomputable=False)
-    later = [
-        replace(op, id=op.id + 1, reads=(*op.reads, held.id) if op.id == last_reader else op.reads) for op in ops
-    ]
+    later = [replace(op, id=op.id + 1, reads=(*op.reads, held.id) if op.id == last_reader else op.reads) for op in ops]
     return [first, *later], [*storages, held]

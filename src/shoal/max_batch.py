@@ -120,7 +120,7 @@ def largest_batch(
             plan = plan_with(graph, hardware, budget_bytes)
         except BudgetError as error:
             too_many = batch
-            narrowing.does_not_fit(graph, batch, error.least_feasible_bytes)
+            narrowing.does_not_fit(graph, batch, error.least_feasible_bytes or 0)
             reason = str(error)
         except (CaptureError, InputError) as error:
             if found is None:  # not for this planner or network; or, below a batch that does not fit, for none so small

@@ -97,8 +97,8 @@ def _with_the_most_aside(
     enough_bytes = least_bytes + others_bytes
     raise BudgetError(
         f"no plan of {alone.graph.model or 'this model'} fits in {format_bytes(budget_bytes)} when {calls} calls come "
-        f"before a backward pass; one call needs {format_bytes(least_bytes)}, {calls} need {format_bytes(enough_bytes)} "
-        f"({enough_bytes} bytes); give more bytes, or call backward() after each call",
+        f"before a backward pass; one call needs {format_bytes(least_bytes)}, {calls} need "
+        f"{format_bytes(enough_bytes)} ({enough_bytes} bytes); give more bytes, or call backward() after each call",
         budget_bytes=budget_bytes,
         least_feasible_bytes=enough_bytes,
     )

@@ -12,78 +12,28 @@ import torch
 
 from shoal import planners
 from shoal.capture import Captured
-from shoal.check_plan import check_own_plan, check_plan
-from shoal.choose_encoded import choose_encoded, encoded_by
-from shoal.encoding import encoded
+from shoal.check_plan import check_own_plan
 from shoal.errors import BudgetError, CaptureError, PlanError
-from shoal.habits import Basis, Habits, hopeful, under_habits
-from shoal.hardware import Hardware
+from shoal.habits import Habits, hopeful
 from shoal.lossy import Lossy
-from shoal.measure import measure
-from shoal.measure_links import link_to
 from shoal.metering import Metered, Metering, Window
 from shoal.offloading import Offloading
 from shoal.optimizer_steps import tell
-from shoal.overlapping import plan_overlapping
 from shoal.plan import Plan
-from shoal.profile import profile_step
 from shoal.runtime.links.open_link import OpenLink, open_link
 from shoal.runtime.step_meter import Measured
 from shoal.runtime.transfers import Transfers
-from shoal.runtime.wall import lifted
 from shoal.sizes import format_bytes
 from shoal.standing import Standing, distinct_bytes
+from shoal.status import Status
 from shoal.step import StepGraph
+from shoal.step_planning import Planned, StepPlanning, Terms
 from shoal.traced_strides import Departure, with_copies
 
 log = logging.getLogger("shoal")
 
 _ROOM = 0.05  # of the budget: what a plan leaves free, once the loop is known, for it to be made anew
 _SLOWER = 0.01  # of the plain step: what it must add for that
-
-
-@dataclass
-class Status:
-    """What became of the promise; `model.shoal`.
-
-    Attributes:
-        budget_bytes: the promise. None: everything is kept and the peak is only reported.
-        plans: every plan in force, one for each shape, and one more where gradients are there before the step.
-        measured_peak_bytes: highest measured use of any metered step of the plans in force; None before the first.
-        planning_seconds: capture, profiling and planning of all plans, repairs included.
-        repairs: how often plans were made anew because a measured peak was over the budget.
-        encoded: by step, the storages that its plan encodes. Which those are hangs on times measured here; what an
-            earlier run had, put here before the first step, is chosen again, so that its numbers come again.
-    """
-
-    budget_bytes: int | None
-    plans: tuple[Plan, ...] = ()
-    measured_peak_bytes: int | None = None
-    planning_seconds: float = 0.0
-    repairs: int = 0
-    encoded: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """None: a copy of the model trains without a plan, and so it has no status."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """None, as a copy: plans are made anew where a saved model is compiled."""
-        return type(None), ()
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the largest step so far; None before the first training step."""
-        return max(self.plans, key=lambda plan: plan.plain_peak_bytes, default=None)
-
-    @property
-    def predicted_peak_bytes(self) -> int | None:
-        """What the plans promise: the highest of their peaks."""
-        return max((plan.predicted_peak_bytes for plan in self.plans), default=None)
-
-    @property
-    def lower_bound_seconds(self) -> float | None:
-        """No plan of the largest step inside the budget adds less time than this."""
-        return self.plan.lower_bound_seconds if self.plan else None
 
 
 @dataclass(eq=False)
@@ -112,7 +62,7 @@ class Session:
     offloading: Offloading | None = None
     on_repair: Callable[[], None] | None = None
     lossy: Lossy | None = None
-    habits: Habits = Habits()
+    habits: Habits = field(default_factory=Habits)
     metering: Metering = field(init=False)
     _learnt_bytes: dict[str, int] = field(default_factory=dict)
     _state_bytes: int = 0
@@ -192,7 +142,7 @@ class Session:
         self._adapt(self.habits)
 
     def _adapt(self, habits: Habits) -> None:
-        """The plans in force cost what they do in a loop with these habits, and are made anew where that is too much."""
+        """The plans in force cost what they do in a loop with these habits; where that is too much, plan anew."""
         self.habits = habits
         now: dict[int, Plan] = {}
         for step in self._in_force:
@@ -227,67 +177,53 @@ class Session:
             PlanError: the ready plan belongs to another step.
         """
         started = time.perf_counter()
-        with lifted():
-            profiled = profile_step(captured, device)
-            hardware = measure(device)
-            link = link_to(self.offloading, device) if self.offloading is not None else None
         self._state_bytes = self.standing.state_bytes()
-        set_aside_bytes = self.standing.bytes_beside(profiled) + self._learnt_bytes.get(profiled.fingerprint, 0)
-        costs: list[tuple[Captured, StepGraph]] = []
-
-        def costed(of: Captured) -> StepGraph:
-            known = next((graph for one, graph in costs if one is of), None)
-            if known is None:
-                with lifted():
-                    known = profiled if of is captured else profile_step(of, device)
-                known = replace(known, standing_bytes=known.standing_bytes + set_aside_bytes, link=link)
-                costs.append((of, known))
-            return known
-
-        def planned(habits: Habits) -> tuple[Captured, Plan, Basis]:
-            made: dict[int, Captured] = {}
-
-            def make(others_bytes: int) -> Plan:
-                def in_the_loop(of: Captured) -> StepGraph:
-                    graph = under_habits(costed(of), habits, outputs)
-                    return replace(graph, standing_bytes=graph.standing_bytes + others_bytes)
-
-                made[others_bytes], plan = self._plan(captured, hardware, in_the_loop)
-                return plan
-
-            aside_bytes, plan = plan_overlapping(
-                habits.calls_at_once, self.status.budget_bytes or 0, make, self.status.plans
-            )
-            exact = costed(captured) if plan.exact_graph is not None else None
-            graph = costed(made[aside_bytes])
-            others_bytes = plan.graph.standing_bytes - graph.standing_bytes
-            basis = Basis(graph, exact, outputs, others_bytes, profiled.fingerprint)
-            return made[aside_bytes], plan, basis
-
-        outputs = captured.output_storages()
-        habits = self.habits
+        terms = Terms(self.planner, self.status.budget_bytes, self.ready_plan, self.lossy, self.status.encoded)
+        planning = StepPlanning(captured, device, terms, self.offloading, self._bytes_beside)
         try:
-            captured, plan, basis = planned(habits)
+            made = planning.plan(self.habits, self.status.plans)
         except BudgetError as refused:
-            if habits.learnt or self.ready_plan is not None or self.on_repair is None:
-                raise
-            try:
-                captured, plan, basis = planned(hopeful(habits, outputs))
-            except BudgetError as error:
-                raise refused.with_hint(
-                    f"{format_bytes(error.least_feasible_bytes or 0)} are enough where nothing holds the model's outputs "
-                    "once the loss is known, as in criterion(model(x), y).backward()"
-                ) from None
-            log.info("%s: fits if the loop drops outputs when their loss is known; the first step is metered", self.name)
-            self.habits = hopeful(habits, outputs)
+            made = self._plan_in_hope(planning, self._with_hints(refused))
+        captured, plan = made.captured, made.plan
         check_own_plan(plan.graph, plan.residences, self.status.budget_bytes or 0)
         plan = replace(plan, planning_seconds=time.perf_counter() - started)
-        step.plan, step.basis = plan, basis
+        step.plan, step.basis = plan, made.basis
         self._in_force.add(step)
         others = (p for p in self.status.plans if not _is_same_step(p.exact_step, plan.exact_step))
         self.status.plans = (*others, plan)
         self.status.planning_seconds += plan.planning_seconds
         return replace(captured, graph=plan.graph)
+
+    def _bytes_beside(self, graph: StepGraph) -> int:
+        return self.standing.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
+
+    def _plan_in_hope(self, planning: StepPlanning, refused: BudgetError) -> Planned:
+        """The plan that fits if the loop turns out to hold as little as it may; the first step tells."""
+        if self.habits.learnt or self.ready_plan is not None or self.on_repair is None:
+            raise refused from None
+        hoped = hopeful(self.habits, planning.outputs)
+        try:
+            made = planning.plan(hoped, self.status.plans)
+        except BudgetError as error:
+            raise refused.with_hint(
+                f"{format_bytes(error.least_feasible_bytes or 0)} are enough where nothing holds the model's outputs "
+                "once the loss is known, as in criterion(model(x), y).backward()"
+            ) from None
+        log.info("%s: fits if the loop drops outputs when their loss is known; the first step is metered", self.name)
+        self.habits = hoped
+        return made
+
+    def _with_hints(self, error: BudgetError) -> BudgetError:
+        if gradient_bytes := self.standing.gradient_bytes():
+            return error.with_hint(
+                f"gradients of an earlier step take {format_bytes(gradient_bytes)}: call optimizer.zero_grad() "
+                "before the forward pass unless you accumulate them"
+            )
+        if self._state_bytes:
+            return error.with_hint(f"the optimizer's state takes {format_bytes(self._state_bytes)}")
+        if not self.standing.has_optimizer:
+            return error.with_hint("the optimizer's state is not counted yet: declare it with optimizer=")
+        return error
 
     def in_traced_layouts(self, captured: Captured) -> Captured:
         """The step with copies behind the ops whose results were not laid out as traced; see `learn_layouts`."""
@@ -312,9 +248,7 @@ class Session:
                 "or correct the fake kernel"
             )
         known = self._departures.setdefault(fingerprint, {})
-        if departures.keys() <= known.keys() or (
-            self.on_repair is None and self.status.budget_bytes is not None
-        ):
+        if departures.keys() <= known.keys() or (self.on_repair is None and self.status.budget_bytes is not None):
             raise CaptureError(
                 f"{first}{others}, and the copy that puts it right cannot be planned here; use shoal.compile(model, "
                 "budget=...), or correct the fake kernel (torch.library.register_fake)"
@@ -328,47 +262,6 @@ class Session:
             format_bytes(sum(departure.nbytes for departure in departures.values())),
         )
         self._plan_anew()
-
-    def _plan(
-        self, captured: Captured, hardware: Hardware, costed: Callable[[Captured], StepGraph]
-    ) -> tuple[Captured, Plan]:
-        if self.ready_plan is not None:
-            return _adopt(self.ready_plan, captured, costed, self.status.budget_bytes)
-        budget_bytes = self.status.budget_bytes
-        if budget_bytes is None:
-            return captured, planners.get("keep_all")(costed(captured), hardware, 0)
-        planner = planners.get(self.planner)
-        try:
-            if self.lossy is not None:
-                return self._plan_encoded(
-                    captured, self.lossy, budget_bytes, costed, lambda graph: planner(graph, hardware, budget_bytes)
-                )
-            return captured, planner(costed(captured), hardware, budget_bytes)
-        except BudgetError as error:
-            if gradient_bytes := self.standing.gradient_bytes():
-                raise error.with_hint(
-                    f"gradients of an earlier step take {format_bytes(gradient_bytes)}: call optimizer.zero_grad() "
-                    "before the forward pass unless you accumulate them"
-                ) from None
-            if self._state_bytes:
-                raise error.with_hint(f"the optimizer's state takes {format_bytes(self._state_bytes)}") from None
-            if not self.standing.has_optimizer:
-                raise error.with_hint("the optimizer's state is not counted yet: declare it with optimizer=") from None
-            raise
-
-    def _plan_encoded(
-        self,
-        captured: Captured,
-        lossy: Lossy,
-        budget_bytes: int,
-        costed: Callable[[Captured], StepGraph],
-        plan: Callable[[StepGraph], Plan],
-    ) -> tuple[Captured, Plan]:
-        before = costed(captured)
-        step = f"{before.fingerprint}, {before.standing_bytes} bytes beside"
-        captured, made = choose_encoded(captured, lossy, budget_bytes, costed, plan, self.status.encoded.get(step))
-        self.status.encoded[step] = tuple(storage.name for storage in made.encoded)
-        return captured, made
 
     def carry(self, plan: Plan, device: torch.device) -> Transfers | None:
         """What moves the storages that the plan offloads; None where it offloads nothing.
@@ -421,8 +314,8 @@ class Session:
         if not all(step in self._in_force for step in window.steps):
             if budget_bytes is not None and measured.peak_bytes > budget_bytes:
                 log.warning(
-                    "%s: the measured peak of %s is over the budget of %s, since some of these calls were planned before "
-                    "it was known how many there are; the next ones are planned together",
+                    "%s: the measured peak of %s is over the budget of %s: some of these calls were planned before it "
+                    "was known how many there are; the next ones are planned together",
                     self.name or "model",
                     format_bytes(measured.peak_bytes),
                     format_bytes(budget_bytes),
@@ -430,6 +323,14 @@ class Session:
             return
         status.measured_peak_bytes = max(status.measured_peak_bytes or 0, measured.peak_bytes)
         if self.ready_plan is not None:
+            if budget_bytes is not None and measured.peak_bytes > budget_bytes:
+                log.warning(
+                    "%s: the measured peak of %s is over the budget of %s; the given plan stays as it is: give budget= "
+                    "without plan= to have it planned again",
+                    self.name or "model",
+                    format_bytes(measured.peak_bytes),
+                    format_bytes(budget_bytes),
+                )
             return
         before_bytes = _highest(window.steps)
         self._adapt(self._habits_seen_in(window, measured))
@@ -438,12 +339,19 @@ class Session:
             return
         if measured.peak_bytes > budget_bytes:
             self._repair(window.steps, measured.peak_bytes, after_bytes, budget_bytes)
-        elif before_bytes - after_bytes > _ROOM * budget_bytes and not self._improved and self.lossy is None:
-            if any(plan.added_seconds > _SLOWER * plan.plain_seconds for plan in status.plans):
-                self._improved = True
-                freed = format_bytes(before_bytes - after_bytes)
-                log.info("%s: the loop leaves %s that were planned for; planning anew to use them", self.name, freed)
-                self._plan_anew()
+        elif before_bytes - after_bytes > _ROOM * budget_bytes and self._would_gain():
+            self._improved = True
+            freed = format_bytes(before_bytes - after_bytes)
+            log.info("%s: the loop leaves %s that were planned for; planning anew to use them", self.name, freed)
+            self._plan_anew()
+
+    def _would_gain(self) -> bool:
+        """Whether room that turned out to be free could make the steps faster, and was not used before.
+
+        What is encoded stays: it would change the numbers.
+        """
+        slowed = any(plan.added_seconds > _SLOWER * plan.plain_seconds for plan in self.status.plans)
+        return slowed and not self._improved and self.lossy is None
 
     def _habits_seen_in(self, window: Window, measured: Measured) -> Habits:
         habits = self.habits
@@ -472,8 +380,8 @@ class Session:
         name = self.name or "model"
         if self.on_repair is None:
             log.warning(
-                "%s: %s; a plain torch.compile backend cannot plan again: use shoal.compile(model, budget), or a budget "
-                "that is smaller by %s",
+                "%s: %s; a plain torch.compile backend cannot plan again: use shoal.compile, or a budget that is "
+                "smaller by %s",
                 name,
                 promise,
                 format_bytes(measured_bytes - budget_bytes),
@@ -495,37 +403,3 @@ def _highest(steps: Sequence[Metered]) -> int:
 
 def _is_same_step(one: StepGraph, other: StepGraph) -> bool:
     return one.fingerprint == other.fingerprint and one.standing_bytes == other.standing_bytes
-
-
-def _adopt(
-    plan: Plan, captured: Captured, costed: Callable[[Captured], StepGraph], budget_bytes: int | None
-) -> tuple[Captured, Plan]:
-    """The residences of a plan made elsewhere, with the costs of this machine, and the step with what it encodes.
-
-    Raises:
-        PlanError: it was made for another model or shape, breaks a rule, or passes the budget here.
-    """
-    check_plan(plan.graph, plan.residences)
-    exact = graph = costed(captured)
-    said = encoded_by(plan)
-    if said is not None and plan.exact_step.fingerprint == graph.fingerprint:
-        lossy, chosen = said
-        captured = encoded(captured, chosen, lossy)
-        graph = costed(captured)
-    if plan.graph.fingerprint != graph.fingerprint:
-        theirs = [s.shape for s in plan.graph.storages if s.kind == "input"]
-        ours = [s.shape for s in graph.storages if s.kind == "input"]
-        raise PlanError(
-            f"the plan is for {plan.graph.model or 'another model'} with inputs {theirs} and {len(plan.graph.ops)} ops"
-            f"; this step is {graph.model or 'a model'} with inputs {ours} and {len(graph.ops)} ops; plan it anew"
-        )
-    check_plan(graph, plan.residences, budget_bytes or 0)
-    adopted = replace(plan, graph=graph, exact_graph=exact if said is not None else None)
-    if budget_bytes is None and 0 < plan.budget_bytes < adopted.predicted_peak_bytes:
-        log.warning(
-            "%s: the plan was made for %s, but takes %s here; give budget= to have it refused, or plan it anew",
-            graph.model or "model",
-            format_bytes(plan.budget_bytes),
-            format_bytes(adopted.predicted_peak_bytes),
-        )
-    return captured, adopted

@@ -1,10 +1,11 @@
-"""What the loop around a model holds counts in the budget: other calls, outputs, gradients, the optimizer that steps."""
+"""What the loop around a model holds counts in the budget: other calls, outputs, gradients, optimizers."""
 
 from __future__ import annotations
 
 import copy
 import logging
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def calls_before_a_backward(batches: list[torch.Tensor]) -> Loop:
     def loop(model: nn.Module) -> None:
         model.zero_grad()
         outputs = [model(batch) for batch in batches]
-        sum(F.mse_loss(a, b) for a, b in zip(outputs, outputs[1:], strict=False)).backward()
+        sum(F.mse_loss(a, b) for a, b in pairwise(outputs)).backward()
 
     return loop
 
@@ -215,9 +216,7 @@ def test_gradients_that_are_accumulated_or_kept_as_zeros_count_all_step(set_to_n
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_the_state_of_the_optimizer_that_really_steps_counts(
-    declared: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_state_of_the_optimizer_that_really_steps_counts(declared: bool, caplog: pytest.LogCaptureFixture) -> None:
     net, (batch,) = classifier(3, 16, 64, 64), images(1, 4, 3, 16, 16)
     idle = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer = torch.optim.AdamW(net.parameters())
