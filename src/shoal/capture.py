@@ -17,6 +17,7 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils._pytree import tree_leaves
 
 from shoal import inplace
+from shoal.accumulation import with_accumulation
 from shoal.aliasing import is_view
 from shoal.cost import flops, moved_bytes, signature, target_name
 from shoal.errors import CaptureError
@@ -168,7 +169,9 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], terms: Te
         reader.layers = terms.layers or {}
         for node in graph.nodes:
             reader.visit(node)
-        return StepGraph(terms.model, *reader.finish(), terms.standing_bytes), reader
+        leaves = [n for n in graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
+        step = StepGraph(terms.model, *reader.finish(), terms.standing_bytes)
+        return with_accumulation(step, leaves, parts[1]), reader
 
     numbers = usual_numbers(joint.graph)
     step, reader = read(with_numbers(joint, numbers) if numbers else joint.graph)

@@ -13,7 +13,7 @@ from shoal.capture import Captured
 from shoal.check_plan import check_plan
 from shoal.choose_encoded import choose_encoded, encoded_by
 from shoal.encoding import encoded
-from shoal.errors import PlanError
+from shoal.errors import BudgetError, PlanError
 from shoal.habits import Basis, Habits, under_habits
 from shoal.lossy import Lossy
 from shoal.measure import measure
@@ -22,6 +22,7 @@ from shoal.offloading import Offloading
 from shoal.overlapping import plan_overlapping
 from shoal.plan import Plan
 from shoal.profile import profile_step
+from shoal.runtime.generator import state_bytes
 from shoal.runtime.wall import lifted
 from shoal.sizes import format_bytes
 from shoal.step import StepGraph
@@ -105,7 +106,7 @@ class StepPlanning:
                 graph = under_habits(self._costs_of(step), habits, self.outputs)
                 return replace(graph, standing_bytes=graph.standing_bytes + others_bytes)
 
-            made[others_bytes], plan = self._plan_one(in_the_loop)
+            made[others_bytes], plan = self._plan_with_states(in_the_loop)
             return plan
 
         aside_bytes, plan = plan_overlapping(habits.calls_at_once, self._terms.budget_bytes or 0, make, in_force)
@@ -114,6 +115,33 @@ class StepPlanning:
         others_bytes = plan.graph.standing_bytes - graph.standing_bytes
         basis = Basis(graph, exact, self.outputs, others_bytes, self._fingerprint)
         return Planned(made[aside_bytes], plan, basis)
+
+    def _plan_with_states(self, costed: Callable[[Captured], StepGraph]) -> tuple[Captured, Plan]:
+        """Plan with the generator states counted that replayed random ops keep, each and the one it puts back."""
+        each_bytes = state_bytes(self._device)
+        n_random = sum(op.random and op.recomputable for op in self._captured.graph.ops)
+        if not n_random or not each_bytes or self._terms.ready_plan is not None:
+            return self._plan_one(costed)
+
+        def with_all(step: Captured) -> StepGraph:
+            graph = costed(step)
+            return replace(graph, standing_bytes=graph.standing_bytes + (n_random + 1) * each_bytes)
+
+        try:
+            captured, plan = self._plan_one(costed)
+        except BudgetError:
+            captured, plan = self._plan_one(with_all)
+        replayed = {plan.graph.producer[storage.id] for storage in plan.recomputed}
+        n_replayed = sum(plan.graph.ops[op].random for op in replayed)
+        if not n_replayed:
+            return captured, plan
+        counted = replace(
+            plan,
+            graph=replace(plan.graph, standing_bytes=costed(captured).standing_bytes + (n_replayed + 1) * each_bytes),
+        )
+        if plan.budget_bytes and counted.predicted_peak_bytes > plan.budget_bytes:
+            return self._plan_one(with_all)
+        return captured, counted
 
     def _plan_one(self, costed: Callable[[Captured], StepGraph]) -> tuple[Captured, Plan]:
         captured, terms, hardware = self._captured, self._terms, self._hardware

@@ -14,6 +14,11 @@ def generator_state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
+def state_bytes(device: torch.device) -> int:
+    """Device bytes of such a state: none but on the CPU."""
+    return generator_state(device).nbytes if device.type == "cpu" else 0
+
+
 @cache
 def replaying(target: Callable[..., Any]) -> Callable[..., Any]:
     """`target` with two arguments more in front, a generator's state and the device it is for: it runs with the
