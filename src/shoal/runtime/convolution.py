@@ -134,9 +134,10 @@ def _draw(seed: int, layout: _Layout, dtype: torch.dtype) -> torch.Tensor:
 @lru_cache(maxsize=4096)
 def _unread(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of that shape and layout that takes no memory as long as no one writes to it; it reads as zeros."""
-    pages = mmap.mmap(-1, _span_elems(shape, stride) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    nbytes = max(1, _span_elems(shape, stride)) * dtype.itemsize  # of an empty batch too: no mapping has no bytes
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).as_strided(shape, stride)
 
 
 def _span_elems(shape: Sequence[int], stride: Sequence[int]) -> int:
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
