@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -292,3 +293,35 @@ def test_a_rehearsed_link_is_as_slow_beside_this_machine_as_the_target_beside_it
     here = shoal.measure.measure("cpu")
     link = planned.shoal.plan.graph.link
     assert link.to_host_bytes_per_second / here.device.flops_per_second == pytest.approx(1e12 / 1e15)
+
+
+def _open_files(folder: Path) -> list[str]:
+    """What this process has open in a folder, whether it has a name or not."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the list itself
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [path for path in found if path.startswith(f"{folder}/")]
+
+
+def test_the_file_of_a_model_is_closed_when_the_model_is_collected(tmp_path: Path) -> None:
+    for _ in range(3):
+        net = offloaded(nn.Sequential(*blocks(3, 4)), str(tmp_path))
+        net(torch.randn(2, 3, 8, 8)).sum().backward()
+        assert net.shoal.plan.offloaded and len(_open_files(tmp_path)) == 1
+        del net
+        gc.collect()
+        assert _open_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("budget", ["1GiB", None])
+def test_an_empty_batch_trains_like_plain_pytorch(budget: str | None, place: str) -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 2), nn.ReLU(), nn.Flatten())
+    planned = shoal.compile(copy.deepcopy(plain), budget, offload_to=place) if budget else offloaded(plain, place)
+    for batch in (torch.empty(0, 3, 8, 8), torch.randn(2, 3, 8, 8)):
+        losses = [net(batch).square().sum() for net in (plain, planned)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+    for ours, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)

@@ -11,6 +11,7 @@ import torch
 from shoal import planners
 from shoal.capture import Captured
 from shoal.check_plan import check_plan
+from shoal.check_step import check_step
 from shoal.choose_encoded import choose_encoded, encoded_by
 from shoal.encoding import encoded
 from shoal.errors import BudgetError, PlanError
@@ -185,8 +186,10 @@ def _adopt(
     Raises:
         PlanError: it was made for another model or shape, breaks a rule, or passes the budget here.
     """
-    check_plan(plan.graph, plan.residences)
     exact = graph = costed(captured)
+    for step in (plan.graph, plan.exact_step):
+        check_step(step)
+    check_plan(replace(plan.graph, link=graph.link), plan.residences)
     said = encoded_by(plan)
     if said is not None and plan.exact_step.fingerprint == graph.fingerprint:
         lossy, chosen = said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import lzma
 import os
 import pickle
 import tarfile
@@ -247,3 +248,20 @@ def test_the_real_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     measured = train.pixels.reshape(-1, 3)[::7]
     np.testing.assert_allclose(measured.mean(0), cifar10.MEAN, atol=0.5)
     np.testing.assert_allclose(measured.std(0), cifar10.DEVIATION, atol=1)
+
+
+def test_an_archive_that_unpacks_to_gigabytes_is_refused_before_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cifar10, "_MOST_ARCHIVE_BYTES", 2**20)
+    packed = lzma.compress(bytes(2**22))
+    assert len(packed) < 2000
+    with pytest.raises(InputError, match="bomb.tar.xz is truncated or damaged .EOFError: it has no end within 1048576"):
+        cifar10.read_archive(tmp_path / "bomb.tar.xz", packed)
+
+
+def test_a_batch_whose_pickle_asks_for_a_far_place_in_its_memory_gets_no_memory_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(b"\x80\x02}r\x00\x00\x00\x70.")  # puts an empty dictionary at place 0x70000000
+    with pytest.raises(InputError, match="no CIFAR-10 batch .KeyError: 'data'"):
+        cifar10._read_batch(path)

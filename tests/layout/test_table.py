@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,13 @@ from hypothesis import given
 
 from shoal.errors import InputError
 from shoal.layout.best_fit import best_fit
+from shoal.layout.check import check
+from shoal.layout.first_fit import first_fit
 from shoal.layout.problem import Block, Problem
+from shoal.layout.search import search
 from shoal.layout.table import read_problem, write_layout
 from tests.layout.problems import problems
+from tests.wrong_values import in_one_short_line
 
 
 @given(problem=problems())
@@ -56,3 +61,31 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="not UTF-8"):
         read_problem(tmp_path / "binary.csv")
+
+
+def test_a_file_with_anything_in_it_is_a_problem_or_refused_in_one_line(tmp_path: Path) -> None:
+    whole = b"id,lower,upper,size\na,0,3,4\nb,1,2,5\nc,2,9,1\n"
+    path = tmp_path / "problem.csv"
+    draw = random.Random(0)
+    contents = [whole[:at] for at in range(len(whole))]
+    for _ in range(300):
+        damaged = bytearray(whole)
+        damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        contents.append(bytes(damaged))
+    short = (b"", b"-1", b"1.5", b"nan", b"inf", b"x", b'"', b"\x00", b"\xff")
+    for wrong in (*short, b"9" * 30, b"9" * 5000, b"x" * 200_000):
+        contents += [whole.replace(b"3", wrong), whole.replace(b"a,", wrong + b","), whole.replace(b"size", wrong)]
+        contents += [whole + wrong, wrong]
+    refused = 0
+    for content in contents:
+        path.write_bytes(content)
+        try:
+            problem = read_problem(path)
+        except InputError as error:
+            assert str(path) in str(error) and in_one_short_line(error)
+            refused += 1
+        else:
+            layout = first_fit(problem)
+            check(layout)
+            assert search(problem, layout.arena_bytes, time_limit_seconds=1).layout is not None
+    assert refused > len(contents) // 4

@@ -80,6 +80,17 @@ def test_what_stands_in_for_the_input_has_its_shape_and_layout_and_no_memory(lay
     _unread.cache_clear()
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 4, 4), (0, 64, 224, 224), (2, 3, 0, 5), (0, 1, 1, 1)])
+def test_an_empty_batch_has_a_stand_in_and_a_gradient_too(shape: tuple[int, ...]) -> None:
+    stride = torch.empty(shape, device="meta").stride()
+    assert _unread(shape, stride, torch.float32).shape == shape
+    if shape[0] == 0:
+        weight = torch.randn(2, shape[1], 1, 1)
+        grad = torch.empty(0, 2, *shape[2:])
+        options = [[1, 1], [0, 0], [1, 1], False, [0, 0], 1]
+        assert input_gradient(grad, weight, list(shape), list(stride), *options).shape == shape
+
+
 @given(convolutions(), st.integers(1, 9), st.booleans())
 def test_a_weight_gradient_in_pieces_is_as_close_to_float64_as_the_whole(
     convolution: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Any]], pieces: int, with_bias: bool

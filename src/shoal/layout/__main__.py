@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shoal.errors import ShoalError
+from shoal.errors import InputError, ShoalError
 from shoal.layout.best_fit import best_fit
 from shoal.layout.check import check
 from shoal.layout.first_fit import first_fit
@@ -35,6 +35,8 @@ def main(
 ) -> None:
     """Give every block of a problem an address, by first fit, by best fit and by an exact search."""
     try:
+        if not 0 <= time_limit < float("inf"):
+            raise InputError(f"time-limit={time_limit}: expected a finite number of seconds of at least 0")
         blocks = read_problem(problem)
         capacity_bytes = None if capacity is None else parse_bytes(capacity)
         answer = _lay_out(blocks, capacity_bytes, time_limit)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Problem:
         for block in self.blocks:
             if block.upper <= block.lower:
                 raise InputError(
-                    f"block {block.name!r} is in use from {block.lower} to {block.upper}: expected a later end"
+                    f"block {brief(block.name)} is in use from {block.lower} to {block.upper}: expected a later end"
                 )
             if block.size_bytes < 0:
-                raise InputError(f"block {block.name!r} has {block.size_bytes} bytes; expected 0 or more")
+                raise InputError(f"block {brief(block.name)} has {block.size_bytes} bytes; expected 0 or more")
             if block.name in names:
-                raise InputError(f"two blocks are called {block.name!r}; give each its own id")
+                raise InputError(f"two blocks are called {brief(block.name)}; give each its own id")
             names.add(block.name)
 
     @cached_property

@@ -6,10 +6,11 @@ import csv
 import io
 from pathlib import Path
 
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 from shoal.files import write_text
 from shoal.layout.problem import Block, Layout, Problem
 
+_LARGEST = 2**62  # what the search adds up stays within 63 bits
 _COLUMNS = ("id", "lower", "upper", "size")
 
 
@@ -26,13 +27,20 @@ def read_problem(path: str | Path) -> Problem:
         raise InputError(
             f"cannot read {path}: {reason}; give a CSV file with the columns {','.join(_COLUMNS)}"
         ) from None
-    rows = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    try:
+        return _problem(path, csv.DictReader(io.StringIO(text), skipinitialspace=True))
+    except csv.Error as error:
+        raise InputError(f"{path} is no CSV file ({error}); expected {','.join(_COLUMNS)} in the first line") from None
+
+
+def _problem(path: str | Path, rows: csv.DictReader[str]) -> Problem:
     names = [name.strip() for name in rows.fieldnames or ()]
     missing = [column for column in _COLUMNS if column not in names]
     if missing:
         raise InputError(f"{path} has no column {missing[0]!r}; expected {','.join(_COLUMNS)} in the first line")
     if unknown := [name for name in names if name not in (*_COLUMNS, "offset")]:
-        raise InputError(f"{path} has a column {unknown[0]!r}, which is not supported; expected {','.join(_COLUMNS)}")
+        expected = ",".join(_COLUMNS)
+        raise InputError(f"{path} has a column {brief(unknown[0])}, which is not supported; expected {expected}")
     rows.fieldnames = names
     blocks = []
     for row in rows:
@@ -40,9 +48,13 @@ def read_problem(path: str | Path) -> Problem:
             lower, upper, size_bytes = (int(row[column]) for column in _COLUMNS[1:])
         except (TypeError, ValueError):
             raise InputError(f"{path}, line {rows.line_num}: lower, upper and size must be whole numbers") from None
+        if not all(-_LARGEST <= number <= _LARGEST for number in (lower, upper, size_bytes)):
+            raise InputError(f"{path}, line {rows.line_num}: a number has more than 62 bits")
         if None in row:
             raise InputError(f"{path}, line {rows.line_num}: more values than columns")
-        blocks.append(Block(row["id"], lower, upper, size_bytes))
+        blocks.append(Block(row["id"] or "", lower, upper, size_bytes))
+    if sum(block.size_bytes for block in blocks) > _LARGEST:
+        raise InputError(f"{path}: the blocks together have more than 2**62 bytes")
     try:
         return Problem(tuple(blocks))
     except InputError as error:
