@@ -230,7 +230,7 @@ def report(found: Found, console: Console) -> None:
     if over:
         console.print(
             f"{sum(f['ours'] for f in found.findings)} findings are ours. Counted peak over prediction: at most "
-            f"{100 * max(over):+.2f} %, at least {100 * min(over):+.2f} %; over the budget in "
+            f"{100 * max(over):+.2f} %, at least {100 * min(over):+.2f} %; over the budget at last in "
             f"{sum(run['peak_bytes'] > run['budget_bytes'] for run in runs)} of {len(runs)}; repaired "
             f"{sum(run['repairs'] > 0 for run in runs)}; {found.redrawn} draws were no network for plain PyTorch",
             highlight=False,

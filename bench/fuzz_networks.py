@@ -14,7 +14,7 @@ from random import Random
 
 from bench import fuzz_layers as layers
 
-HEADS = ("mean", "mean", "mean", "flatten", "dense", "two", "outside")
+HEADS = (*("mean",) * 6, *("flatten", "dense", "two") * 2, "outside")
 _KINDS = {"conv": 8, "norm": 8, "act": 7, "pool": 3, "pixels": 3, "attention": 2, "view": 6, "math": 5, "inplace": 3}
 _RARER = {"dropout": 2, "branch": 5, "repeat": 2}
 _SIZES = {1: (64, 96, 33, 128), 2: (16, 12, 9, 20), 3: (6, 8, 5)}

@@ -146,7 +146,7 @@ def planned(budget):
         try:
             shoal.compile(model, budget, planner=PLANNER, optimizer=optimizer, offload_to=OFFLOAD_TO)
             told = lambda: model.shoal.predicted_peak_bytes
-            found, _, peaks = train(model, optimizer, globals(), states, told, metered=True)
+            found, _, peaks = train(model, optimizer, globals(), course, told, metered=True)
             print(f"budget {budget}: (measured, predicted) {peaks}, {model.shoal.repairs} repairs")
             return budget, found
         except shoal.BudgetError as error:
@@ -161,13 +161,13 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     eager_model = build()
-    eager, states, peaks = train(eager_model, optimizer_of(eager_model), globals(), promised=lambda: 0, metered=True)
+    eager, course, peaks = train(eager_model, optimizer_of(eager_model), globals(), promised=lambda: 0, metered=True)
     peak = max(measured for measured, _ in peaks)
     print(f"plain PyTorch: {peak} bytes")
     try:
         aot_model = build()
         compiled = torch.compile(aot_model, backend="aot_eager", fullgraph=True, dynamic=False)
-        aot, _, _ = train(compiled, optimizer_of(aot_model), globals(), states)
+        aot, _, _ = train(compiled, optimizer_of(aot_model), globals(), course)
         print("aot_eager differs from eager in", differences(aot, eager)[:5])
     except Exception as error:
         aot = {}

@@ -9,28 +9,32 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 STEPS = 4  # the first plans; a budget that it breaks is planned for again in the second
 
 
-def train(model, optimizer, network, states=None, promised=lambda: None, metered=False):
+def train(model, optimizer, network, course=None, promised=lambda: None, metered=False):
     """Train for `STEPS` steps.
 
     Args:
         model: what is trained, plain or compiled.
         optimizer: its optimizer; its state counts in the peak.
         network: the namespace of a rendered network.
-        states: what parameters and buffers are put to before each step, so that no step inherits a difference of an
-            earlier one. None: they train on.
+        course: an earlier training's: what parameters and buffers are put to before each step, so that no step inherits
+            a difference of an earlier one, and the weights of the loss. None: this training makes its own.
         promised: asked for the predicted peak before and after each forward pass.
         metered: whether to count allocations.
 
     Returns:
-        By name, every tensor that the steps leave behind; the states before each step; and (peak bytes, what was
-        promised) of each step that planned nothing, where metered.
+        By name, every tensor that the steps leave behind; the course; and (peak bytes, what was promised) of each step
+        that planned nothing, where metered.
     """
     plain = getattr(model, "_orig_mod", model)
-    found, seen, peaks, weights = {}, [], [], []
+    found, peaks = {}, []
+    follows = course is not None
+    course = course or {"states": [], "weights": []}
+    weights = course["weights"]
     for step in range(STEPS):
-        if states is not None:
-            plain.load_state_dict(states[step])
-        seen.append({name: value.detach().clone() for name, value in plain.state_dict().items()})
+        if follows:
+            plain.load_state_dict(course["states"][step])
+        else:
+            course["states"].append({name: value.detach().clone() for name, value in plain.state_dict().items()})
         optimizer.zero_grad()
         x = network["batch"](step)
         torch.manual_seed(step)
@@ -50,7 +54,7 @@ def train(model, optimizer, network, states=None, promised=lambda: None, metered
                     chance = torch.Generator().manual_seed(place)
                     drawn = torch.randn(output.shape, generator=chance)
                     weights.append(torch.empty_like(output, requires_grad=False).copy_(drawn))
-                loss = loss + (output * weights[place]).sum()
+                loss = loss + (output * weights[place].to(output.dtype)).sum()
             loss.backward()
             return outputs, loss
 
@@ -73,7 +77,7 @@ def train(model, optimizer, network, states=None, promised=lambda: None, metered
             found[f"{step}: buffer {name}"] = buffer.clone()
         del outputs, loss, one_step
         optimizer.step()
-    return found, seen, peaks
+    return found, course, peaks
 
 
 def optimizer_of(model):
