@@ -62,7 +62,7 @@ def passes_interpreted(*files: str) -> None:
     """Run the tests of files in Triton's interpreter."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *files]
     where = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, env=where, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, env=where, timeout=850)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
 

@@ -109,13 +109,20 @@ def test_a_quick_run_measures_layers_of_both_networks(tmp_path: Path, capsys: py
     assert "malloc" in out and "norm 64>128 1x1 @8" in out and "norm 64>64 3x3 @8" in out
 
 
-@pytest.mark.slow
-def test_inductor_is_a_contender_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_inductor_is_a_contender_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def compile_nothing(function: Any, **options: object) -> Any:  # compiling takes half a minute
+        asked.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
     arguments = ["--quick", "--networks", "resnet50", "--layers", "norm 64>64", "--image", "32", "--inductor"]
     assert norm_conv.main([*arguments, "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("norm_conv_*.json")
     (row,) = json.loads(path.read_text())["rows"]
     assert set(row["seconds"]) == {"ours", "eager", "inductor"}
+    assert asked == [{"dynamic": False, "fullgraph": True}]
 
 
 @pytest.mark.parametrize(

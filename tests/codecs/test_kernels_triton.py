@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from shoal.codecs import (
@@ -76,7 +76,7 @@ def same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 def test_all_of_this_in_tritons_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     where = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, env=where, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, env=where, timeout=850)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
 
@@ -226,7 +226,11 @@ def test_a_bucket_finds_what_a_search_finds(name: str) -> None:
 def test_so_it_does_for_any_thresholds_that_lie_apart(thresholds: list[float], others: list[float]) -> None:
     ordered = torch.tensor(sorted(thresholds))
     x = torch.cat([around(ordered), torch.tensor(others).abs()])
-    assert torch.equal(buckets_of(ordered).count(x), torch.bucketize(x, ordered, right=True).int())
+    try:
+        found = buckets_of(ordered)
+    except CodecError:  # some draws lie closer together than their decades leave buckets for
+        reject()
+    assert torch.equal(found.count(x), torch.bucketize(x, ordered, right=True).int())
 
 
 def test_thresholds_too_close_or_too_far_apart_are_refused() -> None:

@@ -66,12 +66,17 @@ def train(budget: str | None, wrapped_first: bool, codec: str | None = None) -> 
         }
 
 
+@pytest.fixture(scope="module")
+def plain() -> list[dict[str, Any]]:
+    """What each rank finds without a budget."""
+    return run_on_ranks(train, 2, None, False)
+
+
 @needs_compiler
 @pytest.mark.parametrize("wrapped_first", [False, True])
-def test_a_budget_is_met_and_nothing_else_changes(wrapped_first: bool) -> None:
-    plain = run_on_ranks(train, 2, None, False, timeout_seconds=250)
+def test_a_budget_is_met_and_nothing_else_changes(plain: list[dict[str, Any]], wrapped_first: bool) -> None:
     budget_bytes = int(0.8 * plain[0]["peak"])
-    planned = run_on_ranks(train, 2, f"{budget_bytes}B", wrapped_first, timeout_seconds=250)
+    planned = run_on_ranks(train, 2, f"{budget_bytes}B", wrapped_first)
     for rank, other in zip(planned, plain, strict=True):
         assert rank["losses"] == other["losses"]
         assert all(map(torch.equal, rank["weights"], other["weights"]))
@@ -85,9 +90,9 @@ def test_a_budget_is_met_and_nothing_else_changes(wrapped_first: bool) -> None:
 
 @needs_compiler
 def test_a_budget_is_met_where_gradients_travel_as_codes() -> None:
-    plain = run_on_ranks(train, 2, None, False, "dynamic_tree", timeout_seconds=250)
+    plain = run_on_ranks(train, 2, None, False, "dynamic_tree")
     budget_bytes = int(0.8 * plain[0]["peak"])
-    planned = run_on_ranks(train, 2, f"{budget_bytes}B", False, "dynamic_tree", timeout_seconds=250)
+    planned = run_on_ranks(train, 2, f"{budget_bytes}B", False, "dynamic_tree")
     for rank, other in zip(planned, plain, strict=True):
         assert rank["losses"] == other["losses"]
         assert rank["peak"] <= budget_bytes < other["peak"]

@@ -14,7 +14,7 @@ from tests.training_laws import (
 )
 
 SIDES = {"alexnet": 67, "unet3d": 8, "densenet121": 32, "unet": 16, "resnet18_cifar": 8}
-OTHER_DEPTHS = ("vgg11", "vgg16", "vgg19_bn", "resnet34")  # of networks that are here
+OTHER_DEPTHS = ("vgg11", "vgg16", "vgg16_bn", "vgg19_bn", "resnet34")  # of networks that are here
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def run(*arguments: object) -> Result:
 def test_as_typed_it_lays_out_a_file(tmp_path: Path) -> None:
     (tmp_path / "problem.csv").write_text(PROBLEM)
     command = [sys.executable, "-m", "shoal.layout", str(tmp_path / "problem.csv")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
     assert (done.returncode, done.stderr) == (0, "")
     assert "150.0 %" in done.stdout
 

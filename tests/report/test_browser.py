@@ -46,7 +46,7 @@ def browse(folder: Path, page: str, width: int = 1280) -> tuple[str, str]:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=850,
         check=True,
     )
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)

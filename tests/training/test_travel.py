@@ -103,9 +103,7 @@ def test_ranks_that_exchange_something_else_train_and_resume(
     tmp_path: Path, change: dict[str, Any], kind: str, most: float
 ) -> None:
     """Where nothing is rounded as data parallel, but for the order of sums."""
-    for plain, whole, stopped, resumed in run_on_ranks(
-        train_plain_and_changed, 2, tmp_path, change, timeout_seconds=250
-    ):
+    for plain, whole, stopped, resumed in run_on_ranks(train_plain_and_changed, 2, tmp_path, change):
         assert whole["losses"] == pytest.approx(
             plain["losses"], rel=0.2 if change.keys() & {"precision", "compress_gradients"} else 1e-5
         )

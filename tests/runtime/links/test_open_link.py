@@ -121,7 +121,7 @@ for where in ('host', {str(tmp_path)!r}):
 kept.append(kept)
 sys.exit(5)
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=850)
     assert (done.returncode, done.stderr) == (5, "")
 
 
@@ -148,7 +148,7 @@ for link, lease, x, copy in kept:
     link.fetch(y.untyped_storage(), lease.slab, 0, copy).wait()
     assert y.all()
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=850)
     assert (done.returncode, done.stderr) == (0, "")
 
 
