@@ -148,7 +148,7 @@ def test_where_the_copy_cannot_be_planned_the_step_is_refused() -> None:
     with costs_that_do_not_matter():
         made = shoal.plan(planned, rows(), "1GiB", planner="keep_all")
         with pytest.raises(PlanError, match="does not count the copy"):
-            gradients(shoal.compile(planned, plan=made), rows())
+            shoal.compile(planned, plan=made)(rows()).square().mean().backward()
 
 
 def test_without_a_budget_a_torch_compile_backend_goes_on_with_the_copy() -> None:
