@@ -20,7 +20,8 @@ from shoal.first_run import run_nodes
 from shoal.inner import compiler
 from shoal.plan import Plan
 from shoal.runtime.traced_layout import copied, in_traced_layout, is_writable
-from tests.training_laws import costs_that_do_not_matter, images, keep_nothing, needs_compiler
+from tests.joint_graphs import NETWORKS
+from tests.training_laws import assert_same_training, costs_that_do_not_matter, images, keep_nothing, needs_compiler
 
 
 class Pixels(nn.Module):
@@ -75,6 +76,12 @@ def test_gradients_are_as_near_to_float64_as_those_of_eager_pytorch(
         shoal.compile(planned, "1TiB", planner=keep_nothing)
         for _ in range(2):  # the first run is not of the code that later ones run
             assert error(gradients(planned, x), right) <= allowed
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_networks_train_bit_for_bit_with_a_batch_of_one(network: str) -> None:
+    torch.manual_seed(0)
+    assert_same_training(NETWORKS[network](), images(2, 1, 3, 8, 8))
 
 
 _library = torch.library.Library("shoal_first_run", "FRAGMENT")
