@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import suggest_memory_format
 
 from shoal.aliasing import is_view
 from shoal.codecs import pool_index
@@ -261,8 +262,7 @@ def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Nod
     codes_value = places.new_empty_strided(places.shape, places.stride(), dtype=torch.uint8)
     pool.meta["val"] = (pooled, codes_value)
     indices.meta["val"] = codes_value
-    layout = torch.channels_last if dims == 2 else torch.channels_last_3d
-    channels_last = value.is_contiguous(memory_format=layout) and not value.is_contiguous()
+    channels_last = _is_channels_last(value)
     with graph.inserting_before(node):
         shape = as_arguments(graph, value.shape)
     node.target = pool_backward
@@ -270,6 +270,14 @@ def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Nod
     # A dilated window may lie in the padding altogether: its index is then of no maximum.
     rectified = all(step == 1 for step in dilation) and _take_in_rectifier(graph, node, pool_input, backward)
     pool.args, node.args = (*pool.args, rectified), (*node.args, rectified)
+
+
+def _is_channels_last(value: torch.Tensor) -> bool:
+    """Whether pooling's backward kernel takes its input, of this layout, for channels_last."""
+    if any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):  # asked, they would be settled
+        layout = torch.channels_last if value.dim() == 4 else torch.channels_last_3d
+        return value.is_contiguous(memory_format=layout) and not value.is_contiguous()
+    return suggest_memory_format(value) is not torch.contiguous_format
 
 
 def _take_in_rectifier(graph: fx.Graph, unfolded: fx.Node, output: fx.Node, backward: set[fx.Node]) -> bool:

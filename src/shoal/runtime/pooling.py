@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from shoal.codecs import pool_index
 
@@ -32,7 +33,7 @@ def forward(
     """
     pool = _aten.max_pool2d_with_indices if len(kernel) == 2 else _aten.max_pool3d_with_indices
     shape = [_outputs(*axis, ceil_mode) for axis in zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)]
-    pooled = torch.empty((*x.shape[:2], *shape), dtype=x.dtype, device=x.device, memory_format=_layout(x))
+    pooled = torch.empty((*x.shape[:2], *shape), dtype=x.dtype, device=x.device, memory_format=suggest_memory_format(x))
     codes = torch.empty_like(pooled, dtype=torch.uint8)
     for some in _pieces(pooled):
         # The library's form that writes into given tensors takes five times as long.
@@ -77,13 +78,6 @@ def _outputs(size: int, kernel: int, stride: int, padding: int, dilation: int, c
     room = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (room + stride - 1 if ceil_mode else room) // stride + 1
     return count - (ceil_mode and (count - 1) * stride >= size + padding)
-
-
-def _layout(x: torch.Tensor) -> torch.memory_format:
-    for layout in (torch.channels_last,) if x.dim() == 4 else (torch.channels_last_3d,):
-        if x.is_contiguous(memory_format=layout) and not x.is_contiguous():
-            return layout
-    return torch.contiguous_format
 
 
 def _pieces(outputs: torch.Tensor) -> Iterator[slice]:
