@@ -41,7 +41,7 @@ def _fits(leaf: torch.Tensor, gradient: Any) -> bool:
     """PyTorch's layout contract for gradients: the leaf's strides where it is dense, else contiguous."""
     if not isinstance(gradient, torch.Tensor) or gradient.shape != leaf.shape:
         return True
-    if not torch._prims_common.is_non_overlapping_and_dense(leaf):
+    if not torch.ops.aten.is_non_overlapping_and_dense.default(leaf):
         return bool(gradient.is_contiguous())
     sizes = zip(leaf.shape, leaf.stride(), gradient.stride(), strict=True)
     return all(size == 1 or mine == its for size, mine, its in sizes)
