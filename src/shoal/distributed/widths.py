@@ -72,7 +72,7 @@ class Widths:
         """What all ranks must have alike, AWP's state included, in words.
 
         >>> Widths(16).settings()
-        {'precision': "truncate2()"}
+        {'precision': 'truncate2()'}
         """
         if self.adaptive is None:
             return {"precision": described(self._fixed) if self._fixed is not None else "float32"}
