@@ -56,6 +56,20 @@ def test_every_rank_gets_what_was_sent_to_it(ranks: int) -> None:
         assert sent[r] == 2 * once
 
 
+def alone() -> str:
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(TransferError) as caught:
+        Exchange(timeout_seconds=1)
+    return str(caught.value)
+
+
+def test_an_exchange_that_one_rank_does_not_make_is_an_error_when_its_time_is_up() -> None:
+    told, _ = run_on_ranks(alone, 2)
+    assert told.startswith("got no exchange with all of the ranks [0, 1] within 1 seconds")
+    assert "make it on every rank" in told and "\n" not in told
+
+
 def exchange_among_some() -> list[int]:
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:

@@ -210,3 +210,31 @@ def refuse_an_odd_batch(out: Path) -> str:
 def test_a_batch_that_ranks_cannot_share_evenly_is_refused(tmp_path: Path) -> None:
     said = run_on_ranks(refuse_an_odd_batch, 2, tmp_path)
     assert said == ["batch=7 over 2 ranks: give a multiple of 2"] * 2
+
+
+def train_unlike(out: Path) -> list[str]:
+    ranks = these_ranks()
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        tiny = put_in_place(patch, out)
+        for mine in ({"compress_gradients": [None, "dynamic_tree"]}, {"lr": [0.1, 0.2]}, {"resume": [False, True]}):
+            options = {name: by_rank[ranks.rank] for name, by_rank in mine.items()}
+            with pytest.raises(TransferError) as caught:
+                loop.train(tiny(**options), Watched(), ranks)
+            told.append(str(caught.value))
+    return told
+
+
+def test_ranks_with_other_arguments_are_told_before_they_train(tmp_path: Path) -> None:
+    first, second = run_on_ranks(train_unlike, 2, tmp_path, timeout_seconds=250)
+    assert first == second
+    for told, words in zip(
+        first,
+        [
+            "compress_gradients None on rank 0, dynamic_tree on rank 1",
+            "lr 0.1 on rank 0, 0.2 on rank 1",
+            "resume False on rank 0, True on rank 1",
+        ],
+        strict=True,
+    ):
+        assert told.startswith(f"shoal train: ranks differ: got {words};")

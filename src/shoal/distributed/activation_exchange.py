@@ -14,6 +14,7 @@ import torch
 from shoal import codecs
 from shoal.codecs import Codec, Encoded
 from shoal.codecs.memory_order import strides_in_order
+from shoal.distributed.agreement import agree, described
 from shoal.distributed.exchange import Exchange
 from shoal.distributed.shares import Piece, Share, everything, pieces, shares
 from shoal.distributed.traffic import Traffic
@@ -48,12 +49,16 @@ def activation_codec(codec: str | Codec | None) -> Codec | None:
 class ActivationExchange:
     """What the ranks of a group send each other in model-parallel layers.
 
-    Calls are collective: every rank makes the same ones in the same order, from one thread at a time.
+    Calls are collective, making one too: every rank makes the same ones in the same order, from one thread at a time.
 
     Args:
         exchange: between these ranks; only this object may use it.
         codec: of `shoal.codecs` that gives activations back; None: raw, exact.
         traffic: where the bytes are counted, as "activations"; None: an own one.
+
+    Raises:
+        CodecError: see `activation_codec`.
+        TransferError: ranks have different codecs: on every one of them.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class ActivationExchange:
         self.exchange = exchange
         self.codec = activation_codec(codec)
         self.traffic = Traffic() if traffic is None else traffic
+        agree(exchange, "ActivationExchange", codec=described(self.codec))
 
     @property
     def rank(self) -> int:

@@ -12,6 +12,7 @@ from torch.autograd import Variable
 
 from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FloatCodec
+from shoal.distributed.agreement import agree, described, short_hash
 from shoal.distributed.bucket_sum import CodedBucket, LocalExactMean, ShardedMean
 from shoal.distributed.buffers import Buffers
 from shoal.distributed.choose_codec import Decision
@@ -68,7 +69,9 @@ class DdpReducer:
         self._lock = Lock()
         self._failure: BaseException | None = None
         self._backward = -1  # the number of the pass whose end is watched
-        self._raw_bytes = self._plain_bytes = self._counted_bytes = 0
+        self._raw_bytes = self._plain_bytes = 0
+        self._counted_bytes = self._sent_bytes()  # what measured and agreed is no gradients
+        self._last: torch.futures.Future[torch.Tensor] | None = None  # of the bucket before
         self._threads: ReductionThreads | None = None
         self._closed = False
 
@@ -78,7 +81,11 @@ class DdpReducer:
         in_backward = self._watch_backward()
         if self._failure is not None:
             return _done(buffer) if in_backward else _failed(self._failure)
-        decision, chunks = self._of(bucket)
+        try:
+            decision, chunks = self._of(bucket)
+        except BaseException as error:
+            self._fail(error)
+            return _done(buffer) if in_backward else _failed(error)
         self.decisions[bucket.index()] = decision
         raw_bytes = ring_all_reduce_bytes(buffer.nbytes, self._ranks)
         self._raw_bytes += raw_bytes
@@ -95,7 +102,20 @@ class DdpReducer:
         except BaseException as error:
             self._fail(error)
             return _done(buffer)
-        return job.future  # chunks are done in order
+        self._last = job.future  # chunks are done in order
+        return job.future
+
+    def agree(self, what: str, **settings: object) -> None:
+        """As `shoal.distributed.agreement.agree`, of all ranks of the model, while no bucket is under way.
+
+        Raises:
+            TransferError: they differ, or one failed.
+        """
+        try:
+            self._counted_bytes += agree(self._exchanges[0], what, **settings)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def raise_failure(self) -> None:
         """Raise what went wrong in an earlier bucket, if anything did."""
@@ -122,8 +142,24 @@ class DdpReducer:
                 Piece(name, parameter.numel(), encoded=parameter.dim() > 1)
                 for name, parameter in zip(names, parameters, strict=True)
             )
-            found = self._buckets[names] = self._planned(bucket, pieces)
+            found = self._planned(bucket, pieces)
+            self._agree_on(bucket, pieces, found[0])
+            self._buckets[names] = found
         return found
+
+    def _agree_on(self, bucket: GradBucket, pieces: tuple[Piece, ...], decision: Decision) -> None:
+        """A bucket that DDP has not filled before, at first and after it cut its buckets anew."""
+        if self._closed:
+            return
+        if self._last is not None:
+            self._last.wait()  # NCCL takes messages in one order alone
+        self.agree(
+            f"gradients of bucket {bucket.index()}",
+            parameters=f"{len(pieces)} of {sum(piece.elems for piece in pieces)} values, "
+            f"hash {short_hash([(piece.name, piece.elems) for piece in pieces])}",
+            dtype=bucket.buffer().dtype,
+            codec=described(decision.codec),
+        )
 
     def _planned(self, bucket: GradBucket, pieces: tuple[Piece, ...]) -> tuple[Decision, Chunks | None]:
         decision, codec = self._decide(pieces, bucket.buffer().dtype)
@@ -178,13 +214,16 @@ class DdpReducer:
         return True
 
     def _end(self) -> None:
-        sent_bytes = sum(exchange.sent_bytes for exchange in self._exchanges)
+        sent_bytes = self._sent_bytes()
         self._traffic.add("gradients", sent_bytes - self._counted_bytes + self._plain_bytes, self._raw_bytes)
         self._traffic.end_step()
         self._counted_bytes = sent_bytes
         self._raw_bytes = self._plain_bytes = 0
         self.raise_failure()
         self._step_ended()
+
+    def _sent_bytes(self) -> int:
+        return sum(exchange.sent_bytes for exchange in self._exchanges)
 
     def _fail(self, error: BaseException) -> None:
         """Any thread: no bucket is reduced from now on, and the other ranks are told."""

@@ -36,9 +36,11 @@ class Exchange:
     Attributes:
         rank, ranks: of this process in the group, and how many.
         sent_bytes: put on the wire so far, headers and all.
+        host_sends: whether messages may lie on the host (not where NCCL is the only backend).
 
     Raises:
         InputError: torch.distributed was not initialised, or the timeout is not positive.
+        TransferError: a rank did not make it in time.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> None:
@@ -49,13 +51,19 @@ class Exchange:
         backends = dist.get_backend_config(group)
         kinds = {place.partition(":")[2] for place in backends.split(",")}
         self._members: list[int] = dist.get_process_group_ranks(group)
-        self._group: Any = dist.new_group(
-            self._members,
-            timeout=timedelta(seconds=timeout_seconds),
-            backend=kinds.pop() if len(kinds) == 1 else backends,
-            use_local_synchronization=len(self._members) < dist.get_world_size(),
-        )
-        self._host_sends = "cpu:" in backends
+        try:
+            self._group: Any = dist.new_group(
+                self._members,
+                timeout=timedelta(seconds=timeout_seconds),
+                backend=kinds.pop() if len(kinds) == 1 else backends,
+                use_local_synchronization=len(self._members) < dist.get_world_size(),
+            )
+        except RuntimeError as error:
+            raise TransferError(
+                f"got no exchange with all of the ranks {self._members} within {timeout_seconds:g} seconds "
+                f"({str(error).splitlines()[0][:160]}); make it on every rank, and see the others' logs"
+            ) from error
+        self.host_sends = "cpu:" in backends
         self._device_sends = "cuda:nccl" in backends
         self.rank: int = dist.get_rank(group)
         self.ranks: int = len(self._members)
@@ -142,7 +150,7 @@ class Exchange:
                 what,
                 received,
                 self.timeout_seconds,
-                host_headers=self._host_sends,
+                host_headers=self.host_sends,
             )
             self._sequence += 1
             self._open[round_.sequence] = round_
@@ -173,7 +181,7 @@ class Exchange:
                 return
             self._failure = reason
             _in_flight.extend(self._open.values())
-            if not self._host_sends:
+            if not self.host_sends:
                 return
             header = Header(self._sequence, 0, 0, f"rank {self.rank} gave up: {reason}", gave_up=True).to_tensor()
             for peer, member in enumerate(self._members):

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.codecs import registry
 from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FloatCodec
+from shoal.distributed.agreement import agree, described, fingerprint, short_hash
 from shoal.distributed.choose_codec import Chooser, Decision
 from shoal.distributed.ddp_buckets import DEFAULT_BUCKET_BYTES, expected_buckets
 from shoal.distributed.ddp_hook import shoal_gradients_hook
@@ -93,7 +94,8 @@ def compress_gradients(
     Raises:
         InputError: the model is neither a DistributedDataParallel nor sharded, or an argument is not so.
         CodecError: there is no codec of this name.
-        TransferError: another rank failed while links were measured. Later `backward()` raises it on every rank when
+        TransferError: ranks differ in model, codec, options, bucket size or version of Shoal: on every rank, with what
+            differs. Another rank failed while links were measured. Later `backward()` raises it on every rank when
             one died, sent nothing in time, sent something else or met an error; then start from the last checkpoint.
 
     Example, in each of two processes that torchrun started:
@@ -151,18 +153,19 @@ class CompressedGradients:
         self._group: Any = model.process_group
         self.rank: int = dist.get_rank(self._group)
         self.ranks: int = dist.get_world_size(self._group)
+        self._asked = codec
         self._codec = codec if isinstance(codec, Codec) else None
         self._chooser: Chooser | None = None
         self._way = WAYS[local]
         self._broadcast_every = broadcast_every if local == "exact" else 0
         self._steps = 0
-        self._broadcast_due = False
+        self._steps_loaded = self._broadcast_due = False
         self._feedback = Feedback(self.ranks, self.rank) if error_feedback else None
         self._reducer: DdpReducer | None = None
         self._handles: list[Any] = []
         self._parameters = dict(model.module.named_parameters())
-        if self.ranks > 1 and codec is not None:
-            self._set_up(codec == "auto", timeout_seconds)
+        if self.ranks > 1:
+            self._set_up(timeout_seconds)
         if self._reducer is None:
             self._handles.append(model.register_forward_pre_hook(self._count_plain))
 
@@ -201,6 +204,7 @@ class CompressedGradients:
             device = next(iter(self._parameters.values())).device
             self._feedback.load_state_dict(state["feedback"], elems, device)
         self._steps = int(state["steps"])
+        self._steps_loaded = True
 
     def close(self) -> None:
         """All-reduce every bucket as it is from now on, and free threads and process groups. A collective call."""
@@ -210,16 +214,21 @@ class CompressedGradients:
             handle.remove()
         self._handles.clear()
 
-    def _set_up(self, measure: bool, timeout_seconds: float) -> None:
-        scatter, gather = (Exchange(self._group, timeout_seconds=timeout_seconds) for _ in range(2))
-        if measure:
+    def _set_up(self, timeout_seconds: float) -> None:
+        # Whatever was asked for here: where another rank asked for something else, both hear of it.
+        scatter = Exchange(self._group, timeout_seconds=timeout_seconds)
+        agree(scatter, "compress_gradients", **self._settings())
+        declines = self._asked is None
+        if self._asked == "auto":
             device = next(iter(self._parameters.values())).device
             elems = sum(parameter.numel() for parameter in self._parameters.values())
             self._chooser = measure_choice(scatter, self._group, device=device, way=self._way, largest_elems=elems)
-            if self._chooser.declines(self._expected_buckets()):
-                scatter.close()
-                gather.close()
-                return
+            declines = self._chooser.declines(self._expected_buckets())
+            agree(scatter, "compress_gradients", measured=short_hash(str(self._chooser)))  # so that all decide alike
+        if declines:
+            scatter.close()
+            return
+        gather = Exchange(self._group, timeout_seconds=timeout_seconds)
         self._reducer = DdpReducer(
             self._group,
             {id(parameter): name for name, parameter in self._parameters.items()},
@@ -243,7 +252,28 @@ class CompressedGradients:
         )
         self._handles.append(self._model.register_forward_pre_hook(self._raise_failure))
         if self._broadcast_every:
+            self._handles.append(self._model.register_forward_pre_hook(self._agree_on_steps))
             self._handles.append(self._model.register_forward_pre_hook(self._broadcast_weights))
+
+    def _settings(self) -> dict[str, object]:
+        model = self._model
+        return {
+            "codec": described(self._asked),
+            "error_feedback": self._feedback is not None,
+            "local": {way: local for local, way in WAYS.items()}[self._way],
+            "broadcast_every": self._broadcast_every,
+            "model": fingerprint(self._parameters.items()),
+            "bucket_cap_bytes": getattr(model, "bucket_bytes_cap", DEFAULT_BUCKET_BYTES),
+            "find_unused_parameters": model.find_unused_parameters,
+            "static_graph": model.static_graph,
+            "broadcast_buffers": model.broadcast_buffers,
+        }
+
+    def _agree_on_steps(self, _model: torch.nn.Module, _inputs: Any) -> None:
+        """Before the first forward pass that trains after a state was loaded: weights are broadcast by the step."""
+        if self._steps_loaded and torch.is_grad_enabled() and self._reducer is not None:
+            self._steps_loaded = False
+            self._reducer.agree("the loaded state of compress_gradients", steps=self._steps)
 
     def _expected_buckets(self) -> list[tuple[int, int]]:
         trained = [parameter for parameter in self._parameters.values() if parameter.requires_grad]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from shoal.codecs import Codec
 from shoal.distributed.activation_exchange import ActivationExchange, activation_codec
+from shoal.distributed.agreement import agree, fingerprint
 from shoal.distributed.dense_border import Border, find_border
 from shoal.distributed.dense_layers import DenseLayers
 from shoal.distributed.exchange import Exchange
@@ -59,14 +60,16 @@ def hybrid(
 
     Raises:
         InputError: the model has no linear layer after a convolution, or is no chain from there on.
-        TransferError: torch.distributed was not initialised; in training, that a rank failed.
+        TransferError: ranks differ in model, codecs or version of Shoal, on every rank; in training, that one failed.
 
     Limits: batch norm among the dense layers is refused. Dropout among them draws other masks than one process would.
     """
     border = find_border(model)
     chosen = activation_codec(codec)
-    channels = [ActivationExchange(Exchange(group, timeout_seconds=timeout_seconds), chosen) for _ in range(2)]
     gradient_codec = codec if gradient_codec == SAME else gradient_codec
+    exchanges = [Exchange(group, timeout_seconds=timeout_seconds) for _ in range(2)]
+    agree(exchanges[0], "hybrid", model=fingerprint(model.named_parameters()), dense_layers=", ".join(border.layers))
+    channels = [ActivationExchange(exchange, chosen) for exchange in exchanges]
     return Hybrid(model, border, channels[0], channels[1], gradient_codec, group, timeout_seconds)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shoal.codecs import registry
 from shoal.codecs.codec import Codec
+from shoal.distributed.agreement import agree
 from shoal.distributed.choose_codec import MARGIN, Chooser
 from shoal.distributed.exchange import Exchange
 from shoal.distributed.link_rates import CodecRates, Curve, LinkRates
@@ -53,11 +54,13 @@ def measure_choice(
         margin: as of `choose`.
 
     Raises:
-        TransferError: a rank died, or sent nothing in time.
+        TransferError: a rank died, sent nothing in time, or measures something else.
         CodecError: there is no codec of one of the names.
     """
     codecs = [registry.get(name) for name in candidates]
     place = torch.device(device)
+    what = "the measurement of the link"
+    agree(exchange, what, candidates=", ".join(map(str, codecs)), way=way, largest_elems=largest_elems, margin=margin)
     link = measure_link(exchange, group, device=place, way=way, largest_elems=largest_elems)
     rates = codec_rates(codecs, group, device=place, largest_elems=largest_elems) if exchange.ranks > 1 else ()
     return Chooser(link, rates, way, margin)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shoal.codecs.codec import Codec
+from shoal.distributed.agreement import agree, described, short_hash
 from shoal.distributed.choose_codec import Chooser, Decision
 from shoal.distributed.coded_reduce_scatter import CodedReduceScatter
 from shoal.distributed.decisions import decide, explained
@@ -106,6 +107,8 @@ class CompressedShards:
         first = self._exchanges[self._units[0].ranks_group]
         self.rank, self.ranks = first.rank, first.ranks
         self._feedback = Feedback(self.ranks, self.rank) if error_feedback else None
+        for group, exchange in self._exchanges.items():
+            agree(exchange, "compress_gradients of shards", **self._settings(group, codec))
         choosers = self._measured() if codec == "auto" else {}
         for unit in self._units:
             exchange = self._exchanges[unit.ranks_group]
@@ -118,6 +121,9 @@ class CompressedShards:
                 unit.name, unit.pieces, taken, plain, exchange, self._feedback, self.traffic, self._count_step
             )
             unit.module.set_custom_reduce_scatter(comm)
+        if choosers:
+            for group, exchange in self._exchanges.items():
+                agree(exchange, "compress_gradients of shards", measured=short_hash(str(choosers[group])))
 
     def explain(self) -> str:
         """The bytes of the last step, and for each sharded module how its gradients travel and why, a line each."""
@@ -154,6 +160,19 @@ class CompressedShards:
         for exchange in self._exchanges.values():
             exchange.close()
         self._exchanges.clear()
+
+    def _settings(self, group: Any, codec: Codec | str | None) -> dict[str, object]:
+        """What all ranks that hold shards of the same modules must have alike."""
+        mine = [unit for unit in self._units if unit.ranks_group is group]
+        facts = [
+            (unit.name, str(unit.dtype), [(piece.name, piece.elems, piece.encoded) for piece in unit.pieces])
+            for unit in mine
+        ]
+        return {
+            "codec": described(codec),
+            "error_feedback": self._feedback is not None,
+            "model": f"{len(mine)} sharded modules, hash {short_hash(facts)}",
+        }
 
     def _measured(self) -> dict[Any, Chooser]:
         largest: dict[Any, int] = {}

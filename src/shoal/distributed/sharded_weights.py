@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.distributed.agreement import agree, fingerprint
 from shoal.distributed.exchange import Exchange
 from shoal.distributed.fsdp_records import parameter_groups, sharded_modules
 from shoal.distributed.packed_shard import PackedShard, ShardWire, ToldAllGather, packed
@@ -40,6 +41,7 @@ class ShardedWeights:
 
     Raises:
         InputError: the model is not sharded, or in a way that cannot be packed.
+        TransferError: ranks differ in precision, rounding, AWP's numbers, model or version of Shoal: on every rank.
 
         fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -74,9 +76,14 @@ class ShardedWeights:
         self._ranks = mesh.size(mesh.ndim - 1)
         packs = set(packable(model))
         self._codecs = {name: partial(self._widths.codec, name) if name in packs else _raw for name in self._sharded}
-        self._exchange: Exchange | None = None
-        if self.adaptive is not None:
-            self._exchange = Exchange(self._group, timeout_seconds=timeout_seconds)
+        exchange = Exchange(self._group, timeout_seconds=timeout_seconds)
+        parameters = [(name, sharded.sharded_param) for name, sharded in self._sharded.items()]
+        agree(exchange, "ShardedWeights", **self._widths.settings(), model=fingerprint(parameters))
+        self._exchange: Exchange | None = exchange
+        if self.adaptive is None:  # nothing is exchanged later
+            exchange.close()
+            self._exchange = None
+        self._state_loaded = False
         self._install()
         self._handles = [
             model.register_forward_pre_hook(self._before_forward, prepend=True),
@@ -94,6 +101,7 @@ class ShardedWeights:
             InputError: the state is of other layers, or of a run with another kind of precision.
         """
         self._widths.load_state_dict(state)
+        self._state_loaded = True
         _gather_nothing(self._model)
 
     def explain(self) -> str:
@@ -142,6 +150,9 @@ class ShardedWeights:
             self.adaptive.watch(shards, self._sum_up)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        if self._state_loaded and self._exchange is not None:
+            self._state_loaded = False
+            agree(self._exchange, "the loaded state of ShardedWeights", **self._widths.settings())
         # Loading with assign=True puts other tensors there.
         if not all(isinstance(sharded.sharded_param._local_tensor, PackedShard) for sharded in self._sharded.values()):
             _gather_nothing(model)

@@ -30,6 +30,7 @@ from shoal.distributed.activation_functions import (
     summed_in_backward,
     summed_to_shares,
 )
+from shoal.distributed.agreement import agree
 from shoal.distributed.local_convolution import LocalConv2d, local_conv2d
 from shoal.distributed.shares import Share, shares
 from shoal.errors import InputError
@@ -158,6 +159,8 @@ class _Layer:
     def __init__(self, activations: ActivationExchange, dim: int, into: bool, out: bool, what: str) -> None:
         self.activations, self.dim, self.sharded_input, self.sharded_output = activations, dim, into, out
         self.what = what
+        layouts = {"input": "shared out" if into else "whole", "output": "shared out" if out else "whole"}
+        agree(activations.exchange, f"the parallel {what}", dimension=dim, **layouts)
 
     def input_features(self, x: torch.Tensor, features: int) -> torch.Tensor:
         """All input features of a column-parallel layer."""

@@ -8,6 +8,7 @@ from typing import Any
 from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.registry import get
+from shoal.distributed.agreement import described, short_hash
 from shoal.distributed.precision import AdaptivePrecision
 from shoal.errors import InputError
 
@@ -50,6 +51,7 @@ class Widths:
         self._by_bytes[RAW_BYTES] = None
         if one_byte is not None:
             self._by_bytes[1] = _of_8_bits(one_byte)
+        self._rounding = rounding
         self._fixed: Codec | None = None
         if isinstance(precision, str):
             self._fixed = get(precision)
@@ -65,6 +67,25 @@ class Widths:
         if self.adaptive is None:
             return self._fixed
         return self._by_bytes[self.adaptive.bytes_of(name)] if self.adaptive.watches(name) else None
+
+    def settings(self) -> dict[str, object]:
+        """What all ranks must have alike, AWP's state included, in words.
+
+        >>> Widths(16).settings()
+        {'precision': 'truncate2()'}
+        """
+        if self.adaptive is None:
+            return {"precision": described(self._fixed) if self._fixed is not None else "float32"}
+        layers, state = self.adaptive.layers, self.adaptive.state_dict()
+        return {
+            "precision": "adaptive",
+            "rounding": self._rounding,
+            "one_byte": described(self._by_bytes[1]),
+            "threshold": layers.threshold,
+            "interval": layers.interval,
+            "bits_step": layers.bits_step,
+            "bits": f"{self.adaptive.mean_bytes:g} bytes a weight, hash {short_hash(state)}",
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """AWP's state, plain numbers; nothing of a fixed width."""

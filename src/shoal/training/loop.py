@@ -60,7 +60,7 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
     several ranks train, each calls this, a signal to one ends all after the same step, and rank 0 writes.
 
     Raises:
-        TransferError: another rank is gone or did not answer in time.
+        TransferError: another rank is gone, did not answer in time, or has other options.
         torch.OutOfMemoryError: a step went past the wall of `options.enforce`, or past the device.
         ShoalError: an argument, a file or the data is wrong, no plan fits the budget, the model cannot be captured.
     """
@@ -69,6 +69,7 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
         check_writable(options.out)
     device = prepare.device(options.device)
     options = replace(options, device=device.type if ranks.count > 1 else str(device), ranks=ranks.several)
+    ranks.agree("shoal train", {**options.deciding(), "resume": options.resume})
     torch.manual_seed(options.seed + _FAR_APART * ranks.rank)
     data = prepare.open_data(options, ranks)
     layout = prepare.layout(options, prepare.check_fits(options, data))

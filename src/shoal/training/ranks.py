@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.distributed.agreement import agree
+from shoal.distributed.exchange import Exchange
 from shoal.errors import InputError, TransferError
 
 _FAILURES = "shoal/failures"
@@ -42,6 +44,18 @@ class Ranks:
     def several(self) -> int | None:
         """How many there are, None for one alone; as `TrainOptions.ranks`."""
         return self.count if self.count > 1 else None
+
+    def agree(self, what: str, settings: Mapping[str, object]) -> None:
+        """Return if every rank has these settings; a collective call.
+
+        Raises:
+            TransferError: they differ, or a rank is gone.
+        """
+        if self.count == 1:
+            return
+        exchange = Exchange(timeout_seconds=self.timeout_seconds)
+        agree(exchange, what, **settings)
+        exchange.close()
 
     def fold(self, numbers: Sequence[float]) -> list[list[float]]:
         """What every rank passed, by rank; a collective call.
