@@ -245,8 +245,9 @@ def _reject_graph_break(gm: fx.GraphModule) -> None:
         frame = reason.user_stack[-1] if reason.user_stack else None
         place = f"{frame.filename}:{frame.lineno} ({frame.line})" if frame else "an unknown line"
         raise CaptureError(
-            f"the model is not one graph: it breaks at {place}: {reason.reason.splitlines()[0]}; "
-            "take that line out of the model, or compile the part of the model around it"
+            f"the model is not one graph: it breaks at {place}: {reason.reason.splitlines()[0]}; take that line out of "
+            "the model, or compile the part of the model around it; logging is left out by shoal.compile, and here by "
+            "torch._dynamo.config.ignore_logging_functions"
         )
 
 
