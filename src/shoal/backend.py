@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 
 from shoal import planners
 from shoal.capture import capture
@@ -21,8 +22,8 @@ from shoal.inner import Compiler, compiler
 from shoal.layer_paths import module_path
 from shoal.lossy import Lossy, lossy_of
 from shoal.lower import lower
-from shoal.once_differentiable import once_differentiable
 from shoal.offloading import AUTO, Offloading, offloading
+from shoal.once_differentiable import once_differentiable
 from shoal.plan import Plan
 from shoal.runtime.encoded_activation import measured_errors
 from shoal.runtime.step_meter import StepMeter
@@ -254,14 +255,15 @@ def _reject_graph_break(gm: fx.GraphModule) -> None:
 def _make_static(gm: fx.GraphModule) -> None:
     """Ask for the number behind each symbolic size: Dynamo then guards on it, and every shape gets its own plan.
 
-    The cuts that `shoal.split` draws stay symbols: one plan is for all of them.
+    The cuts that `shoal.split` draws stay symbols: one plan is for all of them. So do numbers that shape no tensor,
+    such as a counter.
     """
-    for node in gm.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
-        for size in sizes:
-            if isinstance(size, torch.SymInt) and not _is_drawn(size):
-                int(size)
+    tensors = (value for node in gm.graph.nodes for value in tree_leaves(node.meta.get("example_value")))
+    for value in tensors:
+        if isinstance(value, torch.Tensor):
+            for size in (*value.shape, *value.stride(), value.storage_offset()):
+                if isinstance(size, torch.SymInt) and not _is_drawn(size):
+                    int(size)
 
 
 def _is_drawn(size: torch.SymInt) -> bool:

@@ -195,7 +195,7 @@ class _Caller:
             return plain_call(model, *args, **kwargs)
         return self.train(*args, **kwargs)
 
-    @torch._dynamo.disable(reason=OWN_BUDGET)  # type: ignore[misc]
+    @torch._dynamo.disable(reason=OWN_BUDGET)  # type: ignore[untyped-decorator]
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """A training step, planned."""
         model = self.model

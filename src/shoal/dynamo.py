@@ -28,8 +28,10 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from shoal.errors import CaptureError, ShoalError
 from shoal.transforms.split import CUTS_ARGUMENT, SplitModule
 
+log = logging.getLogger("shoal")
 MOST_CAPTURES = 64
 OWN_BUDGET = "the model has a budget of its own, given to shoal.compile"  # why Dynamo must leave a call as it is
+_MANY_CAPTURES = 8  # each takes seconds: so many are told of
 _OUR_SOURCES = ("L['model']", "L['args']", "L['kwargs']")  # what `call_of` calls what it is given
 _LOGGED = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
@@ -110,12 +112,12 @@ def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) 
     what = str(failure.msg).strip().splitlines()[0]
     if OWN_BUDGET in str(failure.msg):
         return CaptureError(
-            f"a part of the model has a budget of its own (shoal.compile), called at {_place(failure)}; compile the whole "
-            "model or that part alone"
+            f"a part of the model has a budget of its own (shoal.compile), called at {_place(failure)}; compile the "
+            "whole model or that part alone"
         )
     if "backwards hooks" in what:
         return CaptureError(
-            "a module of the model has a backward hook (register_full_backward_hook or its pre-hook), which cannot be a "
+            "a module of the model has a backward hook (register_full_backward_hook or its pre-hook), which cannot be "
             "part of a planned step; remove it, or use a forward hook, or a hook on a parameter (Tensor.register_hook)"
         )
     return CaptureError(
@@ -205,7 +207,17 @@ def capturing(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., An
     network that is split at drawn ones are told to be inputs, and nothing else is.
     """
 
+    captures = 0
+
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        nonlocal captures
+        captures += 1
+        if captures == _MANY_CAPTURES:
+            log.warning(
+                "the model was captured and planned %d times, each for other shapes or settings; what differed last: %s",
+                captures,
+                _last_difference(),
+            )
         _forget_sizes()
         with refusals():
             return backend(gm, example_inputs)

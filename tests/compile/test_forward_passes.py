@@ -62,9 +62,7 @@ LOGGING = [
 
 
 @pytest.mark.parametrize("between", LOGGING, ids=["logger", "level", "root", "adapter", "warnings", "once"])
-def test_logging_is_no_part_of_a_step(
-    between: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logging_is_no_part_of_a_step(between: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
     assert_same_training(Doing(between), images(2, 2, 3, 8, 8))
 
