@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 
 from shoal.backend import backend
 from shoal.errors import BudgetError, CaptureError, InputError
@@ -82,10 +81,9 @@ def test_the_planner_gets_the_budget_in_bytes() -> None:
 
 def test_a_budget_that_no_plan_fits_names_what_would_do() -> None:
     planned = through_torch(classifier(3, 8, 8), budget="10KiB")
-    with costs_that_do_not_matter(), pytest.raises(BackendCompilerFailed) as caught:
+    with costs_that_do_not_matter(), pytest.raises(BudgetError) as caught:
         planned(*images(1, 4, 3, 8, 8))
-    assert isinstance(caught.value.inner_exception, BudgetError)
-    assert caught.value.inner_exception.least_feasible_bytes > 10 * 1024
+    assert caught.value.least_feasible_bytes > 10 * 1024
 
 
 @pytest.mark.parametrize(
@@ -99,15 +97,14 @@ def test_a_budget_that_no_plan_fits_names_what_would_do() -> None:
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(BackendCompilerFailed) as caught:
+    with pytest.raises(InputError, match=f"^{re.escape(complaint)}") as caught:
         through_torch(nn.Conv2d(3, 4, 3), **options)(*images(1, 2, 3, 8, 8))
-    assert isinstance(caught.value.inner_exception, InputError)
-    assert str(caught.value.inner_exception).startswith(complaint)
+    assert "\n" not in str(caught.value), "Dynamo adds lines of its own to what it wraps"
 
 
 def test_torchs_modes_are_refused() -> None:
     planned = torch.compile(nn.Conv2d(3, 4, 3), backend=backend, mode="max-autotune")
-    with pytest.raises(BackendCompilerFailed, match="mode='max-autotune': the backend 'shoal' has no modes"):
+    with pytest.raises(InputError, match="mode='max-autotune': the backend 'shoal' has no modes"):
         planned(*images(1, 2, 3, 8, 8))
 
 
@@ -127,10 +124,9 @@ class Halting(nn.Module):
 def test_a_graph_break_is_refused_with_its_line() -> None:
     text = Path(__file__).read_text().splitlines()
     number = next(n for n, line in enumerate(text, 1) if line.endswith("graph_break()  # here"))
-    with pytest.raises(BackendCompilerFailed, match=re.escape(f"{Path(__file__).name}:{number} ")) as caught:
+    with pytest.raises(CaptureError, match=re.escape(f"{Path(__file__).name}:{number} ")) as caught:
         through_torch(Halting(), budget="1TiB")(*images(1, 2, 3, 8, 8))
-    assert isinstance(caught.value.inner_exception, CaptureError)
-    assert "\n" not in str(caught.value.inner_exception)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.skipif(

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 
 from shoal import planners
 from shoal.capture import capture
@@ -245,22 +246,24 @@ def _reject_graph_break(gm: fx.GraphModule) -> None:
         frame = reason.user_stack[-1] if reason.user_stack else None
         place = f"{frame.filename}:{frame.lineno} ({frame.line})" if frame else "an unknown line"
         raise CaptureError(
-            f"the model is not one graph: it breaks at {place}: {reason.reason.splitlines()[0]}; "
-            "take that line out of the model, or compile the part of the model around it"
+            f"the model is not one graph: it breaks at {place}: {reason.reason.splitlines()[0]}; take that line out of "
+            "the model, or compile the part of the model around it; logging is left out by shoal.compile, and here by "
+            "torch._dynamo.config.ignore_logging_functions"
         )
 
 
 def _make_static(gm: fx.GraphModule) -> None:
     """Ask for the number behind each symbolic size: Dynamo then guards on it, and every shape gets its own plan.
 
-    The cuts that `shoal.split` draws stay symbols: one plan is for all of them.
+    The cuts that `shoal.split` draws stay symbols: one plan is for all of them. So do numbers that shape no tensor,
+    such as a counter.
     """
-    for node in gm.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
-        for size in sizes:
-            if isinstance(size, torch.SymInt) and not _is_drawn(size):
-                int(size)
+    tensors = (value for node in gm.graph.nodes for value in tree_leaves(node.meta.get("example_value")))
+    for value in tensors:
+        if isinstance(value, torch.Tensor):
+            for size in (*value.shape, *value.stride(), value.storage_offset()):
+                if isinstance(size, torch.SymInt) and not _is_drawn(size):
+                    int(size)
 
 
 def _is_drawn(size: torch.SymInt) -> bool:

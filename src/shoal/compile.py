@@ -23,13 +23,12 @@ from shoal.choose_split import choose_split
 from shoal.dynamo import (
     OWN_BUDGET,
     ModelRaised,
-    call_of,
+    capturing,
     drawn_for,
     global_hooks,
     logging_functions,
     one_graph,
     plain_call,
-    refusals,
     settings,
 )
 from shoal.errors import BudgetError, CaptureError, InputError
@@ -222,9 +221,7 @@ class _Caller:
             with settings(self._logging), one_graph():
                 planned = self._planned.get(kind)
                 if planned is None:
-                    planned = self._planned[kind] = torch.compile(
-                        call_of(self._divided), backend=self._backend(), fullgraph=True, dynamic=False
-                    )
+                    planned = self._planned[kind] = capturing(self._divided, self._backend())
                 return planned(*args, **kwargs, **drawn_for(self._divided, args))
         except ModelRaised as failure:
             plain_call(model, *args, **kwargs)  # raises as the plain model does
@@ -251,8 +248,7 @@ class _Caller:
         session, inner = self.session, self.inner  # Dynamo keeps backends for good: this one must not hold the model
 
         def shoal(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-            with refusals():
-                return compile_step(session, inner, gm, example_inputs)
+            return compile_step(session, inner, gm, example_inputs)
 
         return shoal
 

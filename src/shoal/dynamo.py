@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import config
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -21,14 +21,18 @@ from torch._dynamo.exc import (
     Unsupported,
     UserError,
 )
+from torch._dynamo.pgo import get_code_state
 from torch._dynamo.utils import get_compilation_metrics
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from shoal.errors import CaptureError, ShoalError
 from shoal.transforms.split import CUTS_ARGUMENT, SplitModule
 
+log = logging.getLogger("shoal")
 MOST_CAPTURES = 64
 OWN_BUDGET = "the model has a budget of its own, given to shoal.compile"  # why Dynamo must leave a call as it is
+_MANY_CAPTURES = 8  # each takes seconds: so many are told of
+_OUR_SOURCES = ("L['model']", "L['args']", "L['kwargs']")  # what `call_of` calls what it is given
 _LOGGED = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
 
@@ -114,7 +118,7 @@ def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) 
     if "backwards hooks" in what:
         return CaptureError(
             "a module of the model has a backward hook (register_full_backward_hook or its pre-hook), which cannot be "
-            "a part of a planned step; remove it, or use a forward hook or a parameter's own (Tensor.register_hook)"
+            "part of a planned step; remove it, or use a forward hook, or a hook on a parameter (Tensor.register_hook)"
         )
     return CaptureError(
         f"the model cannot be captured as one graph: {what} at {_place(failure)}; take data-dependent control flow, "
@@ -190,9 +194,45 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
         accumulated_recompile_limit=4 * MOST_CAPTURES,
         fail_on_recompile_limit_hit=True,
         suppress_errors=False,
+        allow_unspec_int_on_nn_module=True,  # a counter of the model's may become an input of the step
         skip_nnmodule_hook_guards=False,  # else a hook that comes or goes between steps is not noticed
         ignore_logging_functions=config.ignore_logging_functions.union(logging_functions),
     )
+
+
+def capturing(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's call as it is to be called under `settings`: captured for each shape, and compiled by `backend`.
+
+    A number that changes from one call to the next becomes an input of the graph; a size never does. The cuts of a
+    network that is split at drawn ones are told to be inputs, and nothing else is.
+    """
+
+    captures = 0
+
+    def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        nonlocal captures
+        captures += 1
+        if captures == _MANY_CAPTURES:
+            log.warning(
+                "the model was captured and planned %d times, each for other shapes or settings; what differed last: %s",
+                captures,
+                _last_difference(),
+            )
+        _forget_sizes()
+        with refusals():
+            return backend(gm, example_inputs)
+
+    dynamic = False if _draws(model) else None
+    return torch.compile(call_of(model), backend=compile_graph, fullgraph=True, dynamic=dynamic)
+
+
+def _forget_sizes() -> None:
+    """Let Dynamo forget the tensors that our calls had: of a size that it sees change it would make a symbol."""
+    for code in get_code_state().values():
+        seen = code.automatic_dynamic
+        for name in [name for name, entry in seen.items() if isinstance(entry.size, tuple)]:
+            if name.startswith(_OUR_SOURCES):
+                del seen[name]
 
 
 def global_hooks() -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """Sizes that differ from one step to the next: symbols of a captured graph, each with the least and the most it can be.
 
+Beside sizes there are numbers that shape no tensor, such as a counter that scales one: they may be any.
+
 Where the cuts of a split network are drawn for every mini-batch, one captured graph stands for all draws. It is read
 with numbers in place of its symbols: the usual ones for what a step does, and as few others as bring each tensor to its
 largest for what a step takes.
@@ -33,9 +35,12 @@ def is_size(node: fx.Node) -> bool:
 def write_constants_out(graph: fx.Graph) -> None:
     """Put the number in place of each symbolic size that has only one, in arguments and in the tensors' shapes.
 
+    A number that shapes no tensor, such as a counter, may be any: it stays a symbol.
+
     Raises:
-        CaptureError: a symbol has no most that it can be.
+        CaptureError: a symbol in a tensor's shape has no most that it can be.
     """
+    shaping = _symbols_in_shapes(graph)
     for node in list(graph.nodes):
         if not is_size(node):
             if "val" in node.meta:
@@ -45,20 +50,15 @@ def write_constants_out(graph: fx.Graph) -> None:
         exact = _expression(value)
         if not exact.free_symbols:
             _replace(graph, node, _plain(value, exact))
-        elif unbounded := [symbol for symbol in exact.free_symbols if not is_bounded(value, symbol)]:
+        elif unbounded := [s for s in exact.free_symbols & shaping if not _has_bounds(s, value.node.shape_env)]:
             raise CaptureError(
                 f"the step has a symbolic size ({node.name}, of {unbounded[0]}); compile with dynamic=False so that "
                 "each shape gets its plan"
             )
 
 
-def is_bounded(value: Any, symbol: Any) -> bool:
-    """Whether the symbol, of the same graph as `value`, is told to have a most."""
-    return bool(value.node.shape_env.var_to_range[symbol].upper < int_oo)
-
-
 def usual(value: Size) -> int:
-    """A size with every symbol halfway between its least and its most."""
+    """A size with every symbol halfway between its least and its most; one that has no most, as it was captured."""
     if not isinstance(value, torch.SymInt):
         return value
     expression = _expression(value)
@@ -66,7 +66,7 @@ def usual(value: Size) -> int:
 
 
 def usual_numbers(graph: fx.Graph) -> Numbers:
-    """Every symbol of the graph halfway between its least and its most; empty where no size varies."""
+    """A number for every symbol of the graph, as of `usual`; empty where nothing varies."""
     found: dict[Any, int] = {}
     for node in graph.nodes:
         if is_size(node):
@@ -167,13 +167,29 @@ def _replace(graph: fx.Graph, node: fx.Node, number: float) -> None:
         graph.erase_node(node)
 
 
+def _has_bounds(symbol: Any, shape_env: Any) -> bool:
+    span = shape_env.var_to_range[symbol]
+    return bool(-int_oo < span.lower and span.upper < int_oo)
+
+
 def _bounds(symbol: Any, shape_env: Any) -> tuple[int, int]:
     span = shape_env.var_to_range[symbol]
     return int(span.lower), int(span.upper)
 
 
 def _halfway(symbols: Iterable[Any], shape_env: Any) -> dict[Any, int]:
-    return {symbol: sum(_bounds(symbol, shape_env)) // 2 for symbol in symbols}
+    return {symbol: _middle(symbol, shape_env) for symbol in symbols}
+
+
+def _middle(symbol: Any, shape_env: Any) -> int:
+    if _has_bounds(symbol, shape_env):
+        return sum(_bounds(symbol, shape_env)) // 2
+    return int(shape_env.backed_var_to_val[symbol])
+
+
+def _symbols_in_shapes(graph: fx.Graph) -> set[Any]:
+    tensors = (t for node in graph.nodes for t in tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor))
+    return {symbol for tensor in tensors for size in _symbolic(tensor) for symbol in _expression(size).free_symbols}
 
 
 def _largest_of_each(graph: fx.Graph) -> Iterator[dict[Any, int]]:

@@ -41,7 +41,7 @@ def test_more_shapes_than_can_have_plans_are_refused(monkeypatch: pytest.MonkeyP
         train(planned, [*images(1, 2, 3, 4, 4), *images(1, 3, 3, 4, 4)])
         with pytest.raises(
             CaptureError,
-            match="more than 2 different shapes.*size mismatch at index 0. expected 2, actual 3.*pad or crop",
+            match="more than 2 different shapes.*index 0. expected 3, actual 4.*pad or crop the batches",
         ):
             train(planned, images(1, 4, 3, 4, 4))
 
