@@ -21,7 +21,7 @@
 
 namespace {
 
-constexpr std::int64_t kBlock = 128;  // pixels of a plane summed in floats, in 8 or 16 sums side by side
+constexpr std::int64_t kBlock = 64;  // pixels of a plane summed in floats, in 4 to 16 sums side by side
 // Rows summed in floats, in one sum a channel: where all gradients are alike, so are the roundings of longer sums, and
 // what is taken off every pixel leaves them there.
 constexpr std::int64_t kRows = 16;

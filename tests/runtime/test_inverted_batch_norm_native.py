@@ -167,4 +167,4 @@ def test_gradients_that_are_all_alike_add_up_to_their_number(level: int, layout:
     vectors = torch.ones(3), torch.zeros(3), torch.ones(3)
     _, of_shift = backward_into(grad, torch.empty_like(grad), y, *vectors, False, "identity", 1.0, level=level)
     exact = torch.full((3,), 0.1).double() * 3200
-    torch.testing.assert_close(of_shift.double(), exact, rtol=3e-7, atol=0.0)
+    torch.testing.assert_close(of_shift.double(), exact, rtol=5e-7, atol=0.0)

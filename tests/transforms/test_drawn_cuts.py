@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from shoal import models
+from shoal.errors import InputError
 from shoal.transforms.drawn_cuts import as_sizes, draw, from_sizes, limits
 from shoal.transforms.split import split
 from shoal.transforms.split_plan import SplitPlan
@@ -64,3 +66,30 @@ def test_draws_come_from_torchs_generator_and_so_resume() -> None:
     torch.set_rng_state(state)
     assert [draw(plan, (32, 32), 0.2) for _ in range(20)] == first
     assert len(set(first)) > 1
+
+
+def test_draws_leave_mirroring_layers_enough_rows() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 1, 3, 1, 1), nn.Conv2d(1, 1, 7, 1, 3, padding_mode="reflect"))
+    divided = split(net, 1.0, (3, 1), stochastic=0.45)
+    assert divided.plan is not None
+    drawn = {draw(divided.plan, (12, 5), 0.45)[0] for _ in range(200)}
+    assert min(first for first, _ in drawn) == 4 and max(second for _, second in drawn) == 8
+    assert {second - first for first, second in drawn} == {2, 3, 4}
+    for _ in range(20):
+        divided(torch.randn(1, 1, 12, 5))
+    told = divided.describe((12, 5)).splitlines()[-1]
+    assert told == ("cuts of dim 0 are drawn from 4 to 5, 7 to 8 of the join, where its patches need 4, 1, 4 rows")
+
+
+@pytest.mark.parametrize("grid", [(3, 1), (3, 2), (2, 4)])
+def test_draws_leave_batch_norms_of_one_image_two_elements(grid: tuple[int, int]) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 1, 3, 1, 1), nn.BatchNorm2d(1))
+    divided = split(net, 1.0, grid, stochastic=0.45)
+    for _ in range(50):
+        assert divided(torch.randn(1, 1, 7, 5)).shape == (1, 1, 7, 5)
+    frozen = split(net, 1.0, (5, 5), stochastic=0.45)
+    with pytest.raises(InputError, match="1 normalises each patch by itself.*5 x 5.*one element"):
+        frozen(torch.randn(1, 1, 5, 5))
+    assert frozen(torch.randn(2, 1, 5, 5)).shape == (2, 1, 5, 5)
+    net[1].eval()
+    assert frozen(torch.randn(1, 1, 5, 5)).shape == (1, 1, 5, 5)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from shoal.runtime.batch_norm_vectors import batch_norm_scale, batch_norm_scale_backward
 from shoal.runtime.norm_conv import convolve, convolve_backward
 from shoal.runtime.norm_conv_native import Window
-from shoal.runtime.statistics import layout_of, measure, whole_gradient, wide
+from shoal.runtime.statistics import laid_out, layout_of, measure, strides_layout, whole_gradient, wide
 
 Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
 
@@ -133,7 +133,9 @@ def _forward(
 def _step(
     x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, step: Step, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return convolve(x, mean, *_line(step, variance), step.rectify, step.weight, None, _window(step.weight), True, out)
+    line, window = _line(step, variance), _window(step.weight)
+    y, mean_y, variance_y = convolve(x, mean, *line, step.rectify, step.weight, None, window, True, out)
+    return laid_out(y, layout_of(x)) if out is None else y, mean_y, variance_y
 
 
 def _line(step: Step, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,7 +237,7 @@ def _backward(
     return [
         _empty(features, have).copy_(of_x),
         *(() if measured else (of_mean.clone(), of_variance.clone())),
-        *(of.to(to.dtype).contiguous(memory_format=layout_of(to)) for of, to in zip(grads, parameters, strict=True)),
+        *(laid_out(of.to(to.dtype), strides_layout(to)) for of, to in zip(grads, parameters, strict=True)),
     ]
 
 
@@ -255,7 +257,7 @@ def _backward_fake(
 ) -> list[torch.Tensor]:
     layers = _layers(parameters, eps, rectify, steps)
     have = features.shape[1] - sum(layer[-1].weight.shape[0] for layer in layers)
-    grads = [torch.empty_like(tensor, memory_format=layout_of(tensor)) for tensor in parameters]
+    grads = [torch.empty_like(tensor, memory_format=strides_layout(tensor)) for tensor in parameters]
     vectors = [] if measured else [means.new_empty(have), variances.new_empty(have)]
     return [_empty(features, have), *vectors, *grads]
 

@@ -14,7 +14,7 @@ import torch
 
 from shoal.runtime.direct_call import direct_call
 from shoal.runtime.norm_sweeps import sweeps
-from shoal.runtime.statistics import by_channel, in_layout, layout_of
+from shoal.runtime.statistics import by_channel, in_layout, laid_out, layout_of
 
 _aten = torch.ops.aten
 
@@ -119,7 +119,7 @@ def activated_backward(
 def parted(grad: torch.Tensor, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The gradient of `joined(xs)` as one tensor for each, none of which looks at another's memory."""
     if len(xs) == 1:
-        return [grad.to(xs[0].dtype).contiguous(memory_format=layout_of(xs[0]))]
+        return [laid_out(grad.to(xs[0].dtype), layout_of(xs[0]))]
     parts = grad.split([x.shape[1] for x in xs], 1)
     return [torch.empty_like(x, memory_format=layout_of(x)).copy_(part) for part, x in zip(parts, xs, strict=True)]
 
@@ -159,7 +159,7 @@ def _forward(
     z = z.to(_kind(xs, residual))
     z = z if residual is None else z.add_(residual)
     z = z.relu_() if rectify else z
-    return z.contiguous(memory_format=layout)
+    return laid_out(z, layout)
 
 
 def _runs(xs: Sequence[torch.Tensor]) -> list[slice]:
@@ -225,7 +225,7 @@ def _gradients(
         )
     of_scale, of_shift = (torch.cat(parts).to(scale.dtype) for parts in zip(*vectors, strict=True))
     return (
-        [of_x.contiguous(memory_format=layout_of(x)) for of_x, x in zip(of_xs, xs, strict=True) if of_x is not None],
+        [laid_out(of_x, layout_of(x)) for of_x, x in zip(of_xs, xs, strict=True) if of_x is not None],
         (-scale * of_shift, of_scale, of_shift) if needs[1] else None,
         masked,
     )
@@ -249,7 +249,7 @@ def _reference_gradients(
         else:
             grad = _aten.threshold_backward(grad, over if z is None else z, 0)
         del over
-    grad = grad.contiguous(memory_format=layout_of(xs[0]))
+    grad = laid_out(grad, layout_of(xs[0]))
     of_vectors = reduced(grad, x, mean, scale) if needs[1] else None
     of_xs: list[torch.Tensor] = []
     if needs[0]:

@@ -21,7 +21,7 @@ from shoal.runtime.direct_call import direct_call
 from shoal.runtime.norm_act import activated, activated_backward, joined, parted, parted_fake
 from shoal.runtime.norm_conv_native import Window
 from shoal.runtime.norm_rows import pitch
-from shoal.runtime.statistics import layout_of, measure, whole_gradient, wide
+from shoal.runtime.statistics import laid_out, layout_of, measure, strides_layout, whole_gradient, wide
 
 _aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ def convolve(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`norm_conv` of one tensor without autograd; the result goes to `out` where there is one."""
-    if norm_conv_native.applies(x, weight, bias, window) and norm_conv_native.pays(x, weight, backward=False):
+    if _is_native(x, weight, bias, window):
         rows = out if out is not None and pitch(out) is not None else None
         y, mean_y, variance_y = norm_conv_native.forward(
             x, mean, scale, shift, rectify, weight, bias, window, statistics, out=rows
@@ -103,10 +103,13 @@ def convolve(
         a, weight, bias, window.stride, window.padding, window.dilation, False, [0] * len(window.stride), window.groups
     )
     del a
-    y = y.contiguous(memory_format=layout_of(x, weight))
     nothing = y.new_empty(0, dtype=wide(y.dtype))
     mean_y, variance_y = measure(y) if statistics else (nothing, torch.empty_like(nothing))
     return y if out is None else out.copy_(y), mean_y, variance_y
+
+
+def _is_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
+    return norm_conv_native.applies(x, weight, bias, window) and norm_conv_native.pays(x, weight, backward=False)
 
 
 def _forward(
@@ -124,8 +127,12 @@ def _forward(
     statistics: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     window = Window(stride, padding, dilation, groups)
-    y, mean_y, variance_y = convolve(joined(xs), mean, scale, shift, rectify, weight, bias, window, statistics)
-    return y.contiguous(memory_format=layout_of(xs[0], weight)), mean_y, variance_y
+    x = joined(xs)
+    y, mean_y, variance_y = convolve(x, mean, scale, shift, rectify, weight, bias, window, statistics)
+    if _is_native(x, weight, bias, window):
+        read = layout_of(x) if rectify or mean is not None else strides_layout(x)
+        y = laid_out(y, strides_layout(weight) if read == torch.contiguous_format else read)
+    return y, mean_y, variance_y
 
 
 def _forward_fake(
@@ -143,8 +150,10 @@ def _forward_fake(
     statistics: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     a = joined(xs).to(weight.dtype)
+    if rectify or mean is not None:
+        a = torch.empty_like(a, memory_format=layout_of(a))
+    # In the layout that PyTorch's own has, which depends on dtype, sizes and the kernel that it chooses.
     y = torch.convolution(a, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
-    y = torch.empty_like(y, memory_format=layout_of(xs[0], weight))
     channels = y.shape[1] if statistics else 0
     return y, y.new_empty(channels, dtype=wide(y.dtype)), y.new_empty(channels, dtype=wide(y.dtype))
 
@@ -174,7 +183,7 @@ def _backward(
     )
     found = [] if of_x is None else parted(of_x, xs)
     if of_weight is not None:
-        of_weight = of_weight.contiguous(memory_format=layout_of(weight))
+        of_weight = laid_out(of_weight, strides_layout(weight))
     return found + [gradient for gradient in (*of_vectors, of_weight, of_bias) if gradient is not None]
 
 

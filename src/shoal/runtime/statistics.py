@@ -89,19 +89,36 @@ def whole_gradient(
 
 
 def layout_of(*tensors: torch.Tensor) -> torch.memory_format:
-    """channels_last where one of the tensors is, or is a slice of the channels of one, and is not contiguous as well.
+    """channels_last where one of the tensors is, or is a slice of one that is, and is not contiguous as well.
+
+    So does PyTorch's batch norm lay its result out.
 
     >>> x = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     >>> layout_of(x), layout_of(x[:, :2]), layout_of(x.contiguous())
     (torch.channels_last, torch.channels_last, torch.contiguous_format)
     """
+    return strides_layout(*(x for x in tensors if not x.is_contiguous()))
+
+
+def strides_layout(*tensors: torch.Tensor) -> torch.memory_format:
+    """channels_last where the strides of one of the tensors are such, even if it is contiguous as well.
+
+    So does PyTorch's convolution lay its result out, of its input and its weight. It is `Tensor::suggest_memory_format`
+    of ATen (c10/core/MemoryFormat.h), which Python does not have.
+
+    >>> strides_layout(torch.ones(2, 1, 4, 5).to(memory_format=torch.channels_last))
+    torch.channels_last
+    """
     for x in tensors:
-        for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-            if x.dim() != dims or x.is_contiguous():
-                continue
-            if x.is_contiguous(memory_format=layout) or _channels_are_innermost(x):
-                return layout
+        if x.dim() in (4, 5) and _strides_are_channels_last(x):
+            return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
     return torch.contiguous_format
+
+
+def laid_out(x: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
+    """`x`, or a copy: without gaps, and with that layout's strides where a size of one leaves others."""
+    dense = x.contiguous(memory_format=layout)
+    return dense if strides_layout(dense) == layout else torch.empty_like(dense, memory_format=layout).copy_(dense)
 
 
 def in_layout(x: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
@@ -110,16 +127,14 @@ def in_layout(x: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
     return x if layout_of(x) == layout and not expanded else x.contiguous(memory_format=layout)
 
 
-def _channels_are_innermost(x: torch.Tensor) -> bool:
-    images, channels, *sides = x.shape
-    over_images, over_channels, *over_sides = x.stride()
-    least = max(channels, 2)  # of one channel the pixels tell: side by side they are contiguous
-    for size, stride in zip([*reversed(sides), images], [*reversed(over_sides), over_images], strict=True):
-        if size > 1:
-            if stride < least:
-                return False
-            least = stride * size
-    return over_channels == 1 or channels == 1
+def _strides_are_channels_last(x: torch.Tensor) -> bool:
+    least = 0
+    for dim in (1, *range(x.dim() - 1, 1, -1), 0):
+        size, stride = x.shape[dim], x.stride(dim)
+        if size == 0 or stride < least or (dim == 0 and least == x.stride(1)):
+            return False
+        least = stride * size
+    return x.stride(1) > 0
 
 
 def _forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +146,7 @@ def _forward_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _backward(of_mean: torch.Tensor, of_variance: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    return whole_gradient(None, x, mean, of_mean, of_variance, x.dtype).contiguous(memory_format=layout_of(x))
+    return laid_out(whole_gradient(None, x, mean, of_mean, of_variance, x.dtype), layout_of(x))
 
 
 def _backward_fake(

@@ -92,7 +92,7 @@ def check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
             f"({str(error).strip().splitlines()[0]}); give a larger --image"
         ) from error
     if isinstance(in_patches, SplitModule):
-        in_patches.check(shape[2:])
+        in_patches.check(shape[2:], shape[0])
     return shape
 
 

@@ -21,7 +21,7 @@ from shoal.runtime.dense_block import Step, dense_block
 from shoal.runtime.norm_act import joined, norm_act
 from shoal.runtime.norm_conv import norm_conv
 from shoal.runtime.norm_conv_native import Window
-from shoal.runtime.statistics import statistics, wide
+from shoal.runtime.statistics import layout_of, statistics, strides_layout, wide
 from shoal.transforms import fusion_size
 from shoal.transforms.fusion_size import FusionSize
 
@@ -212,8 +212,12 @@ class DenseBlock(nn.Module):
 
     def _is_one_op(self, xs: Sequence[torch.Tensor]) -> bool:
         kind, device = xs[0].dtype, xs[0].device
+        # The block has the layout of what it reads; where PyTorch's convolutions may have another, they run one by one.
+        layout = strides_layout(*xs, *(conv.layer.weight for layer in self.layers for _, conv in layer))
         return (
-            self.size.fuses(xs[0], self._elems(xs[0]), fusion_size.LEAST_BLOCK_ELEMS)
+            all(layout_of(x) == layout for x in xs)
+            and layout != torch.channels_last_3d
+            and self.size.fuses(xs[0], self._elems(xs[0]), fusion_size.LEAST_BLOCK_ELEMS)
             and (xs[0].is_meta or not torch.is_autocast_enabled(device.type))
             and all(x.dtype == kind for x in xs)
             and xs[0].numel() > xs[0].shape[1]

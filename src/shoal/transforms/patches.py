@@ -183,21 +183,33 @@ def _padded(
     value: float = 0.0,
 ) -> torch.Tensor:
     """The patch padded and cropped to what its windows cover: at borders as the layer does, inside with `value`."""
-    whole, inner = [], []
-    for dim, (window, has, makes) in enumerate(zip(windows, at(inputs, patch), at(outputs, patch), strict=True)):
+    whole = border_padding(windows, inputs, outputs, patch)
+    inner = []
+    for window, outer, has, makes in zip(windows, whole, at(inputs, patch), at(outputs, patch), strict=True):
         begin, end = window.padding(has, makes)
-        is_first, is_last = has[0] == 0, has[1] == inputs[dim][-1][1]
-        outer = (
-            min(begin, window.begin) if is_first and begin > 0 else 0,
-            min(end, window.end) if is_last and end > 0 else 0,
-        )
-        whole.append(outer)
         inner.append((begin - outer[0], end - outer[1]))
     if mode not in ("zeros", "constant") and any(any(outer) for outer in whole):
         x = F.pad(x, _last_first(whole), mode)
         return F.pad(x, _last_first(inner)) if any(any(one) for one in inner) else x
     both = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(whole, inner, strict=True)]
     return F.pad(x, _last_first(both), value=value) if any(any(one) for one in both) else x
+
+
+def border_padding(
+    windows: Sequence[Window], inputs: Region, outputs: Region, patch: Sequence[int]
+) -> list[tuple[int, int]]:
+    """By how much a patch is padded at the borders of the whole, as the layer pads those."""
+    found = []
+    for dim, (window, has, makes) in enumerate(zip(windows, at(inputs, patch), at(outputs, patch), strict=True)):
+        begin, end = window.padding(has, makes)
+        is_first, is_last = has[0] == 0, has[1] == inputs[dim][-1][1]
+        found.append(
+            (
+                min(begin, window.begin) if is_first and begin > 0 else 0,
+                min(end, window.end) if is_last and end > 0 else 0,
+            )
+        )
+    return found
 
 
 def _last_first(pads: Sequence[Span]) -> list[int]:

@@ -12,6 +12,7 @@ from shoal.errors import CaptureError, InputError
 from shoal.transforms import drawn_cuts
 from shoal.transforms.inverted_graph import inverted_layers
 from shoal.transforms.patch_map import PatchMap
+from shoal.transforms.patch_sizes import Measuring, all_least_rows, check_patches
 from shoal.transforms.patches import Region, Span
 from shoal.transforms.split_graph import split_graph
 from shoal.transforms.split_plan import SplitPlan, plan_split
@@ -60,7 +61,7 @@ def split(
 
     Raises:
         InputError: an argument is out of range, or the model is fused or split; in a forward pass: the input is too
-                small for the grid.
+            small for the grid or for a layer, which mirrors more rows than a patch has or normalises one element.
         CaptureError: torch.fx cannot trace the model, or an op before the join cannot run patch by patch; it is named.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
@@ -153,13 +154,14 @@ class SplitModule(StandIn):
         if plan is None or not (self.training or self.split_in_eval):
             return self.source.forward(*args, **kwargs)
         sizes = self._sizes_of(args)
+        cuts_are_drawn = shoal_cuts is not None or (self.stochastic is not None and self.training)
         if shoal_cuts is not None:
             cuts = drawn_cuts.from_sizes(shoal_cuts)
         elif self.stochastic is not None and self.training:
-            cuts = drawn_cuts.draw(plan, sizes, self.stochastic)
+            cuts = drawn_cuts.draw(plan, sizes, self.stochastic, self._measuring(args))
         else:
             cuts = plan.even_cuts(sizes)
-        regions, cores = self._regions(sizes, cuts)
+        regions, cores = self._regions(sizes, cuts, self._measuring(args), drawn=cuts_are_drawn)
         return self._split[0](regions, cores, *args, **kwargs)
 
     def draw(self, *args: Any) -> tuple[tuple[drawn_cuts.Carrier, ...], ...] | None:
@@ -169,24 +171,35 @@ class SplitModule(StandIn):
             args: what the step will be called with.
 
         Raises:
-            InputError: the input is too small for the grid.
+            InputError: the input is too small for the grid or for a layer.
         """
-        if self._plan is None or self.stochastic is None or not self.training:
+        if self._plan is None or not self.training:
             return None
         sizes = self._sizes_of(args)
-        cuts = drawn_cuts.draw(self._plan, sizes, self.stochastic)
-        return drawn_cuts.as_sizes(cuts, *drawn_cuts.limits(self._plan, sizes, self.stochastic))
+        if self.stochastic is None:  # told here, where no compiler is between the error and whoever called
+            self._regions(sizes, self._plan.even_cuts(sizes), self._measuring(args), drawn=False)
+            return None
+        how = (self._plan, sizes, self.stochastic, self._measuring(args))
+        return drawn_cuts.as_sizes(drawn_cuts.draw(*how), *drawn_cuts.limits(*how))
 
-    def check(self, sizes: Sequence[int]) -> None:
+    def check(self, sizes: Sequence[int], images: int | None = None) -> None:
         """Whether an input of this spatial size can be split, without running anything.
 
+        Args:
+            sizes: of the input, such as (224, 224).
+            images: how many there are in a batch; None for more than one.
+
         Raises:
-            InputError: it is too small for the grid, or has another number of dimensions.
+            InputError: it is too small for the grid or for a layer, or has another number of dimensions.
         """
         if len(sizes) != len(self.grid):
             raise InputError(f"sizes={tuple(sizes)}: expected {len(self.grid)} numbers, as many as grid has")
         if self._plan is not None:
-            self._plan.cores(sizes, self._plan.even_cuts(sizes))
+            cores = self._plan.cores(sizes, self._plan.even_cuts(sizes))
+            measuring = self._measuring_of(images)
+            check_patches(self._plan, sizes, self._plan.regions(sizes, cores), measuring)
+            if self.stochastic is not None:
+                all_least_rows(self._plan, sizes, measuring)
 
     def patch_map(self, sizes: Sequence[int]) -> PatchMap | None:
         """Where the patches lie in an input of this spatial size; None where nothing is split.
@@ -219,15 +232,17 @@ class SplitModule(StandIn):
         """A table of every split layer: where each of its patches begins and ends, and how it is padded.
 
         Args:
-            sizes: the spatial size of an input, such as (224, 224). With drawn cuts, those of the even places are told.
+            sizes: the spatial size of an input, such as (224, 224). With drawn cuts, those of the even places are told,
+                and between which rows of the joined tensor each is drawn.
 
         Raises:
-            InputError: it is too small for the grid, or has another number of dimensions.
+            InputError: it is too small for the grid or for a layer, or has another number of dimensions.
         """
         if self._plan is None:
             return "nothing is split"
         self.check(sizes)
-        return _described(self._plan, tuple(sizes), self.batch_norm)
+        told = _described(self._plan, tuple(sizes), self.batch_norm)
+        return told if self.stochastic is None else f"{told}\n{_drawn(self._plan, tuple(sizes), self.stochastic)}"
 
     def extra_repr(self) -> str:
         drawn = "" if self.stochastic is None else f", stochastic={self.stochastic}"
@@ -245,20 +260,34 @@ class SplitModule(StandIn):
             )
         return tuple(args[0].shape[-dims:])
 
+    def _measuring(self, args: Sequence[Any]) -> Measuring:
+        return self._measuring_of(args[0].shape[0])
+
+    def _measuring_of(self, images: int | None) -> Measuring:
+        """The batch norms that take statistics of each patch of one image, by number."""
+        if self._plan is None or self.batch_norm != "patch" or images != 1:
+            return Measuring()
+        layers = [(n, self.source.get_submodule(s.name)) for n, s in enumerate(self._plan.steps) if s.normalises]
+        return Measuring(tuple(n for n, layer in layers if layer.training or layer.running_mean is None))
+
     def _regions(
-        self, sizes: tuple[int, ...], cuts: tuple[tuple[int, ...], ...]
+        self, sizes: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], measuring: Measuring, *, drawn: bool
     ) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
         assert self._plan is not None
-        if torch.compiler.is_compiling():
-            cores = self._plan.cores(sizes, cuts)
-            return self._plan.regions(sizes, cores), cores
-        key = (sizes, cuts)
-        if key not in self._known:
-            if len(self._known) >= _REMEMBERED:
-                self._known.pop(next(iter(self._known)))
-            cores = self._plan.cores(sizes, cuts)
-            self._known[key] = self._plan.regions(sizes, cores), cores
-        return self._known[key]
+        key = (sizes, cuts, measuring)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and key in self._known:
+            return self._known[key]
+        cores = self._plan.cores(sizes, cuts)
+        regions = self._plan.regions(sizes, cores)
+        if not drawn:  # where all patches are large enough
+            check_patches(self._plan, sizes, regions, measuring)
+        if compiling:
+            return regions, cores
+        if len(self._known) >= _REMEMBERED:
+            self._known.pop(next(iter(self._known)))
+        self._known[key] = regions, cores
+        return regions, cores
 
 
 def _traced(model: nn.Module) -> fx.Graph:
@@ -284,6 +313,18 @@ def _refuse_inverted(graph: fx.Graph, region: SplitRegion) -> None:
             f"the inverted batch norm {inside[0]} normalises each patch by itself; give batch_norm='patch' and no "
             "halo, or the network as it was before shoal.invert_batchnorm"
         )
+
+
+def _drawn(plan: SplitPlan, sizes: tuple[int, ...], omega: float) -> str:
+    """Between which rows of the joined tensor cuts are drawn."""
+    rows = all_least_rows(plan, sizes, Measuring())
+    lines = []
+    for dim, ends in enumerate(zip(*drawn_cuts.limits(plan, sizes, omega), strict=True)):
+        between = ", ".join(f"{least} to {most}" for least, most in zip(*ends, strict=True))
+        if between:
+            least = ", ".join(map(str, rows[dim]))
+            lines.append(f"cuts of dim {dim} are drawn from {between} of the join, where its patches need {least} rows")
+    return "\n".join(lines)
 
 
 def _described(plan: SplitPlan, sizes: tuple[int, ...], batch_norm: str) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from shoal.errors import InputError
 from shoal.transforms.patches import Region, Span
 from shoal.transforms.scheme import Cuts, Tie, propagate
-from shoal.transforms.spatial_ops import layer_of, windows_of
+from shoal.transforms.spatial_ops import layer_of, padding_mode, windows_of
 from shoal.transforms.split_region import SplitRegion
 from shoal.transforms.window import Window
 
@@ -23,11 +23,15 @@ class SplitStep:
         name: of the layer or op.
         inputs: tensors it reads that are cut, by number; 0 is the region's input, n the result of the n-th op.
         windows: along each dimension; None for ops that tie their operands' cuts together.
+        mirrors: whether it pads with rows of its input.
+        normalises: whether it is a batch norm.
     """
 
     name: str
     inputs: tuple[int, ...]
     windows: tuple[Window, ...] | None
+    mirrors: bool = False
+    normalises: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,9 @@ def plan_split(region: SplitRegion, modules: Mapping[str, nn.Module], grid: Sequ
             extents.append(extent)
             for dim, window in enumerate(windows):
                 ties[dim].append(Tie(name, extents[inputs[0]], extent, window))
-        steps.append(SplitStep(name, inputs, windows))
+        mirrors = layer is not None and "reflect" in (padding_mode(layer), getattr(layer, "padding_mode", None))
+        normalises = kind == "batch norm" and node.op == "call_module"
+        steps.append(SplitStep(name, inputs, windows, mirrors, normalises))
         number[node] = made
     settled = tuple(root(extent) for extent in extents)
     leaving = tuple(number[node] for node in region.leaving)

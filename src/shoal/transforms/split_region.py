@@ -87,12 +87,32 @@ def _source(graph: fx.Graph) -> fx.Node:
 def _splittable(
     order: Sequence[fx.Node], source: fx.Node, modules: Mapping[str, nn.Module], dims: int
 ) -> dict[fx.Node, SpatialKind]:
+    """What can run patch by patch, and is written over by nothing else: that runs later, on tensors that are joined."""
     writes = Writes(source.graph, modules)
+    whole: set[fx.Node] = set()
+    while True:
+        found = _pass(order, source, modules, dims, writes, whole)
+        more = {node for node in found if not set(writes.all_over(node)) <= found.keys()}
+        if not more:
+            return found
+        whole |= more
+
+
+def _pass(
+    order: Sequence[fx.Node],
+    source: fx.Node,
+    modules: Mapping[str, nn.Module],
+    dims: int,
+    writes: Writes,
+    whole: set[fx.Node],
+) -> dict[fx.Node, SpatialKind]:
     found: dict[fx.Node, SpatialKind] = {}
     for node in order:
         operands = [n for n in node.all_input_nodes if n is source or n in found]
         others = [n for n in node.all_input_nodes if n is not source and n not in found]
-        if not operands or any(n.op != "get_attr" for n in others):
+        if node in whole or not operands or any(n.op != "get_attr" for n in others):
+            continue
+        if source in operands and any(writes.is_before(writer, node) for writer in writes.all_over(source)):
             continue
         layer = layer_of(node, modules)
         bound = dims_of(layer) if layer is not None else None
@@ -102,7 +122,6 @@ def _splittable(
                 f"its {bound} dimensions"
             )
         kind = kind_of(node, modules, dims)
-        # What is outside the region runs behind all of it, on tensors that are joined then.
         if kind is not None and writes.is_unnoticed(node) and writes.other_readers(node) <= found.keys():
             found[node] = kind
     return found

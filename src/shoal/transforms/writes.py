@@ -64,13 +64,16 @@ class Writes:
     def over(self, node: fx.Node, after: fx.Node | None = None) -> fx.Node | None:
         """The first op behind `after`, by default behind `node` itself, that writes over the node's memory."""
         start = self._place[node if after is None else after]
-        writers = (
-            user
-            for member in self._sharing(node)
-            for user in member.users
-            if self._place[user] > start and member in self._written(user)
-        )
-        return min(writers, key=self._place.__getitem__, default=None)
+        return next((writer for writer in self.all_over(node) if self._place[writer] > start), None)
+
+    def all_over(self, node: fx.Node) -> list[fx.Node]:
+        """The ops that write over the node's memory, in their order."""
+        shared = self._sharing(node)
+        writers = {user for member in shared for user in member.users if member in self._written(user)}
+        return sorted(writers, key=self._place.__getitem__)
+
+    def is_before(self, first: fx.Node, second: fx.Node) -> bool:
+        return self._place[first] < self._place[second]
 
     def can_read_instead(self, node: fx.Node, reader: fx.Node) -> bool:
         """Whether nobody notices if the network's `reader` of `node` reads it at any later time and writes nothing."""
@@ -123,14 +126,15 @@ class Writes:
         return [target] if isinstance(target, fx.Node) else []
 
     def _is_unknown(self, layer: nn.Module) -> bool:
-        """Whether torch.fx did not enter it, though it is no layer of torch's."""
-        if isinstance(layer, _PLAIN_LAYERS):
-            return False
-        return not type(layer).__module__.startswith("torch.nn.") or any(True for _ in layer.children())
+        """Whether it is called whole, and not all in it is of torch."""
+        return any(
+            not isinstance(inner, _PLAIN_LAYERS) and not type(inner).__module__.startswith("torch.nn.")
+            for inner in layer.modules()
+        )
 
     def _is_in_place(self, node: fx.Node) -> bool:
         if node.op == "call_module":
-            return bool(getattr(self._modules[str(node.target)], "inplace", False))
+            return any(getattr(inner, "inplace", False) for inner in self._modules[str(node.target)].modules())
         if node.op not in ("call_function", "call_method"):
             return False
         name = _name(node)
