@@ -29,6 +29,7 @@ from bench.conditions import conditions, describe, file_name
 from shoal import models, planners, presets
 from shoal.capture_step import capture_step
 from shoal.check import check
+from shoal.core.plan import Plan
 from shoal.cost import roofline
 from shoal.distributed.projection import BANDWIDTHS_GBPS, curve, step_of
 from shoal.errors import BudgetError, InputError
@@ -36,7 +37,6 @@ from shoal.files import write_json
 from shoal.hardware import Hardware
 from shoal.layout.pools import three_pools
 from shoal.max_batch import largest_batch
-from shoal.plan import Plan
 from shoal.planners.hmms import cumulative_bytes, theoretical_limit
 from shoal.schedule import schedule
 from shoal.sizes import format_bytes

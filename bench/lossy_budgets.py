@@ -34,13 +34,13 @@ from bench.conditions import conditions, describe, file_name
 from bench.reference import Reference, WrongTraining, take_reference
 from bench.workload import Forward, Workload, in_turns, make_workload
 from shoal import presets
-from shoal.compile import compile as compile_model
+from shoal.core.plan import Plan
+from shoal.engine.api import compile as compile_model
 from shoal.errors import BudgetError, CodecError, InputError
 from shoal.files import write_json
 from shoal.hardware import Hardware
 from shoal.machine import device_of
 from shoal.models.vgg import CONVOLUTIONS, WIDTHS
-from shoal.plan import Plan
 from shoal.sizes import format_bytes
 
 SHARES = (50.0, 33.0, 25.0, 20.0, 15.0)

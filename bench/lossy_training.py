@@ -33,13 +33,13 @@ from bench.resume import earlier_errors
 from bench.split_accuracy import FULL, NARROW, WHOLE, Pace, error_percent, finding, images_of, told, train
 from bench.workload import Workload
 from shoal.capture_step import capture_step
+from shoal.core.plan import Plan
 from shoal.encoding import offers
+from shoal.engine.lossy_report import plan_of_encoded
 from shoal.errors import InputError
 from shoal.files import write_json
 from shoal.lossy import Lossy
-from shoal.lossy_report import plan_of_encoded
 from shoal.machine import device_of
-from shoal.plan import Plan
 from shoal.sizes import format_bytes
 
 EXACT = "exact"

@@ -39,13 +39,13 @@ from bench.conditions import conditions, describe, file_name
 from bench.reference import Reference, WrongTraining, take_reference
 from bench.workload import Forward, Workload, in_turns, make_workload
 from shoal import presets
-from shoal.compile import compile as compile_model
+from shoal.core.plan import Plan
+from shoal.engine.api import compile as compile_model
 from shoal.errors import BudgetError, InputError
 from shoal.files import write_json
 from shoal.hardware import Hardware
 from shoal.machine import device_of
-from shoal.offload_activations import offload_activations
-from shoal.plan import Plan
+from shoal.offload.eager import offload_activations
 from shoal.sizes import format_bytes
 
 SETTINGS = {"vgg19": (4, 96), "resnet18": (12, 128), "resnet50": (8, 112), "mobilenet_v2": (12, 128)}

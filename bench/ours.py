@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from bench.reference import Reference
 from bench.workload import Forward, Workload
-from shoal.compile import compile as compile_model
+from shoal.core.plan import Plan
+from shoal.engine.api import compile as compile_model
 from shoal.errors import BudgetError
-from shoal.plan import Plan
 from shoal.planning import plan as plan_model
 from shoal.session import Status
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from shoal import profile as profiling
 from shoal.capture import Captured
+from shoal.core.plan import Plan
 from shoal.encoding import encoded, offers
+from shoal.engine.lossy_report import plan_of_encoded
 from shoal.lossy import Lossy, lossy_of
-from shoal.lossy_report import plan_of_encoded
-from shoal.plan import Plan
 from shoal.profile import Costs
 from tests.joint_graphs import captured_step
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import shoal
 from shoal import check_plan, planners
+from shoal.core.plan import Plan
 from shoal.errors import PlanError
 from shoal.hardware import Hardware
-from shoal.plan import Plan
 from shoal.residence import Encode, Keep, Offload, Recompute
 from shoal.step import StepGraph
 from tests.wrong_values import in_one_short_line

@@ -13,11 +13,11 @@ import pytest
 from shoal import choose_encoded as choosing
 from shoal.capture import Captured
 from shoal.choose_encoded import choose_encoded, encoded_by, error_on_normal_numbers
+from shoal.core.plan import Plan
 from shoal.encoding import encoded, offers
 from shoal.errors import BudgetError
 from shoal.hardware import Link
 from shoal.lossy import Lossy
-from shoal.plan import Plan
 from shoal.planners.joint import estimate, joint
 from shoal.planners.keep_all import keep_all
 from shoal.step import Op, StepGraph

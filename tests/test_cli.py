@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 import shoal
 from shoal import cli, presets
 from shoal.cli import app
+from shoal.core.plan import Plan
 from shoal.hardware import MeasuredLink
 from shoal.max_batch import largest_batches
-from shoal.plan import Plan
 from shoal.training import loop
 from shoal.training.run_folder import run_folder
 from tests.training.tiny import put_in_place

@@ -13,8 +13,8 @@ from torch import nn
 
 import shoal
 from shoal import backend, planners
+from shoal.core.plan import Plan
 from shoal.errors import CaptureError
-from shoal.plan import Plan
 from shoal.transforms import drawn_cuts
 from shoal.transforms.split import SplitModule, split
 from tests.training_laws import (

@@ -15,10 +15,10 @@ from torch import fx, nn
 
 import shoal
 from shoal import allocations, first_run
+from shoal.core.plan import Plan
 from shoal.errors import CaptureError, PlanError
 from shoal.first_run import run_nodes
 from shoal.inner import compiler
-from shoal.plan import Plan
 from shoal.runtime.traced_layout import copied, in_traced_layout, is_writable
 from tests.joint_graphs import NETWORKS
 from tests.training_laws import assert_same_training, costs_that_do_not_matter, images, keep_nothing, needs_compiler

@@ -14,8 +14,8 @@ from torch import nn
 import shoal
 from shoal import allocations
 from shoal.backend import backend
+from shoal.core.plan import Plan
 from shoal.errors import BudgetError, CodecError, InputError, PlanError
-from shoal.plan import Plan
 from shoal.residence import Encode, Offload
 from shoal.standing import distinct_bytes
 from shoal.transforms.split import split

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from shoal import planners
+from shoal.core.plan import Plan
 from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.hardware import Hardware
 from shoal.max_batch import MOST_IMAGES, largest_batch, largest_batches, table
-from shoal.plan import Plan
 from shoal.planners.keep_all import keep_all
 from shoal.planners.sqrt import sqrt
 from shoal.step import StepGraph

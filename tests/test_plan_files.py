@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shoal.check import check
+from shoal.core.plan import Plan
 from shoal.errors import PlanError
-from shoal.plan import Plan
 from shoal.planners.just_in_time import just_in_time
 from shoal.residence import Offload, Residence
 from shoal.schedule import schedule

@@ -13,8 +13,8 @@ from torch import nn
 import shoal
 from shoal import models, presets
 from shoal.check import check
+from shoal.core.plan import Plan
 from shoal.errors import BudgetError, CaptureError, InputError, PlanError
-from shoal.plan import Plan
 from shoal.residence import Recompute
 from shoal.schedule import schedule
 from shoal.standing import distinct_bytes

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+from types import ModuleType
+
 import pytest
 
 import shoal
 from shoal import errors
-from shoal.plan import Plan
+from shoal.core.plan import Plan
 
 
 def test_every_public_name_is_there() -> None:
@@ -21,3 +24,9 @@ def test_every_exception_can_be_caught_by_its_public_name(name: str) -> None:
 
 def test_a_plan_can_be_loaded_by_its_public_name() -> None:
     assert "Plan" in shoal.__all__ and shoal.Plan is Plan
+
+
+@pytest.mark.parametrize("name", shoal.__all__)
+def test_no_public_function_hides_a_module_of_its_name(name: str) -> None:
+    spec = importlib.util.find_spec(f"shoal.{name}")
+    assert spec is None or isinstance(getattr(shoal, name), ModuleType)

@@ -12,9 +12,9 @@ from torch import nn
 
 import shoal
 from shoal import allocations, check_plan, models
+from shoal.core.plan import Plan
 from shoal.errors import BudgetError, PlanError
 from shoal.metering import Window
-from shoal.plan import Plan
 from shoal.planners.keep_all import keep_all
 from shoal.runtime.step_meter import Measured
 from shoal.session import Session

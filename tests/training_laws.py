@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.core.plan import Plan
 from shoal.hardware import Hardware
-from shoal.plan import Plan
 from shoal.planners import Planner
 from shoal.planners.just_in_time import just_in_time
 from shoal.profile import Costs

@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shoal import codecs
-from shoal.compile import compile
+from shoal.core.plan import Plan
+from shoal.engine.api import compile
+from shoal.engine.lossy_report import lossy_report
 from shoal.errors import BudgetError, CaptureError, CodecError, InputError, PlanError, ShoalError, TransferError
-from shoal.lossy_report import lossy_report
-from shoal.offload_activations import offload_activations
-from shoal.plan import Plan
+from shoal.offload.eager import offload_activations
 from shoal.planning import plan
 from shoal.transforms.fuse_batchnorm import fuse_batchnorm
 from shoal.transforms.invert_batchnorm import invert_batchnorm, restore_batchnorm

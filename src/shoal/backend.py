@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal import planners
 from shoal.capture import capture
+from shoal.core.plan import Plan
 from shoal.dynamo import refusals
 from shoal.eager_kernels import eager_kernels
 from shoal.errors import CaptureError, InputError
@@ -27,7 +28,6 @@ from shoal.lossy import Lossy, lossy_of
 from shoal.lower import lower
 from shoal.offloading import AUTO, Offloading, offloading
 from shoal.once_differentiable import once_differentiable
-from shoal.plan import Plan
 from shoal.runtime.encoded_activation import measured_errors
 from shoal.runtime.wall import lifted
 from shoal.session import Session

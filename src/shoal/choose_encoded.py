@@ -21,10 +21,10 @@ from functools import lru_cache
 import torch
 
 from shoal.capture import Captured
+from shoal.core.plan import Plan
 from shoal.encoding import Offer, encode_residences, encoded, offers
 from shoal.errors import BudgetError, PlanError
 from shoal.lossy import Lossy
-from shoal.plan import Plan
 from shoal.planners.joint import estimate
 from shoal.planners.recompute_choice import recompute_choice
 from shoal.residence import Encode

@@ -12,9 +12,9 @@ from torch import nn
 
 from shoal import planners
 from shoal.capture_step import capture_step
+from shoal.core.plan import Plan
 from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.hardware import Hardware, Link
-from shoal.plan import Plan
 from shoal.profile import profile_step
 from shoal.sizes import format_bytes
 from shoal.standing import Standing

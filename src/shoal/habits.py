@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from shoal.plan import Plan
+from shoal.core.plan import Plan
 from shoal.step import Op, StepGraph, Storage
 
 HELD_RESULTS = "results_of_the_step_before"

@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal import planners
+from shoal.core.plan import Plan
 from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.hardware import Hardware
-from shoal.plan import Plan
 from shoal.sizes import format_bytes
 from shoal.step import StepGraph
 

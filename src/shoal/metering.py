@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from shoal.calls import Call, Calls
+from shoal.core.plan import Plan
 from shoal.habits import Basis
-from shoal.plan import Plan
 from shoal.runtime.held import HeldStorage
 from shoal.runtime.step_meter import Measured, StepMeter
 from shoal.standing import Standing

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from shoal.core.plan import Plan
 from shoal.errors import BudgetError
 from shoal.habits import HELD_GRADIENTS
-from shoal.plan import Plan
 from shoal.sizes import format_bytes
 from shoal.step import StepGraph
 

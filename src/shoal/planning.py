@@ -17,6 +17,7 @@ from shoal.capture import Captured
 from shoal.capture_step import capture_step
 from shoal.check_plan import check_own_plan
 from shoal.choose_encoded import choose_encoded
+from shoal.core.plan import Plan
 from shoal.cost import roofline
 from shoal.errors import InputError
 from shoal.hardware import Hardware, Link
@@ -24,7 +25,6 @@ from shoal.lossy import lossy_of
 from shoal.measure import measure
 from shoal.measure_links import link_to
 from shoal.offloading import AUTO, offloading
-from shoal.plan import Plan
 from shoal.profile import profile_step
 from shoal.sizes import parse_bytes
 from shoal.standing import Standing

@@ -13,13 +13,13 @@ import torch
 from shoal import planners
 from shoal.capture import Captured
 from shoal.check_plan import check_own_plan
+from shoal.core.plan import Plan
 from shoal.errors import BudgetError, CaptureError, PlanError
 from shoal.habits import Habits, hopeful
 from shoal.lossy import Lossy
 from shoal.metering import Metered, Metering, Window
 from shoal.offloading import Offloading
 from shoal.optimizer_steps import tell
-from shoal.plan import Plan
 from shoal.runtime.links.open_link import OpenLink, open_link
 from shoal.runtime.step_meter import Measured
 from shoal.runtime.transfers import Transfers

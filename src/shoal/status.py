@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shoal.plan import Plan
+from shoal.core.plan import Plan
 
 
 @dataclass

@@ -13,6 +13,7 @@ from shoal.capture import Captured
 from shoal.check_plan import check_plan
 from shoal.check_step import check_step
 from shoal.choose_encoded import choose_encoded, encoded_by
+from shoal.core.plan import Plan
 from shoal.encoding import encoded
 from shoal.errors import BudgetError, PlanError
 from shoal.habits import Basis, Habits, under_habits
@@ -21,7 +22,6 @@ from shoal.measure import measure
 from shoal.measure_links import link_to
 from shoal.offloading import Offloading
 from shoal.overlapping import plan_overlapping
-from shoal.plan import Plan
 from shoal.profile import profile_step
 from shoal.runtime.generator import state_bytes
 from shoal.runtime.wall import lifted

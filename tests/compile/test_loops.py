@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
+from shoal.core.plan import Plan
 from shoal.errors import BudgetError
 from shoal.hardware import Hardware
-from shoal.plan import Plan
 from shoal.planners.joint import joint
 from shoal.step import StepGraph
 from tests.session_loops import true_peak

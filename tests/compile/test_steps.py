@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.core.plan import Plan
 from shoal.hardware import Hardware
-from shoal.plan import Plan
 from shoal.runtime.wall import wall
 from shoal.step import StepGraph
 from tests.compile.compiled import Residual, compiled

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.core.plan import Plan
 from shoal.distributed.projection import (
     BANDWIDTHS_GBPS,
     EFFICIENCY,
@@ -20,7 +21,6 @@ from shoal.distributed.projection import (
 )
 from shoal.errors import InputError
 from shoal.hardware import Link
-from shoal.plan import Plan
 from shoal.planners.keep_all import keep_all
 from shoal.planners.layerwise import layerwise
 from shoal.planners.sqrt import sqrt

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from shoal.core.plan import Plan
 from shoal.hardware import Link
-from shoal.plan import Plan
 from shoal.planners.just_in_time import just_in_time
 from shoal.report.page import Report
 from shoal.residence import Offload, Recompute, Residence

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.plan import Plan
+from shoal.core.plan import Plan
 from shoal.report import Report, render
 from shoal.timeline import Moment, Timeline
 

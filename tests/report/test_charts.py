@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.plan import Plan
+from shoal.core.plan import Plan
 from shoal.report import Report
 from shoal.report.charts import MOST_POINTS, chart_data
 from shoal.timeline import Moment, Timeline

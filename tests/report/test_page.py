@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.core.plan import Plan
 from shoal.errors import InputError
-from shoal.plan import Plan
 from shoal.report import Report, render, save_html
 from shoal.timeline import Moment, Timeline
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.plan import Plan
+from shoal.core.plan import Plan
 from shoal.report.page import Report, save_html
 from shoal.report.tables import MOST_PARTS, largest_storages, parts_of_model, short_target
 from shoal.residence import Offload

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.core.plan import Plan
 from shoal.errors import InputError
-from shoal.plan import Plan
 from shoal.report import save_trace
 from shoal.report.trace import trace_events
 from shoal.timeline import Moment, MomentPhase, Timeline, Transfer, TransferWay

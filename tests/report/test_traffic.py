@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.plan import Plan
+from shoal.core.plan import Plan
 from shoal.report.traffic import WAYS, busy_seconds, busy_share, traffic
 from shoal.timeline import Moment, Timeline, Transfer
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.core.plan import Plan
 from shoal.hardware import Link
-from shoal.plan import Plan
 from shoal.report import Report
 from shoal.report.words import (
     category_bytes,

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import shoal
 from shoal import allocations, models
+from shoal.core.plan import Plan
 from shoal.models.resnet import Bottleneck
-from shoal.plan import Plan
 from shoal.transforms.invert_batchnorm import invert_batchnorm
 from shoal.transforms.inverted_model import InvertedModel
 from tests.inverted_networks import chain, small_resnet, with_leaky, with_trained_layers

@@ -18,11 +18,11 @@ from shoal import planners, presets
 from shoal.cli.app import app
 from shoal.cli.arguments import patch_grid
 from shoal.cli.telling import errors, printing, told_plainly
+from shoal.core.plan import Plan
 from shoal.errors import BudgetError, InputError
 from shoal.hardware import Hardware
 from shoal.max_batch import largest_batches
 from shoal.max_batch import table as max_batch_table
-from shoal.plan import Plan
 from shoal.sizes import parse_bytes
 from shoal.steps_by_batch import StepsByBatch
 from shoal.training.optimizers import optimizer_of

@@ -25,8 +25,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shoal.core.plan import Plan
 from shoal.errors import InputError
-from shoal.plan import Plan
 
 EFFICIENCY = 0.8  # the paper's α
 BANDWIDTHS_GBPS = (0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 16.0, 32.0)  # figure 11

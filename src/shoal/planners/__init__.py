@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import wraps
 
 from shoal.check_plan import check_plan
+from shoal.core.plan import Plan
 from shoal.errors import InputError, PlanError, brief
 from shoal.hardware import Hardware
-from shoal.plan import Plan
 from shoal.step import StepGraph
 
 Planner = Callable[[StepGraph, Hardware, int], Plan]

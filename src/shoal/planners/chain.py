@@ -27,8 +27,8 @@ from __future__ import annotations
 import time
 from functools import lru_cache
 
+from shoal.core.plan import Plan
 from shoal.hardware import Hardware
-from shoal.plan import Plan
 from shoal.planners.chain_blocks import Blocks
 from shoal.planners.chain_table import Table
 from shoal.planners.chain_walk import residences_of

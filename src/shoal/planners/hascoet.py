@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import time
 
+from shoal.core.plan import Plan
 from shoal.hardware import Hardware
-from shoal.plan import Plan
 from shoal.planners.hmms import link_of, offload_plan, offloadable
 from shoal.planners.infeasible import infeasible
 from shoal.planners.layerwise import last_of_next_layer, one_layer_ahead

@@ -16,9 +16,9 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 
+from shoal.core.plan import Plan
 from shoal.errors import InputError
 from shoal.hardware import Hardware, Link
-from shoal.plan import Plan
 from shoal.planners.infeasible import infeasible
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.transfer_places import last_forward_reader

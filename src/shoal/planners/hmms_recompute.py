@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import time
 
+from shoal.core.plan import Plan
 from shoal.hardware import Hardware
-from shoal.plan import Plan
 from shoal.planners.hmms import link_of, within_limit
 from shoal.planners.infeasible import infeasible
 from shoal.planners.just_in_time import just_in_time

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from shoal.core.plan import Plan
 from shoal.errors import BudgetError
-from shoal.plan import Plan
 from shoal.schedule import schedule
 from shoal.simulate import dropped_bytes
 from shoal.sizes import format_bytes

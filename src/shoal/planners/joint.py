@@ -25,9 +25,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from shoal.core.plan import Plan
 from shoal.errors import BudgetError
 from shoal.hardware import Hardware
-from shoal.plan import Plan
 from shoal.planners.chain import chain, least_peak
 from shoal.planners.drop_again import drop_again
 from shoal.planners.exchange import Exchange

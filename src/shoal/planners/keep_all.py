@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from shoal.core.plan import Plan
 from shoal.hardware import Hardware
-from shoal.plan import Plan
 from shoal.planners.infeasible import infeasible
 from shoal.planners.just_in_time import just_in_time
 from shoal.step import StepGraph

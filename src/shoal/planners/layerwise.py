@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
+from shoal.core.plan import Plan
 from shoal.hardware import Hardware
-from shoal.plan import Plan
 from shoal.planners.hmms import link_of, offload_plan, within_limit
 from shoal.planners.infeasible import infeasible
 from shoal.planners.transfer_places import last_forward_reader

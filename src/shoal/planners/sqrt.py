@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 
+from shoal.core.plan import Plan
 from shoal.hardware import Hardware
-from shoal.plan import Plan
 from shoal.planners.infeasible import infeasible
 from shoal.planners.segments import keep_everything, segmentations
 from shoal.step import StepGraph

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import jinja2
 
+from shoal.core.plan import Plan
 from shoal.errors import InputError
 from shoal.files import write_text
-from shoal.plan import Plan
 from shoal.report.charts import chart_data
 from shoal.report.patches import patch_drawing
 from shoal.report.tables import largest_storages, parts_of_model

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.plan import Plan
+from shoal.core.plan import Plan
 from shoal.report.words import format_seconds
 from shoal.residence import Encode, Offload, Recompute, exact_residence
 from shoal.schedule import schedule

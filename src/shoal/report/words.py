@@ -11,7 +11,7 @@ from shoal.sizes import format_bytes
 from shoal.timeline import Moment, Timeline
 
 if TYPE_CHECKING:
-    from shoal.plan import Plan
+    from shoal.core.plan import Plan
     from shoal.report.page import Report
 
 # In the order they are stacked: what stands all step at the bottom, what comes and goes on top.

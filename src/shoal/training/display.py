@@ -16,7 +16,7 @@ from shoal.training.bytes_on_wire import bytes_by_kind
 from shoal.training.options import Outcome, Progress, TrainOptions
 
 if TYPE_CHECKING:
-    from shoal.plan import Plan
+    from shoal.core.plan import Plan
 
 
 class Display:

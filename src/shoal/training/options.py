@@ -11,7 +11,7 @@ from shoal.lossy import lossy_of
 from shoal.transforms.batch_norm_form import check_form
 
 if TYPE_CHECKING:
-    from shoal.plan import Plan
+    from shoal.core.plan import Plan
     from shoal.transforms.patch_map import PatchMap
 
 PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", "none")

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from shoal.core.plan import Plan
 from shoal.errors import InputError
 from shoal.files import write_json, write_text
-from shoal.plan import Plan
 from shoal.report.page import Report, save_html
 from shoal.training.bytes_on_wire import bytes_by_kind
 from shoal.training.options import Outcome, TrainOptions

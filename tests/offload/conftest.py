@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.offload_activations.networks import module
+from tests.offload.networks import module
 from tests.runtime.links.slabs import forget_threads, our_threads
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from shoal.offload_activations import offload_activations
+from shoal.offload.eager import offload_activations
 from shoal.runtime.links.open_link import OpenLink
 from tests.training_laws import classifier, differences, train
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.offload_activations import offload_activations
+from shoal.offload.eager import offload_activations
 from shoal.runtime.links.open_link import open_link
 from shoal.runtime.wall import wall
-from tests.offload_activations.networks import (
+from tests.offload.networks import (
     NETWORKS,
     counted_fetches,
     module,

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.offload_activations import offload_activations
+from shoal.offload.eager import offload_activations
 from shoal.runtime.links.open_link import open_link
-from tests.offload_activations.networks import (
+from tests.offload.networks import (
     offload_all,
 )
 

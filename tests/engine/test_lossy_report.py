@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.engine.lossy_report import LossyReport
 from shoal.errors import CodecError, InputError
-from shoal.lossy_report import LossyReport
 from tests.lossy_steps import chain, plan_encoding_everything
 from tests.training_laws import images, same_bits
 

@@ -13,11 +13,11 @@ from torch import nn
 from shoal.capture import Captured
 from shoal.capture_step import capture_step
 from shoal.choose_encoded import as_encoded, encoded_by
-from shoal.compile import compile as compile_model
+from shoal.core.plan import Plan
 from shoal.encoding import Offer, encoded, offers
+from shoal.engine.api import compile as compile_model
 from shoal.errors import InputError
 from shoal.lossy import Lossy, lossy_of
-from shoal.plan import Plan
 from shoal.planners.keep_all import keep_all
 from shoal.presets import get as preset
 from shoal.runtime.encoded_activation import measured_errors

@@ -20,6 +20,7 @@ from shoal import inner as inner_compilers
 from shoal import planners, presets
 from shoal.backend import compile_step, reject_needless_lossy, wanted_offloading
 from shoal.choose_split import choose_split
+from shoal.core.plan import Plan
 from shoal.dynamo import (
     OWN_BUDGET,
     ModelRaised,
@@ -37,7 +38,6 @@ from shoal.lossy import lossy_of
 from shoal.measure import measure
 from shoal.measure_links import link_to
 from shoal.offloading import AUTO, rehearsed
-from shoal.plan import Plan
 from shoal.session import Session
 from shoal.sizes import format_bytes, parse_bytes
 from shoal.standing import Standing, distinct_bytes, optimizer_state_bytes

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from torch import nn
 
+from shoal.core.plan import Plan
 from shoal.errors import PlanError
-from shoal.plan import Plan
 from shoal.planners.just_in_time import just_in_time
 from shoal.residence import Encode, Keep, Offload, Recompute, Residence, residence_from_json, residence_to_json
 from shoal.simulate import simulate
