@@ -270,14 +270,14 @@ def test_a_plan_as_json(planned: Callable[..., Result]) -> None:
     assert 0 < figures["predicted_peak_bytes"] <= figures["plain_peak_bytes"]
 
 
-@pytest.mark.parametrize("how", [[], ["--halo", "exact"], ["--stochastic", "0.2"]])
 @pytest.mark.usefixtures("tiny")
-def test_a_split_network_saves_smaller_storages(here: Path, how: list[str]) -> None:
+def test_a_split_network_saves_smaller_storages(here: Path) -> None:
     arguments = ["plan", "--model", "vgg19", "--batch", "16", "--image", "64", "--hardware", "p100-nvlink"]
     arguments += ["--planner", "keep_all", "--json"]
     whole = json.loads(invoke(*arguments).stdout)
-    figures = json.loads(invoke(*arguments, "--split", "1", "--grid", "2x2", *how).stdout)
-    assert figures["kept_storages"] > 2 * whole["kept_storages"]
+    for how in ([], ["--halo", "exact"], ["--stochastic", "0.2"]):
+        figures = json.loads(invoke(*arguments, "--split", "1", "--grid", "2x2", *how).stdout)
+        assert figures["kept_storages"] > 2 * whole["kept_storages"]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,6 @@ def train_plain_and_changed(out: Path, change: dict[str, Any]) -> list[dict[str,
 @pytest.mark.parametrize(
     ("change", "kind", "most"),
     [
-        ({"compress_gradients": "dynamic_tree"}, "gradients", 0.5),
         ({"compress_gradients": "one_bit"}, "gradients", 0.4),
         ({"parallel": "hybrid"}, "activations", HEADERS),
         ({"parallel": "hybrid", "compress_gradients": "dynamic_tree"}, "activations", HEADERS),
