@@ -103,11 +103,12 @@ def compile(
         `measured_peak_bytes`, `planning_seconds` and `lower_bound_seconds`.
 
     Raises:
-        InputError: an argument is none of what is listed above.
+        InputError: an argument is none of what is listed above; or the model or a part of it is compiled already in a
+            way that would take the budget away.
         CodecError: `lossy` names no codec for activations.
         BudgetError: here, where parameters and gradients alone are over the budget; at the first training step,
             before anything is run, where no plan fits.
-        CaptureError: at the first training step, where the model is not one graph.
+        CaptureError: at a training step, where the model is not one graph, or differs too often from step to step.
 
     Example:
         >>> model = shoal.compile(torchvision.models.resnet50(), budget="2GiB")  # doctest: +SKIP
@@ -115,8 +116,10 @@ def compile(
         >>> model.shoal.measured_peak_bytes <= model.shoal.budget_bytes  # doctest: +SKIP
         True
 
-    Known limits: a copy made with `copy.deepcopy` trains without a plan until it is compiled itself; the loss and the
-    optimizer's own temporaries are metered, not planned.
+    Known limits: a copy (`copy.deepcopy`, a loaded pickle, `AveragedModel`) trains without a plan until it is compiled
+    itself, and its `shoal` is None; logging in the forward pass is left out of planned steps; gradients of gradients,
+    `torch.func` transforms and modules' backward hooks are refused; the loss and the optimizer's own temporaries are
+    metered, not planned.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
