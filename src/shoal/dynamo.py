@@ -214,7 +214,7 @@ def capturing(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., An
         captures += 1
         if captures == _MANY_CAPTURES:
             log.warning(
-                "the model was captured and planned %d times, each for other shapes or settings; last difference: %s",
+                "the model was captured and planned %d times, each for other shapes or settings; what differed: %s",
                 captures,
                 _last_difference(),
             )

@@ -106,11 +106,12 @@ def compile(
         `measured_peak_bytes`, `planning_seconds` and `lower_bound_seconds`.
 
     Raises:
-        InputError: an argument is none of what is listed above.
+        InputError: an argument is none of what is listed above; or the model or a part of it is compiled already in a
+            way that would take the budget away.
         CodecError: `lossy` names no codec for activations.
         BudgetError: here, where parameters and gradients alone are over the budget; at the first training step,
             before anything is run, where no plan fits.
-        CaptureError: at the first training step, where the model is not one graph.
+        CaptureError: at a training step, where the model is not one graph, or differs too often from step to step.
         PlanError: at the first training step, where `plan`, or what a planner of your own returned, is of another
             step, breaks a rule, or passes the budget.
 
@@ -123,8 +124,10 @@ def compile(
         >>> model.shoal.budget_bytes, model.shoal.measured_peak_bytes <= model.shoal.budget_bytes
         (1638400, True)
 
-    Known limits: a copy made with `copy.deepcopy` trains without a plan until it is compiled itself; the loss and the
-    optimizer's own temporaries are metered, not planned.
+    Known limits: a copy (`copy.deepcopy`, a loaded pickle, `AveragedModel`) trains without a plan until it is compiled
+    itself, and its `shoal` is None; logging in the forward pass is left out of planned steps; gradients of gradients,
+    `torch.func` transforms and modules' backward hooks are refused; the loss and the optimizer's own temporaries are
+    metered, not planned.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
