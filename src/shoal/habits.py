@@ -110,22 +110,20 @@ def under_habits(graph: StepGraph, habits: Habits, outputs: Mapping[int, str]) -
         return op
 
     ops = list(map(run, graph.ops))
-    last_forward = max((op.id for op in ops if op.phase == "forward"), default=-1)
-    loss = next((op.id for op in ops if op.phase == "loss"), last_forward)
-    for name, nbytes, last in (
-        (HELD_RESULTS, habits.held_result_bytes, last_forward),
-        (HELD_GRADIENTS, habits.held_gradient_bytes, loss),
-    ):
-        if nbytes and ops:
-            ops, storages, loss = *_with_held(ops, storages, name, nbytes, last), loss + 1
+    if ops and habits.held_gradient_bytes:
+        last = next((op for op in reversed(ops) if op.phase != "backward"), ops[0])
+        ops, storages = _with_held(ops, storages, HELD_GRADIENTS, habits.held_gradient_bytes, last)
+    if ops and habits.held_result_bytes:
+        last = next((op for op in reversed(ops) if op.phase == "forward"), ops[0])
+        ops, storages = _with_held(ops, storages, HELD_RESULTS, habits.held_result_bytes, last)
     return replace(graph, ops=tuple(ops), storages=tuple(storages))
 
 
 def _with_held(
-    ops: list[Op], storages: list[Storage], name: str, nbytes: int, last_reader: int
+    ops: list[Op], storages: list[Storage], name: str, nbytes: int, last_reader: Op
 ) -> tuple[list[Op], list[Storage]]:
     """An op before all others "writes" what is held from the step before, and `last_reader` is the last to read it."""
     held = Storage(len(storages), name, nbytes, "activation", "", (nbytes,), "uint8", (name,))
     first = Op(0, name, name, "forward", "", (), (held.id,), recomputable=False)
-    later = [replace(op, id=op.id + 1, reads=(*op.reads, held.id) if op.id == last_reader else op.reads) for op in ops]
+    later = [replace(op, id=op.id + 1, reads=(*op.reads, held.id) if op is last_reader else op.reads) for op in ops]
     return [first, *later], [*storages, held]
