@@ -17,6 +17,7 @@ from shoal.runtime.norm_sweeps import sweeps
 from shoal.runtime.statistics import by_channel, in_layout, laid_out, layout_of
 
 _aten = torch.ops.aten
+_PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in the second cache
 
 
 def norm_act(
@@ -62,6 +63,9 @@ def reduced(
     grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of mean, scale and shift from that of the normalised tensor."""
+    if x.is_cpu and layout_of(x) != torch.contiguous_format:
+        of_scale, of_shift = (total.to(scale.dtype) for total in _channel_sums(grad, x, mean))
+        return -scale * of_shift, of_scale, of_shift
     ones = torch.ones_like(mean)
     kind = torch.promote_types(grad.dtype, x.dtype)
     # PyTorch's own sums of grad * (x - mean) and grad in one sweep, with nothing allocated.
@@ -69,6 +73,22 @@ def reduced(
         grad.to(kind), x.to(kind), ones, None, None, mean, ones, True, 0.0, [False, True, True]
     )
     return -scale * of_shift, of_scale, of_shift
+
+
+def _channel_sums(grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """grad * (x - mean) and grad, summed over all but channels, in float64.
+
+    PyTorch's own backward pass adds channels_last pixels up one after the other in float32.
+    """
+    dims = [0, *range(2, x.dim())]
+    products, total = (torch.zeros_like(mean, dtype=torch.float64) for _ in range(2))
+    images = max(1, _PIECE_ELEMS // max(1, x.numel() // x.shape[0]))
+    for some, of_some in zip(x.split(images), grad.split(images), strict=True):
+        centred = some - by_channel(mean, x)  # promotes
+        of_some = of_some.to(centred.dtype)
+        total += of_some.sum(dims)
+        products += centred.mul_(of_some).sum(dims)
+    return products, total
 
 
 def activated(

@@ -60,7 +60,8 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
     True
 
     Known limits: a network that torch.fx cannot trace stays as it was, and the summary says so; so do layers with
-    hooks, subclasses of batch norm, SyncBatchNorm, activations other than ReLU. Gradients of gradients are not
+    hooks, subclasses of batch norm, SyncBatchNorm, activations other than ReLU, and batch norms whose input is written
+    over in place. Gradients of gradients are not
     available. Under transforms of `torch.func` and forward-mode derivatives the network itself runs. Layers that are
     replaced later are found in eager mode; compile after that. What a model does by `self.training` in its own code
     stays as in training wherever anything is fused. Give the result to `shoal.compile`, not to `shoal.split` or

@@ -47,8 +47,9 @@ def split(
         depth: share of the convolutional layers to split, 0 to 1, from the first on; joined at the next block boundary.
         grid: patches along each spatial dimension, as many numbers as the convolutions have dimensions.
         stochastic: omega of Stochastic Split-CNN (section 3.3), 0 or more and less than 0.5; 0.2 is the paper's. Every
-            training forward draws its cuts from torch's global generator of the CPU. `shoal.compile` makes one plan for
-            all draws, which takes some times as long to capture.
+            training forward draws its cuts from torch's global generator of the CPU, of those that leave every patch
+            large enough for its layers. `shoal.compile` makes one plan for all draws, which takes some times as long to
+            capture.
         batch_norm: "patch" normalises each patch by itself, and running statistics see every patch (the paper);
             "joint" normalises by the statistics of all patches, as the unsplit network does.
         join: name of the module to join behind, instead of `depth`; "auto" for the last possible place where an op that
