@@ -16,6 +16,7 @@ from shoal import allocations
 from shoal.errors import InputError
 from shoal.runtime import step_meter
 from shoal.runtime import wall as wall_module
+from shoal.runtime.held import HeldStorage
 from shoal.runtime.step_meter import Measured, StepMeter
 from shoal.runtime.wall import wall
 
@@ -95,6 +96,40 @@ def test_what_an_earlier_step_left_behind_does_not_lower_the_peak_of_the_next_wh
     measured = meter.end()
     assert measured is not None
     assert measured.backward_bytes == 1000 + 300 + 500
+
+
+def test_a_step_of_several_passes_is_metered_as_one(counter: str) -> None:
+    meter, there = StepMeter(CPU), bytes_of(100)
+    meter.begin([there])
+    first = bytes_of(1000)
+    meter.pause()
+    meter.go_on([there, first])
+    second = bytes_of(200)
+    bytes_of(50)
+    meter.pause()
+    meter.resume([there, first, second])
+    bytes_of(400)
+    del second
+    meter.pause()
+    meter.resume([there, first])
+    bytes_of(550)
+    measured = meter.end()
+    assert measured is not None
+    assert measured.forward_bytes == 100 + 1000 + 200 + 50
+    assert measured.backward_bytes == 100 + 1000 + max(200 + 400, 550)
+
+
+@needs_compiler
+def test_what_passes_counts_in_the_parts_that_it_lives_to_see_and_a_late_batch_from_then_on() -> None:
+    meter, there, old, batch = StepMeter(CPU), bytes_of(100), bytes_of(3000), bytes_of(70)
+    meter.begin([there], [HeldStorage(old), HeldStorage(there)])
+    saved = bytes_of(1000)
+    meter.pause()
+    del old
+    meter.go_on([there, batch])
+    meter.pause()
+    meter.resume([there, batch, saved])
+    assert meter.end() == Measured(100 + 3000 + 1000, 100 + 70 + 1000, 100 + 70 + 1000)
 
 
 @needs_compiler
