@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from shoal.check import check
 from shoal.errors import BudgetError
-from shoal.habits import HELD_GRADIENTS, HELD_RESULTS, Habits, hopeful, under_habits
+from shoal.habits import HELD_GRADIENTS, HELD_RESULTS, Habits, by_itself, hopeful, under_habits
 from shoal.planners.joint import joint
 from shoal.schedule import schedule
 from shoal.simulate import simulate
 from shoal.step import StepGraph
 from tests.random_steps import HARDWARE, Builder, conv_bn_relu_chain, steps
 
-WORST = Habits()
+WORST = Habits()  # nothing is known
 
 
 def outputs_of(graph: StepGraph) -> dict[int, str]:
@@ -61,6 +61,13 @@ def test_what_is_held_counts_where_it_is_held(graph: StepGraph, loop: Habits) ->
         phase = graph.op_called[name].phase
         held_bytes = loop.held_result_bytes * (phase == "forward") + loop.held_gradient_bytes * (phase != "backward")
         assert nbytes == without[name] + held_bytes
+        assert without[name] >= loop.small_bytes
+
+
+@given(steps(), habits)
+def test_what_the_loop_does_can_be_taken_out_again(graph: StepGraph, loop: Habits) -> None:
+    assume(any(op.phase == "loss" for op in graph.ops))
+    assert by_itself(under_habits(graph, loop, outputs_of(graph))).fingerprint == by_itself(graph).fingerprint
 
 
 def test_the_worst_is_the_step_as_it_is_captured() -> None:
@@ -69,7 +76,9 @@ def test_the_worst_is_the_step_as_it_is_captured() -> None:
     seen = under_habits(graph, WORST, outputs_of(graph))
     (loss,) = (op for op in seen.ops if op.phase == "loss")
     assert loss.workspace_bytes == 2 * tangent_bytes > 0
-    assert seen.storages == graph.storages
+    *own, held = seen.storages
+    assert tuple(own) == graph.storages
+    assert (held.name, held.nbytes) == (HELD_RESULTS, sum(s.nbytes for s in graph.storages if s.kind == "output"))
 
 
 def test_in_the_best_loop_outputs_and_their_gradients_die_with_their_last_readers() -> None:

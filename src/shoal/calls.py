@@ -77,6 +77,11 @@ class Calls:
         self._under_way = [c for c in self._under_way if c.witness is not None and c.witness.is_alive]
         return len(self._under_way)
 
+    @property
+    def any_started(self) -> bool:
+        """Whether there was a call at all."""
+        return self._last is not None
+
     def held_of_the_last(self) -> list[HeldStorage]:
         """What the caller still holds of the last call's results: a loop's names, until they get new values."""
         if self._last is None:

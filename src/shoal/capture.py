@@ -81,7 +81,8 @@ class Captured:
             for place, node in enumerate(self.forward_outputs)
             if isinstance(node, fx.Node) and node in self.storage_of
         }
-        return {place: storage.name for place, storage in owned.items() if storage.kind == "output"}
+        results = set(self.results)
+        return {place: s.name for place, s in owned.items() if s.kind == "output" and place in results}
 
     @property
     def results(self) -> tuple[int, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
@@ -153,6 +155,10 @@ def plain_call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(model)._call_impl(model, *args, **kwargs)
 
 
+_numbers = itertools.count()
+_number_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
 def call_of(model: nn.Module) -> Callable[..., Any]:
     """The model's call, hooks included, as a function that Dynamo enters whatever class the model is of.
 
@@ -165,11 +171,15 @@ def call_of(model: nn.Module) -> Callable[..., Any]:
             "whole model, with depth= or join= to say how far, or compile that part by itself"
         )
 
+    _forget_sizes()  # of an earlier capture of this model
+
     def call(*args: Any, **kwargs: Any) -> Any:
         return plain_call(model, *args, **kwargs)
 
-    # Dynamo keeps and counts its graphs by code object: one of its own, so that no model uses up another's.
-    return FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    # Dynamo keeps and counts its graphs by code object: one of its own, so that no model uses up another's. What it has
+    # seen change between calls it keeps by the code's name: else another model's numbers would be taken for changed.
+    name = f"call_{_number_of.setdefault(model, next(_numbers))}"
+    return FunctionType(call.__code__.replace(co_name=name), call.__globals__, name, None, call.__closure__)
 
 
 def drawn_for(model: nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from shoal.cost import target_name
 from shoal.errors import CaptureError
 from shoal.inner import Compiler
 from shoal.runtime.traced_layout import in_traced_layout, is_same_order, is_writable
+from shoal.runtime.transfers import Transfers
 from shoal.traced_strides import Departure, is_put_right, joint_name
 from shoal.varying_sizes import Numbers, at_numbers, numbers_of
 
@@ -152,8 +153,10 @@ def _source(node: fx.Node) -> str:
 
 def _is_pytorchs(node: fx.Node) -> bool:
     """Whether a wrong dtype is PyTorch's own: batch norm's statistics of bfloat16 are float32 in eager PyTorch, too,
-    whatever its fake kernel says, and its backward kernel wants them so."""
+    whatever its fake kernel says, and its backward kernel wants them so. What was offloaded comes back as it was."""
     target = _maker(node).target
+    if getattr(target, "__func__", None) is Transfers.start_fetch:
+        return True
     return isinstance(target, str) or (isinstance(target, torch._ops.OpOverload) and target.namespace == "aten")
 
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from shoal.accumulation import ACCUMULATE
 from shoal.core.plan import Plan
-from shoal.step import Op, StepGraph, Storage
+from shoal.step import Op, StepGraph, Storage, StorageKind
 
 HELD_RESULTS = "results_of_the_step_before"
 HELD_GRADIENTS = "gradients_of_the_step_before"
@@ -20,21 +21,24 @@ class Habits:
     Attributes:
         learnt: whether a step has been metered; before that, all is taken for the worst.
         calls_at_once: how many calls come before a backward pass.
-        held_result_bytes: outputs of the step before that the loop holds until the forward pass returns new ones.
+        held_result_bytes: outputs of the step before that the loop holds until the forward pass returns new ones. None:
+            not known yet, and taken for as many as the step's own.
         held_gradient_bytes: gradients of the step before, where they are dropped between the two passes.
         drops_late: whether gradients that the optimizer has used are dropped after the next forward pass, not kept.
         released: places, among the forward graph's outputs, of those that nobody holds when the backward pass begins.
         tangents_pass: whether the gradients of outputs die with their last reader, not with the step.
+        small_bytes: room for the loss itself and other small tensors of the loop, all step.
         loss_share: scratch of the loss, as a multiple of the outputs' gradients. 2 is log-softmax and its gradient.
     """
 
     learnt: bool = False
     calls_at_once: int = 1
-    held_result_bytes: int = 0
+    held_result_bytes: int | None = None
     held_gradient_bytes: int = 0
     drops_late: bool = True
     released: frozenset[int] = frozenset()
     tangents_pass: bool = False
+    small_bytes: int = 512
     loss_share: float = 2.0
 
 
@@ -44,7 +48,7 @@ class Basis:
 
     Attributes:
         graph, exact_graph: as of `Plan`, with costs.
-        outputs: names of the storages that are outputs, by their places.
+        outputs: names of the storages that the caller gets, by their places among the outputs.
         others_bytes: of other calls of the model, in use while one runs.
         fingerprint: of the step as it was captured.
     """
@@ -76,7 +80,7 @@ class Basis:
 def hopeful(habits: Habits, places: Collection[int]) -> Habits:
     """As much as the loop may turn out to save: it drops every output when the loss is known, as
     `F.cross_entropy(model(x), y).backward()` does, whose scratch is as large as those outputs."""
-    return replace(habits, released=frozenset(places), tangents_pass=True, loss_share=1.0)
+    return replace(habits, released=frozenset(places), held_result_bytes=0, tangents_pass=True, loss_share=1.0)
 
 
 def under_habits(graph: StepGraph, habits: Habits, outputs: Mapping[int, str]) -> StepGraph:
@@ -85,7 +89,7 @@ def under_habits(graph: StepGraph, habits: Habits, outputs: Mapping[int, str]) -
     Args:
         graph: the step by itself.
         habits: what the loop does.
-        outputs: names of the storages that are outputs, by their places.
+        outputs: names of the storages that the caller gets, by their places among the outputs.
     """
     released = {outputs[place] for place in habits.released if place in outputs}
     saved = {graph.storages[storage].name for storage in graph.saved}
@@ -113,10 +117,33 @@ def under_habits(graph: StepGraph, habits: Habits, outputs: Mapping[int, str]) -
     if ops and habits.held_gradient_bytes:
         last = next((op for op in reversed(ops) if op.phase != "backward"), ops[0])
         ops, storages = _with_held(ops, storages, HELD_GRADIENTS, habits.held_gradient_bytes, last)
-    if ops and habits.held_result_bytes:
+    result_bytes = habits.held_result_bytes
+    if result_bytes is None:
+        names = set(outputs.values())
+        result_bytes = sum(s.nbytes for s in graph.storages if s.kind == "output" and s.name in names)
+    if ops and result_bytes:
         last = next((op for op in reversed(ops) if op.phase == "forward"), ops[0])
-        ops, storages = _with_held(ops, storages, HELD_RESULTS, habits.held_result_bytes, last)
-    return replace(graph, ops=tuple(ops), storages=tuple(storages))
+        ops, storages = _with_held(ops, storages, HELD_RESULTS, result_bytes, last)
+    standing_bytes = graph.standing_bytes + habits.small_bytes
+    return replace(graph, ops=tuple(ops), storages=tuple(storages), standing_bytes=standing_bytes)
+
+
+def by_itself(graph: StepGraph) -> StepGraph:
+    """What is computed in the step, whatever the loop it is seen in, and whatever autograd does with its gradients."""
+    ops = [op for op in graph.ops if op.name not in (HELD_RESULTS, HELD_GRADIENTS, ACCUMULATE)]
+    held = {storage for op in graph.ops if op.name in (HELD_RESULTS, HELD_GRADIENTS) for storage in op.writes}
+    kinds: dict[int, StorageKind] = {}
+    for op in ops:
+        if op.phase == "loss":
+            kinds |= dict.fromkeys(op.reads, "output")
+            kinds |= dict.fromkeys(op.writes, "tangent")
+    return replace(
+        graph,
+        ops=tuple(
+            replace(op, id=place, reads=tuple(s for s in op.reads if s not in held)) for place, op in enumerate(ops)
+        ),
+        storages=tuple(replace(s, kind=kinds.get(s.id, s.kind)) for s in graph.storages if s.id not in held),
+    )
 
 
 def _with_held(

@@ -96,12 +96,10 @@ class Session:
 
     def _hold_over(self, gradient_bytes: int) -> None:
         habits = self.habits
-        result_bytes = sum(held.nbytes for held in self.metering.calls.held_of_the_last())
-        now = replace(
-            habits,
-            held_result_bytes=max(habits.held_result_bytes, result_bytes),
-            held_gradient_bytes=max(habits.held_gradient_bytes, gradient_bytes),
-        )
+        now = replace(habits, held_gradient_bytes=max(habits.held_gradient_bytes, gradient_bytes))
+        if self.metering.calls.any_started:
+            result_bytes = sum(held.nbytes for held in self.metering.calls.held_of_the_last())
+            now = replace(now, held_result_bytes=max(habits.held_result_bytes or 0, result_bytes))
         if now != habits:
             self._adapt(now)
 

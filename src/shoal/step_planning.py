@@ -16,7 +16,7 @@ from shoal.choose_encoded import choose_encoded, encoded_by
 from shoal.core.plan import Plan
 from shoal.encoding import encoded
 from shoal.errors import BudgetError, PlanError
-from shoal.habits import Basis, Habits, under_habits
+from shoal.habits import Basis, Habits, by_itself, under_habits
 from shoal.lossy import Lossy
 from shoal.measure import measure
 from shoal.measure_links import link_to
@@ -113,7 +113,7 @@ class StepPlanning:
         aside_bytes, plan = plan_overlapping(habits.calls_at_once, self._terms.budget_bytes or 0, make, in_force)
         graph = self._costs_of(made[aside_bytes])
         exact = self._costs_of(self._captured) if plan.exact_graph is not None else None
-        others_bytes = plan.graph.standing_bytes - graph.standing_bytes
+        others_bytes = plan.graph.standing_bytes - graph.standing_bytes - habits.small_bytes
         basis = Basis(graph, exact, self.outputs, others_bytes, self._fingerprint)
         return Planned(made[aside_bytes], plan, basis)
 
@@ -178,6 +178,10 @@ class StepPlanning:
         return replace(graph, standing_bytes=graph.standing_bytes + self._beside_bytes, link=self._link)
 
 
+def _is_same(one: StepGraph, other: StepGraph) -> bool:
+    return by_itself(one).fingerprint == by_itself(other).fingerprint
+
+
 def _adopt(
     plan: Plan, captured: Captured, costed: Callable[[Captured], StepGraph], budget_bytes: int | None
 ) -> tuple[Captured, Plan]:
@@ -191,11 +195,11 @@ def _adopt(
         check_step(step)
     check_plan(replace(plan.graph, link=graph.link), plan.residences)
     said = encoded_by(plan)
-    if said is not None and plan.exact_step.fingerprint == graph.fingerprint:
+    if said is not None and _is_same(plan.exact_step, graph):
         lossy, chosen = said
         captured = encoded(captured, chosen, lossy)
         graph = costed(captured)
-    if plan.graph.fingerprint != graph.fingerprint:
+    if not _is_same(plan.graph, graph):
         theirs = [s.shape for s in plan.graph.storages if s.kind == "input"]
         ours = [s.shape for s in graph.storages if s.kind == "input"]
         raise PlanError(

@@ -128,7 +128,8 @@ def test_a_planted_fault_is_found_and_shrunk_to_the_layer_that_has_it(
     monkeypatch.setattr(backend, "lower", wrong(backend.lower))
     aside = Layer("branch", "residual", 0, (Layer("act", "tanh"),))
     case = Case(Network((Layer("conv", "pointwise"), aside), batch=3, channels_last=True, input_gradient=True), PLAIN)
-    (finding,), _ = Comparison(case.network).findings(PLAIN)
+    findings, _ = Comparison(case.network).findings(PLAIN)
+    (finding,) = (one for one in findings if one.ours)
     assert (finding.kind, finding.ours) == (DIFFERS, True)
     assert "gradient" in finding.what and "error" in finding.details
 
@@ -148,7 +149,8 @@ def test_a_planted_fault_is_found_and_shrunk_to_the_layer_that_has_it(
 def test_what_pytorch_does_is_told_apart_from_what_is_ours() -> None:
     network = Network((Layer("conv", "plain"), Layer("dropout", "unused")), head="outside")
     findings, _ = Comparison(network).findings(PLAIN)
-    assert [(f.kind, f.what, f.ours) for f in findings] == [(EAGER_ONLY, "generator, no gradient in eager", False)]
+    assert not any(f.ours for f in findings)
+    assert "generator, no gradient in eager" in [f.what for f in findings if f.kind == EAGER_ONLY]
 
 
 def test_a_network_that_plain_pytorch_refuses_is_none() -> None:

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import shoal
 from shoal.backend import PlannedStep
 from shoal.errors import CaptureError
 from tests.compile.compiled import compiled
-from tests.training_laws import costs_that_do_not_matter, images, mean_square, same_bits
+from tests.training_laws import blocks, costs_that_do_not_matter, images, mean_square, same_bits
 
 STEPS = 6
 
@@ -133,3 +134,12 @@ def test_the_refusal_at_the_limit_names_what_varied(
         train()
     assert "\n" not in str(caught.value)
     assert "captured and planned 2 times" in caplog.text
+
+
+def test_a_step_that_was_planned_before_in_another_layout_has_no_sizes_that_vary() -> None:
+    net, (batch,) = nn.Sequential(*blocks(3, 8)), images(1, 2, 3, 8, 8)
+    fresh = copy.deepcopy(net)
+    shoal.plan(net, batch)
+    for model in (fresh, net):
+        shoal.compile(model)(batch.to(memory_format=torch.channels_last)).sum().backward()
+    assert net.shoal.plan.graph.fingerprint == fresh.shoal.plan.graph.fingerprint

@@ -123,8 +123,9 @@ def wall(limit_bytes: int | str | None, device: str | torch.device = "cpu") -> I
         InputError: the limit is no size, the device is of another type, or there is no C++ compiler for the CPU's wall.
 
     >>> with wall("1MiB") as w:
+    ...     before = w.live_bytes
     ...     x = torch.empty(1000)
-    ...     w.live_bytes, w.peak_bytes
+    ...     w.live_bytes - before, w.peak_bytes - before
     (4000, 4000)
     """
     device = torch.device(device)
