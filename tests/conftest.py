@@ -21,8 +21,10 @@ __all__ = ["real_machine"]
 # A law draws the same examples every time, with "fresh" others each time, with "thorough" many others. What failed once
 # is not tried first the next time, and a busy machine is no reason to fail.
 settings.register_profile("usual", derandomize=True, database=None, deadline=None, max_examples=30)
-settings.register_profile("fresh", database=None, deadline=None, max_examples=30, print_blob=True)
-settings.register_profile("thorough", database=None, deadline=None, max_examples=1000, print_blob=True)
+settings.register_profile("fresh", derandomize=False, database=None, deadline=None, max_examples=30, print_blob=True)
+settings.register_profile(
+    "thorough", derandomize=False, database=None, deadline=None, max_examples=1000, print_blob=True
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 
 # Hypothesis also draws constants that it finds in the modules imported so far, which depend on the tests run before.

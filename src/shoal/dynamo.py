@@ -18,6 +18,7 @@ from torch._dynamo import config
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
+    InternalTorchDynamoError,
     ObservedException,
     TorchRuntimeError,
     Unsupported,
@@ -86,6 +87,10 @@ def one_graph() -> Iterator[None]:
             raise inner from None
         reason = f"{type(inner).__name__}: {inner}".strip().splitlines()[0]
         raise CaptureError(f"PyTorch cannot trace the training step of this model and input: {reason}") from inner
+    except InternalTorchDynamoError as failure:
+        if isinstance(origin := _origin(failure), (torch.OutOfMemoryError, MemoryError)):
+            raise origin from None
+        raise
     except TorchRuntimeError as failure:
         raise ModelRaised(str(_origin(failure)).strip().splitlines()[0]) from None
     except (Unsupported, UserError, ConstraintViolationError) as failure:

@@ -80,7 +80,19 @@ class Basis:
 def hopeful(habits: Habits, places: Collection[int]) -> Habits:
     """As much as the loop may turn out to save: it drops every output when the loss is known, as
     `F.cross_entropy(model(x), y).backward()` does, whose scratch is as large as those outputs."""
-    return replace(habits, released=frozenset(places), held_result_bytes=0, tangents_pass=True, loss_share=1.0)
+    return replace(
+        habits,
+        released=frozenset(places),
+        held_result_bytes=0,
+        tangents_pass=True,
+        small_bytes=0,
+        loss_share=1.0,
+    )
+
+
+def of_nothing_held() -> Habits:
+    """What a plan that was made elsewhere and is run as it is was made for: the step alone."""
+    return Habits(held_result_bytes=0, small_bytes=0)
 
 
 def under_habits(graph: StepGraph, habits: Habits, outputs: Mapping[int, str]) -> StepGraph:

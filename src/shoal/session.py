@@ -15,7 +15,7 @@ from shoal.capture import Captured
 from shoal.check_plan import check_own_plan
 from shoal.core.plan import Plan
 from shoal.errors import BudgetError, CaptureError, PlanError
-from shoal.habits import Habits, hopeful
+from shoal.habits import Habits, hopeful, of_nothing_held
 from shoal.lossy import Lossy
 from shoal.metering import Metered, Metering, Window
 from shoal.offloading import Offloading
@@ -74,6 +74,8 @@ class Session:
 
     def __post_init__(self) -> None:
         self.metering = Metering(self.standing, self.learn)
+        if self.ready_plan is not None:
+            self.habits = of_nothing_held()
         tell(self)
 
     def before_call(self) -> bool:

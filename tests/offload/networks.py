@@ -21,7 +21,7 @@ from shoal.offload.eager import offload_activations
 from shoal.runtime.links.open_link import OpenLink
 from tests.training_laws import classifier, differences, train
 
-module = importlib.import_module("shoal.offload_activations")  # shoal has the class under the same name
+module = importlib.import_module("shoal.offload.eager")
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's wall needs a C++ compiler"
 )

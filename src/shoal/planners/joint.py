@@ -122,7 +122,8 @@ def _without_link(
 ) -> tuple[_Played | None, float]:
     """The fastest plan of Keep and Recompute, and the lower bound of what it adds."""
     graph = choice.graph
-    bound_seconds = solve(choice, budget_bytes, early=False, time_limit_seconds=_BOUND_SECONDS).bound_seconds
+    wide = recompute_choice(graph, every=True)  # a bound for every plan must leave every storage its choice
+    bound_seconds = solve(wide, budget_bytes, early=False, time_limit_seconds=_BOUND_SECONDS).bound_seconds
     best = _with_more_kept(graph, budget_bytes, _once(choice, budget_bytes))
     if best is None or best.seconds - plain_seconds - bound_seconds > _CLOSE_ENOUGH * plain_seconds:
         best = _faster(best, _with_more_kept(graph, budget_bytes, _several_times(graph, hardware, budget_bytes)))
