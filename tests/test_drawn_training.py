@@ -185,8 +185,8 @@ def test_the_budget_holds_at_the_corners_of_all_draws(
     monkeypatch.setattr(backend, "_METERED_STEPS", 1000)
     ours = split(classifier(3, 16, 16), 0.9, stochastic=0.3, join="1")
     (x,) = images(1, 8, 3, 40, 40)
-    whole = shoal.plan(ours, x).predicted_peak_bytes
-    shoal.compile(ours, int(share * whole), planner=planner)
+    budget = int(share * shoal.plan(ours, x).predicted_peak_bytes) + 2048  # for what the loop holds
+    shoal.compile(ours, budget, planner=planner)
     assert ours.plan is not None
     limits = drawn_cuts.limits(ours.plan, (40, 40), 0.3)
     for cuts in itertools.product(*zip(*limits, strict=True)):  # the least or the most, along each dimension
@@ -194,7 +194,7 @@ def test_the_budget_holds_at_the_corners_of_all_draws(
         ours.zero_grad()
         mean_square(ours(x)).backward()
         assert ours.shoal.measured_peak_bytes is not None
-        assert ours.shoal.measured_peak_bytes <= ours.shoal.predicted_peak_bytes <= share * whole
+        assert ours.shoal.measured_peak_bytes <= ours.shoal.predicted_peak_bytes <= budget
     assert ours.shoal.repairs == 0
 
 

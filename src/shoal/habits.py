@@ -85,7 +85,6 @@ def hopeful(habits: Habits, places: Collection[int]) -> Habits:
         released=frozenset(places),
         held_result_bytes=0,
         tangents_pass=True,
-        small_bytes=0,
         loss_share=1.0,
     )
 
