@@ -178,5 +178,13 @@ class Metering:
 _metering_now: list[weakref.ref[Metering]] = []
 
 
+def abandon() -> None:
+    """Stop metering, whichever model's calls are being metered: their backward pass is not expected any more."""
+    for reference in _metering_now:
+        metering = reference()
+        if metering is not None:
+            metering._give_up()
+
+
 def _keys(arguments: Sequence[Any]) -> set[int]:
     return {a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)}
