@@ -49,7 +49,6 @@ class Window:
 
     Attributes:
         steps: those that ran.
-        calls_at_once: the most calls that were under way.
         kept: places of results that the caller still held when a backward pass began. released: of those it did not.
         measured: what it used; None until it is over.
         gradients_stayed: whether gradients of an earlier step were there when a backward pass began.
@@ -57,7 +56,6 @@ class Window:
     """
 
     steps: list[Metered] = field(default_factory=list)
-    calls_at_once: int = 1
     kept: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
     measured: Measured | None = None
@@ -97,7 +95,6 @@ class Metering:
             raise
         self.calls.started(given, outputs, step.n_outputs, step.results)
         if self._window is not None and self._meter is not None:
-            self._window.calls_at_once = max(self._window.calls_at_once, self.calls.under_way())
             self._meter.pause()
         return outputs
 
@@ -106,9 +103,7 @@ class Metering:
         self.gradients_are_used = False
         call = self.calls.goes_back(_keys(arguments))
         window, meter = self._window, self._meter
-        if window is None or meter is None:
-            return run(arguments)
-        if call is None:  # sent back a second time
+        if window is None or meter is None or call is None:  # None for a call that is sent back a second time
             return run(arguments)
         self._note_results(window, call)
         window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
