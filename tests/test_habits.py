@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.check import check
 from shoal.errors import BudgetError
-from shoal.habits import HELD_GRADIENTS, HELD_RESULTS, Habits, by_itself, hopeful, under_habits
+from shoal.habits import HELD_RESULTS, KEPT_OF_LOSS, Habits, by_itself, hopeful, under_habits
 from shoal.planners.joint import joint
 from shoal.schedule import schedule
 from shoal.simulate import simulate
@@ -30,6 +30,7 @@ habits = st.builds(
     released=st.sampled_from([frozenset(), frozenset({0})]),
     tangents_pass=st.booleans(),
     loss_share=st.sampled_from([0.0, 1.0, 2.5]),
+    kept_share=st.sampled_from([0.0, 1.0]),
 )
 
 
@@ -54,12 +55,15 @@ def test_what_is_held_counts_where_it_is_held(graph: StepGraph, loop: Habits) ->
 
     def in_use(loop: Habits) -> dict[str, int]:
         seen = under_habits(graph, loop, outputs_of(graph))
-        return {m.op: m.total_bytes for m in simulate(seen, {}).moments if m.op not in (HELD_RESULTS, HELD_GRADIENTS)}
+        own = graph.op_called.keys()
+        return {m.op: m.total_bytes for m in simulate(seen, {}).moments if m.op in own}
 
-    without = in_use(replace(loop, held_result_bytes=0, held_gradient_bytes=0))
+    tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")
+    without = in_use(replace(loop, held_result_bytes=0, held_gradient_bytes=0, kept_share=0.0))
     for name, nbytes in in_use(loop).items():
         phase = graph.op_called[name].phase
         held_bytes = loop.held_result_bytes * (phase == "forward") + loop.held_gradient_bytes * (phase != "backward")
+        held_bytes += int(loop.kept_share * tangent_bytes) * (phase == "backward")
         assert nbytes == without[name] + held_bytes
         assert without[name] >= loop.small_bytes
 
@@ -76,8 +80,9 @@ def test_the_worst_is_the_step_as_it_is_captured() -> None:
     seen = under_habits(graph, WORST, outputs_of(graph))
     (loss,) = (op for op in seen.ops if op.phase == "loss")
     assert loss.workspace_bytes == 2 * tangent_bytes > 0
-    *own, held = seen.storages
+    *own, of_the_loss, held = seen.storages
     assert tuple(own) == graph.storages
+    assert (of_the_loss.name, of_the_loss.nbytes) == (KEPT_OF_LOSS, tangent_bytes)
     assert (held.name, held.nbytes) == (HELD_RESULTS, sum(s.nbytes for s in graph.storages if s.kind == "output"))
 
 

@@ -38,7 +38,7 @@ class Calls:
 
     def started(
         self, arguments: Iterable[int], outputs: Sequence[object], n_outputs: int, watched: Iterable[int]
-    ) -> Call:
+    ) -> None:
         """A forward pass has ended.
 
         Args:
@@ -57,9 +57,8 @@ class Calls:
         results = own(watched)
         saved = own(range(n_outputs, len(outputs)))
         witness = max((saved or results).values(), key=lambda held: held.nbytes, default=None)
-        call = self._last = Call(witness, not saved, results)
-        self._under_way.append(call)
-        return call
+        self._last = Call(witness, not saved, results)
+        self._under_way.append(self._last)
 
     def goes_back(self, arguments: Iterable[int]) -> Call | None:
         """The call whose backward pass begins, told by the keys of the storages that it is given; it is under way no
@@ -83,7 +82,11 @@ class Calls:
         return self._last is not None
 
     def held_of_the_last(self) -> list[HeldStorage]:
-        """What the caller still holds of the last call's results: a loop's names, until they get new values."""
-        if self._last is None:
+        """What the caller still holds of the last call's results: a loop's names, until they get new values.
+
+        Nothing while that call is under way: then its results wait with what it saved.
+        """
+        self.under_way()
+        if self._last is None or self._last in self._under_way:
             return []
         return [held for held in self._last.outputs.values() if held.is_alive]

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from shoal.accumulation import ACCUMULATE
 from shoal.core.plan import Plan
-from shoal.step import Op, StepGraph, Storage, StorageKind
+from shoal.step import Op, Phase, StepGraph, Storage, StorageKind
 
 HELD_RESULTS = "results_of_the_step_before"
 HELD_GRADIENTS = "gradients_of_the_step_before"
+KEPT_OF_LOSS = "kept_of_the_loss"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Habits:
         tangents_pass: whether the gradients of outputs die with their last reader, not with the step.
         small_bytes: room for the loss itself and other small tensors of the loop, all step.
         loss_share: scratch of the loss, as a multiple of the outputs' gradients. 2 is log-softmax and its gradient.
+        kept_share: what stays of it for the backward pass, as such a multiple. 1 is `F.mse_loss`, whose mean lies in
+            the storage of all squares.
     """
 
     learnt: bool = False
@@ -40,6 +43,7 @@ class Habits:
     tangents_pass: bool = False
     small_bytes: int = 512
     loss_share: float = 2.0
+    kept_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,13 @@ def hopeful(habits: Habits, places: Collection[int]) -> Habits:
         held_result_bytes=0,
         tangents_pass=True,
         loss_share=1.0,
+        kept_share=0.0,
     )
 
 
 def of_nothing_held() -> Habits:
     """What a plan that was made elsewhere and is run as it is was made for: the step alone."""
-    return Habits(held_result_bytes=0, small_bytes=0)
+    return Habits(held_result_bytes=0, small_bytes=0, kept_share=0.0)
 
 
 def under_habits(graph: StepGraph, habits: Habits, outputs: Mapping[int, str]) -> StepGraph:
@@ -125,6 +130,10 @@ def under_habits(graph: StepGraph, habits: Habits, outputs: Mapping[int, str]) -
         return op
 
     ops = list(map(run, graph.ops))
+    at_loss = next((op.id for op in ops if op.phase == "loss"), None)
+    kept_bytes = math.ceil(habits.kept_share * tangent_bytes)
+    if at_loss is not None and kept_bytes:
+        ops, storages = _with_held(ops, storages, KEPT_OF_LOSS, kept_bytes, ops[-1], at_loss + 1)
     if ops and habits.held_gradient_bytes:
         last = next((op for op in reversed(ops) if op.phase != "backward"), ops[0])
         ops, storages = _with_held(ops, storages, HELD_GRADIENTS, habits.held_gradient_bytes, last)
@@ -141,8 +150,9 @@ def under_habits(graph: StepGraph, habits: Habits, outputs: Mapping[int, str]) -
 
 def by_itself(graph: StepGraph) -> StepGraph:
     """What is computed in the step, whatever the loop it is seen in, and whatever autograd does with its gradients."""
-    ops = [op for op in graph.ops if op.name not in (HELD_RESULTS, HELD_GRADIENTS, ACCUMULATE)]
-    held = {storage for op in graph.ops if op.name in (HELD_RESULTS, HELD_GRADIENTS) for storage in op.writes}
+    of_the_loop = (HELD_RESULTS, HELD_GRADIENTS, KEPT_OF_LOSS)
+    ops = [op for op in graph.ops if op.name not in (*of_the_loop, ACCUMULATE)]
+    held = {storage for op in graph.ops if op.name in of_the_loop for storage in op.writes}
     kinds: dict[int, StorageKind] = {}
     for op in ops:
         if op.phase == "loss":
@@ -157,11 +167,24 @@ def by_itself(graph: StepGraph) -> StepGraph:
     )
 
 
+def dropped_bytes(graph: StepGraph) -> int:
+    """Bytes of what nobody has any more once the loss is known: outputs, and gradients of the step before."""
+    loss = [op.id for op in graph.ops if op.phase == "loss"]
+    return sum(
+        s.nbytes
+        for s in graph.storages
+        if s.kind == "activation" and graph.readers[s.id] and graph.readers[s.id][-1] in loss
+    )
+
+
 def _with_held(
-    ops: list[Op], storages: list[Storage], name: str, nbytes: int, last_reader: Op
+    ops: list[Op], storages: list[Storage], name: str, nbytes: int, last_reader: Op, place: int = 0
 ) -> tuple[list[Op], list[Storage]]:
-    """An op before all others "writes" what is held from the step before, and `last_reader` is the last to read it."""
-    held = Storage(len(storages), name, nbytes, "activation", "", (nbytes,), "uint8", (name,))
-    first = Op(0, name, name, "forward", "", (), (held.id,), recomputable=False)
-    later = [replace(op, id=op.id + 1, reads=(*op.reads, held.id) if op is last_reader else op.reads) for op in ops]
-    return [first, *later], [*storages, held]
+    """An op before all others, or at another place, "writes" what the loop holds, and `last_reader` is the last to
+    read it."""
+    phase: Phase = "backward" if place else "forward"
+    kind: StorageKind = "error" if place else "activation"
+    held = Storage(len(storages), name, nbytes, kind, "", (nbytes,), "uint8", (name,))
+    ops = [replace(op, reads=(*op.reads, held.id)) if op is last_reader else op for op in ops]
+    ops.insert(place, Op(place, name, name, phase, "", (), (held.id,), recomputable=False))
+    return [replace(op, id=number) for number, op in enumerate(ops)], [*storages, held]

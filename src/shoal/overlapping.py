@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shoal.core.plan import Plan
 from shoal.errors import BudgetError
-from shoal.habits import HELD_GRADIENTS
+from shoal.habits import HELD_GRADIENTS, dropped_bytes
 from shoal.sizes import format_bytes
 from shoal.step import StepGraph
 
@@ -69,12 +69,19 @@ def plan_overlapping(
 
 
 def waiting_bytes(plan: Plan) -> int:
-    """Bytes that a call has in use between its two passes while another one runs, its inputs included."""
+    """Bytes that a call has in use between its two passes while another one runs, its inputs included.
+
+    Until the loss is sent back its outputs wait, and from then on their gradients: beside them where the loop still
+    holds them, in their place where nobody does.
+    """
     graph = plan.graph
     at_loss = next(moment for moment in plan.timeline.moments if moment.phase == "loss")
     held = graph.storage_called.get(HELD_GRADIENTS)
+    held_bytes = held.nbytes if held is not None else 0
+    gradient_bytes = sum(graph.storages[s].nbytes for s in graph.op_called[at_loss.op].writes)
     input_bytes = sum(s.nbytes for s in graph.storages if s.kind == "input")
-    return input_bytes + at_loss.kept_bytes - (held.nbytes if held is not None else 0)
+    more_bytes = max(0, gradient_bytes - (dropped_bytes(graph) - held_bytes))
+    return input_bytes + at_loss.kept_bytes - held_bytes + more_bytes
 
 
 def _with_the_most_aside(

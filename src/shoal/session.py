@@ -15,7 +15,7 @@ from shoal.capture import Captured
 from shoal.check_plan import check_own_plan
 from shoal.core.plan import Plan
 from shoal.errors import BudgetError, CaptureError, PlanError
-from shoal.habits import Habits, hopeful, of_nothing_held
+from shoal.habits import Habits, dropped_bytes, hopeful, of_nothing_held
 from shoal.lossy import Lossy
 from shoal.metering import Metered, Metering, Window
 from shoal.offloading import Offloading
@@ -153,6 +153,7 @@ class Session:
         if self.status.budget_bytes is not None and any(
             plan.predicted_peak_bytes > self.status.budget_bytes for plan in now.values()
         ):
+            log.info("%s: the loop holds more than was planned with; planning anew", self.name or "model")
             self._plan_anew()
 
     def _plan_anew(self) -> None:
@@ -356,19 +357,30 @@ class Session:
     def _habits_seen_in(self, window: Window, measured: Measured) -> Habits:
         habits = self.habits
         released = frozenset(window.released - window.kept)
-        shares = [habits.loss_share] if habits.learnt else []
-        for step in window.steps:
-            at_loss = step.plan and next((m for m in step.plan.timeline.moments if m.phase == "loss"), None)
-            if at_loss and at_loss.error_bytes and measured.loss_bytes:
-                rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
-                shares.append(max(0, measured.loss_bytes - rest_bytes) / at_loss.error_bytes)
-        return replace(
+        seen = replace(
             habits,
             learnt=True,
             released=habits.released & released if habits.learnt else released,
             tangents_pass=not window.tangents_stayed and (habits.tangents_pass or not habits.learnt),
-            loss_share=max(shares, default=habits.loss_share),
             drops_late=habits.drops_late and not (window.gradients_stayed and self.standing.gradients_pass),
+        )
+        loss_shares = [habits.loss_share] if habits.learnt else []
+        kept_shares = [habits.kept_share] if habits.learnt else []
+        for step in window.steps:
+            plan = step.plan and step.basis and step.basis.of(step.plan, seen)
+            at_loss = plan and next((m for m in plan.timeline.moments if m.phase == "loss"), None)
+            if not plan or not at_loss or not at_loss.error_bytes:
+                continue
+            rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
+            left_bytes = rest_bytes - dropped_bytes(plan.graph)
+            if measured.loss_bytes:
+                loss_shares.append(max(0, measured.loss_bytes - rest_bytes) / at_loss.error_bytes)
+            if measured.before_backward_bytes:
+                kept_shares.append(max(0, measured.before_backward_bytes - left_bytes) / at_loss.error_bytes)
+        return replace(
+            seen,
+            loss_share=max(loss_shares, default=habits.loss_share),
+            kept_share=max(kept_shares, default=habits.kept_share),
         )
 
     def _repair(self, steps: Sequence[Metered], measured_bytes: int, predicted_bytes: int, budget_bytes: int) -> None:

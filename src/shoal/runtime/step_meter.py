@@ -25,11 +25,13 @@ class Measured:
     Attributes:
         forward_bytes, loss_bytes, backward_bytes: highest use within each part; `loss` is all between the two graphs,
             0 where it could not be metered.
+        before_backward_bytes: in use when a backward pass begins; 0 where it could not be metered.
     """
 
     forward_bytes: int
     loss_bytes: int
     backward_bytes: int
+    before_backward_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -61,6 +63,7 @@ class StepMeter:
         self._passing_bytes = 0
         self._part: Part = "forward"
         self._peaks: dict[Part, int] = {}
+        self._before_backward_bytes = 0
 
     def begin(self, resident: Iterable[torch.Tensor], passing: Iterable[HeldStorage] = ()) -> bool:
         """Start with the forward pass. An unfinished step is dropped.
@@ -74,6 +77,7 @@ class StepMeter:
         """
         self.abandon()
         self._peaks = {}
+        self._before_backward_bytes = 0
         self._part = "forward"
         resident = list(resident)
         self._before_bytes = distinct_bytes(resident)
@@ -103,6 +107,9 @@ class StepMeter:
     def resume(self, resident: Iterable[torch.Tensor]) -> None:
         """A backward pass begins; `resident` is what is in use now, saved tensors included."""
         self._open_part("backward", resident)
+        if self._counter is not None:
+            now_bytes = self._before_bytes + self._passing_bytes + self._counter.fresh_peak_bytes
+            self._before_backward_bytes = max(self._before_backward_bytes, now_bytes)
 
     def end(self) -> Measured | None:
         """The last backward pass is over: what the step used, or None where it was not metered from start to end."""
@@ -111,7 +118,8 @@ class StepMeter:
             return None
         self._close_part()
         self.abandon()
-        return Measured(*(self._peaks.get(part, 0) for part in ("forward", "loss", "backward")))
+        parts = [self._peaks.get(part, 0) for part in ("forward", "loss", "backward")]
+        return Measured(*parts, self._before_backward_bytes)
 
     def abandon(self) -> None:
         """Forget a step that did not reach its end."""
