@@ -47,7 +47,8 @@ def plan(
     """Plan one training step without taking it.
 
     Nothing of the model is run: it and `example` may live on the "meta" device, where a network of any size takes no
-    memory.
+    memory. The step alone is counted; under `shoal.compile`, what the training loop holds besides counts too: at least
+    512 bytes for the loss and other small tensors, and the outputs of the step before where they are still held.
 
     Args:
         model: the network; it is planned as if in training mode and left as it is.

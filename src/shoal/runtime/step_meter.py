@@ -118,8 +118,10 @@ class StepMeter:
             return None
         self._close_part()
         self.abandon()
-        parts = [self._peaks.get(part, 0) for part in ("forward", "loss", "backward")]
-        return Measured(*parts, self._before_backward_bytes)
+        peaks = self._peaks
+        return Measured(
+            peaks.get("forward", 0), peaks.get("loss", 0), peaks.get("backward", 0), self._before_backward_bytes
+        )
 
     def abandon(self) -> None:
         """Forget a step that did not reach its end."""
