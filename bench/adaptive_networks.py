@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shoal.models.resnet import BasicBlock, ResNet
+from shoal.app.models.resnet import BasicBlock, ResNet
 
 CLASSES = 200  # of the paper's ImageNet200
 Convolution = tuple[int, int, int, bool]  # channels, kernel, stride, whether a 2x2 pool follows

@@ -35,9 +35,9 @@ from bench.budgets import comma_separated, make_folder
 from bench.conditions import conditions, describe, file_name
 from bench.resume import earlier
 from bench.split_accuracy import images_of
-from shoal.distributed.precision import packable
+from shoal.core.files import write_json
+from shoal.distributed.weights.precision import packable
 from shoal.errors import InputError
-from shoal.files import write_json
 
 SIZES = {"alexnet": steps.Size(8, 224), "vgg_a": steps.Size(4, 224), "resnet34": steps.Size(4, 224)}
 QUICK_SIZE = steps.Size(2, 32)

@@ -39,9 +39,9 @@ from bench.budgets import comma_separated, make_folder
 from bench.conditions import conditions, describe, file_name
 from bench.resume import check_pace, earlier
 from bench.split_accuracy import images_of
-from shoal.distributed.precision import packable
+from shoal.core.files import write_json
+from shoal.distributed.weights.precision import packable
 from shoal.errors import InputError
-from shoal.files import write_json
 
 CONTENDERS = (
     training.BASELINE,

@@ -23,12 +23,12 @@ from torch.nn import functional as F
 from bench.workload import turns
 from shoal import codecs
 from shoal.codecs.codec import Encoded
-from shoal.distributed.host_weights import HostWeights, StepSeconds
-from shoal.distributed.norms import square_sums
-from shoal.distributed.precision import AdaptivePrecision, packable
-from shoal.hardware import Link
-from shoal.runtime.links.open_link import OpenLink, open_link
-from shoal.sizes import in_pages
+from shoal.core.hardware import Link
+from shoal.core.sizes import in_pages
+from shoal.distributed.weights.host_weights import HostWeights, StepSeconds
+from shoal.distributed.weights.norms import square_sums
+from shoal.distributed.weights.precision import AdaptivePrecision, packable
+from shoal.offload.links.open_link import OpenLink, open_link
 
 # Milliseconds of tables II (x86) and III (POWER): 32-bit, A2DTWP.
 PAPER_MS: Mapping[str, tuple[tuple[float, float | None], tuple[float, float | None]]] = {

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from bench.adaptive_networks import Network
 from bench.split_accuracy import batches, error_percent
-from shoal.distributed.awp import threshold_from
-from shoal.distributed.host_weights import HostWeights
-from shoal.distributed.precision import AdaptivePrecision, NormMonitor
+from shoal.distributed.weights.awp import threshold_from
+from shoal.distributed.weights.host_weights import HostWeights
+from shoal.distributed.weights.precision import AdaptivePrecision, NormMonitor
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from bench.conditions import conditions, describe, file_name
 from bench.gradient_contenders import AUTO, BROKEN, CONTENDERS, EXACT, NONE, NOTHING, parse_contenders
 from bench.layer_sizes import shapes_of
 from bench.link_lab import LINKS, Lab, LabError, link_name, open_lab, parse_links, parse_ranks, told, verify
+from shoal.core.files import write_json
 from shoal.errors import InputError
-from shoal.files import write_json
 
 PARTS = ("steps", "figure2", "failures")
 MODELS = ("resnet18", "alexnet/2", "vgg11/2")

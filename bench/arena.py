@@ -33,9 +33,9 @@ from bench.budgets import comma_separated, make_folder
 from bench.conditions import conditions, describe, file_name
 from bench.network import Setting
 from bench.reference import WrongTraining
+from shoal.core.files import write_json
+from shoal.core.sizes import format_bytes
 from shoal.errors import InputError
-from shoal.files import write_json
-from shoal.sizes import format_bytes
 
 SETTINGS = {  # about a second a step on one thread
     "resnet50": Setting(batch=2, image=224),

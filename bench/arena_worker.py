@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from bench.workload import make_workload
-from shoal.runtime.arena import Arena
+from shoal.memory.arena import Arena
 
 
 def main() -> int:

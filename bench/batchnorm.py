@@ -52,9 +52,9 @@ from bench.conditions import conditions, describe, file_name
 from bench.progress import bar
 from bench.reference import WrongTraining
 from bench.same_training import FLOAT32, FLOAT64
-from shoal import models
+from shoal.app import models
+from shoal.core.files import write_json
 from shoal.errors import InputError
-from shoal.files import write_json
 
 NETWORKS = ("densenet121", "resnet50")
 BATCH, IMAGE, ROUNDS = 16, 224, 7

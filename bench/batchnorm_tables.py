@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.batchnorm_contenders import COMPILED_FUSED, EAGER, FUSED, INDUCTOR, TWIN
-from shoal.sizes import format_bytes
+from shoal.core.sizes import format_bytes
 
 DEFAULT_MALLOC, TUNED_MALLOC = "default", "tuned"
 NOISE = 0.02  # of a step: two contenders that near are equal

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from bench.workload import Forward
-from shoal.models.densenet import DenseNet
-from shoal.models.googlenet import GoogLeNet
-from shoal.models.mobilenet import MobileNetV2
-from shoal.models.resnet import ResNet
-from shoal.models.unet import UNet
-from shoal.models.vgg import VGG
+from shoal.app.models.densenet import DenseNet
+from shoal.app.models.googlenet import GoogLeNet
+from shoal.app.models.mobilenet import MobileNetV2
+from shoal.app.models.resnet import ResNet
+from shoal.app.models.unet import UNet
+from shoal.app.models.vgg import VGG
 
 _SEGMENTS = (2, 3, 4, 5, 6, 8, 12)
 _GROUPS = (1, 2, 3, 6)

@@ -31,10 +31,10 @@ from bench.network import Options, Setting, measure_network
 from bench.paper import SHARES
 from bench.progress import bar
 from bench.reference import WrongTraining
-from shoal import models
+from shoal.app import models
+from shoal.core.files import write_json
+from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
-from shoal.files import write_json
-from shoal.machine import device_of
 
 # Batches such that parameters and gradients are under 15 % of plain PyTorch's peak.
 SETTINGS = {

@@ -27,10 +27,10 @@ from bench.ours import Ours, Unsettled, least_budget, run_within
 from bench.peers import CHECKPOINT, Scouted, candidates, scout
 from bench.reference import WrongTraining, take_reference
 from bench.workload import Forward, Workload, in_turns
+from shoal.core.files import write_json
+from shoal.core.sizes import format_bytes
+from shoal.cost.measurement_cache import device_of
 from shoal.errors import BudgetError, InputError
-from shoal.files import write_json
-from shoal.machine import device_of
-from shoal.sizes import format_bytes
 
 BLOCKS = 16
 CHANNELS = 32

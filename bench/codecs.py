@@ -34,12 +34,13 @@ from bench.codecs_speed import BITSANDBYTES, CUDA_SIZES, SIZES, Row, WrongDecode
 from bench.codecs_tables import bias_table, paper_table, recorded_table, speed_table
 from bench.conditions import conditions, describe, file_name
 from bench.split_accuracy import FULL, NARROW, Pace, images_of
-from shoal import codecs, models
+from shoal import codecs
+from shoal.app import models
 from shoal.codecs import Codec
 from shoal.codecs.table_codec import TableCodec
+from shoal.core.files import write_json
+from shoal.cost.measurement_cache import device_of
 from shoal.errors import CodecError, InputError
-from shoal.files import write_json
-from shoal.machine import device_of
 
 PARTS = ("table1", "recorded", "bias", "speed")
 TABLE1 = ("dynamic_tree", "linear", "mantissa", "static_tree", "dynamic_tree_even")

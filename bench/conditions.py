@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shoal import machine
+from shoal.cost import measurement_cache
 
 _ENVIRONMENT = ("LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 _CUDA_ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
@@ -25,7 +25,7 @@ def conditions(device: torch.device, seed: int) -> dict[str, Any]:
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": machine.device_name(device),
+        "device": measurement_cache.device_name(device),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "openmp": {name: os.environ[name] for name in _OPENMP_ENVIRONMENT if name in os.environ} or "default",
@@ -61,5 +61,5 @@ def file_name(theme: str, device: torch.device) -> str:
     >>> file_name("chain", torch.device("cpu")).startswith("chain_")
     True
     """
-    hardware = re.sub(r"[^a-z0-9]+", "-", machine.device_name(device).lower()).strip("-")
+    hardware = re.sub(r"[^a-z0-9]+", "-", measurement_cache.device_name(device).lower()).strip("-")
     return f"{theme}_{hardware}_{datetime.date.today().isoformat()}.json"

@@ -38,8 +38,8 @@ from bench.fuzz_compare import CRASH, EAGER_ONLY, OURS, Setting, settings
 from bench.fuzz_worker import SHRINKING
 from bench.progress import Show, bar
 from bench.tables import console as make_console
+from shoal.core.files import write_json
 from shoal.errors import InputError
-from shoal.files import write_json
 
 _MOST_ATTEMPTS = 20  # draws of a network before one that plain PyTorch can train
 _STRIDE = 7  # of the rotation through the settings; no divisor of their number

@@ -4,11 +4,11 @@
     python -m bench.hmms --quick     small images: does it run?
 
 Nothing runs on a P100 here. The columns are: what the paper measured, and what Shoal simulates. Times are a roofline of
-the P100's data sheet (`shoal.presets`) with one number calibrated: convolutions do CALIBRATION times the FLOP/s that
-counting their direct form gives, since cuDNN 7 runs 3x3 convolutions as Winograd transforms. It is set so that
+the P100's data sheet (`shoal.core.presets`) with one number calibrated: convolutions do CALIBRATION times the FLOP/s
+that counting their direct form gives, since cuDNN 7 runs 3x3 convolutions as Winograd transforms. It is set so that
 ResNet-18 can offload 55 % as in figure 1; the other figures follow. Figures 1 and 8 are of steps as PyTorch has them,
 without Shoal's lossless rewrites, which save fewer bytes than the paper's framework did; figures 10 and 11 of Shoal's.
-Every plan is held against `shoal.check` before its row is printed.
+Every plan is held against `shoal.core.validate` before its row is printed.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from rich.table import Table
 from bench import tables
 from bench.budgets import make_folder
 from bench.conditions import conditions, describe, file_name
-from shoal import models, planners, presets
-from shoal.capture_step import capture_step
-from shoal.check import check
+from bench.epoch_projection import BANDWIDTHS_GBPS, curve, step_of
+from bench.layout_pools import three_pools
+from shoal import planners
+from shoal.app import models
+from shoal.capture.capture_step import capture_step
+from shoal.core import presets
+from shoal.core.files import write_json
+from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
-from shoal.cost import roofline
-from shoal.distributed.projection import BANDWIDTHS_GBPS, curve, step_of
+from shoal.core.schedule import schedule
+from shoal.core.sizes import format_bytes
+from shoal.core.step import StepGraph
+from shoal.core.validate import check
+from shoal.cost.roofline import roofline
+from shoal.engine.search.max_batch import largest_batch
+from shoal.engine.search.steps_by_batch import StepsByBatch
 from shoal.errors import BudgetError, InputError
-from shoal.files import write_json
-from shoal.hardware import Hardware
-from shoal.layout.pools import three_pools
-from shoal.max_batch import largest_batch
-from shoal.planners.hmms import cumulative_bytes, theoretical_limit
-from shoal.schedule import schedule
-from shoal.sizes import format_bytes
-from shoal.step import StepGraph
-from shoal.steps_by_batch import StepsByBatch
+from shoal.planners.papers.hmms import cumulative_bytes, theoretical_limit
 
 CALIBRATION = 1.98
 BATCH, IMAGE = 64, 224

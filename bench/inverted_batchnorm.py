@@ -7,7 +7,7 @@
 `steps`: a training step of ResNet-50 beside plain PyTorch, checkpointing and inplace_abn (`bench.inverted_steps`).
 `reconstruction`: how far the normalised input is from what it was (`bench.reconstruction`). `training`: CIFAR-10 with
 narrow networks, and the way there and back of what was trained (`bench.inverted_training`); it needs the data, see
-`shoal.data`.
+`shoal.app.data`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from bench.budgets import make_folder
 from bench.conditions import conditions, describe, file_name
 from bench.reference import WrongTraining
 from bench.split_accuracy import NARROW, QUICK, SHORT, Pace, images_of
-from shoal.data.cifar10 import open_cifar10
+from shoal.app.data.cifar10 import open_cifar10
+from shoal.core.files import write_json
 from shoal.errors import InputError
-from shoal.files import write_json
 
 PARTS = ("steps", "reconstruction", "training")
 _WRONG = (

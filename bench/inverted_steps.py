@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from bench.reference import take_reference
 from bench.workload import Forward, Workload, in_turns, make_workload
-from shoal import allocations
-from shoal.sizes import format_bytes
+from shoal.core.sizes import format_bytes
+from shoal.lowlevel import allocations
 
 SLOPE = 0.01
 INPLACE_ABN = "inplace_abn"

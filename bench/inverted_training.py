@@ -17,7 +17,7 @@ from torch import nn
 
 import shoal
 from bench.split_accuracy import NARROW, Pace, error_percent, finding, told, train
-from shoal.transforms.inverted_model import InvertedModel
+from shoal.transforms.invert.inverted_model import InvertedModel
 
 SLOPE = 0.01
 THERE_AND_BACK = 1e-5  # of the largest output

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal import models
+from shoal.app import models
 from shoal.errors import InputError
 
 Shape = tuple[int, ...]
@@ -17,7 +17,7 @@ _COLUMNS = 64
 
 
 def shapes_of(name: str) -> list[Shape]:
-    """The parameters of a network of `shoal.models`, in its order.
+    """The parameters of a network of `shoal.app.models`, in its order.
 
     `vgg11/2` is the network at half its widths: all sizes of all parameters but the pixels of kernels, the colours
     and the classes are divided by 2. A number is one matrix of about so many elements.

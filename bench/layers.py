@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shoal import models
+from shoal.app import models
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Layer:
 
 
 def layers_of(network: str, image: int) -> dict[Layer, int]:
-    """Every convolution of a network of `shoal.models`, in the order of its forward pass, and how often it comes.
+    """Every convolution of a network of `shoal.app.models`, in the order of its forward pass, and how often it comes.
 
     Args:
         network: its name.

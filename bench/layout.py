@@ -23,18 +23,19 @@ import shoal
 from bench import tables
 from bench.budgets import QUICK_SETTINGS, SETTINGS, comma_separated, make_folder
 from bench.conditions import conditions, describe, file_name
-from shoal import models, native
-from shoal.data.location import data_dir
+from bench.layout_step_blocks import step_blocks
+from shoal.app import models
+from shoal.app.data.location import data_dir
+from shoal.core.files import write_json
+from shoal.core.sizes import format_bytes
 from shoal.errors import BudgetError, InputError
-from shoal.files import write_json
-from shoal.layout.best_fit import best_fit
-from shoal.layout.check import check
-from shoal.layout.first_fit import first_fit
-from shoal.layout.problem import Problem
-from shoal.layout.search import Answer, search, smallest
-from shoal.layout.step_blocks import step_blocks
-from shoal.layout.table import read_problem
-from shoal.sizes import format_bytes
+from shoal.lowlevel import native
+from shoal.memory.layout.best_fit import best_fit
+from shoal.memory.layout.check import check
+from shoal.memory.layout.first_fit import first_fit
+from shoal.memory.layout.problem import Problem
+from shoal.memory.layout.search import Answer, search, smallest
+from shoal.memory.layout.table import read_problem
 
 HARDWARE = "p100-nvlink"
 TARGET = 1.02  # arena over the most bytes in use, for every step

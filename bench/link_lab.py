@@ -34,8 +34,8 @@ from rich.table import Table
 from bench import tables
 from bench.budgets import comma_separated, make_folder
 from bench.conditions import conditions, describe, file_name
+from shoal.core.files import write_json
 from shoal.errors import InputError
-from shoal.files import write_json
 
 LINKS = (0.1, 1.0, 10.0, None)  # Gbit/s; None is the loopback
 # Payload of a full frame: 1500 bytes without the headers of IP and TCP, beside what the bucket counts, with Ethernet's.

@@ -33,15 +33,15 @@ from bench.budgets import comma_separated, make_folder, use_exact_kernels
 from bench.conditions import conditions, describe, file_name
 from bench.reference import Reference, WrongTraining, take_reference
 from bench.workload import Forward, Workload, in_turns, make_workload
-from shoal import presets
+from shoal.app.models.vgg import CONVOLUTIONS, WIDTHS
+from shoal.core import presets
+from shoal.core.files import write_json
+from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
+from shoal.core.sizes import format_bytes
+from shoal.cost.measurement_cache import device_of
 from shoal.engine.api import compile as compile_model
 from shoal.errors import BudgetError, CodecError, InputError
-from shoal.files import write_json
-from shoal.hardware import Hardware
-from shoal.machine import device_of
-from shoal.models.vgg import CONVOLUTIONS, WIDTHS
-from shoal.sizes import format_bytes
 
 SHARES = (50.0, 33.0, 25.0, 20.0, 15.0)
 CONTENDERS = ("exact", "lossy")
@@ -65,7 +65,8 @@ def narrow_vgg(part: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Setting:
-    """A step: images in the batch, pixels along each side, and the network where it is not one of `shoal.models`."""
+    """A step: images in the batch, pixels along each side, and the network where it is not one of
+    `shoal.app.models`."""
 
     batch: int
     image: int

@@ -32,15 +32,15 @@ from bench.inverted_steps import saved_bytes
 from bench.resume import earlier_errors
 from bench.split_accuracy import FULL, NARROW, WHOLE, Pace, error_percent, finding, images_of, told, train
 from bench.workload import Workload
-from shoal.capture_step import capture_step
+from shoal.capture.capture_step import capture_step
+from shoal.capture.encode_activations import offers
+from shoal.core.files import write_json
+from shoal.core.lossy import Lossy
 from shoal.core.plan import Plan
-from shoal.encoding import offers
+from shoal.core.sizes import format_bytes
+from shoal.cost.measurement_cache import device_of
 from shoal.engine.lossy_report import plan_of_encoded
 from shoal.errors import InputError
-from shoal.files import write_json
-from shoal.lossy import Lossy
-from shoal.machine import device_of
-from shoal.sizes import format_bytes
 
 EXACT = "exact"
 WAYS: Mapping[str, Lossy] = {

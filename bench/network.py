@@ -17,8 +17,8 @@ from bench.paper import monet_overhead_percent
 from bench.peers import PEERS, Confirmed, Scouted, candidates, fastest_within, least, scout
 from bench.reference import Reference, take_reference
 from bench.workload import Forward, Workload, in_turns, make_workload
+from shoal.core.sizes import format_bytes
 from shoal.errors import BudgetError
-from shoal.sizes import format_bytes
 
 _SLOW_SECONDS = 12.0  # a step that takes longer is repeated twice, without a warm-up of its own
 _QUICK_SECONDS = 1.5  # one that takes less is repeated five times
@@ -71,7 +71,7 @@ def measure_network(
     """Everything about one network.
 
     Args:
-        name: one of `shoal.models.names()`.
+        name: one of `shoal.app.models.names()`.
         setting, options: on what and how.
         advance: told what is about to run.
 

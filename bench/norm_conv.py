@@ -1,4 +1,4 @@
-"""`shoal.runtime.norm_conv`, layer by layer, against eager and Inductor: every convolution shape of the networks.
+"""`shoal.kernels.norm.norm_conv`, layer by layer, against eager and Inductor: every convolution shape of the networks.
 
     python -m bench.norm_conv                        DenseNet-121 and ResNet-50, 16 x 224 pixels
     python -m bench.norm_conv --inductor             and Inductor, which compiles each of their ninety shapes
@@ -34,10 +34,10 @@ from bench.conditions import conditions, describe, file_name
 from bench.layers import Layer, layers_of
 from bench.progress import bar
 from bench.workload import turns
+from shoal.core.files import write_json
 from shoal.errors import InputError
-from shoal.files import write_json
-from shoal.runtime.norm_conv import norm_conv
-from shoal.runtime.norm_conv_native import Window
+from shoal.kernels.norm.norm_conv import norm_conv
+from shoal.kernels.norm.norm_conv_native import Window
 
 NETWORKS = ("densenet121", "resnet50")
 BATCH, IMAGE, ROUNDS = 16, 224, 7
@@ -310,7 +310,7 @@ def _run(asked: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.norm_conv", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--networks", type=comma_separated, default=list(NETWORKS), help="of shoal.models")
+    parser.add_argument("--networks", type=comma_separated, default=list(NETWORKS), help="of shoal.app.models")
     parser.add_argument("--layers", type=comma_separated, help="parts of names, such as 3x3,@14; default: all")
     parser.add_argument("--batch", type=int, help=f"images; default: {BATCH}")
     parser.add_argument("--image", type=int, help=f"pixels along each side of the network's input; default: {IMAGE}")

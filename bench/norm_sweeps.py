@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from shoal.runtime import inverted_batch_norm_sweeps, norm_sweeps
-from shoal.runtime.inverted_batch_norm_sweeps import sweeps as inverted
-from shoal.runtime.norm_act import activated, norm_act
-from shoal.runtime.statistics import statistics as measured
+from shoal.kernels.invertible_norm import inverted_batch_norm_sweeps
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps as inverted
+from shoal.kernels.norm import norm_sweeps
+from shoal.kernels.norm.norm_act import activated, norm_act
+from shoal.kernels.norm.statistics import statistics as measured
 
 # (channels, pixels a side)
 SHAPES = ((64, 112), (256, 56), (512, 28), (1024, 14), (2048, 7))

@@ -38,15 +38,15 @@ from bench.budgets import comma_separated, make_folder, use_exact_kernels
 from bench.conditions import conditions, describe, file_name
 from bench.reference import Reference, WrongTraining, take_reference
 from bench.workload import Forward, Workload, in_turns, make_workload
-from shoal import presets
+from shoal.core import presets
+from shoal.core.files import write_json
+from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
+from shoal.core.sizes import format_bytes
+from shoal.cost.measurement_cache import device_of
 from shoal.engine.api import compile as compile_model
 from shoal.errors import BudgetError, InputError
-from shoal.files import write_json
-from shoal.hardware import Hardware
-from shoal.machine import device_of
 from shoal.offload.eager import offload_activations
-from shoal.sizes import format_bytes
 
 SETTINGS = {"vgg19": (4, 96), "resnet18": (12, 128), "resnet50": (8, 112), "mobilenet_v2": (12, 128)}
 CUDA_SETTINGS = {"vgg19": (64, 224), "resnet50": (96, 224)}

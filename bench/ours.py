@@ -8,9 +8,9 @@ from bench.reference import Reference
 from bench.workload import Forward, Workload
 from shoal.core.plan import Plan
 from shoal.engine.api import compile as compile_model
+from shoal.engine.plan import plan as plan_model
+from shoal.engine.session import Status
 from shoal.errors import BudgetError
-from shoal.planning import plan as plan_model
-from shoal.session import Status
 
 _MOST_REPAIRS = 6
 _HALVINGS = 6

@@ -35,12 +35,12 @@ from bench import parallel_ranks, tables
 from bench.budgets import make_folder
 from bench.conditions import conditions, describe, file_name
 from bench.resume import earlier_errors
-from shoal.data.digits import open_digits
-from shoal.distributed.gradients import compress_gradients
-from shoal.distributed.hybrid import hybrid
-from shoal.distributed.local_convolution import LocalConv2d
+from shoal.app.data.digits import open_digits
+from shoal.core.files import write_json
+from shoal.distributed.gradients.gradients import compress_gradients
+from shoal.distributed.papers.hybrid import hybrid
+from shoal.distributed.papers.local_convolution import LocalConv2d
 from shoal.errors import InputError
-from shoal.files import write_json
 
 EXACT = "32 bits"
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")

@@ -16,7 +16,11 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from shoal.runtime.inverted_batch_norm import inverted_batch_norm, inverted_batch_norm_backward, reconstruction_error
+from shoal.kernels.invertible_norm.inverted_batch_norm import (
+    inverted_batch_norm,
+    inverted_batch_norm_backward,
+    reconstruction_error,
+)
 
 SLOPES = (0.001, 0.01, 0.1, 0.5, 1.0)
 SCALES = (1e-3, 1e-2, 1e-1, 1.0, 1e1)
@@ -35,7 +39,7 @@ class Cell:
 
     Attributes:
         largest, median: over the inputs.
-        predicted: `shoal.runtime.inverted_batch_norm.reconstruction_error`, an upper bound.
+        predicted: `shoal.kernels.invertible_norm.inverted_batch_norm.reconstruction_error`, an upper bound.
     """
 
     slope: float

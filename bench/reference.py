@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bench.workload import Forward, Workload
-from shoal.runtime.generator import generator_state
+from shoal.kernels.generator import generator_state
 
 _TOLERANCE = 1e-6  # of a gradient's norm, on top of plain PyTorch's own error
 

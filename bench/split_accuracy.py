@@ -32,12 +32,12 @@ from bench import tables
 from bench.budgets import make_folder
 from bench.conditions import conditions, describe, file_name
 from bench.resume import earlier_errors
-from shoal import models
-from shoal.data.cifar10 import open_cifar10
-from shoal.data.source import Images
+from shoal.app import models
+from shoal.app.data.cifar10 import open_cifar10
+from shoal.app.data.source import Images
+from shoal.core.files import write_json
+from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
-from shoal.files import write_json
-from shoal.machine import device_of
 
 # Test errors in percent with four patches at half the depth, from table 1: baseline, split, stochastic.
 PAPER = {"vgg": (5.86, 6.98, 5.42), "resnet": (4.7, 5.2, 4.5)}

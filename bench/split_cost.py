@@ -28,8 +28,8 @@ from bench import tables
 from bench.budgets import make_folder
 from bench.conditions import conditions, describe, file_name
 from bench.workload import Workload, in_turns, make_workload
+from shoal.core.files import write_json
 from shoal.errors import InputError
-from shoal.files import write_json
 
 NETWORKS = {"resnet18": (8, 224), "vgg16_bn": (4, 224), "densenet121": (4, 224)}  # images, pixels
 LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}

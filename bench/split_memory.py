@@ -32,15 +32,15 @@ from bench.budgets import make_folder
 from bench.conditions import conditions, describe, file_name
 from bench.hmms import paper_machine
 from bench.workload import Forward, Workload, make_workload
-from shoal import models
-from shoal.check import check
+from shoal.app import models
+from shoal.core.files import write_json
+from shoal.core.schedule import schedule
+from shoal.core.sizes import format_bytes
+from shoal.core.validate import check
+from shoal.engine.search.max_batch import largest_batch
+from shoal.engine.search.steps_by_batch import StepsByBatch
 from shoal.errors import BudgetError, InputError
-from shoal.files import write_json
-from shoal.max_batch import largest_batch
-from shoal.runtime.wall import wall
-from shoal.schedule import schedule
-from shoal.sizes import format_bytes
-from shoal.steps_by_batch import StepsByBatch
+from shoal.memory.limit import wall
 
 PAPER = {"vgg19": (6.0, 1.5), "resnet18": (2.0, 4.9)}  # times the plain batch, loss of throughput in percent
 DEPTH, GRID = 0.75, (2, 2)

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.peers import ACTIVATION_MEMORY_BUDGET, CHECKPOINT, PEERS
-from shoal.sizes import format_bytes
+from shoal.core.sizes import format_bytes
 
 _PEER_TITLES = {ACTIVATION_MEMORY_BUDGET: "activation_memory_budget", CHECKPOINT: "checkpointing"}
 _PREDICTED_WITHIN = 2.0  # percent, the contract

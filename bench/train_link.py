@@ -29,9 +29,9 @@ from bench.budgets import make_folder
 from bench.conditions import conditions, describe, file_name
 from bench.gradient_contenders import AUTO, CONTENDERS, EXACT, NONE, NOTHING, parse_contenders
 from bench.link_lab import LINKS, LabError, link_name, open_lab, parse_links, parse_ranks, told, verify
-from shoal import models
+from shoal.app import models
+from shoal.core.files import write_json
 from shoal.errors import InputError
-from shoal.files import write_json
 
 _ROUNDS = {0.1: 3, 1.0: 5, 10.0: 7, None: 7}
 _PROBE_SECONDS = 0.3
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.train_link", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--network", default="resnet18_cifar", help="a name of shoal.models")
+    parser.add_argument("--network", default="resnet18_cifar", help="a name of shoal.app.models")
     parser.add_argument("--batch", type=int, default=4, help="images of each rank")
     parser.add_argument("--image", type=int, default=32, help="pixels along each side")
     parser.add_argument("--sharded", action="store_true", help="FSDP2, part by part, in place of DDP")

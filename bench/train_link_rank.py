@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench import lab_rank
 from bench.exchange_turns import Runner, in_turns
 from bench.gradient_contenders import bucket_mib, install, install_sharded
-from shoal import models
+from shoal.app import models
 
 
 class _Training:

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal import allocations, models
-from shoal.standing import distinct_bytes
+from shoal.app import models
+from shoal.lowlevel import allocations
+from shoal.memory.static_memory import distinct_bytes
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -107,10 +108,10 @@ class Workload:
 def make_workload(
     name: str, batch: int, image: int, *, seed: int = 0, device: str = "cpu", model: nn.Module | None = None
 ) -> Workload:
-    """The step of a network of `shoal.models` on random images.
+    """The step of a network of `shoal.app.models` on random images.
 
     Args:
-        name: one of `shoal.models.names()`.
+        name: one of `shoal.app.models.names()`.
         batch, image: images in the batch, pixels along each side.
         seed: of weights, images, targets and dropout.
         device: "cpu" or "cuda".

@@ -5,12 +5,12 @@
 
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
-// Raised by one whenever a signature below changes; shoal.native refuses a library of another version.
+// Raised by one whenever a signature below changes; shoal.lowlevel.native refuses a library of another version.
 #define SHOAL_ABI_VERSION 11
 
 SHOAL_API std::int32_t shoal_abi_version();
 
-// Instruction sets this processor and its operating system run, one bit each. shoal.native holds the same list.
+// Instruction sets this processor and its operating system run, one bit each. shoal.lowlevel.native holds the same list.
 enum ShoalFeature : std::uint64_t {
     SHOAL_AVX2 = 1u << 0,
     SHOAL_FMA = 1u << 1,

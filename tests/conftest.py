@@ -12,8 +12,8 @@ import torch
 from hypothesis import register_random, settings
 from hypothesis.internal.conjecture import providers
 
-from shoal import metering
-from shoal.cache import cache_dir
+from shoal.core.cache import cache_dir
+from shoal.engine import metering
 from tests import made_up_machine
 from tests.made_up_machine import real_machine
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.training_laws import conv_bn_relu
+from tests.engine.training_laws import conv_bn_relu
 
 
 class Residual(nn.Module):

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import fx, nn
 
-from shoal import capture as capturing
-from shoal.capture import Captured, capture
-from shoal.capture_step import capture_step
-from shoal.eager_kernels import eager_kernels
-from shoal.inner import compiler
-from shoal.lower import lower, offloaded_storages
-from shoal.residence import Residence
-from shoal.runtime.links.open_link import open_link
-from shoal.runtime.transfers import Transfers
+from shoal.capture import step_reader as capturing
+from shoal.capture.capture_step import capture_step
+from shoal.capture.lower import lower, offloaded_storages
+from shoal.capture.step_reader import Captured, capture
+from shoal.core.residence import Residence
+from shoal.engine.graph_runner import compiler
+from shoal.lowlevel.eager_kernels import eager_kernels
+from shoal.offload.links.open_link import open_link
+from shoal.offload.transfers import Transfers
 
 
 class Residual(nn.Module):
@@ -124,7 +124,7 @@ def before_and_after_rewrites(model: nn.Module, *inputs: Any) -> tuple[Captured,
         return steps[1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.capture_step.capture", capture_thrice)
+        patch.setattr("shoal.capture.capture_step.capture", capture_thrice)
         captured_step(model, *inputs)
     before, after, for_inductor = steps
     return before, after, for_inductor

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import fx
 
-from shoal import measure, measure_links, offloading, profile
-from shoal.cost import flops, moved_bytes
-from shoal.file_rates import FileRates
-from shoal.hardware import Device, Hardware, Link, MeasuredLink
-from shoal.operands import OperandFactory
+from shoal.capture.op_counts import flops, moved_bytes
+from shoal.core.hardware import Device, Hardware, Link, MeasuredLink
+from shoal.cost import measure, measure_links, profile
+from shoal.cost.measure_disk import FileRates
+from shoal.cost.random_operands import OperandFactory
+from shoal.offload import policy
 
 SLAB = MeasuredLink("host slab", 4e9, 3e9, 1e-5, 1e-5, 1e-4)
 FILE = FileRates(True, 1e9, 2e9, 1e-4, 1e-4, 1e-3)
@@ -48,8 +49,8 @@ _MADE_UP: list[tuple[Any, str, Any]] = [
     (measure, "_measure", _here),
     (measure_links, "_slab_copies", lambda: SLAB),
     (measure_links, "file_rates", lambda folder: FILE),
-    (offloading, "_available_bytes", lambda: HOST_BYTES),
-    (offloading, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=HOST_BYTES))),
+    (policy, "_available_bytes", lambda: HOST_BYTES),
+    (policy, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=HOST_BYTES))),
 ]
 _REAL = [(module, name, getattr(module, name)) for module, name, _ in _MADE_UP]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from shoal.hardware import Device, Hardware, Link
+from shoal.core.hardware import Device, Hardware, Link
+from shoal.core.residence import Offload, Residence
+from shoal.core.schedule import schedule
+from shoal.core.step import Op, Phase, StepGraph, Storage, StorageKind
 from shoal.planners.just_in_time import just_in_time
-from shoal.residence import Offload, Residence
-from shoal.schedule import schedule
-from shoal.step import Op, Phase, StepGraph, Storage, StorageKind
 
 HARDWARE = Hardware("test", Device("test", 1 << 34, 1e12, 1e11, 1e-6), Link("test", 1e10, 1e10, 1e-5), "made up")
 SLOW_LINK = Link("slow", 10.0, 8.0, 0.25)  # beside ops of a second and storages of tens of bytes

@@ -15,7 +15,7 @@ import pytest
 
 import bench
 import shoal
-from tests.runtime.links.slabs import forget_threads, our_threads
+from tests.offload.links.slabs import forget_threads, our_threads
 
 ROOTS = {package.__name__: Path(str(package.__file__)).parent for package in (shoal, bench)}
 FILES = {

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal import profile as profiling
-from shoal.cache import cache_dir
-from shoal.cost import signature
-from shoal.measure import measure
-from shoal.measure_links import measure_links
-from shoal.profile import profile
+from shoal.capture.op_counts import signature
+from shoal.core.cache import cache_dir
+from shoal.cost import profile as profiling
+from shoal.cost.measure import measure
+from shoal.cost.measure_links import measure_links
+from shoal.cost.profile import profile
 from tests import made_up_machine
 
 USUAL = settings.get_profile("usual")

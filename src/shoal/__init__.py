@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 from shoal import codecs
 from shoal.core.plan import Plan
+from shoal.core.version import __version__ as __version__
 from shoal.engine.api import compile
 from shoal.engine.lossy_report import lossy_report
+from shoal.engine.plan import plan
 from shoal.errors import BudgetError, CaptureError, CodecError, InputError, PlanError, ShoalError, TransferError
 from shoal.offload.eager import offload_activations
-from shoal.planning import plan
-from shoal.transforms.fuse_batchnorm import fuse_batchnorm
-from shoal.transforms.invert_batchnorm import invert_batchnorm, restore_batchnorm
-from shoal.transforms.split import split
+from shoal.transforms.fuse.fuse_batchnorm import fuse_batchnorm
+from shoal.transforms.invert.invert_batchnorm import invert_batchnorm, restore_batchnorm
+from shoal.transforms.split.split import split
 
 if TYPE_CHECKING:
     from shoal import distributed
 
-__version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CaptureError",

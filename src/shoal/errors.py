@@ -71,7 +71,7 @@ class CaptureError(ShoalError):
 
 
 class PlanError(ShoalError):
-    """A plan does not belong to this step, or breaks one of the rules of `shoal.check`."""
+    """A plan does not belong to this step, or breaks one of the rules of `shoal.core.validate`."""
 
 
 class CodecError(ShoalError):

@@ -13,7 +13,7 @@ from bench import adaptive_precision, adaptive_steps
 from bench.adaptive_networks import NETWORKS
 from bench.adaptive_precision import given_error, main, of_contenders, phases, weights_of
 from bench.adaptive_steps import Size, WrongBytes, paper_link, weight_bytes
-from shoal.distributed.precision import AdaptivePrecision, packable
+from shoal.distributed.weights.precision import AdaptivePrecision, packable
 from tests.bench.noise import noise_images
 
 

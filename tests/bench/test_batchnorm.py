@@ -22,7 +22,7 @@ from bench.batchnorm_contenders import COMPILED, COMPILED_FUSED, CONTENDERS, EAG
 from bench.batchnorm_tables import NOISE
 from bench.reference import WrongTraining
 from bench.workload import Forward, Workload
-from shoal.models.resnet import BasicBlock
+from shoal.app.models.resnet import BasicBlock
 
 ASKED = Asked("resnet18_cifar", 2, 32, (EAGER, TWIN, "bnff"), rounds=1, threads=1, limit_side=96)
 

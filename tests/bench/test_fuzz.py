@@ -20,7 +20,7 @@ from bench.fuzz_layers import VARIANTS
 from bench.fuzz_networks import HEADS, Layer, Network, draw, render
 from bench.fuzz_shrink import Case, has, script, shrink
 from bench.fuzz_worker import distinct
-from shoal import backend
+from shoal.engine import backend
 
 PLAIN = Setting("keep_all", "plain", "device")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import hmms
-from shoal.planners.hmms import theoretical_limit
+from shoal.planners.papers.hmms import theoretical_limit
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import norm_conv
 from bench.layers import Layer, collect, layers_of
 from bench.norm_conv import Row, Tensors, WrongResult
-from shoal import models
-from shoal.models.resnet import Bottleneck
+from shoal.app import models
+from shoal.app.models.resnet import Bottleneck
 
 ONE = (1, 1)
 POINTWISE = Layer(8, 16, ONE, ONE, (0, 0), ONE, 1, 6, 6, True, True)

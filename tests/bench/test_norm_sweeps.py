@@ -7,7 +7,8 @@ import itertools
 import torch
 
 from bench.norm_sweeps import measure, table
-from shoal.runtime import inverted_batch_norm_sweeps, norm_sweeps
+from shoal.kernels.invertible_norm import inverted_batch_norm_sweeps
+from shoal.kernels.norm import norm_sweeps
 
 
 def test_every_sweep_is_timed_both_ways() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from bench import offloading
 from bench.offloading import Run, front, links, verdicts
-from shoal import presets
+from shoal.core import presets
 from tests.bench.small import put_in_place
 
 

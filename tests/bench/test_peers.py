@@ -12,9 +12,9 @@ from bench.blocks import checkpointed, sequence
 from bench.chain import Chain
 from bench.peers import Candidate, Scouted, extrapolate, fastest_within, least, scout
 from bench.workload import make_workload
-from shoal import models
-from shoal.models.densenet import DenseNet
-from shoal.models.unet import UNet
+from shoal.app import models
+from shoal.app.models.densenet import DenseNet
+from shoal.app.models.unet import UNet
 
 SMALL = {
     "chain": (lambda: Chain(blocks=3, channels=4), (2, 3, 8, 8)),

@@ -12,8 +12,8 @@ from bench import batchnorm_steps
 from bench.pool_first import pool_first
 from bench.reference import WrongTraining
 from bench.workload import Workload
-from shoal import models
-from shoal.models.densenet import DenseNet
+from shoal.app import models
+from shoal.app.models.densenet import DenseNet
 
 
 def transition(bias: bool) -> nn.Sequential:

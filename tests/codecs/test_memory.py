@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.allocations import peak_bytes, record
 from shoal.codecs import Codec, get
+from shoal.lowlevel.allocations import peak_bytes, record
 from tests.codecs.every_codec import FLOAT_CODECS, name_of
 
 MANY, MORE = 300_000, 600_000

@@ -11,7 +11,7 @@ from shoal.codecs import one_bit_native as native
 from shoal.codecs import one_bit_reference as reference
 from shoal.codecs.table_codes import blocks_of
 from shoal.errors import CodecError
-from shoal.native import levels
+from shoal.lowlevel.native import levels
 from tests.codecs.native_levels import at_level, off_by_one, same_bits
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")

@@ -18,7 +18,7 @@ from shoal.codecs.levels_native import LEVEL_VARIABLE
 from shoal.codecs.table import Table, table_of
 from shoal.codecs.table_codes import blocks_of
 from shoal.errors import CodecError
-from shoal.native import LEVELS, levels
+from shoal.lowlevel.native import LEVELS, levels
 from tests.codecs.native_levels import at_level, off_by_one, same_bits
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.codecs import truncation_native as native
 from shoal.codecs import truncation_reference as reference
 from shoal.errors import CodecError
-from shoal.native import levels
+from shoal.lowlevel.native import levels
 from tests.codecs.native_levels import at_level, off_by_one, same_bits
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.capture.lossy_options import lossy_of
 from shoal.codecs import from_bytes, get, names, registry
 from shoal.errors import CodecError, InputError
-from shoal.lossy import lossy_of
 from tests.codecs.every_codec import POOL
-from tests.wrong_values import WRONG, in_one_short_line
+from tests.engine.compile.wrong_values import WRONG, in_one_short_line
 
 OPTIONS = [(name, option) for name in names() for option in (*registry._kinds[name].options, "nonsense")]
 

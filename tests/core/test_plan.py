@@ -12,12 +12,12 @@ from hypothesis import given
 from torch import nn
 
 from shoal.core.plan import Plan
+from shoal.core.residence import Encode, Keep, Offload, Recompute, Residence, residence_from_json, residence_to_json
+from shoal.core.simulate import simulate
+from shoal.core.step import StepGraph
 from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time
-from shoal.residence import Encode, Keep, Offload, Recompute, Residence, residence_from_json, residence_to_json
-from shoal.simulate import simulate
-from shoal.step import StepGraph
-from tests.lossy_steps import chain, plan_encoding_everything
+from tests.engine.lossy_steps import chain, plan_encoding_everything
 from tests.random_steps import conv_bn_relu_chain, steps
 
 

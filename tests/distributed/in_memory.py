@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 
-from shoal.distributed.bucket_sum import Mean
-from shoal.distributed.exchange import Exchange
+from shoal.distributed.comm.exchange import Exchange
+from shoal.distributed.gradients.bucket_sum import Mean
 
 
 class Board:

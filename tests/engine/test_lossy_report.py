@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import shoal
 from shoal.engine.lossy_report import LossyReport
 from shoal.errors import CodecError, InputError
-from tests.lossy_steps import chain, plan_encoding_everything
-from tests.training_laws import images, same_bits
+from tests.engine.lossy_steps import chain, plan_encoding_everything
+from tests.engine.training_laws import images, same_bits
 
 LABELS = torch.tensor([0, 1, 2, 3])
 

@@ -10,24 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.check import check
+from shoal.core.schedule import schedule
+from shoal.core.simulate import peak_and_seconds, simulate
+from shoal.core.step import StepGraph
+from shoal.core.validate import check
 from shoal.errors import BudgetError
 from shoal.planners.chain import chain, frontier, least_peak
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
-from shoal.planners.sqrt import sqrt
-from shoal.schedule import schedule
-from shoal.simulate import peak_and_seconds, simulate
-from shoal.step import StepGraph
-from tests.random_steps import (
-    HARDWARE,
-    Builder,
-    conv_bn_relu_chain,
-    plain_chain,
-    resnet_like,
-    steps,
-    unet_like,
-)
+from shoal.planners.papers.sqrt import sqrt
+from tests.random_steps import HARDWARE, Builder, conv_bn_relu_chain, plain_chain, resnet_like, steps, unet_like
 
 SHARES = (1.0, 0.8, 0.66, 0.5, 0.4, 0.33, 0.25, 0.2)
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.check import check
+from shoal.core.residence import Recompute, Residence
+from shoal.core.schedule import schedule
+from shoal.core.simulate import peak_and_seconds
+from shoal.core.step import StepGraph
+from shoal.core.validate import check
 from shoal.planners.drop_again import drop_again
 from shoal.planners.just_in_time import just_in_time
-from shoal.residence import Recompute, Residence
-from shoal.schedule import schedule
-from shoal.simulate import peak_and_seconds
-from shoal.step import StepGraph
 from tests.random_steps import Builder, plain_chain, steps
 
 

@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.check import check
-from shoal.cost import roofline
+from shoal.core.hardware import Device, Hardware, Link
+from shoal.core.schedule import schedule
+from shoal.core.simulate import peak_and_seconds
+from shoal.core.step import StepGraph
+from shoal.core.validate import check
+from shoal.cost.roofline import roofline
 from shoal.errors import BudgetError
-from shoal.hardware import Device, Hardware, Link
 from shoal.planners.chain import chain
 from shoal.planners.drop_again import drop_again
 from shoal.planners.integer_program import solve
 from shoal.planners.joint import joint
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
+from shoal.planners.papers.sqrt import sqrt
 from shoal.planners.recompute_choice import recompute_choice
-from shoal.planners.sqrt import sqrt
-from shoal.schedule import schedule
-from shoal.simulate import peak_and_seconds
-from shoal.step import StepGraph
 from tests.joint_graphs import captured_step
 from tests.random_steps import conv_bn_relu_chain, densenet_like, resnet_like, steps, unet_like
 

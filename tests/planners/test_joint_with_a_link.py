@@ -10,21 +10,21 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.check import check
+from shoal.core.hardware import Device, Hardware, Link
+from shoal.core.residence import Offload, Residence
+from shoal.core.schedule import schedule
+from shoal.core.simulate import peak_and_seconds
+from shoal.core.step import StepGraph
+from shoal.core.validate import check
 from shoal.errors import BudgetError
-from shoal.hardware import Device, Hardware, Link
-from shoal.planners.hascoet import hascoet
-from shoal.planners.hmms import hmms
 from shoal.planners.integer_program import solve
 from shoal.planners.joint import joint
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
-from shoal.planners.layerwise import layerwise
+from shoal.planners.papers.hascoet import hascoet
+from shoal.planners.papers.hmms import hmms
+from shoal.planners.papers.layerwise import layerwise
 from shoal.planners.recompute_choice import recompute_choice
-from shoal.residence import Offload, Residence
-from shoal.schedule import schedule
-from shoal.simulate import peak_and_seconds
-from shoal.step import StepGraph
 from tests.random_steps import Builder, legal_offloads, resnet_like, steps
 
 HERE = Hardware("here", Device("cpu", 1 << 34, 1e11, 1e10, 1e-6), Link("none", 1e10, 1e10, 1e-6), "made up")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.check import check
+from shoal.core.residence import Keep, Recompute
+from shoal.core.schedule import schedule
+from shoal.core.simulate import simulate
+from shoal.core.step import StepGraph
+from shoal.core.validate import check
 from shoal.planners.just_in_time import just_in_time
-from shoal.residence import Keep, Recompute
-from shoal.schedule import schedule
-from shoal.simulate import simulate
-from shoal.step import StepGraph
 from tests.random_steps import Builder, conv_bn_relu_chain, plain_chain, steps
 
 

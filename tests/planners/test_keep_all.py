@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
+from shoal.core.residence import Keep
+from shoal.core.schedule import schedule
+from shoal.core.simulate import simulate
+from shoal.core.step import StepGraph
 from shoal.errors import BudgetError
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
-from shoal.residence import Keep
-from shoal.schedule import schedule
-from shoal.simulate import simulate
-from shoal.step import StepGraph
 from tests.random_steps import HARDWARE, steps
 
 

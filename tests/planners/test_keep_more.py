@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.check import check
+from shoal.core.residence import Keep, Recompute
+from shoal.core.schedule import schedule
+from shoal.core.simulate import peak_and_seconds
+from shoal.core.step import StepGraph
+from shoal.core.validate import check
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_more import keep_more, without_needless_runs
-from shoal.residence import Keep, Recompute
-from shoal.schedule import schedule
-from shoal.simulate import peak_and_seconds
-from shoal.step import StepGraph
 from tests.random_steps import plain_chain, steps
 
 

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.check import check
+from shoal.core.hardware import Link
+from shoal.core.residence import Offload, Residence
+from shoal.core.schedule import schedule
+from shoal.core.simulate import peak_and_seconds
+from shoal.core.step import StepGraph
+from shoal.core.validate import check
 from shoal.errors import PlanError
-from shoal.hardware import Link
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.transfer_places import TransferPlaces, last_forward_reader, placed_residences, with_offloads
-from shoal.residence import Offload, Residence
-from shoal.schedule import schedule
-from shoal.simulate import peak_and_seconds
-from shoal.step import StepGraph
 from tests.random_steps import SLOW_LINK, Builder, legal_offloads, plain_chain, steps
 
 # A chain's op takes a second forward and two backward; a copy of its 1000 bytes takes as long each way.

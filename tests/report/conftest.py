@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from shoal.core.hardware import Link
 from shoal.core.plan import Plan
-from shoal.hardware import Link
+from shoal.core.residence import Offload, Recompute, Residence
+from shoal.core.step import Op, StepGraph, Storage
 from shoal.planners.just_in_time import just_in_time
-from shoal.report.page import Report
-from shoal.residence import Offload, Recompute, Residence
-from shoal.step import Op, StepGraph, Storage
+from shoal.report.data import Report
 from tests.random_steps import legal_offloads
 
 MIB = 2**20

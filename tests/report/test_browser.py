@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from shoal.core.plan import Plan
+from shoal.core.timeline import Moment, Timeline
 from shoal.report import Report, render
-from shoal.timeline import Moment, Timeline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.plan import Plan
+from shoal.core.timeline import Moment, Timeline
 from shoal.report import Report
 from shoal.report.charts import MOST_POINTS, chart_data
-from shoal.timeline import Moment, Timeline
 from tests.random_steps import SLOW_LINK, offloads, steps
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from shoal.core.plan import Plan
+from shoal.core.timeline import Moment, Timeline
 from shoal.errors import InputError
 from shoal.report import Report, render, save_html
-from shoal.timeline import Moment, Timeline
 
 HOSTILE = "<script>alert(1)</script>\"'</script><!-- & {{ 7 * 7 }} <img src=x onerror=alert(2)>"
 
@@ -152,7 +152,7 @@ def test_saving_replaces_an_earlier_page_and_leaves_nothing_else(report: Report,
 
 
 def test_a_timeline_saves_itself(plan: Plan, tmp_path: Path) -> None:
-    assert re.search(r"at the peak", plan.timeline.save_html(tmp_path / "plan.html").read_text())
+    assert re.search(r"at the peak", plan.save_html(tmp_path / "plan.html").read_text())
 
 
 def test_a_folder_that_is_not_there_is_an_input_error(report: Report, tmp_path: Path) -> None:

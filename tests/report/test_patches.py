@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 from torch import nn
 
-from shoal.data.pixels import picture
+from shoal.app.data.pixels import picture
 from shoal.report import Report, render
 from shoal.report.patches import patch_drawing
-from shoal.transforms.split import split
+from shoal.transforms.split.split import split
 
 
 def with_patches(report: Report, sizes: tuple[int, ...], grid: tuple[int, ...], **options: object) -> Report:

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.plan import Plan
-from shoal.report.page import Report, save_html
+from shoal.core.residence import Offload
+from shoal.core.sizes import parse_bytes
+from shoal.core.step import Op, StepGraph, Storage
+from shoal.core.timeline import Timeline
+from shoal.report.data import Report
+from shoal.report.page import save_html
 from shoal.report.tables import MOST_PARTS, largest_storages, parts_of_model, short_target
-from shoal.residence import Offload
-from shoal.sizes import parse_bytes
-from shoal.step import Op, StepGraph, Storage
-from shoal.timeline import Timeline
-from tests.lossy_steps import chain, plan_encoding_everything
+from tests.engine.lossy_steps import chain, plan_encoding_everything
 from tests.random_steps import SLOW_LINK, offloads, steps
 
 _UNITS = {"s": 1.0, "ms": 1e-3, "\u00b5s": 1e-6}

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.plan import Plan
+from shoal.core.timeline import Moment, MomentPhase, Timeline, Transfer, TransferWay
 from shoal.errors import InputError
 from shoal.report import save_trace
 from shoal.report.trace import trace_events
-from shoal.timeline import Moment, MomentPhase, Timeline, Transfer, TransferWay
 
 _WAIT_AND_SECONDS = st.tuples(st.just(0.0) | st.floats(0, 3), st.floats(0, 5))
 
@@ -128,7 +128,7 @@ def test_without_offloads_no_track_of_the_link_is_there(plan: Plan) -> None:
 
 
 def test_the_file_is_the_json_object_form(plan: Plan, tmp_path: Path) -> None:
-    path = plan.timeline.save_trace(tmp_path / "step.json")
+    path = plan.save_trace(tmp_path / "step.json")
     trace = json.loads(path.read_text())
     assert trace["otherData"]["peak_bytes"] == plan.predicted_peak_bytes
     assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "C"}

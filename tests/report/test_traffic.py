@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.plan import Plan
+from shoal.core.timeline import Moment, Timeline, Transfer
 from shoal.report.traffic import WAYS, busy_seconds, busy_share, traffic
-from shoal.timeline import Moment, Timeline, Transfer
 
 
 def copy(start: float, seconds: float) -> Transfer:

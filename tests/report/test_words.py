@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.core.hardware import Link
 from shoal.core.plan import Plan
-from shoal.hardware import Link
+from shoal.core.residence import Offload
 from shoal.report import Report
 from shoal.report.words import (
     category_bytes,
@@ -28,8 +29,7 @@ from shoal.report.words import (
     settings,
     tiles,
 )
-from shoal.residence import Offload
-from tests.lossy_steps import chain, plan_encoding_everything
+from tests.engine.lossy_steps import chain, plan_encoding_everything
 
 
 def said(report: Report) -> str:

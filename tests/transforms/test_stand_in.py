@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.app.models.resnet import Bottleneck, ResNet
 from shoal.errors import InputError
-from shoal.models.resnet import Bottleneck, ResNet
-from shoal.transforms.invert_batchnorm import invert_batchnorm, restore_batchnorm
-from shoal.transforms.split import split
+from shoal.transforms.invert.invert_batchnorm import invert_batchnorm, restore_batchnorm
+from shoal.transforms.split.split import split
 from shoal.transforms.stand_in import StandIn
+from tests.engine.training_laws import assert_same_training, classifier, images
 from tests.inverted_networks import small_resnet, with_leaky, with_trained_layers
-from tests.training_laws import assert_same_training, classifier, images
 
 Transform = Callable[[nn.Module], Any]
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.transforms.fuse_graph import LEVELS, Level
+from shoal.transforms.fuse.fuse_graph import LEVELS, Level
 from shoal.transforms.tracing import trace
 from shoal.transforms.writes import Writes
 

@@ -1,4 +1,7 @@
-"""Tensors in fewer bytes, exactly as stated: `get(name).encode(tensor)`; `docs/codecs.md` says which, when."""
+"""Tensors in fewer bytes, exactly as stated: `get(name).encode(tensor)`; `docs/codecs.md` says which, when.
+
+Imports `lowlevel` and `core`.
+"""
 
 from shoal.codecs.codec import Codec, Encoded, Properties
 from shoal.codecs.registry import Kind, from_bytes, get, names, register

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shoal.errors import CodecError
-from shoal.triton_launch import TritonKernels, on_device
+from shoal.lowlevel.triton_launch import TritonKernels, on_device
 
 TILE_ELEMS = 4096
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.bool)

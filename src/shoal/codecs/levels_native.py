@@ -11,7 +11,7 @@ import os
 import torch
 
 from shoal.errors import CodecError
-from shoal.native import LEVELS, function, levels, library
+from shoal.lowlevel.native import LEVELS, function, levels, library
 
 LEVEL_VARIABLE = "SHOAL_CODEC_LEVEL"
 

@@ -9,7 +9,7 @@ import torch
 
 from shoal.codecs.launch_triton import applies, block_tiles, found
 from shoal.codecs.one_bit_reference import LANES, RUN_ELEMS
-from shoal.triton_launch import on_device
+from shoal.lowlevel.triton_launch import on_device
 
 __all__ = ["applies", "decode_blocks", "encode_blocks"]
 

@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from shoal import native
 from shoal.codecs.levels_native import are_here, level_number, run, threads_for
 from shoal.codecs.table import MAGNITUDES, Table
 from shoal.errors import CodecError
+from shoal.lowlevel import native
 
 _LEAST_ELEMS = 1 << 15  # a thread is not worth waking for less
 _derived: WeakKeyDictionary[Table, ctypes.Array[ctypes.c_double]] = WeakKeyDictionary()

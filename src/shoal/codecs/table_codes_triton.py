@@ -15,7 +15,7 @@ import torch
 from shoal.codecs.launch_triton import applies, block_tiles, found
 from shoal.codecs.table import Table
 from shoal.errors import CodecError
-from shoal.triton_launch import on_device
+from shoal.lowlevel.triton_launch import on_device
 
 __all__ = ["applies", "decode_blocks", "encode_blocks"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shoal.codecs.launch_triton import TILE_ELEMS, applies, found, tiles
-from shoal.triton_launch import on_device
+from shoal.lowlevel.triton_launch import on_device
 
 __all__ = ["applies", "pack", "unpack"]
 

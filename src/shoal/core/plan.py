@@ -8,12 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shoal.check_plan import check_plan
-from shoal.errors import InputError, PlanError, brief
-from shoal.files import write_json
-from shoal.lossy import Lossy
-from shoal.records import read_json, read_object, read_value
-from shoal.residence import (
+from shoal.core.files import write_json
+from shoal.core.lossy import Lossy
+from shoal.core.records import read_json, read_object, read_value
+from shoal.core.residence import (
     Encode,
     Offload,
     Recompute,
@@ -22,13 +20,15 @@ from shoal.residence import (
     residence_from_json,
     residence_to_json,
 )
-from shoal.simulate import simulate
-from shoal.sizes import format_bytes
-from shoal.step import StepGraph, Storage
-from shoal.timeline import Timeline
+from shoal.core.simulate import simulate
+from shoal.core.sizes import format_bytes
+from shoal.core.step import StepGraph, Storage
+from shoal.core.timeline import Timeline
+from shoal.core.validate_plan import check_plan
+from shoal.errors import InputError, PlanError, brief
 
 FORMAT = "shoal-plan"
-VERSION = 1
+VERSION = 2  # 2: ops of this package are named without the folder that they lie in
 _CODEC_OPS = (".encoded_activation.encode", ".encoded_activation.decode")
 
 
@@ -230,7 +230,7 @@ class Plan:
         target = self.graph.ops[self.graph.producer[storage.id]].target
         if storage.dtype == "bool" and target == "aten.ne.Scalar":
             return "a ReLU's mask, a byte a value, lossless"
-        if storage.dtype == "uint8" and target == "shoal.runtime.pooling.forward":
+        if storage.dtype == "uint8" and target == "shoal.pooling.forward":
             return "places in pooling windows, a byte each, lossless"
         return ""
 
@@ -278,6 +278,18 @@ class Plan:
             },
         )
 
+    def save_html(self, path: str | Path) -> Path:
+        """Write the step as one self-contained HTML page; see `shoal.report`."""
+        from shoal.report import Report, save_html  # a page is drawn from a plan, not a plan from a page
+
+        return save_html(Report(self.timeline, plan=self), path)
+
+    def save_trace(self, path: str | Path) -> Path:
+        """Write the step as a trace that chrome://tracing and ui.perfetto.dev open."""
+        from shoal.report import save_trace
+
+        return save_trace(self.timeline, path)
+
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan that `save` wrote.
@@ -297,7 +309,8 @@ def _plan_of(value: Any) -> Plan:
     """The plan that `save` wrote as `value`, held against every rule."""
     value = read_object(value, "the file")
     if value.get("format") != FORMAT or value.get("version") != VERSION:
-        raise PlanError(f"it is no {FORMAT} of version {VERSION}")
+        found = f"{brief(value.get('format'))} of version {brief(value.get('version'))}"
+        raise PlanError(f"expected a {FORMAT} of version {VERSION}, got {found}")
 
     def read(hint: Any, name: str) -> Any:
         return read_value(hint, value.get(name), name)

@@ -1,13 +1,16 @@
-"""Training on several devices: what travels between them, and how long it takes."""
+"""Training on several devices: gradients, weights and activations in fewer bytes on the wire.
 
-from shoal.distributed.activation_exchange import ActivationExchange
-from shoal.distributed.exchange import Exchange
-from shoal.distributed.gradients import CompressedGradients, compress_gradients
-from shoal.distributed.host_weights import HostWeights
-from shoal.distributed.hybrid import hybrid
-from shoal.distributed.local_convolution import LocalConv2d
-from shoal.distributed.precision import AdaptivePrecision, NormMonitor
-from shoal.distributed.sharded_weights import ShardedWeights
+Imports `codecs`, `cost`, `offload`, `transforms` and `core`. The parallelism of the papers is in `papers`.
+"""
+
+from shoal.distributed.comm.exchange import Exchange
+from shoal.distributed.gradients.gradients import CompressedGradients, compress_gradients
+from shoal.distributed.papers.activation_exchange import ActivationExchange
+from shoal.distributed.papers.hybrid import hybrid
+from shoal.distributed.papers.local_convolution import LocalConv2d
+from shoal.distributed.weights.host_weights import HostWeights
+from shoal.distributed.weights.precision import AdaptivePrecision, NormMonitor
+from shoal.distributed.weights.sharded_weights import ShardedWeights
 
 __all__ = [
     "ActivationExchange",

@@ -1,1 +1,4 @@
-"""One model under one budget: the entries that users call. It imports everything below it; nothing below imports it."""
+"""One model under one budget: `compile`, the backend, `plan`, and the session that plans, meters and plans again.
+
+Imports everything below it; only `shoal` itself and `app` import it.
+"""

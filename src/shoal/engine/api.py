@@ -16,12 +16,8 @@ from torch.autograd import forward_ad
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal import inner as inner_compilers
-from shoal import planners, presets
-from shoal.backend import compile_step, reject_needless_lossy, wanted_offloading
-from shoal.choose_split import choose_split
-from shoal.core.plan import Plan
-from shoal.dynamo import (
+from shoal import planners
+from shoal.capture.dynamo import (
     OWN_BUDGET,
     ModelRaised,
     capturing,
@@ -32,16 +28,21 @@ from shoal.dynamo import (
     plain_call,
     settings,
 )
+from shoal.capture.lossy_options import lossy_of
+from shoal.core import presets
+from shoal.core.hardware import Hardware, Link
+from shoal.core.plan import Plan
+from shoal.core.sizes import format_bytes, parse_bytes
+from shoal.cost.measure import measure
+from shoal.cost.measure_links import link_to
+from shoal.engine import graph_runner as inner_compilers
+from shoal.engine.backend import compile_step, reject_needless_lossy, wanted_offloading
+from shoal.engine.search.choose_split import choose_split
+from shoal.engine.session import Session
+from shoal.engine.status import Status
 from shoal.errors import BudgetError, CaptureError, InputError
-from shoal.hardware import Hardware, Link
-from shoal.lossy import lossy_of
-from shoal.measure import measure
-from shoal.measure_links import link_to
-from shoal.offloading import AUTO, rehearsed
-from shoal.session import Session
-from shoal.sizes import format_bytes, parse_bytes
-from shoal.standing import Standing, distinct_bytes, optimizer_state_bytes
-from shoal.status import Status
+from shoal.memory.static_memory import Standing, distinct_bytes, optimizer_state_bytes
+from shoal.offload.policy import AUTO, rehearsed
 
 log = logging.getLogger("shoal")
 Module = TypeVar("Module", bound=nn.Module)
@@ -79,7 +80,7 @@ def compile(
             only reports.
         planner: "joint" (default), "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", or a
             function (StepGraph, Hardware, budget_bytes) → Plan, whose plans are held against every rule of
-            `shoal.check` before they run.
+            `shoal.core.validate` before they run.
         optimizer: the optimizer that will train the model, so that its state counts, also before its first step.
         inner: what runs the planned graphs: "eager" (PyTorch's kernels, no compiler needed) or "inductor".
         plan: a saved plan to use as it is instead of planning; see `shoal.plan`. It is held against the same rules,

@@ -10,18 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.capture import Captured
-from shoal.capture_step import capture_step
-from shoal.choose_encoded import as_encoded, encoded_by
+from shoal.capture.capture_step import capture_step
+from shoal.capture.encode_activations import Offer, encoded, offers
+from shoal.capture.lossy_options import lossy_of
+from shoal.capture.step_reader import Captured
+from shoal.core.lossy import Lossy
 from shoal.core.plan import Plan
-from shoal.encoding import Offer, encoded, offers
+from shoal.core.presets import get as preset
+from shoal.core.sizes import format_bytes
 from shoal.engine.api import compile as compile_model
+from shoal.engine.search.choose_encoded import as_encoded, encoded_by
 from shoal.errors import InputError
-from shoal.lossy import Lossy, lossy_of
+from shoal.kernels.encoded_activation import measured_errors
 from shoal.planners.keep_all import keep_all
-from shoal.presets import get as preset
-from shoal.runtime.encoded_activation import measured_errors
-from shoal.sizes import format_bytes
 
 Loss = Callable[[Any], torch.Tensor]
 

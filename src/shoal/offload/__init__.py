@@ -1,1 +1,4 @@
-"""Bytes on their way to the host: the eager way."""
+"""Bytes on their way to the host: links, transfers of planned steps, and the eager way.
+
+Imports `core`.
+"""

@@ -19,10 +19,10 @@ from typing import Self
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from shoal.core.sizes import parse_bytes
 from shoal.errors import InputError
-from shoal.runtime.links.open_link import OpenLink, open_link
-from shoal.runtime.saved_storage import SavedStorage, SavedTensor, check_version
-from shoal.sizes import parse_bytes
+from shoal.offload.links.open_link import OpenLink, open_link
+from shoal.offload.saved_storage import SavedStorage, SavedTensor, check_version
 
 _UNDER_WAY = 2  # storages that may still be leaving while the next one is computed
 _LOOK_BACK = 64  # saved storages among which the next to fetch is looked for
@@ -41,7 +41,7 @@ class offload_activations:
 
     Args:
         link: None or "host" for host memory, pinned where the device is CUDA; a folder on a local disk for a file
-            there (CPU only); or a link of `shoal.runtime.links.open_link.open_link`. The first two are opened once and
+            there (CPU only); or a link of `shoal.offload.links.open_link.open_link`. The first two are opened once and
             kept for the next block, until `close`.
         min_bytes: storages smaller than this stay on the device.
         host_budget: most host bytes, an int or a text such as "2GiB"; None for no limit. Of a link that is given, its

@@ -1,4 +1,7 @@
-"""Strategies that choose residences: one a file, all of one signature, `(StepGraph, Hardware, budget_bytes) → Plan`."""
+"""Strategies that choose residences: one a file, all of one signature, `(StepGraph, Hardware, budget_bytes) → Plan`.
+
+Imports `core`. The planners of the papers are in `papers`.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,31 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 
-from shoal.check_plan import check_plan
+from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
+from shoal.core.step import StepGraph
+from shoal.core.validate_plan import check_plan
 from shoal.errors import InputError, PlanError, brief
-from shoal.hardware import Hardware
-from shoal.step import StepGraph
 
 Planner = Callable[[StepGraph, Hardware, int], Plan]
-NAMES = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet")
+_FOLDERS = {
+    "joint": "shoal.planners",
+    "chain": "shoal.planners",
+    "sqrt": "shoal.planners.papers",
+    "keep_all": "shoal.planners",
+    "hmms": "shoal.planners.papers",
+    "hmms_recompute": "shoal.planners.papers",
+    "layerwise": "shoal.planners.papers",
+    "hascoet": "shoal.planners.papers",
+}
+NAMES = tuple(_FOLDERS)
 
 
 def get(name: str | Planner) -> Planner:
     """The planner called `name`, or a function of your own with the same signature.
 
-    What your function returns is held against `shoal.check` before anything is made of it: PlanError where it is no
-    `Plan`, is of another step, breaks a rule or passes the budget.
+    What your function returns is held against `shoal.core.validate` before anything is made of it: PlanError where it
+    is no `Plan`, is of another step, breaks a rule or passes the budget.
 
     Raises:
         InputError: there is none of that name.
@@ -35,7 +48,7 @@ def get(name: str | Planner) -> Planner:
         close = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise InputError(f"no planner is called {name!r}; {hint}there are {', '.join(NAMES)}")
-    planner: Planner = getattr(importlib.import_module(f"shoal.planners.{name}"), name)
+    planner: Planner = getattr(importlib.import_module(f"{_FOLDERS[name]}.{name}"), name)
     return planner
 
 

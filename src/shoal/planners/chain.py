@@ -27,15 +27,15 @@ from __future__ import annotations
 import time
 from functools import lru_cache
 
+from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
-from shoal.hardware import Hardware
+from shoal.core.step import StepGraph
 from shoal.planners.chain_blocks import Blocks
 from shoal.planners.chain_table import Table
 from shoal.planners.chain_walk import residences_of
 from shoal.planners.cuts import choose_cuts
 from shoal.planners.infeasible import infeasible
 from shoal.planners.segments import Candidate, candidate, keep_everything, segmentations
-from shoal.step import StepGraph
 
 MOST_BLOCKS = 60
 SLOTS = 400

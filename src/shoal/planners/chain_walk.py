@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from shoal.core.residence import Keep, Recompute, Residence
 from shoal.planners.chain_blocks import Blocks, members
 from shoal.planners.chain_table import Held
-from shoal.residence import Keep, Recompute, Residence
 
 
 def residences_of(blocks: Blocks, plan: Held) -> dict[str, Residence]:

@@ -6,7 +6,7 @@ it: it must be there to go on from p. In a plain chain one storage crosses, besi
 
 from __future__ import annotations
 
-from shoal.step import StepGraph
+from shoal.core.step import StepGraph
 
 WORTH_A_CUT = 0.05  # of the saved bytes of an average op
 

@@ -17,11 +17,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from shoal.core.residence import Recompute, Residence
+from shoal.core.schedule import Run, schedule
+from shoal.core.simulate import bytes_and_seconds
+from shoal.core.step import StepGraph
 from shoal.errors import PlanError
-from shoal.residence import Recompute, Residence
-from shoal.schedule import Run, schedule
-from shoal.simulate import bytes_and_seconds
-from shoal.step import StepGraph
 
 _MOST_DROPS = 60
 _MOST_TRIED = 12  # storages to give up that are played at each peak

@@ -17,11 +17,11 @@ import time
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from shoal.core.residence import Residence
 from shoal.planners.integer_program import Chosen
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.recompute_choice import RecomputeChoice
 from shoal.planners.transfer_places import TransferPlaces, placed_residences
-from shoal.residence import Residence
 
 _REMEMBERED = 64  # schedules
 _PROMISING = 3  # starts that are followed further than to and from the host

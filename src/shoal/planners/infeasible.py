@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from shoal.core.plan import Plan
+from shoal.core.schedule import schedule
+from shoal.core.simulate import dropped_bytes
+from shoal.core.sizes import format_bytes
+from shoal.core.step import RESIDENT, StepGraph
 from shoal.errors import BudgetError
-from shoal.schedule import schedule
-from shoal.simulate import dropped_bytes
-from shoal.sizes import format_bytes
-from shoal.step import RESIDENT, StepGraph
 
 LARGEST = 3
 

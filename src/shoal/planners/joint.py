@@ -25,23 +25,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
+from shoal.core.residence import Offload, Residence
+from shoal.core.schedule import schedule
+from shoal.core.simulate import peak_and_seconds
+from shoal.core.step import StepGraph
 from shoal.errors import BudgetError
-from shoal.hardware import Hardware
 from shoal.planners.chain import chain, least_peak
 from shoal.planners.drop_again import drop_again
 from shoal.planners.exchange import Exchange
-from shoal.planners.hmms import hmms, within_limit
 from shoal.planners.infeasible import infeasible
 from shoal.planners.integer_program import Chosen, solve
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_more import keep_more
+from shoal.planners.papers.hmms import hmms, within_limit
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 from shoal.planners.transfer_places import with_offloads
-from shoal.residence import Offload, Residence
-from shoal.schedule import schedule
-from shoal.simulate import peak_and_seconds
-from shoal.step import StepGraph
 
 _ROUNDS = 5
 _BOUND_SECONDS = 5.0  # limit of each solve; most take one

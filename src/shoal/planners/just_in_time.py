@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from shoal.residence import Keep, Recompute, Residence
-from shoal.step import StepGraph
+from shoal.core.residence import Keep, Recompute, Residence
+from shoal.core.step import StepGraph
 
 
 def just_in_time(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
-from shoal.hardware import Hardware
+from shoal.core.step import StepGraph
 from shoal.planners.infeasible import infeasible
 from shoal.planners.just_in_time import just_in_time
-from shoal.step import StepGraph
 
 
 def keep_all(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:

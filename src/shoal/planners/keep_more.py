@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 
-from shoal.hardware import Link
+from shoal.core.hardware import Link
+from shoal.core.residence import Keep, Offload, Recompute, Residence
+from shoal.core.schedule import schedule
+from shoal.core.simulate import peak_and_seconds
+from shoal.core.step import StepGraph
 from shoal.planners.transfer_places import TransferPlaces, placed_residences
-from shoal.residence import Keep, Offload, Recompute, Residence
-from shoal.schedule import schedule
-from shoal.simulate import peak_and_seconds
-from shoal.step import StepGraph
 
 
 def keep_more(

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.hardware import Link
+from shoal.core.hardware import Link
 from shoal.planners.linear_program import LinearProgram
 from shoal.planners.recompute_choice import RecomputeChoice
 

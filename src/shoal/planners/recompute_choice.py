@@ -11,10 +11,10 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from shoal.core.schedule import schedule
+from shoal.core.simulate import simulate
+from shoal.core.step import StepGraph
 from shoal.planners.just_in_time import just_in_time
-from shoal.schedule import schedule
-from shoal.simulate import simulate
-from shoal.step import StepGraph
 
 _SMALL_SHARE = 1 / 4000  # of all saved bytes: storages below it are kept without asking
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import isqrt
 from typing import NamedTuple
 
+from shoal.core.residence import Residence
+from shoal.core.schedule import schedule
+from shoal.core.simulate import peak_and_seconds
+from shoal.core.step import StepGraph
 from shoal.planners.cuts import crossing_sets, saved_bytes_per_op
 from shoal.planners.just_in_time import just_in_time
-from shoal.residence import Residence
-from shoal.schedule import schedule
-from shoal.simulate import peak_and_seconds
-from shoal.step import StepGraph
 
 
 class Candidate(NamedTuple):

@@ -14,12 +14,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shoal.core.hardware import Link
+from shoal.core.residence import Offload, Residence
+from shoal.core.schedule import Run, schedule
+from shoal.core.simulate import bytes_and_seconds
+from shoal.core.step import StepGraph
 from shoal.errors import PlanError
-from shoal.hardware import Link
-from shoal.residence import Offload, Residence
-from shoal.schedule import Run, schedule
-from shoal.simulate import bytes_and_seconds
-from shoal.step import StepGraph
 
 _NO_LIMIT = 1 << 62
 

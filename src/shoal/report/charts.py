@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from shoal.core.sizes import format_bytes
+from shoal.core.timeline import Timeline
 from shoal.report.traffic import WAYS, traffic
 from shoal.report.words import categories, category_bytes, format_percent
-from shoal.sizes import format_bytes
-from shoal.timeline import Timeline
 
 if TYPE_CHECKING:
-    from shoal.report.page import Report
+    from shoal.report.data import Report
 
 MOST_POINTS = 2000  # of the loss curve: more than a screen is wide
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from shoal.transforms.patch_map import PatchMap, Span
+from shoal.transforms.split.patch_map import PatchMap, Span
 
 if TYPE_CHECKING:
-    from shoal.report.page import Report
+    from shoal.report.data import Report
 
 _STRIP_SHARE = 0.2  # height of what has one dimension only, of its length
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.core.plan import Plan
+from shoal.core.residence import Encode, Offload, Recompute, exact_residence
+from shoal.core.schedule import schedule
+from shoal.core.sizes import format_bytes
+from shoal.core.step import Storage
+from shoal.core.timeline import Timeline
 from shoal.report.words import format_seconds
-from shoal.residence import Encode, Offload, Recompute, exact_residence
-from shoal.schedule import schedule
-from shoal.sizes import format_bytes
-from shoal.step import Storage
-from shoal.timeline import Timeline
 
 MOST_PARTS = 14
 

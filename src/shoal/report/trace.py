@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shoal.core.files import write_text
+from shoal.core.timeline import Timeline
 from shoal.errors import InputError
-from shoal.files import write_text
 from shoal.report.traffic import WAYS
 from shoal.report.words import categories, category_bytes
-from shoal.timeline import Timeline
 
 _PROCESS = 1
 _TRACKS = {"forward": 1, "loss": 2, "recompute": 3, "backward": 4, "to host": 5, "to device": 6, "stall": 7}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shoal.timeline import Timeline, Transfer, TransferWay
+from shoal.core.timeline import Timeline, Transfer, TransferWay
 
 WAYS: tuple[TransferWay, ...] = ("to host", "to device")
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shoal.core.sizes import format_bytes
+from shoal.core.timeline import Moment, Timeline
 from shoal.report.traffic import busy_share, share_of_step, traffic
-from shoal.sizes import format_bytes
-from shoal.timeline import Moment, Timeline
 
 if TYPE_CHECKING:
     from shoal.core.plan import Plan
-    from shoal.report.page import Report
+    from shoal.report.data import Report
 
 # In the order they are stacked: what stands all step at the bottom, what comes and goes on top.
 CATEGORIES: Mapping[str, str] = {

@@ -1,1 +1,4 @@
-"""Transforms of a module that keep its parameters, buffers and names: splitting its layers into patches."""
+"""From a module to a module with the same parameters, buffers and names: split, fuse, invert; and what they share.
+
+Imports `kernels` and `lowlevel`.
+"""

@@ -1,0 +1,15 @@
+"""The command line: parse, call, print.
+
+Exit codes: 0 done, 2 an argument, a file, the data or the budget is wrong (one line says what and how to mend it),
+3 out of memory, 130 interrupted with a checkpoint to resume from (143 after SIGTERM).
+"""
+
+from shoal.app.cli import codecs, hardware, plan, train
+from shoal.app.cli.app import app
+
+__all__ = ["app", "codecs", "hardware", "main", "plan", "train"]
+
+
+def main() -> None:
+    """What the console script `shoal` runs."""
+    app()

@@ -1,0 +1,39 @@
+"""`shoal hardware`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from json import dumps
+from typing import Annotated
+
+import torch
+import typer
+
+from shoal.app.cli.app import app
+from shoal.app.cli.telling import printing, told_plainly
+from shoal.core import presets
+from shoal.cost.measure import measure
+from shoal.cost.measure_links import measure_links
+
+
+@app.command()
+def hardware(
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    folder: Annotated[
+        str | None, typer.Option(help="Where the CPU's offload to a file is measured; by default the system's /tmp.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show this machine, measured in seconds the first time, and those that can be planned for from afar."""
+    with told_plainly():
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        links = measure_links(device, folder=folder)
+        here, *elsewhere = machines = [measure(device), *map(presets.get, presets.names())]
+        if json:
+            measured = {**asdict(here), "links": [asdict(link) for link in links]}
+            typer.echo(dumps([measured, *map(asdict, elsewhere)], indent=1))
+        else:
+            console = printing()
+            console.print(presets.table(machines))
+            console.print(presets.link_table(links))

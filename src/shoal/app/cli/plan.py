@@ -1,0 +1,169 @@
+"""`shoal plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+import shoal
+import shoal.app.models
+from shoal import planners
+from shoal.app.cli.app import app
+from shoal.app.cli.arguments import patch_grid
+from shoal.app.cli.telling import errors, printing, told_plainly
+from shoal.app.training.batch_norm_form import in_form, told
+from shoal.app.training.optimizers import optimizer_of
+from shoal.app.training.results import check_writable, save_plan
+from shoal.core import presets
+from shoal.core.hardware import Hardware
+from shoal.core.plan import Plan
+from shoal.core.sizes import parse_bytes
+from shoal.engine.search.max_batch import largest_batches
+from shoal.engine.search.max_batch import table as max_batch_table
+from shoal.engine.search.steps_by_batch import StepsByBatch
+from shoal.errors import BudgetError, InputError
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A network, such as resnet50.")],
+    budget: Annotated[
+        str | None, typer.Option(help="Device bytes a step may use, such as 1GiB; by default all that --hardware has.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Images per step.")] = 32,
+    image: Annotated[int, typer.Option(help="Pixels along each side.")] = 224,
+    hardware: Annotated[str | None, typer.Option(help="A preset of `shoal hardware`; none means this machine.")] = None,
+    planner: Annotated[str, typer.Option(help=f"One of {', '.join(planners.NAMES)}.")] = "joint",
+    optimizer: Annotated[str, typer.Option(help="Whose state counts: sgd, adamw or none.")] = "sgd",
+    max_batch: Annotated[
+        bool, typer.Option("--max-batch", help="Also find the largest batch that fits, with each planner.")
+    ] = False,
+    lossy: Annotated[
+        str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")
+    ] = None,
+    split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
+    grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
+    stochastic: Annotated[float | None, typer.Option(help="Plan for cuts drawn in every step, by this omega.")] = None,
+    halo: Annotated[str | None, typer.Option(help="exact: patches overlap, and the function stays the same.")] = None,
+    batch_norm: Annotated[
+        str | None, typer.Option(help="fused (or a level: rcf, mvf, bnff, icf), or inverted, with LeakyReLU for ReLU.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print figures as JSON instead of a text.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for plan.json, plan.html and trace.json.")] = None,
+) -> None:
+    """Plan a step without running it, for this machine or for one that is not here.
+
+    With --hardware the network takes no memory, whatever its size. With --max-batch a plan that does not fit still
+    ends with exit code 2, after the batches that do.
+    """
+    with told_plainly():
+        target = None if hardware is None else presets.get(hardware)
+        budget_bytes = _budget_bytes(budget, target)
+        shape = shoal.app.models.example_shape(model, batch, image)
+        if out is not None:
+            check_writable(out)
+        if max_batch and target is None:
+            raise InputError("--max-batch plans many steps, for a device that is not here: name it with --hardware")
+        with torch.device("cpu" if target is None else "meta"):
+            network = shoal.app.models.build(model, seed=0)
+            example = torch.empty(shape)
+        network = in_form(network, batch_norm)
+        form = told(network)
+        patches = None
+        if split is not None:
+            divided = shoal.split(network, split, patch_grid(grid), stochastic, halo=halo)  # type: ignore[arg-type]
+            patches = divided.patch_map(shape[2:])
+            network = divided
+        elif halo is not None or stochastic is not None:
+            raise InputError("nothing is split; give --split too, such as --split 0.5")
+        owner = None if optimizer == "none" else optimizer_of(optimizer, network)
+        figures: dict[str, Any] = {"model": model, "hardware": hardware, "budget_bytes": budget_bytes}
+        failure: BudgetError | None = None
+        try:
+            made = shoal.plan(
+                network,
+                example,
+                budget=budget_bytes,
+                hardware=target,
+                planner=planner,
+                optimizer=owner,
+                lossy=lossy,
+                name=model,
+            )
+        except BudgetError as error:
+            if not max_batch:
+                raise
+            failure = error
+            figures |= {"planner": planner, "reason": str(error)}
+        else:
+            figures |= _figures(made)
+            if not json:
+                typer.echo("\n".join(filter(None, (form, made.explain()))))
+            for path in save_plan(made, out, patches) if out is not None else ():
+                typer.echo(str(path), err=json)
+        if target is not None and max_batch:
+
+            def shape_of(images: int) -> tuple[int, ...]:
+                return shoal.app.models.example_shape(model, images, image)
+
+            steps = StepsByBatch(network, shape_of, target, optimizer=owner, name=model)
+            with _search_shown() as trying:
+                answers = largest_batches(steps, target, budget_bytes, first=batch, trying=trying)
+            figures["max_batch"] = [answer.to_json() for answer in answers]
+            if not json:
+                printing().print(max_batch_table(answers))
+        if json:
+            typer.echo(dumps(figures, indent=1))
+        if failure is not None:
+            raise failure
+
+
+def _budget_bytes(budget: str | None, target: Hardware | None) -> int:
+    if budget is not None:
+        return parse_bytes(budget)
+    if target is None:
+        raise InputError("no budget was given; say how many bytes a step may use, such as --budget 1GiB")
+    return target.device.memory_bytes
+
+
+@contextmanager
+def _search_shown() -> Iterator[Callable[[str, int], None]]:
+    """A line that tells what is being tried; nothing where nobody watches."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("largest batch")
+        yield lambda planner, batch: progress.update(task, description=f"largest batch: {planner}, {batch} images")
+
+
+def _figures(made: Plan) -> dict[str, Any]:
+    return {
+        "model": made.graph.model,
+        "planner": made.planner,
+        "hardware": made.hardware,
+        "budget_bytes": made.budget_bytes,
+        "predicted_peak_bytes": made.predicted_peak_bytes,
+        "plain_peak_bytes": made.plain_peak_bytes,
+        "predicted_seconds": made.predicted_seconds,
+        "plain_seconds": made.plain_seconds,
+        "lower_bound_seconds": made.lower_bound_seconds,
+        "planning_seconds": made.planning_seconds,
+        "kept_storages": len(made.kept),
+        "kept_bytes": sum(storage.nbytes for storage in made.kept),
+        "recomputed_storages": len(made.recomputed),
+        "recomputed_bytes": sum(storage.nbytes for storage in made.recomputed),
+        "offloaded_storages": len(made.offloaded),
+        "host_bytes": made.host_bytes,
+        "encoded_storages": len(made.encoded),
+        "encoded_bytes": sum(storage.nbytes for storage in made.encoded),
+        "payload_bytes": made.payload_bytes,
+        "codec_seconds": made.codec_seconds,
+        "encoding_errors": dict(made.errors),
+        "stall_seconds": made.timeline.stall_seconds,
+    }

@@ -1,0 +1,206 @@
+"""`shoal train`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+import shoal.app.models
+from shoal.app.cli.app import app
+from shoal.app.cli.arguments import patch_grid
+from shoal.app.cli.telling import OUT_OF_MEMORY, WRONG, tell, told_plainly
+from shoal.app.training import loop
+from shoal.app.training.display import Display, outcome_table
+from shoal.app.training.options import TrainOptions
+from shoal.app.training.ranks import Ranks, joined, rank_of_torchrun
+from shoal.app.training.results import check_writable, save_results
+from shoal.app.training.run_folder import run_folder
+from shoal.core.sizes import format_bytes, parse_bytes
+from shoal.errors import InputError, ShoalError
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Option(help="A network, such as resnet18.")] = "resnet18",
+    data: Annotated[str | None, typer.Option(help="A data set; by default digits, for U-Nets synthetic.")] = None,
+    batch: Annotated[int, typer.Option(help="Images per step, over all ranks.")] = 128,
+    budget: Annotated[str | None, typer.Option(help="Device bytes a step may use, such as 150MiB.")] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 3,
+    enforce: Annotated[bool, typer.Option("--enforce", help="Let what passes the budget die.")] = False,
+    arena: Annotated[bool, typer.Option("--arena", help="Serve each step from one block of memory.")] = False,
+    planner: Annotated[
+        str,
+        typer.Option(
+            help="joint, chain, sqrt, keep_all, hmms, hmms_recompute, layerwise, hascoet, or none for plain PyTorch."
+        ),
+    ] = "joint",
+    offload_to: Annotated[
+        str, typer.Option(help="Where saved tensors may wait: host, a folder, none, or auto for host on CUDA.")
+    ] = "auto",
+    host_budget: Annotated[
+        str | None, typer.Option(help="Most bytes there, such as 8GiB; half of it by default.")
+    ] = None,
+    rehearse: Annotated[
+        str | None, typer.Option(help="A preset of `shoal hardware`: copies take as long beside the CPU as there.")
+    ] = None,
+    lossy: Annotated[
+        str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")
+    ] = None,
+    split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
+    grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
+    stochastic: Annotated[float | None, typer.Option(help="Draw the cuts anew in every step, by this omega.")] = None,
+    halo: Annotated[str | None, typer.Option(help="exact: patches overlap, and the function stays the same.")] = None,
+    batch_norm: Annotated[
+        str | None, typer.Option(help="fused (or a level: rcf, mvf, bnff, icf), or inverted, with LeakyReLU for ReLU.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write arguments and outcome to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for checkpoint, report, plan, trace.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
+    lr: Annotated[float, typer.Option(help="Highest learning rate; it rises to it, then falls along a cosine.")] = 0.02,
+    momentum: Annotated[float, typer.Option(help="SGD's momentum.")] = 0.9,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay.")] = 5e-4,
+    optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "sgd",
+    seed: Annotated[int, typer.Option(help="Of weights, order, augmentation and dropout.")] = 0,
+    workers: Annotated[int, typer.Option(help="Processes that load images.")] = 0,
+    image: Annotated[int | None, typer.Option(help="Pixels along each side.")] = None,
+    inner: Annotated[str, typer.Option(help="What runs the planned graphs: eager or inductor.")] = "eager",
+    amp: Annotated[str, typer.Option(help="Autocast: bf16, fp16 or none.")] = "none",
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last/--contiguous", help="How images lie in memory.")
+    ] = True,
+    root: Annotated[str | None, typer.Option(help="Where the data set lies.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    compress_gradients: Annotated[
+        str, typer.Option(help="Under torchrun: gradients travel in a codec such as dynamic_tree, in auto, or in none.")
+    ] = "none",
+    weights: Annotated[
+        str | None, typer.Option(help="host: weights and optimizer there; sharded: a share on each rank of torchrun.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Of --weights on their way: 8, 16, 24 or 32 bits, or bf16.")
+    ] = None,
+    adaptive_precision: Annotated[
+        bool, typer.Option("--adaptive-precision", help="Bits by layer, more of them as training goes on (AWP).")
+    ] = False,
+    one_byte: Annotated[
+        str | None, typer.Option(help="Of weights in 8 bits: a codec such as dynamic_tree, not a float's top byte.")
+    ] = None,
+    awp_threshold: Annotated[
+        float | None, typer.Option(help="AWP's T: how fast a norm must fall for more bits; -0.002 by default.")
+    ] = None,
+    awp_interval: Annotated[int | None, typer.Option(help="AWP's INTERVAL in batches; an epoch by default.")] = None,
+    parallel: Annotated[
+        str | None, typer.Option(help="hybrid: under torchrun, linear layers are shared among the ranks.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Under torchrun: seconds that one rank waits for another.")] = 600.0,
+) -> None:
+    """Train a network inside a budget.
+
+    With --enforce and --planner none, plain PyTorch meets the same wall: it is expected to run out of memory, with exit
+    code 3. Wrong arguments end with exit code 2. Ctrl-C finishes the step, writes a checkpoint and ends with exit code
+    130; --resume then continues bit for bit. With --arena each allocation of a step has its place in one block: faster
+    where malloc maps and unmaps large tensors in every step.
+
+    Under torchrun every rank trains on its share of each batch, inside a budget of its own. Rank 0 shows the run and
+    writes its files; a signal to one rank ends all after the same step, and an error on one names its rank.
+    """
+    with told_plainly(quiet=rank_of_torchrun() != 0):
+        data = data or ("synthetic" if model.startswith("unet") else "digits")
+        if adaptive_precision and precision is not None:
+            raise InputError(f"--adaptive-precision chooses what --precision {precision} fixes; give one of them")
+        options = TrainOptions(
+            model=model,
+            data=data,
+            batch=batch,
+            budget_bytes=None if budget is None else parse_bytes(budget),
+            planner=planner,
+            epochs=epochs,
+            enforce=enforce,
+            arena=arena,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            optimizer=optimizer,
+            seed=seed,
+            workers=workers,
+            image=image,
+            inner=inner,
+            amp=amp,
+            channels_last=channels_last,
+            root=root,
+            device=device,
+            split=split,
+            grid=patch_grid(grid),
+            stochastic=stochastic,
+            halo=halo,
+            batch_norm=batch_norm,
+            offload_to=None if offload_to == "none" else offload_to,
+            host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
+            rehearse=rehearse,
+            lossy=lossy,
+            compress_gradients=None if compress_gradients == "none" else compress_gradients,
+            weights=weights,
+            precision="adaptive" if adaptive_precision else precision,
+            one_byte=one_byte,
+            awp_threshold=awp_threshold,
+            awp_interval=awp_interval,
+            parallel=parallel,
+            out=out if out is not None else Path("runs") / f"{model}-{data}",
+            resume=resume,
+        )
+        shoal.app.models.example_shape(model, batch, 64)  # an unknown network is told before folders are made
+        with joined(device, timeout) as ranks:
+            code = _train(options, json, ranks)
+    raise typer.Exit(code)
+
+
+def _train(options: TrainOptions, json: Path | None, ranks: Ranks) -> int:
+    try:
+        return _train_and_show(replace(options, ranks=ranks.several), json, ranks)
+    except torch.OutOfMemoryError as error:
+        code, said = OUT_OF_MEMORY, _out_of_memory(options, str(error))
+    except ShoalError as error:
+        if ranks.count == 1:
+            raise
+        code, said = WRONG, str(error)
+    if ranks.fails_first():
+        tell(said if ranks.count == 1 else f"rank {ranks.rank}: {said}")
+    return code
+
+
+def _train_and_show(options: TrainOptions, json: Path | None, ranks: Ranks) -> int:
+    if json is not None and ranks.first:
+        check_writable(json.absolute().parent)
+    with run_folder(options.out) if ranks.first else nullcontext():
+        console = Console() if ranks.first else Console(quiet=True, force_terminal=False)
+        with Display(console, options) as display:
+            outcome = loop.train(options, display, ranks)
+        if ranks.first:
+            console.print(outcome_table(options, outcome))
+            if outcome.travel and (options.compress_gradients or options.weights or options.parallel):
+                console.print(outcome.travel, highlight=False, markup=False, soft_wrap=True)
+            page = save_results(options, outcome, json)
+            if page is not None:
+                console.print(f"report      {page}", highlight=False, soft_wrap=True)
+            console.print(f"checkpoint  {outcome.checkpoint}", highlight=False, soft_wrap=True)
+            if outcome.signal:
+                tell(f"interrupted; {outcome.checkpoint} holds the run: the same command with --resume continues it")
+    return 128 + outcome.signal if outcome.signal else 0
+
+
+def _out_of_memory(options: TrainOptions, reason: str) -> str:
+    reason = reason.strip().splitlines()[0].removeprefix("out of memory: ")
+    who = "plain PyTorch" if options.planner == "none" else f"the plan of {options.planner}"
+    where = (
+        f"the wall of {format_bytes(options.budget_bytes)}"
+        if options.enforce and options.budget_bytes
+        else "the device's memory"
+    )
+    hint = "let Shoal plan the step" if options.planner == "none" else "give a larger budget"
+    return f"out of memory: {who} does not fit {where} ({reason}); {hint}"

@@ -1,0 +1,98 @@
+"""Data sets by name, as seeded loaders.
+
+What a sample looks like follows from (seed, epoch, index) alone: not from the number of worker processes, nor from
+PyTorch's generator, which stays where it was.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.app.data.cifar10 import open_cifar10
+from shoal.app.data.digits import open_digits
+from shoal.app.data.image_folder import open_image_folder
+from shoal.app.data.loaders import Data, load
+from shoal.app.data.source import Source
+from shoal.app.data.synthetic import open_synthetic
+from shoal.errors import InputError
+
+__all__ = ["Data", "names", "open"]
+
+_SOURCES: dict[str, Callable[..., Source]] = {
+    "digits": open_digits,
+    "cifar10": open_cifar10,
+    "image_folder": open_image_folder,
+    "synthetic": open_synthetic,
+}
+
+
+def names() -> tuple[str, ...]:
+    """Every name that `open` knows."""
+    return tuple(_SOURCES)
+
+
+def open(
+    name: str,
+    *,
+    batch: int,
+    root: str | Path | None = None,
+    image: int | None = None,
+    seed: int = 0,
+    workers: int = 0,
+    augment: bool = True,
+    rank: int = 0,
+    ranks: int = 1,
+    **options: Any,
+) -> Data:
+    """Open a data set. Replaces a `torchvision.datasets` class, its transforms and two `DataLoader`s.
+
+    Args:
+        name: "digits" (embedded), "cifar10", "image_folder" or "synthetic".
+        batch: samples in a batch, over all ranks; the last of an epoch may be short.
+        root: where the data lies; "cifar10" looks in SHOAL_DATA by itself.
+        image: pixels along each side; by default 32, for "image_folder" 224.
+        seed: of order, augmentation, held-out samples and synthetic images.
+        workers: processes that prepare batches; 0 prepares them in this one.
+        augment: random crops (all but synthetic) and mirroring (cifar10, image_folder) of the training split.
+        rank, ranks: load that rank's share of every batch. Together the ranks have what one would have; only a last
+            batch that leaves some rank fewer than two training samples is left out.
+        options: of the data set: "image_folder" takes `holdout`, "synthetic" takes `num_classes`, `in_channels`,
+            `dims`, `spatial`, `dense`, `train_samples` and `test_samples`.
+
+    Raises:
+        InputError: an unknown name or option, a number out of range, or data that is missing, damaged or mislabelled.
+            A file that only fails to decode is named when its batch comes.
+
+    >>> data = open("digits", batch=128)
+    >>> images, labels = next(iter(data.train))
+    >>> images.shape, labels.shape, data.num_classes
+    (torch.Size([128, 3, 32, 32]), torch.Size([128]), 10)
+    """
+    for what, number, lowest in (("batch", batch, 1), ("workers", workers, 0), ("seed", seed, 0), ("image", image, 1)):
+        if number is None and what == "image":
+            continue
+        if isinstance(number, bool) or not isinstance(number, int) or number < lowest:
+            raise InputError(f"{what}={number!r}: expected an int from {lowest}")
+    if not 0 <= rank < ranks <= batch:
+        raise InputError(
+            f"rank={rank}, ranks={ranks}, batch={batch}: expected a rank below ranks, and a sample for each"
+        )
+    opener = _SOURCES.get(name)
+    if opener is None:
+        close = difflib.get_close_matches(str(name).lower(), _SOURCES, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise InputError(f"unknown data {name!r}: {hint}known are {', '.join(_SOURCES)}")
+    known = inspect.signature(opener).parameters
+    for option in options.keys() - known.keys():
+        own = sorted(known.keys() - {"root", "image", "seed"})
+        raise InputError(f"data {name!r} has no option {option!r}: it takes {', '.join(own) or 'none of its own'}")
+    if root is not None and "root" not in known:
+        raise InputError(f"data {name!r} got root={str(root)!r}, but reads no files; leave root out")
+    if image is not None:
+        options["image"] = image
+    options |= {key: value for key, value in (("root", root), ("seed", seed)) if key in known}
+    return load(opener(**options), batch=batch, seed=seed, workers=workers, augmented=augment, rank=rank, ranks=ranks)

@@ -1,0 +1,320 @@
+"""The training loop behind `shoal train`: an ordinary PyTorch loop, the wall around it, and what a resumed run needs.
+
+Two runs with the same deciding arguments give the same losses bit for bit on the CPU, whatever their planner and
+however often they were interrupted: order and augmentation depend on seed, epoch and image alone, and a checkpoint
+holds the generators' states. Several ranks share each batch and train as one would with the whole of it; batch norm
+and dropout alone see a rank's share.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+import shoal.app.models
+from shoal.app.data import Data
+from shoal.app.data.loaders import Loader
+from shoal.app.data.pixels import picture
+from shoal.app.training import checkpoint, prepare
+from shoal.app.training.arrangement import Arrangement
+from shoal.app.training.arrangements import arranged
+from shoal.app.training.optimizers import learning_rate
+from shoal.app.training.options import ArenaOutcome, Outcome, Progress, TrainOptions
+from shoal.app.training.ranks import Ranks, lost_ranks_told
+from shoal.app.training.results import check_writable, versions
+from shoal.app.training.stop import Stop, asked_to_stop
+from shoal.memory.arena import Arena
+from shoal.memory.arena_cuda import CudaArena
+from shoal.memory.limit import Wall
+from shoal.transforms.split.split import SplitModule
+
+_FAR_APART = 1_000_003  # seeds of ranks, which draw dropout each for itself
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Watcher(Protocol):
+    """Told of a run's events while it runs."""
+
+    def planned(self, state: Any) -> None:
+        """The first step ran; `state` is the compiled model's `.shoal`."""
+
+    def stepped(self, now: Progress) -> None:
+        """A step is done."""
+
+    def epoch_ended(self, last: Progress, test_accuracy: float) -> None:
+        """An epoch is done, tested and saved."""
+
+
+def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -> Outcome:
+    """Train as asked, from the beginning or from the checkpoint in `options.out`.
+
+    SIGINT and SIGTERM end the run after the step that runs, with a checkpoint; a second one ends it at once. Where
+    several ranks train, each calls this, a signal to one ends all after the same step, and rank 0 writes.
+
+    Raises:
+        TransferError: another rank is gone, did not answer in time, or has other options.
+        torch.OutOfMemoryError: a step went past the wall of `options.enforce`, or past the device.
+        ShoalError: an argument, a file or the data is wrong, no plan fits the budget, the model cannot be captured.
+    """
+    ranks = ranks or Ranks()
+    if ranks.first:
+        check_writable(options.out)
+    device = prepare.device(options.device)
+    options = replace(options, device=device.type if ranks.count > 1 else str(device), ranks=ranks.several)
+    ranks.agree("shoal train", {**options.deciding(), "resume": options.resume})
+    torch.manual_seed(options.seed + _FAR_APART * ranks.rank)
+    data = prepare.open_data(options, ranks)
+    layout = prepare.layout(options, prepare.check_fits(options, data))
+    with ExitStack() as stack:
+        # Raised before the model is made, so that its parameters count.
+        meter = prepare.raise_wall(stack, device, options.enforce)
+        model = shoal.app.models.build(
+            options.model, num_classes=data.num_classes, in_channels=data.in_channels, seed=options.seed
+        )
+        model.to(device=device, memory_format=layout)  # type: ignore[call-overload]  # its stub knows no memory_format
+        model = prepare.divided(options, model)
+        arena = prepare.open_arena(device) if options.arena else None
+        if arena is not None:
+            stack.callback(arena.close)
+        if ranks.count > 1:
+            # Of 1 x 1 kernels, whose strides say the same in two ways.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+        arrangement = arranged(options, model, ranks, data.train.batches)
+        # Closing is a collective call: not where a rank is gone.
+        stack.push(lambda kind, *_: arrangement.close() if kind is None or ranks.count == 1 else None)
+        run = _Run(options, device, arrangement, data, layout, meter, arena, watcher, ranks)
+        if options.resume:
+            run.resume()
+        if options.enforce and meter is not None:
+            meter.limit_bytes = options.budget_bytes
+        with asked_to_stop() as run.stop, lost_ranks_told(ranks):
+            run.train()
+        return run.outcome()
+
+
+class _Run:
+    """The objects of a run and where it stands."""
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        device: torch.device,
+        arrangement: Arrangement,
+        data: Data,
+        layout: torch.memory_format,
+        meter: Wall | None,
+        arena: Arena | CudaArena | None,
+        watcher: Watcher,
+        ranks: Ranks,
+    ) -> None:
+        self.options = options
+        self.device = device
+        self.data = data
+        self.layout = layout
+        self.meter = meter
+        self.arena = arena
+        self.watcher = watcher
+        self.ranks = ranks
+        self.arrangement = arrangement
+        self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp == "fp16")
+        self.position = checkpoint.Position.start()
+        self.checkpoint = options.out / "checkpoint.pt"
+        self.peak_bytes: int | None = None
+        self.rates: list[tuple[int, float]] = []
+        self.told_plan = False
+        self.stop = Stop()
+        self.stopped_by = 0
+
+    def resume(self) -> None:
+        self.position = checkpoint.load(
+            self.checkpoint, self.options.deciding(), self.arrangement, self.scaler, self.ranks
+        )
+
+    def save(self) -> None:
+        checkpoint.save(
+            self.checkpoint, self.options.deciding(), self.position, self.arrangement, self.scaler, self.ranks
+        )
+
+    def train(self) -> None:
+        at = self.position
+        steps = self.data.train.batches
+        while at.epoch < self.options.epochs:
+            self.data.set_epoch(at.epoch, first_batch=at.step)
+            now = self._progress(steps)
+            self.arrangement.called.train()
+            for images, labels in self._batches(self.data.train):
+                if self.ranks.count == 1 == len(images) < self.options.batch:
+                    at.step += 1
+                    continue  # what is left of the epoch is one image, which batch norm may refuse to train on
+                now = self._step(images, labels, steps)
+                del images, labels  # else they live on while the next batch is loaded
+                if self._asked_to_stop() and at.step < steps:
+                    self.save()
+                    return
+            accuracy = self._test()
+            at.accuracies.append(accuracy)
+            at.next_epoch()
+            self.save()
+            self.watcher.epoch_ended(now, accuracy)
+            if self._asked_to_stop():
+                return
+
+    def _asked_to_stop(self) -> bool:
+        if self.ranks.count == 1:  # else the ranks have agreed
+            self.stopped_by = self.stop.signal
+        return self.stopped_by != 0
+
+    def _step(self, images: torch.Tensor, labels: torch.Tensor, steps: int) -> Progress:
+        if self.meter is not None:
+            self.meter.reset_peak()
+        began = time.perf_counter()
+        at, arrangement = self.position, self.arrangement
+        rate = learning_rate(self.options.lr, at.epoch * steps + at.step, self.options.epochs * steps)
+        for group in arrangement.optimizer.param_groups:
+            group["lr"] = rate
+        whole = self.data.train.order.whole(at.step)
+        # An epoch's short last batch makes a sequence of allocations of its own.
+        with nullcontext() if self.arena is None else self.arena.step(images.shape):
+            with self._autocast():
+                outputs = arrangement.called(images)
+                loss = nn.functional.cross_entropy(outputs, labels)
+            # The ranks' gradients are averaged: where shares differ, each counts as much as it has images.
+            fair = loss if len(images) * self.ranks.count == whole else loss * (len(images) * self.ranks.count / whole)
+            self.scaler.scale(fair).backward()
+            self.scaler.step(arrangement.optimizer)
+            self.scaler.update()
+            arrangement.optimizer.zero_grad(set_to_none=True)
+        right = int((outputs.argmax(1) == labels).sum())
+        self._read_peak()
+        self._count(loss.item(), right, labels.numel(), whole, len(images) / (time.perf_counter() - began))
+        if not self.told_plan and (state := self._state()) is not None:
+            self.watcher.planned(state)
+            self.told_plan = True
+        now = self._progress(steps)
+        self.watcher.stepped(now)
+        return now
+
+    def _count(self, mean: float, right: int, answers: int, images: int, images_per_second: float) -> None:
+        """Add a step's results to the run's, over all ranks, and hear whether one is asked to stop."""
+        at = self.position
+        loss_sum = mean * answers
+        if self.ranks.count > 1:
+            peak_bytes = -1 if self.peak_bytes is None else self.peak_bytes
+            told = (loss_sum, right, answers, images_per_second, peak_bytes, self.stop.signal)
+            losses, rights, counts, rates, peaks, signals = zip(*self.ranks.fold(told), strict=True)
+            loss_sum, right, answers = sum(losses), int(sum(rights)), int(sum(counts))
+            mean, images_per_second = loss_sum / answers, sum(rates)
+            self.peak_bytes = None if max(peaks) < 0 else int(max(peaks))
+            self.stopped_by = int(max(signals))
+        at.losses.append(mean)
+        at.loss_sum += loss_sum
+        at.right += right
+        at.answers += answers
+        at.step += 1
+        self.rates.append((images, images_per_second))
+
+    def _state(self) -> Any:
+        """What `shoal.compile` tells of its plan; None for plain PyTorch and before the first step."""
+        state = getattr(self.arrangement.network, "shoal", None)
+        return None if state is None or state.plan is None else state
+
+    def _read_peak(self) -> None:
+        if self.meter is not None:
+            self.peak_bytes = max(self.peak_bytes or 0, self.meter.peak_bytes)
+        elif (state := self._state()) is not None:
+            self.peak_bytes = state.measured_peak_bytes
+
+    def _images_per_second(self) -> float:
+        """The median over the full batches of this process after its first, which may have waited for a plan."""
+        full = [rate for images, rate in self.rates[1:] if images == self.options.batch]
+        return statistics.median(full or [rate for _, rate in self.rates] or [0.0])
+
+    def _progress(self, steps: int) -> Progress:
+        at = self.position
+        return Progress(
+            epoch=at.epoch + 1,
+            epochs=self.options.epochs,
+            step=at.step,
+            steps=steps,
+            loss=at.loss_sum / max(1, at.answers),
+            accuracy=at.right / max(1, at.answers),
+            images_per_second=self._images_per_second(),
+            peak_bytes=self.peak_bytes,
+        )
+
+    @torch.no_grad()
+    def _test(self) -> float:
+        """The share of right answers on the test images, in quarter batches: testing must fit where training fits."""
+        arrangement, ranks = self.arrangement, self.ranks
+        arrangement.called.eval()
+        arrangement.begin_test()
+        right = answers = 0
+        most = max(1, self.options.batch // 4 // ranks.count)
+        for place, (batch, answer) in enumerate(self._batches(self.data.test)):
+            largest_share = -(-self.data.test.order.whole(place) // ranks.count)
+            calls = -(-largest_share // most)  # as many on every rank: a call may be a collective one
+            for images, labels in zip(batch.tensor_split(calls), answer.tensor_split(calls), strict=True):
+                with self._autocast():
+                    outputs = arrangement.tested(images)
+                right += int((outputs.argmax(1) == labels).sum())
+                answers += labels.numel()
+        rights, counts, signals = zip(*ranks.fold((right, answers, self.stop.signal)), strict=True)
+        self.stopped_by = int(max(signals))
+        return sum(rights) / max(1, sum(counts))
+
+    def _batches(self, loader: Loader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        # On the CPU the loader's own batch is device memory that the wall counts, unless it comes from a worker.
+        copy = self.options.workers > 0
+        for images, labels in loader:
+            images = images.to(self.device, copy=copy, memory_format=self.layout)
+            labels = labels.to(self.device, copy=copy)
+            yield images, labels
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self.device.type, dtype=_DTYPES.get(self.options.amp), enabled=self.options.amp in _DTYPES
+        )
+
+    def outcome(self) -> Outcome:
+        state = self._state()
+        return Outcome(
+            losses=tuple(self.position.losses),
+            accuracies=tuple(self.position.accuracies),
+            images_per_second=self._images_per_second(),
+            measured_peak_bytes=self.peak_bytes,
+            plan=getattr(state, "plan", None),
+            planning_seconds=getattr(state, "planning_seconds", None),
+            lower_bound_seconds=getattr(state, "lower_bound_seconds", None),
+            predicted_peak_bytes=getattr(state, "predicted_peak_bytes", None),
+            checkpoint=self.checkpoint,
+            signal=self.stopped_by if self.position.epoch < self.options.epochs else 0,
+            versions=versions(self.options),
+            arena=self._arena_outcome(),
+            travel=self.arrangement.explain(),
+            traffic=None if (traffic := self.arrangement.traffic) is None else traffic.to_json(),
+            **self._drawing(),
+        )
+
+    def _drawing(self) -> dict[str, Any]:
+        """Where the patches lie, and an image to draw them over; nothing where nothing is split."""
+        network = self.arrangement.network
+        if not isinstance(network, SplitModule):
+            return {}
+        image, _ = self.data.test.dataset[0]
+        shown = picture(image.numpy()) if image.dim() == 3 and len(image) in (1, 3) else ""
+        return {"patches": network.patch_map(image.shape[1:]), "image": shown}
+
+    def _arena_outcome(self) -> ArenaOutcome | None:
+        arena = self.arena
+        if arena is None:
+            return None
+        return ArenaOutcome(arena.bytes, arena.fragmentation, arena.departures, arena.replayed_steps)

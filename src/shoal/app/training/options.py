@@ -1,0 +1,263 @@
+"""What a training run is asked to do, and what came of it, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.app.training.batch_norm_form import check_form
+from shoal.capture.lossy_options import lossy_of
+from shoal.errors import InputError
+
+if TYPE_CHECKING:
+    from shoal.core.plan import Plan
+    from shoal.transforms.split.patch_map import PatchMap
+
+PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", "none")
+OPTIMIZERS = ("sgd", "adamw")
+PRECISIONS = ("none", "bf16", "fp16")
+INNERS = ("eager", "inductor")
+WEIGHTS = ("host", "sharded")
+PRECISIONS_OF_WEIGHTS = ("8", "16", "24", "32", "bf16", "adaptive")
+PARALLEL = ("hybrid",)
+
+# What may differ between a run and its continuation without a number changing.
+_FREE = {"budget_bytes", "planner", "enforce", "arena", "workers", "inner", "root", "out", "resume"}
+_FREE |= {"offload_to", "host_budget_bytes", "rehearse"}
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The arguments of one run.
+
+    Attributes:
+        model, data: names for `shoal.app.models.build` and `shoal.app.data.open`.
+        batch: images per step, over all ranks.
+        budget_bytes: for planning and for the wall; None only for the planner "none" without a wall.
+        planner: one of `PLANNERS`; "none" trains with plain PyTorch.
+        epochs: passes over the training images.
+        enforce: raise a wall at `budget_bytes`.
+        arena: serve each step's allocations at planned addresses in one block (`shoal.memory.arena`).
+        lr: the highest learning rate; see `shoal.app.training.optimizers.learning_rate`.
+        momentum, weight_decay, optimizer: of the optimizer, one of `OPTIMIZERS`; momentum is SGD's.
+        seed: of the weights, the order, the augmentation and dropout.
+        workers: processes that load images; 0 loads them in this one.
+        image: pixels along each side; None for what the data set has.
+        inner: what runs the planned graphs, one of `INNERS`.
+        amp: autocast's type, one of `PRECISIONS`.
+        channels_last: lay images out with channels innermost: faster, and convolutions need no scratch on the CPU.
+        root: folder of the data set, None for its usual place.
+        device: "cpu", "cuda", or "auto" for CUDA where there is one.
+        split, grid, stochastic, halo: as `depth`, `grid`, `stochastic`, `halo` of `shoal.split`; split is None for the
+            network as it is.
+        batch_norm: the form of batch norms, one of `shoal.app.training.batch_norm_form.FORMS`; None: as they are.
+        offload_to, host_budget_bytes, rehearse: as `offload_to`, `host_budget` and `rehearse` of `shoal.compile`.
+        lossy: the codec in which the planner "joint" may store inputs of convolutions; None for none.
+        ranks: how many processes train together; None for one alone.
+        compress_gradients: the codec in which gradients travel, "auto" for what measures fastest, None for float32.
+        weights: "host" keeps weights and optimizer on the host, "sharded" a share of them on each rank; None: whole on
+            every rank.
+        precision: of `weights` on their way: "8", "16", "24" or "32" bits, "bf16", or "adaptive" (AWP).
+        one_byte: the codec that stands in for 8 bits of them, such as "dynamic_tree"; None: a float's top byte.
+        awp_threshold, awp_interval: AWP's T, and its INTERVAL in batches, None for those of an epoch.
+        parallel: "hybrid" for data parallel convolutions and model parallel linear layers; None for data parallel.
+        out: folder of everything the run writes.
+        resume: continue from the checkpoint in `out`.
+    """
+
+    model: str = "resnet18"
+    data: str = "digits"
+    batch: int = 128
+    budget_bytes: int | None = None
+    planner: str = "joint"
+    epochs: int = 3
+    enforce: bool = False
+    arena: bool = False
+    lr: float = 0.02
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    optimizer: str = "sgd"
+    seed: int = 0
+    workers: int = 0
+    image: int | None = None
+    inner: str = "eager"
+    amp: str = "none"
+    channels_last: bool = True
+    root: str | None = None
+    device: str = "auto"
+    split: float | None = None
+    grid: tuple[int, ...] = (2, 2)
+    stochastic: float | None = None
+    halo: str | None = None
+    batch_norm: str | None = None
+    offload_to: str | None = "auto"
+    host_budget_bytes: int | None = None
+    rehearse: str | None = None
+    lossy: str | None = None
+    ranks: int | None = None
+    compress_gradients: str | None = None
+    weights: str | None = None
+    precision: str | None = None
+    one_byte: str | None = None
+    awp_threshold: float | None = None
+    awp_interval: int | None = None
+    parallel: str | None = None
+    out: Path = Path("runs")
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("planner", PLANNERS),
+            ("optimizer", OPTIMIZERS),
+            ("amp", PRECISIONS),
+            ("inner", INNERS),
+        ):
+            if getattr(self, name) not in known:
+                raise InputError(f"unknown {name} {getattr(self, name)!r}: give one of {', '.join(known)}")
+        for name, least in (("batch", 1), ("epochs", 1), ("workers", 0), ("image", 1), ("seed", 0)):
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise InputError(f"{name}={number}: it must be at least {least}")
+        for name in ("lr", "momentum", "weight_decay"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise InputError(f"{name}={getattr(self, name)}: it must be a finite number of at least 0")
+        if self.split is None and (self.stochastic is not None or self.halo is not None):
+            raise InputError("nothing is split; give --split too, such as --split 0.5")
+        check_form(self.batch_norm)
+        if self.batch_norm is not None and (self.weights is not None or self.parallel is not None):
+            raise InputError("--batch-norm is for whole networks: leave out --weights and --parallel")
+        offloads = self.offload_to not in ("auto", None) or self.rehearse is not None
+        if self.planner == "none" and offloads and not (self.weights == "host" and self.offload_to in ("auto", None)):
+            raise InputError("planner 'none' is plain PyTorch, which offloads nothing; choose another planner")
+        if self.ranks is not None and self.batch % self.ranks:
+            raise InputError(f"batch={self.batch} over {self.ranks} ranks: give a multiple of {self.ranks}")
+        lossy_of(self.lossy, self.planner)
+        self._check_travel()
+        if self.budget_bytes is None and (self.enforce or self.planner != "none"):
+            raise InputError("no budget was given; give --budget, such as 150MiB, or --planner none for plain PyTorch")
+
+    def _check_travel(self) -> None:
+        for name, known in (("weights", WEIGHTS), ("precision", PRECISIONS_OF_WEIGHTS), ("parallel", PARALLEL)):
+            if (given := getattr(self, name)) is not None and given not in known:
+                raise InputError(f"unknown {name} {given!r}: give one of {', '.join(known)}")
+        what = f"--weights {self.weights}" if self.weights else f"--parallel {self.parallel}" if self.parallel else ""
+        if self.weights and self.parallel:
+            raise InputError(f"--weights {self.weights} and --parallel {self.parallel} exclude one another; give one")
+        if what and self.planner != "none":
+            raise InputError(
+                f"a plan inside a budget needs whole weights on the device; give {what} with --planner none"
+            )
+        if what and (self.arena or self.amp == "fp16"):
+            other = "--arena" if self.arena else "--amp fp16; --amp bf16 is possible"
+            raise InputError(f"{what} cannot be combined with {other}")
+        if self.precision and not self.weights:
+            raise InputError(
+                f"precision {self.precision!r} is of weights that travel; give --weights host or sharded too"
+            )
+        if self.one_byte and self.precision not in ("8", "adaptive"):
+            raise InputError(
+                f"--one-byte {self.one_byte} is of weights in 8 bits; give --precision 8 or --adaptive-precision too"
+            )
+        awp = self.awp_threshold is not None or self.awp_interval is not None
+        if awp and self.precision != "adaptive":
+            raise InputError("a threshold or an interval of AWP needs --adaptive-precision")
+        if self.weights == "host" and self.ranks is not None:
+            raise InputError(
+                f"--weights host trains one process, torchrun started {self.ranks}; give --weights sharded"
+            )
+        if self.weights == "host" and self.compress_gradients == "auto":
+            raise InputError("--weights host measures no link; name a codec: --compress-gradients dynamic_tree")
+
+    def deciding(self) -> dict[str, Any]:
+        """The arguments that decide every number of the run: a continuation must have the same."""
+        free = _FREE if self.lossy is None else _FREE - {"budget_bytes"}  # which then decides what is encoded
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in free}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dump`."""
+        return {**asdict(self), "out": str(self.out)}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How a run stands after a step; sums over the epoch so far.
+
+    Attributes:
+        epoch, epochs: counted from 1, and how many there will be.
+        step, steps: of the epoch, counted from 1, and how many it has.
+        loss: mean over the epoch's images so far.
+        accuracy: share of right answers so far, in 0..1.
+        images_per_second: median over the full batches of this process after its first; 0 before there is a step.
+        peak_bytes: most device bytes in use during any step so far, None where nothing counts them.
+    """
+
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    loss: float
+    accuracy: float
+    images_per_second: float
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class ArenaOutcome:
+    """What came of an arena.
+
+    Attributes:
+        bytes: of the arena; 0 if no two steps were alike.
+        fragmentation: over the most bytes in use in it at once.
+        departures: allocations of replayed steps that did not get their planned address.
+        replayed_steps: how many there were.
+    """
+
+    bytes: int
+    fragmentation: float
+    departures: int
+    replayed_steps: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        losses: one per training step, earlier parts of a resumed run included.
+        accuracies: on the test images, in 0..1, one per finished epoch.
+        images_per_second: median over the full batches of this process after its first; 0 if there was no step.
+        measured_peak_bytes: most device bytes in use during a step, None where nothing counts them.
+        plan: the plan the steps ran; None for plain PyTorch.
+        planning_seconds, lower_bound_seconds, predicted_peak_bytes: of that plan.
+        checkpoint: the file to resume from.
+        signal: what stopped the run before its end, 0 for nothing.
+        versions: torch, python, shoal, and the threads and seed the run had.
+        arena: what its arena came to; None without one.
+        patches: where the patches of a split network lie in its images.
+        image: the first test image as an address that begins with "data:", to draw them over.
+        traffic: bytes that rank 0 put on the wire, as of `Traffic.to_json`; None where nothing travels.
+        travel: how things travel and why, in lines for people.
+    """
+
+    losses: tuple[float, ...]
+    accuracies: tuple[float, ...]
+    images_per_second: float
+    measured_peak_bytes: int | None
+    plan: Plan | None
+    planning_seconds: float | None
+    lower_bound_seconds: float | None
+    predicted_peak_bytes: int | None
+    checkpoint: Path
+    signal: int
+    versions: dict[str, Any]
+    arena: ArenaOutcome | None = None
+    patches: PatchMap | None = None
+    image: str = ""
+    traffic: dict[str, Any] | None = None
+    travel: str = ""
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """After the last finished epoch, None before the first."""
+        return self.accuracies[-1] if self.accuracies else None

@@ -1,0 +1,129 @@
+"""What a run is made of, by its options: data, network, memory layout, wall and arena."""
+
+from __future__ import annotations
+
+import gc
+import signal
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+import shoal
+import shoal.app.data
+import shoal.app.models
+from shoal.app.data import Data
+from shoal.app.training.batch_norm_form import in_form
+from shoal.app.training.options import TrainOptions
+from shoal.app.training.ranks import Ranks
+from shoal.cost.measurement_cache import device_of
+from shoal.errors import InputError
+from shoal.memory.arena import Arena
+from shoal.memory.arena_cuda import CudaArena
+from shoal.memory.limit import Wall, wall
+from shoal.transforms.split.split import SplitModule
+
+
+def device(name: str) -> torch.device:
+    """The device of that name; "auto" is CUDA where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return device_of(name)
+
+
+def raise_wall(stack: ExitStack, device: torch.device, enforce: bool) -> Wall | None:
+    """A wall without a limit yet, which counts; None where it is not asked for and cannot be had."""
+    gc.collect()  # what an earlier run in this process has left would count
+    try:
+        return stack.enter_context(wall(None, device))
+    except InputError:
+        if enforce:
+            raise
+        return None
+
+
+def open_arena(device: torch.device) -> Arena | CudaArena:
+    """An arena for the steps of a run."""
+    return CudaArena(device) if device.type == "cuda" else Arena(device)
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Ctrl-C reaches every process of the terminal; the workers must outlive the step that ends the run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def open_data(options: TrainOptions, ranks: Ranks) -> Data:
+    """A rank's share of the data set, with labels per pixel for networks that answer per pixel."""
+    dense: dict[str, Any] = {}
+    if options.model.startswith("unet"):
+        if options.data != "synthetic":
+            raise InputError(f"{options.model} answers per pixel, data {options.data!r} per image; give 'synthetic'")
+        dense = {"dense": True, "dims": 3 if options.model.endswith("3d") else 2}
+    data = shoal.app.data.open(
+        options.data,
+        batch=options.batch,
+        image=options.image,
+        root=options.root,
+        seed=options.seed,
+        workers=options.workers,
+        rank=ranks.rank,
+        ranks=ranks.count,
+        **dense,
+    )
+    for loader in (data.train, data.test):
+        loader.worker_init_fn = _leave_signals_to_the_parent
+    return data
+
+
+def check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
+    """The shape of a batch, which the network was seen to take."""
+    shape = shoal.app.models.example_shape(
+        options.model, options.batch // (options.ranks or 1), data.image, in_channels=data.in_channels
+    )
+    try:
+        with torch.device("meta"), torch.no_grad():
+            network = shoal.app.models.build(options.model, num_classes=data.num_classes, in_channels=data.in_channels)
+            network.eval()(torch.empty(shape))
+            in_patches = divided(options, network)
+    except RuntimeError as error:
+        raise InputError(
+            f"{options.model} cannot take images of {data.image} pixels a side "
+            f"({str(error).strip().splitlines()[0]}); give a larger --image"
+        ) from error
+    if isinstance(in_patches, SplitModule):
+        in_patches.check(shape[2:], shape[0])
+    return shape
+
+
+def divided(options: TrainOptions, model: nn.Module) -> nn.Module:
+    """The network as it is, or its batch norms in another form, or split where that was asked for."""
+    model = in_form(model, options.batch_norm)
+    if options.split is None:
+        return model
+    return shoal.split(model, options.split, options.grid, options.stochastic, halo=options.halo)  # type: ignore[arg-type]
+
+
+def layout(options: TrainOptions, shape: tuple[int, ...]) -> torch.memory_format:
+    """Of images and weights. A three-dimensional network has another channels-last than a two-dimensional one."""
+    if not options.channels_last:
+        return torch.preserve_format
+    return torch.channels_last_3d if len(shape) == 5 else torch.channels_last
+
+
+def compiled(options: TrainOptions, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """The network under its budget; as it is for plain PyTorch."""
+    if options.planner == "none":
+        return model
+    return shoal.compile(
+        model,
+        budget=options.budget_bytes,
+        planner=options.planner,
+        offload_to=options.offload_to,
+        host_budget=options.host_budget_bytes,
+        rehearse=options.rehearse,
+        lossy=options.lossy,
+        optimizer=optimizer,
+        inner=options.inner,
+        name=options.model,
+    )

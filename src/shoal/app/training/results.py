@@ -1,0 +1,120 @@
+"""What a run leaves behind beside its checkpoint: result.json, the plan, the report page and the trace."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.app.training.bytes_on_wire import bytes_by_kind
+from shoal.app.training.options import Outcome, TrainOptions
+from shoal.core.files import write_json, write_text
+from shoal.core.plan import Plan
+from shoal.errors import InputError
+from shoal.report.data import Report
+from shoal.report.page import save_html
+from shoal.transforms.split.patch_map import PatchMap
+
+
+def result(options: TrainOptions, outcome: Outcome) -> dict[str, Any]:
+    """The run as plain values: its arguments, then what came of it. Bytes, seconds, and shares in 0..1."""
+    return {
+        **options.to_json(),
+        "predicted_peak_bytes": outcome.predicted_peak_bytes,
+        "measured_peak_bytes": outcome.measured_peak_bytes,
+        "lower_bound_seconds": outcome.lower_bound_seconds,
+        "planning_seconds": outcome.planning_seconds,
+        "images_per_second": outcome.images_per_second,
+        "losses": list(outcome.losses),
+        "test_accuracies": list(outcome.accuracies),
+        "test_accuracy": outcome.test_accuracy,
+        "traffic": outcome.traffic,
+        "travel": outcome.travel.splitlines(),
+        "arena_outcome": outcome.arena and asdict(outcome.arena),
+        "finished": not outcome.signal,
+        "versions": outcome.versions,
+    }
+
+
+def save_results(options: TrainOptions, outcome: Outcome, json_path: Path | None) -> Path | None:
+    """Write everything into `options.out`, and the result to `json_path` if there is one.
+
+    Returns:
+        The report page; None for plain PyTorch, which has no plan to report on.
+
+    Raises:
+        InputError: a file cannot be written.
+    """
+    if json_path is not None:
+        write_json(json_path, result(options, outcome))
+    if outcome.plan is None:
+        return None
+    outcome.plan.save(options.out / "plan.json")
+    outcome.plan.save_trace(options.out / "trace.json")
+    accuracy = outcome.test_accuracy
+    report = Report(
+        timeline=outcome.plan.timeline,
+        plan=outcome.plan,
+        measured_peak_bytes=outcome.measured_peak_bytes,
+        losses=outcome.losses,
+        accuracies=outcome.accuracies,
+        title=f"{options.model} on {options.data}",
+        settings={
+            name: str(value)
+            for name, value in {**options.to_json(), **outcome.versions}.items()
+            if value is not None and name not in ("budget_bytes", "resume", "planner")
+        },
+        outcome={
+            "test accuracy": "not tested" if accuracy is None else f"{accuracy:.1%}",
+            "images per second": f"{outcome.images_per_second:.0f}",
+            **bytes_by_kind(outcome.traffic),
+        },
+        patches=outcome.patches,
+        image=outcome.image,
+    )
+    return save_html(report, options.out / "report.html")
+
+
+def save_plan(plan: Plan, folder: Path, patches: PatchMap | None = None) -> tuple[Path, Path, Path]:
+    """Write plan.json, plan.html, which draws the patches of a split network, and trace.json.
+
+    Raises:
+        InputError: a file cannot be written.
+    """
+    return (
+        plan.save(folder / "plan.json"),
+        save_html(Report(timeline=plan.timeline, plan=plan, patches=patches), folder / "plan.html"),
+        plan.save_trace(folder / "trace.json"),
+    )
+
+
+def versions(options: TrainOptions) -> dict[str, Any]:
+    """What a result depends on besides the arguments."""
+    try:
+        own = version("shoal")
+    except PackageNotFoundError:  # run from a source tree
+        own = "unknown"
+    return {
+        "shoal": own,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "seed": options.seed,
+    }
+
+
+def check_writable(folder: Path) -> None:
+    """Make `folder` and see that files can be written there, before hours of training.
+
+    Raises:
+        InputError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder {folder}: {error.strerror}; give another one") from error
+    write_text(folder / ".writable", "").unlink(missing_ok=True)  # another process may look at the same time

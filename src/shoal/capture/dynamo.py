@@ -1,0 +1,276 @@
+"""How Shoal asks Dynamo for a model's call as one graph, and what becomes of Dynamo's errors."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo import config
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    InternalTorchDynamoError,
+    ObservedException,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+)
+from torch._dynamo.pgo import get_code_state
+from torch._dynamo.utils import get_compilation_metrics
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+from shoal.errors import CaptureError, ShoalError
+from shoal.transforms.split.split import CUTS_ARGUMENT, SplitModule
+
+log = logging.getLogger("shoal")
+MOST_CAPTURES = 64
+OWN_BUDGET = "the model has a budget of its own, given to shoal.compile"  # why Dynamo must leave a call as it is
+_MANY_CAPTURES = 8  # each takes seconds: so many are told of
+_OUR_SOURCES = ("L['model']", "L['args']", "L['kwargs']")  # what `call_of` calls what it is given
+_LOGGED = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
+
+
+class Refused(BackendCompilerFailed):
+    """Carries an error of ours through Dynamo, which wraps every other exception of a backend.
+
+    Where Dynamo hands it back to the caller of the compiled model, what comes out is the error itself.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(None, error, None)  # type: ignore[arg-type]
+
+    def remove_dynamo_frames(self) -> Any:
+        """Called by Dynamo, which raises what it returns."""
+        return self.inner_exception
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Inside a backend: let errors of ours out as they are."""
+    try:
+        yield
+    except ShoalError as error:
+        raise Refused(error) from None
+
+
+class ModelRaised(Exception):
+    """The model's own forward pass raises an exception, by what Dynamo saw of it; `reason` tells it in one line."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@contextmanager
+def one_graph() -> Iterator[None]:
+    """Around a call that Dynamo is to capture: its errors become ours.
+
+    Raises:
+        ShoalError: what the backend raised, as it was.
+        CaptureError: the model is not one graph, or differs too often from one call to the next.
+        ModelRaised: the model raises an exception of its own.
+    """
+    try:
+        yield
+    except BackendCompilerFailed as failure:
+        inner = failure.inner_exception
+        if isinstance(inner, (torch.OutOfMemoryError, MemoryError)):
+            raise inner from None
+        reason = f"{type(inner).__name__}: {inner}".strip().splitlines()[0]
+        raise CaptureError(f"PyTorch cannot trace the training step of this model and input: {reason}") from inner
+    except InternalTorchDynamoError as failure:
+        if isinstance(origin := _origin(failure), (torch.OutOfMemoryError, MemoryError)):
+            raise origin from None
+        raise
+    except TorchRuntimeError as failure:
+        raise ModelRaised(str(_origin(failure)).strip().splitlines()[0]) from None
+    except (Unsupported, UserError, ConstraintViolationError) as failure:
+        if isinstance(failure, Unsupported) and _is_models_own(failure):
+            raise ModelRaised(f"an exception is raised at {_place(failure)}") from None
+        raise _capture_error(failure) from None
+    except FailOnRecompileLimitHit:
+        raise CaptureError(
+            f"the model was called with more than {MOST_CAPTURES} different shapes or settings, and each needs a plan "
+            f"of its own; what differed last: {_last_difference()}; keep it the same, pad or crop the batches to fewer "
+            "shapes, or give the model a tensor in place of a number that varies"
+        ) from None
+
+
+def _is_models_own(failure: Unsupported) -> bool:
+    return isinstance(failure.__cause__, ObservedException) or str(failure.msg).startswith("Data-dependent assertion")
+
+
+def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) -> CaptureError:
+    """What Dynamo could not capture, in one line: the reason, the place and the way out."""
+    if isinstance(failure, ConstraintViolationError):
+        return CaptureError(
+            "an op of the split part has one size only when it is compiled, so drawn cuts cannot reach it; join before "
+            "it, with join= the name of an earlier module, or split without stochastic="
+        )
+    what = str(failure.msg).strip().splitlines()[0]
+    if OWN_BUDGET in str(failure.msg):
+        return CaptureError(
+            f"a part of the model has a budget of its own (shoal.compile), called at {_place(failure)}; compile the "
+            "whole model or that part alone"
+        )
+    if "backwards hooks" in what:
+        return CaptureError(
+            "a module of the model has a backward hook (register_full_backward_hook or its pre-hook), which cannot be "
+            "part of a planned step; remove it, or use a forward hook, or a hook on a parameter (Tensor.register_hook)"
+        )
+    return CaptureError(
+        f"the model cannot be captured as one graph: {what} at {_place(failure)}; take data-dependent control flow, "
+        "printing and calls into other libraries out of forward(), or compile the submodule that is free of them"
+    )
+
+
+def _place(failure: Unsupported | UserError) -> str:
+    frames = [frame for frame in failure.real_stack or () if frame.filename != __file__]
+    theirs = [frame for frame in frames if "/torch/" not in frame.filename] or frames  # else a layer of PyTorch's own
+    return f"{theirs[-1].filename}:{theirs[-1].lineno} ({theirs[-1].line})" if theirs else "an unknown line"
+
+
+def _origin(failure: BaseException) -> BaseException:
+    """What the network itself raised, before Dynamo wrapped it."""
+    while deeper := failure.__cause__ or failure.__context__:
+        failure = deeper
+    return failure
+
+
+def _last_difference() -> str:
+    """The guard that failed when a call was last captured anew, as Dynamo tells it: "args[1] == 2.0"."""
+    metrics = get_compilation_metrics()
+    reasons = [metric.recompile_reason for metric in metrics if metric.recompile_reason]
+    if not reasons:
+        return "something that Dynamo does not name"
+    return re.sub(r"^\d+/\d+: |\s+(# |\(HINT).*", "", reasons[-1].strip().splitlines()[0])
+
+
+def plain_call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The model's call, hooks included, as if it was never compiled."""
+    return type(model)._call_impl(model, *args, **kwargs)
+
+
+_numbers = itertools.count()
+_number_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def call_of(model: nn.Module) -> Callable[..., Any]:
+    """The model's call, hooks included, as a function that Dynamo enters whatever class the model is of.
+
+    Raises:
+        CaptureError: a part of the model is split at drawn cuts.
+    """
+    if any(_draws(module) for module in model.modules() if module is not model):
+        raise CaptureError(
+            "a part of the model is split with stochastic=, whose cuts are drawn outside the compiled step; split the "
+            "whole model, with depth= or join= to say how far, or compile that part by itself"
+        )
+
+    _forget_sizes()  # of an earlier capture of this model
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return plain_call(model, *args, **kwargs)
+
+    # Dynamo keeps and counts its graphs by code object: one of its own, so that no model uses up another's. What it has
+    # seen change between calls it keeps by the code's name: else another model's numbers would be taken for changed.
+    name = f"call_{_number_of.setdefault(model, next(_numbers))}"
+    return FunctionType(call.__code__.replace(co_name=name), call.__globals__, name, None, call.__closure__)
+
+
+def drawn_for(model: nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:
+    """What the call needs beside its arguments: the cuts drawn for this step, where the model is split at such."""
+    cuts = model.draw(*arguments) if isinstance(model, SplitModule) else None
+    return {} if cuts is None else {CUTS_ARGUMENT: cuts}
+
+
+def _draws(module: nn.Module) -> bool:
+    return isinstance(module, SplitModule) and module.stochastic is not None
+
+
+def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> AbstractContextManager[Any]:
+    """Dynamo's settings while a model of ours is called: it guards all that the model's call depends on.
+
+    Args:
+        logging_functions: what its forward pass may log with, as of `logging_functions`.
+    """
+    return config.patch(
+        optimize_ddp=False,  # DDP's own splitting of the graph would give every bucket the whole budget
+        recompile_limit=MOST_CAPTURES,
+        accumulated_recompile_limit=4 * MOST_CAPTURES,
+        fail_on_recompile_limit_hit=True,
+        suppress_errors=False,
+        allow_unspec_int_on_nn_module=True,  # a counter of the model's may become an input of the step
+        skip_nnmodule_hook_guards=False,  # else a hook that comes or goes between steps is not noticed
+        ignore_logging_functions=config.ignore_logging_functions.union(logging_functions),
+    )
+
+
+def capturing(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's call as it is to be called under `settings`: captured for each shape, and compiled by `backend`.
+
+    A number that changes from one call to the next becomes an input of the graph; a size never does. The cuts of a
+    network that is split at drawn ones are told to be inputs, and nothing else is.
+    """
+
+    captures = 0
+
+    def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        nonlocal captures
+        captures += 1
+        if captures == _MANY_CAPTURES:
+            log.warning(
+                "the model was captured and planned %d times, each for other shapes or settings; what differed: %s",
+                captures,
+                _last_difference(),
+            )
+        _forget_sizes()
+        with refusals():
+            return backend(gm, example_inputs)
+
+    dynamic = False if _draws(model) else None
+    return torch.compile(call_of(model), backend=compile_graph, fullgraph=True, dynamic=dynamic)
+
+
+def _forget_sizes() -> None:
+    """Let Dynamo forget the tensors that our calls had: of a size that it sees change it would make a symbol."""
+    for code in get_code_state().values():
+        seen = code.automatic_dynamic
+        for name in [name for name, entry in seen.items() if isinstance(entry.size, tuple)]:
+            if name.startswith(_OUR_SOURCES):
+                del seen[name]
+
+
+def global_hooks() -> tuple[int, ...]:
+    """The hooks that run in every module's call, by their handles: Dynamo guards a module's own hooks only."""
+    every = nn.modules.module
+    kinds: tuple[Iterable[int], ...] = (
+        every._global_forward_pre_hooks,
+        every._global_forward_hooks,
+        every._global_backward_pre_hooks,
+        every._global_backward_hooks,
+    )
+    return tuple(handle for kind in kinds for handle in kind)
+
+
+def logging_functions() -> set[Callable[..., Any]]:
+    """What a forward pass may log with, which is no part of the step. Libraries give loggers methods of their own."""
+    functions: set[Callable[..., Any]] = {getattr(logging, name) for name in _LOGGED if hasattr(logging, name)}
+    functions |= {warnings.warn, warnings.warn_explicit}
+    kinds: list[type] = [logging.Logger, logging.LoggerAdapter]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for name, method in vars(kind).items():
+            added = getattr(method, "__module__", "logging") != "logging" and not name.startswith("_")
+            if callable(method) and (name in _LOGGED or (added and kind is logging.Logger)):
+                functions.add(method)
+    return functions

@@ -1,0 +1,65 @@
+"""What the nodes and the inputs of a captured graph are: views, layers of the model, parameters."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import fx, nn
+
+_aten = torch.ops.aten
+_ALIASES_UNDECLARED = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only looks at its first operand's storage."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target in _ALIASES_UNDECLARED:
+        return True
+    returns = node.target._schema.returns
+    return len(returns) >= 1 and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def layer_path(node: fx.Node) -> str:
+    """Module path of the layer a node belongs to, such as "layer1.0.conv1"; for backward nodes the forward layer's."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack:
+        return ""
+    return module_path(str(next(reversed(stack.values()))[0]))
+
+
+def module_path(source: str) -> str:
+    """A module's path in its model from how Dynamo writes it, or how it writes a parameter or a buffer of it.
+
+    >>> module_path("L['model']._modules['layer1']._modules['0']._parameters['weight']")
+    'layer1.0'
+    """
+    source = re.sub(r"\._(parameters|buffers)\['[^']*'\]$", "", source)
+    source = re.sub(r"^L\['\w+'\]\.?", "", source)
+    source = re.sub(r"_modules\['([^']*)'\]", r"\1", source)
+    source = re.sub(r"\[(\d+)\]|\['([^']*)'\]", lambda m: f".{m.group(1) or m.group(2)}", source)
+    while source != (source := re.sub(r"getattr\(([^(),]+), '([^']*)'\)", r"\1.\2", source)):
+        pass  # how torch.fx writes the children of a Sequential, one in the other
+    # Transforms call the network's layers under their names.
+    source = re.sub(r"^.*\b_((split|fused|network)\.0|rewritten\.[01])\b", "", source)
+    return source.replace("._modules", "").strip(".")
+
+
+def parameter_places(gm: fx.GraphModule) -> set[int]:
+    """Which of the inputs that AOTAutograd will see are parameters: those of the graph module, then its arguments."""
+    n_own = len(list(gm.parameters()))
+    first_argument = n_own + len(list(gm.buffers()))
+    arguments = enumerate(gm.graph.find_nodes(op="placeholder"), first_argument)
+    named = {place for place, node in arguments if isinstance(node.meta.get("example_value"), nn.Parameter)}
+    return named.union(range(n_own))
+
+
+def input_layers(gm: fx.GraphModule) -> dict[int, str]:
+    """Module paths of the layers whose parameters and buffers are inputs, by the places AOTAutograd will see."""
+    first_argument = len(list(gm.parameters())) + len(list(gm.buffers()))
+    sources = {
+        place: str(getattr(getattr(node, "_dynamo_source", None), "name", ""))
+        for place, node in enumerate(gm.graph.find_nodes(op="placeholder"), first_argument)
+    }
+    return {place: module_path(source) for place, source in sources.items() if "._modules" in source}

@@ -1,0 +1,108 @@
+"""Pointwise ops that can write their result over one of their operands, bit for bit the same.
+
+An op qualifies where each element of the result depends on the element of the operand at the same place alone, and
+the library has a form that writes into a given tensor. `operands` says which operands may be overwritten and
+`overwriting` gives the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from shoal.kernels.batch_norm import backward as batch_norm_backward
+from shoal.kernels.batch_norm import backward_ as batch_norm_backward_
+from shoal.kernels.batch_norm import normalise, normalise_
+from shoal.kernels.dropout import dropout, dropout_, dropout_backward, dropout_backward_
+from shoal.kernels.encoded_activation import rectifier_backward as encoded_rectifier_backward
+from shoal.kernels.encoded_activation import rectifier_backward_ as encoded_rectifier_backward_
+from shoal.kernels.invertible_norm.inverted_batch_norm import backward_ as inverted_batch_norm_backward_
+from shoal.kernels.invertible_norm.inverted_batch_norm import forward_ as inverted_batch_norm_
+from shoal.kernels.rectifier import backward as rectifier_backward
+from shoal.kernels.rectifier import backward_ as rectifier_backward_
+
+_aten = torch.ops.aten
+
+
+def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    return grad.mul_(mask).mul_(scale)
+
+
+# target → (places of the operands that may be overwritten, form that overwrites, name of its keyword for the result)
+_OUT: dict[Any, tuple[tuple[int, ...], Callable[..., Any], str]] = {
+    _aten.threshold_backward.default: ((0,), _aten.threshold_backward.grad_input, "grad_input"),
+    _aten.hardtanh.default: ((0,), _aten.hardtanh.out, "out"),
+    _aten.hardtanh_backward.default: ((0,), _aten.hardtanh_backward.grad_input, "grad_input"),
+    _aten.leaky_relu.default: ((0,), _aten.leaky_relu.out, "out"),
+    _aten.leaky_relu_backward.default: ((0,), _aten.leaky_relu_backward.grad_input, "grad_input"),
+    _aten.elu.default: ((0,), _aten.elu.out, "out"),
+    _aten.silu.default: ((0,), _aten.silu.out, "out"),
+    _aten.silu_backward.default: ((0,), _aten.silu_backward.grad_input, "grad_input"),
+    _aten.sigmoid.default: ((0,), _aten.sigmoid.out, "out"),
+    _aten.sigmoid_backward.default: ((0,), _aten.sigmoid_backward.grad_input, "grad_input"),
+    _aten.tanh.default: ((0,), _aten.tanh.out, "out"),
+    _aten.tanh_backward.default: ((0,), _aten.tanh_backward.grad_input, "grad_input"),
+    _aten.add.Tensor: ((0, 1), _aten.add.out, "out"),
+    _aten.sub.Tensor: ((0, 1), _aten.sub.out, "out"),
+    _aten.mul.Tensor: ((0, 1), _aten.mul.out, "out"),
+    _aten.mul.Scalar: ((0,), _aten.mul.out, "out"),  # mul_.Scalar rounds the factor to bfloat16 first
+    _aten.div.Tensor: ((0, 1), _aten.div.out, "out"),
+}
+# Where the library's `out` form makes the result elsewhere first, or where there is none.
+_CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
+    _aten.relu.default: ((0,), _aten.relu_.default),
+    _aten.div.Scalar: ((0,), _aten.div_.Scalar),
+    _aten.native_dropout_backward.default: ((0,), _dropout_backward),
+    dropout: ((0,), dropout_),
+    normalise: ((0,), normalise_),
+    rectifier_backward: ((0,), rectifier_backward_),
+    encoded_rectifier_backward: ((0,), encoded_rectifier_backward_),
+    batch_norm_backward: ((0,), batch_norm_backward_),
+    dropout_backward: ((0,), dropout_backward_),
+    torch.ops.shoal.inverted_batch_norm.default: ((0,), inverted_batch_norm_),
+    torch.ops.shoal.inverted_batch_norm_backward.default: ((0,), inverted_batch_norm_backward_),
+}
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The operands of `node` whose block its first result may take, by shape, dtype and layout; lifetimes decide."""
+    places: tuple[int, ...]
+    if node.target is _aten._native_batch_norm_legit_functional.default:
+        places = (0,)  # only its second run, `normalise`, can
+    elif node.target in _OUT:
+        places = _OUT[node.target][0]
+    elif node.target in _CALLS:
+        places = _CALLS[node.target][0]
+    else:
+        return ()
+    value = node.meta["val"]
+    result = value[0] if isinstance(value, (tuple, list)) else value
+    found = []
+    for place in places:
+        operand = node.args[place] if place < len(node.args) else None
+        if isinstance(operand, fx.Node) and _same_block(operand.meta.get("val"), result):
+            found.append(operand)
+    return tuple(found)
+
+
+def overwriting(target: Any, kwargs: Mapping[str, Any], operand: fx.Node) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Target and keyword arguments of the call that writes its first result over `operand`, one of `operands`."""
+    if target in _CALLS:
+        return _CALLS[target][1], dict(kwargs)
+    _, form, keyword = _OUT[target]
+    return form, {**kwargs, keyword: operand}
+
+
+def _same_block(operand: Any, result: Any) -> bool:
+    return (
+        isinstance(operand, torch.Tensor)
+        and isinstance(result, torch.Tensor)
+        and operand.dtype == result.dtype
+        and operand.shape == result.shape
+        and operand.stride() == result.stride()
+        and operand.storage_offset() == 0
+        and operand.untyped_storage().nbytes() == result.untyped_storage().nbytes()
+    )

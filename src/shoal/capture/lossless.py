@@ -1,0 +1,354 @@
+"""Rewrites of the captured step that save fewer bytes and change no bit of the result.
+
+Each takes the joint graph of forward and backward (aten ops, functional) and edits it in place:
+
+- running statistics named by batch norm's backward, which does not read them in training mode, are not saved;
+- the input of max pooling, of which the backward pass reads only the shape, is not saved for it;
+- max-pool indices wait in 1 byte (the place within the window) instead of 8, which also tells where a ReLU before the
+  pooling lets no gradient through;
+- dropout on the CPU gives the bits of eager PyTorch, with a mask of 1 byte per element where that saves noise of 4;
+- copies that functional graphs no longer need (an in-place activation's) are dropped;
+- a clipped activation (ReLU6, hardtanh) saves its output, which the next layer saves anyway, instead of its input;
+- a convolution's gradients of weight and input are two ops, the second without the input, so that the input can go
+  before its gradient comes;
+- the gradient of a weight larger than its images comes a few output channels at a time where that saves scratch;
+- a ReLU whose output is saved for nothing but its own backward waits as one truth value per element, and one whose
+  output has other readers too becomes that when the last of them is done;
+- batch norm's backward runs in place, without the second gradient that PyTorch's kernel allocates;
+- the part of a concatenation's gradient that waits long for its reader (a U-Net's skip) waits as a copy of its own, so
+  that it does not hold the whole gradient.
+
+They run before planning, so that the planner sees the small storages.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims_common import suggest_memory_format
+
+from shoal.capture.fx_nodes import is_view
+from shoal.capture.op_counts import convolution_backward_flops
+from shoal.capture.symbolic_sizes import as_arguments, usual
+from shoal.codecs import pool_index
+from shoal.kernels.batch_norm import WORTH_PIECES_BYTES, backward_repeats_bits
+from shoal.kernels.batch_norm import backward as batch_norm_backward
+from shoal.kernels.convolution import input_gradient, weight_gradient, weight_gradient_pieces
+from shoal.kernels.dropout import dropout, dropout_backward
+from shoal.kernels.pooling import backward as pool_backward
+from shoal.kernels.pooling import forward as pool_forward
+from shoal.kernels.rectifier import backward as rectifier_backward
+
+_aten = torch.ops.aten
+_STATISTICS_OF_BATCH_NORM = (3, 4)
+_TRAINING_OF_BATCH_NORM = 7
+_LONG_WAIT_NODES = 24
+_PART_OF_WHOLE = 0.75
+_WORTH_A_MASK_BYTES = 1 << 20
+_POOL_BACKWARDS = {
+    _aten.max_pool2d_with_indices_backward.default: 2,
+    _aten.max_pool3d_with_indices_backward.default: 3,
+}
+
+
+def save_fewer_bytes(
+    joint: fx.GraphModule, backward: set[fx.Node], *, aten_only: bool = False, cpu_kernels: bool = True
+) -> None:
+    """Apply every rewrite to `joint`.
+
+    Args:
+        joint: the joint graph.
+        backward: its backward nodes; kept up to date.
+        aten_only: leave out the rewrites that bring in ops Inductor does not know.
+        cpu_kernels: make those too that are for the CPU alone, where the tensors are on it. False for a step that is
+            captured here but planned for another device.
+    """
+    cpu_kernels = cpu_kernels and not aten_only
+    graph = joint.graph
+    for node in list(graph.nodes):
+        if node.target is _aten.detach.default or _is_needless_copy(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            backward.discard(node)
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is _aten.native_batch_norm_backward.default and node.args[_TRAINING_OF_BATCH_NORM] is True:
+            node.args = tuple(None if i in _STATISTICS_OF_BATCH_NORM else arg for i, arg in enumerate(node.args))
+            if cpu_kernels and _can_run_in_pieces(node):
+                grad, x, weight, _, _, mean, deviation = node.args[:7]
+                node.target, node.args = batch_norm_backward, (grad, x, weight, mean, deviation)
+        elif node.target is _aten.hardtanh_backward.default:
+            _save_clipped_output(node)
+        elif node.target is _aten.convolution_backward.default:
+            _split_convolution_backward(graph, node, backward, cpu_kernels)
+        elif node.target is _aten.native_dropout.default and cpu_kernels:
+            _keep_dropout_bits(node)
+        elif node.target in _POOL_BACKWARDS and not aten_only:
+            _encode_pool(graph, node, _POOL_BACKWARDS[node.target], backward)
+    _sink(graph, backward)
+    _save_rectifier_masks(graph, backward, aten_only)
+    _copy_what_waits(graph, backward)
+    graph.lint()
+
+
+def _is_needless_copy(node: fx.Node) -> bool:
+    if node.target is not _aten.clone.default or _is_handed_out(node):
+        return False
+    source = _args(node)[0]
+    copied, value = source.meta.get("val"), node.meta["val"]
+    return (
+        source.op == "call_function"
+        and isinstance(copied, torch.Tensor)
+        and copied.stride() == value.stride()
+        and copied.untyped_storage().nbytes() == value.untyped_storage().nbytes()
+    )
+
+
+def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx.Node], cpu_kernels: bool) -> None:
+    *arguments, wanted = _args(node)
+    of_weight = node
+    if wanted[0] and any(wanted[1:]):
+        of_weight = _take_out_weight_gradient(graph, node, backward)
+    if cpu_kernels:
+        _cut_weight_gradient(of_weight)
+    if not wanted[0]:
+        return
+    x = arguments[1].meta["val"]
+    layout = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
+    dense = x.is_contiguous() or (x.dim() > 3 and x.is_contiguous(memory_format=layout))
+    if not cpu_kernels or x.device.type != "cpu" or not dense:
+        return
+    (of_input,) = node.users
+    counted_flops = _flops(node)
+    with graph.inserting_before(node):
+        shape, stride = as_arguments(graph, x.shape), as_arguments(graph, x.stride())
+        alone = graph.call_function(input_gradient, (arguments[0], arguments[2], shape, stride, *arguments[4:]))
+    _describe(alone, of_input.meta["val"], node)
+    alone.meta["flops"] = counted_flops
+    of_input.replace_all_uses_with(alone)
+    for replaced in (of_input, node):
+        graph.erase_node(replaced)
+        backward.discard(replaced)
+    backward.add(alone)
+
+
+def _take_out_weight_gradient(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> fx.Node:
+    *arguments, wanted = _args(node)
+    with graph.inserting_before(node):
+        of_weight = graph.call_function(_aten.convolution_backward.default, (*arguments, [False, *wanted[1:]]))
+    of_input_value, *of_weight_values = node.meta["val"]
+    _describe(of_weight, (None, *of_weight_values), node)
+    backward.add(of_weight)
+    node.args = (*arguments, [True, False, False])
+    node.meta["val"] = (of_input_value, None, None)
+    for item in list(node.users):
+        if item.args[1] != 0:
+            item.args = (of_weight, item.args[1])
+    return of_weight
+
+
+def _cut_weight_gradient(node: fx.Node) -> None:
+    operands, options = _args(node)[:3], _args(node)[3:]
+    pieces = weight_gradient_pieces(*(operand.meta["val"] for operand in operands), *options)
+    if pieces is not None:
+        node.meta["flops"] = _flops(node)
+        node.target, node.args = weight_gradient, (*node.args, pieces)
+
+
+def _sink(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    """Move what the backward pass makes of forward tensors alone to just before its first reader."""
+    fed: set[fx.Node] = {n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")}
+    last = len(graph.nodes)
+    place: dict[fx.Node, tuple[int, ...]] = {}  # compares as the order in the graph does
+    for number, node in enumerate(graph.nodes):
+        place[node] = (number, last)
+        if node in backward and any(operand in fed for operand in node.all_input_nodes):
+            fed.add(node)
+    for turn, node in enumerate(reversed(list(graph.nodes))):
+        if node in backward and node not in fed and node.users:
+            first = min(node.users, key=place.__getitem__)
+            first.prepend(node)
+            place[node] = (*place[first][:-1], turn, last)  # after what was moved there earlier
+
+
+def _keep_dropout_bits(node: fx.Node) -> None:
+    x, p, train = _args(node)
+    if not train or x.meta["val"].device.type != "cpu":
+        return
+    node.target, node.args = dropout, (x, p)
+    for item in node.users:
+        for reader in list(item.users) if item.args[1] == 1 else ():
+            if reader.target is _aten.native_dropout_backward.default:
+                reader.target, reader.args = dropout_backward, (reader.args[0], item, p)
+
+
+def _can_run_in_pieces(node: fx.Node) -> bool:
+    operands = [_args(node)[place] for place in (0, 1, 2, 5, 6)]
+    if node.args[9] != [True, True, True] or not all(isinstance(operand, fx.Node) for operand in operands):
+        return False
+    grad, x, *per_channel = (operand.meta["val"] for operand in operands)
+    if x.dim() not in (3, 4, 5) or grad.stride() != x.stride() or x.device.type != "cpu" or prod(x.shape[2:]) == 1:
+        return False
+    if any(value.dtype != x.dtype for value in (grad, *per_channel)):
+        return False
+    channels_last = not x.is_contiguous()
+    if channels_last:
+        layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        if x.dim() == 3 or not x.is_contiguous(memory_format=layout):
+            return False
+    elif _held_bytes(x) < WORTH_PIECES_BYTES:
+        return False
+    return backward_repeats_bits(x.dtype, x.device, x.dim(), int(x.shape[1]), channels_last)
+
+
+def _copy_what_waits(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    order: dict[fx.Node, float] = {node: number for number, node in enumerate(graph.nodes)}
+
+    def last_reader(node: fx.Node) -> fx.Node:
+        readers = [last_reader(user) if _is_slice(user) else user for user in node.users]
+        return max(readers, key=order.__getitem__)
+
+    for node in [node for node in graph.nodes if node in backward]:  # in order: names are given in turn
+        parts = [user for user in node.users if _is_slice(user) and user.users]
+        if len(parts) < 2 or len(parts) < len(node.users):
+            continue
+        *sooner, longest = sorted(parts, key=lambda part: order[last_reader(part)])
+        done = last_reader(sooner[-1])
+        first_read = min(order[user] for user in longest.users)
+        part_bytes = usual(longest.meta["val"].numel()) * longest.meta["val"].element_size()
+        whole_bytes = _held_bytes(node.meta["val"])
+        if first_read - order[done] < _LONG_WAIT_NODES or part_bytes > _PART_OF_WHOLE * whole_bytes:
+            continue
+        with graph.inserting_after(done):
+            view = graph.node_copy(longest)
+        with graph.inserting_after(view):
+            copy = graph.call_function(_aten.clone.default, (view,))
+        order[view] = order[copy] = order[done] + 0.5  # a slice of a slice looks for its last reader among them
+        _describe(copy, longest.meta["val"].clone(), longest)
+        longest.replace_all_uses_with(copy)
+        graph.erase_node(longest)
+        backward.difference_update({longest})
+        backward.update({view, copy})
+
+
+def _is_slice(node: fx.Node) -> bool:
+    return node.target is _aten.slice.Tensor
+
+
+def _save_clipped_output(node: fx.Node) -> None:
+    clipped_input, low, high = _args(node)[1:4]
+    for user in clipped_input.users:
+        if user.target is _aten.hardtanh.default and (*user.args[1:3], -1.0, 1.0)[:2] == (low, high) and low < high:
+            node.update_arg(1, user)  # strictly inside the bounds before clipping is strictly inside after it
+            return
+
+
+def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Node]) -> None:
+    grad, pool_input, *window, indices = _args(node)
+    pool = indices.args[0]
+    kernel, stride, padding, dilation = (_per_axis(size, dims) for size in window[:4])
+    stride = stride or kernel
+    value = pool_input.meta["val"]
+    if not pool_index.fits(kernel) or value.dim() != dims + 2 or pool in backward or len(indices.users) > 1:
+        return
+    pooled, places = pool.meta["val"]
+    pool.target, pool.args = pool_forward, (pool_input, kernel, stride, padding, dilation, bool(window[4]))
+    codes_value = places.new_empty_strided(places.shape, places.stride(), dtype=torch.uint8)
+    pool.meta["val"] = (pooled, codes_value)
+    indices.meta["val"] = codes_value
+    channels_last = _is_channels_last(value)
+    with graph.inserting_before(node):
+        shape = as_arguments(graph, value.shape)
+    node.target = pool_backward
+    node.args = (grad, indices, shape, channels_last, *pool.args[1:])
+    # A dilated window may lie in the padding altogether: its index is then of no maximum.
+    rectified = all(step == 1 for step in dilation) and _take_in_rectifier(graph, node, pool_input, backward)
+    pool.args, node.args = (*pool.args, rectified), (*node.args, rectified)
+
+
+def _is_channels_last(value: torch.Tensor) -> bool:
+    """Whether pooling's backward kernel takes its input, of this layout, for channels_last."""
+    if any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):  # asked, they would be settled
+        layout = torch.channels_last if value.dim() == 4 else torch.channels_last_3d
+        return value.is_contiguous(memory_format=layout) and not value.is_contiguous()
+    return suggest_memory_format(value) is not torch.contiguous_format
+
+
+def _take_in_rectifier(graph: fx.Graph, unfolded: fx.Node, output: fx.Node, backward: set[fx.Node]) -> bool:
+    if len(unfolded.users) != 1 or output.target is not _aten.relu.default:
+        return False
+    (node,) = unfolded.users
+    if node.target is not _aten.threshold_backward.default:
+        return False
+    if node.args[1:] != (output, 0) or unfolded.meta["val"].stride() != node.meta["val"].stride():
+        return False
+    node.replace_all_uses_with(unfolded)
+    graph.erase_node(node)
+    backward.discard(node)
+    return True
+
+
+def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bool) -> None:
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.find_nodes(op="call_function", target=_aten.threshold_backward.default):
+        grad, output, threshold = _args(node)
+        if threshold != 0 or output in backward or output.target is not _aten.relu.default:
+            continue
+        others = [user for user in output.users if user in backward and user is not node]
+        if _reaches_output(output) or any(order.get(other, -1) > order[node] for other in others):
+            continue
+        value = output.meta["val"]
+        last = max(others, key=order.__getitem__, default=output)
+        if others and (_held_bytes(value) < _WORTH_A_MASK_BYTES or last.next is node):
+            continue
+        with graph.inserting_after(last):
+            mask = graph.call_function(_aten.ne.Scalar, (output, 0))  # not equal: a NaN lets its gradient through
+        _describe(mask, value.new_empty_strided(value.shape, value.stride(), dtype=torch.bool), output)
+        if others:
+            backward.add(mask)
+        node.target, node.args = (
+            (_aten.where.ScalarOther, (mask, grad, 0)) if aten_only else (rectifier_backward, (grad, mask))
+        )
+
+
+def _flops(node: fx.Node) -> int | torch.SymInt:
+    arguments: Any = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
+    return convolution_backward_flops(arguments)
+
+
+def _held_bytes(value: torch.Tensor) -> int:
+    return usual(value.untyped_storage().nbytes())
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    return node.args  # fx types each as a union of all it may be; the op's schema says which
+
+
+def _is_handed_out(node: fx.Node) -> bool:
+    """Whether the caller gets the node's storage, as it is or through a view."""
+    return _reaches_output(node) or any(
+        _is_handed_out(user) for user in node.users if is_view(user) or user.target is operator.getitem
+    )
+
+
+def _reaches_output(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
+def _describe(node: fx.Node, value: Any, like: fx.Node) -> None:
+    node.meta = {key: like.meta[key] for key in _PLACE if key in like.meta}
+    node.meta["val"] = value
+
+
+_PLACE: Collection[str] = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr")
+
+
+def _per_axis(size: Sequence[int], dims: int) -> list[int]:
+    sizes = list(size)
+    return sizes * dims if len(sizes) == 1 else sizes

@@ -1,0 +1,96 @@
+"""What runs when a forward op runs for the second time in a step.
+
+Most ops simply run again. Batch norm in training mode has moved the running statistics the first time: the second
+time it normalises by the batch's statistics and touches nothing. Random ops draw from the state the first run drew
+from.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from shoal.kernels.batch_norm import normalise, repeats_bits
+from shoal.kernels.dropout import dropout
+from shoal.kernels.invertible_norm.inverted_batch_norm import inverted_batch_norm  # noqa: F401  registers the op
+
+_aten = torch.ops.aten
+_TRAINING = 5  # place of `training` among the arguments of batch norm
+_BATCH_NORMS_THAT_CAN = (
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit.no_stats,
+    _aten._native_batch_norm_legit_no_training.default,
+    torch.ops.shoal.inverted_batch_norm.default,
+)
+
+
+def can_run_again(node: fx.Node) -> bool:
+    """Whether a second run gives the same tensors and changes nothing else."""
+    target = node.target
+    if "batch_norm" in str(target):
+        return target in _BATCH_NORMS_THAT_CAN
+    return not (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
+
+
+def second_call(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Target and arguments of the second run; results keep their places."""
+    if moves_statistics(node):
+        x, weight, bias, _, _, training, momentum, eps = node.args
+        statistics = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        if 1 in statistics and 2 in statistics and _repeats_bits(node):
+            return normalise, (x, weight, bias, statistics[1], statistics[2])
+        return _aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
+    return node.target, node.args  # type: ignore[return-value]
+
+
+def second_node(node: fx.Node) -> fx.Node | None:
+    """A node by itself that stands for the second run, to be counted and timed; None where it is just the first call.
+
+    Only calls that make the first result alone have one.
+    """
+    target, args = second_call(node)
+    if target is not normalise:
+        return None
+    apart = fx.Graph()
+
+    def stand_in(operand: fx.Node) -> fx.Node:
+        copy = apart.placeholder(operand.name)
+        copy.meta = dict(operand.meta)
+        return copy
+
+    second = apart.call_function(target, fx.node.map_arg(args, stand_in))
+    second.meta["val"] = node.meta["val"][0]
+    return second
+
+
+def _repeats_bits(node: fx.Node) -> bool:
+    operands: tuple[Any, ...] = node.args[:3]
+    x: Any
+    x, weight, bias = (operand.meta["val"] if operand is not None else None for operand in operands)
+    if x.dim() not in (3, 4, 5) or (weight is None) != (bias is None):
+        return False
+    if weight is not None and weight.dtype != x.dtype:
+        return False
+    channels_last = not x.is_contiguous()
+    if channels_last and not (
+        x.dim() > 3 and x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    ):
+        return False
+    device = torch.device("cpu") if x.device.type == "meta" else x.device  # nothing can be tried on meta
+    return repeats_bits(x.dtype, device, x.dim(), int(x.shape[1]), channels_last, weight is not None)
+
+
+def moves_statistics(node: fx.Node) -> bool:
+    """Whether the node is a batch norm in training mode, whose results after the third are new running statistics."""
+    return node.target is _aten._native_batch_norm_legit_functional.default and node.args[_TRAINING] is True
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws from the generator."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags
+    return node.target is dropout

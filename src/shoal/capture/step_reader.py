@@ -1,0 +1,422 @@
+"""The joint graph of one training step → StepGraph.
+
+AOTAutograd hands over forward and backward as one functional graph of aten ops. Capture gives every tensor its
+storage, every op what it reads and writes, and keeps the way back from the data to the graph's nodes for `lower`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.utils._pytree import tree_leaves
+
+from shoal.capture import inplace
+from shoal.capture.accumulation import with_accumulation
+from shoal.capture.fx_nodes import is_view, layer_path
+from shoal.capture.lossless import save_fewer_bytes
+from shoal.capture.op_counts import flops, moved_bytes, signature, target_name
+from shoal.capture.rerun import can_run_again, is_random, moves_statistics, second_call, second_node
+from shoal.capture.symbolic_sizes import largest_numbers, usual_numbers, with_numbers, write_constants_out
+from shoal.core.step import RESIDENT, Again, Op, StepGraph, Storage, StorageKind, at_largest
+from shoal.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a joint graph is to be read; attributes as the arguments of `capture`."""
+
+    n_forward_outputs: int
+    static_inputs: Collection[int] = ()
+    model: str = ""
+    parameters: Collection[int] = ()
+    layers: Mapping[int, str] | None = None
+    standing_bytes: int = 0
+    aten_only: bool = False
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A step as data, and the nodes it came from.
+
+    Attributes:
+        graph: the step.
+        joint: the joint graph after the lossless rewrites.
+        node_of: op name → node.
+        storage_of: tensor node → storage id, views included.
+        forward_outputs, backward_outputs: what each of the two graphs hands back, in order; None for no gradient.
+        device: where the step's tensors live.
+        usual_nodes: op name → node with numbers for all sizes; as `node_of` where no size varies.
+        largest_nodes: the same at the largest the op can be; empty where no size varies.
+        terms: what `capture` was told.
+    """
+
+    graph: StepGraph
+    joint: fx.GraphModule
+    node_of: Mapping[str, fx.Node]
+    storage_of: Mapping[fx.Node, int]
+    forward_outputs: tuple[Any, ...]
+    backward_outputs: tuple[Any, ...]
+    device: torch.device
+    usual_nodes: Mapping[str, fx.Node]
+    largest_nodes: Mapping[str, fx.Node]
+    terms: Terms
+
+    @property
+    def backward_names(self) -> frozenset[str]:
+        """Names of the nodes that are ops of the backward pass."""
+        return frozenset(op.name for op in self.graph.ops if op.phase == "backward")
+
+    def output_storages(self) -> dict[int, str]:
+        """Names of the storages that are handed to the caller, by place among the outputs of the forward pass."""
+        storages = self.graph.storages
+        owned = {
+            place: storages[self.storage_of[node]]
+            for place, node in enumerate(self.forward_outputs)
+            if isinstance(node, fx.Node) and node in self.storage_of
+        }
+        results = set(self.results)
+        return {place: s.name for place, s in owned.items() if s.kind == "output" and place in results}
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """Places of the outputs of the forward pass that the caller gets: the others are new values of buffers."""
+        notes = self.joint.graph.output_node().meta.get("desc") or ()
+        updates = {place for place, note in enumerate(notes) if isinstance(note, InputMutationAOTOutput)}
+        return tuple(place for place in range(len(self.forward_outputs)) if place not in updates)
+
+    def distinct_nodes(self) -> dict[str, fx.Node]:
+        """One node for each signature of the step, second runs included, for the profiler."""
+        firsts = [*self.usual_nodes.values(), *self.largest_nodes.values()]
+        seconds = [second for node in firsts if (second := second_node(node)) is not None]
+        return {signature(node): node for node in [*firsts, *seconds]}
+
+    def with_costs(self, seconds: Mapping[str, float], workspace_bytes: Mapping[str, int]) -> StepGraph:
+        """The step with times and workspaces by op signature: times at the usual sizes, workspaces at the largest."""
+        graph = self.graph.with_costs(seconds, workspace_bytes)
+        if not self.largest_nodes:
+            return graph
+        at_most = {name: workspace_bytes.get(signature(node), 0) for name, node in self.largest_nodes.items()}
+        again = {name: second_node(node) for name, node in self.largest_nodes.items()}
+        at_most_again = {
+            name: workspace_bytes.get(signature(node), 0) for name, node in again.items() if node is not None
+        }
+        return graph.with_least_workspaces(at_most, at_most_again)
+
+
+def capture(
+    joint: fx.GraphModule,
+    n_forward_outputs: int,
+    static_inputs: Collection[int] = (),
+    *,
+    model: str = "",
+    parameters: Collection[int] = (),
+    layers: Mapping[int, str] | None = None,
+    standing_bytes: int = 0,
+    aten_only: bool = False,
+    cpu_kernels: bool = True,
+    rewrites: bool = True,
+) -> Captured:
+    """Read a joint graph.
+
+    Args:
+        joint: the joint graph that AOTAutograd hands to a partitioner; edited in place by the lossless rewrites.
+        n_forward_outputs: how many of its outputs belong to the forward pass.
+        static_inputs: places of the inputs that outlive the step (parameters and buffers).
+        model: a name for tables and errors.
+        parameters: places of the inputs that are parameters; the other static inputs are buffers.
+        layers: module paths of the layers that inputs belong to, by their places.
+        standing_bytes: see `StepGraph`.
+        aten_only: leave out what Inductor does not know: rewrites to other ops, replay of random ones.
+        cpu_kernels: False where the step will run on another device than it is captured on.
+        rewrites: False leaves out the lossless rewrites, for a look at what PyTorch itself saves.
+
+    Raises:
+        CaptureError: the graph has symbolic shapes that nothing bounds.
+    """
+    write_constants_out(joint.graph)
+    outputs: Any = joint.graph.output_node().args[0]
+    forward = needed_by(outputs[:n_forward_outputs])
+    backward = {node for node in joint.graph.nodes if node.op == "call_function" and node not in forward}
+    if rewrites:
+        save_fewer_bytes(joint, backward, aten_only=aten_only, cpu_kernels=cpu_kernels)
+    terms = Terms(n_forward_outputs, static_inputs, model, parameters, layers, standing_bytes, aten_only)
+    return read_joint(joint, {node.name for node in backward}, terms)
+
+
+def read_joint(joint: fx.GraphModule, backward_names: Collection[str], terms: Terms) -> Captured:
+    """`capture` of a joint graph that is rewritten already.
+
+    Args:
+        joint: the joint graph.
+        backward_names: names of its backward nodes.
+        terms: as of `capture`.
+    """
+    n_forward_outputs = terms.n_forward_outputs
+
+    def read(graph: fx.Graph) -> tuple[StepGraph, _Reader]:
+        outputs: Any = graph.output_node().args[0]
+        parts = outputs[:n_forward_outputs], outputs[n_forward_outputs:]
+        backward = {n for n in graph.nodes if n.name in backward_names}
+        reader = _Reader(backward, *parts, terms.static_inputs, terms.parameters)
+        reader.overwritten = _overwritten_inputs(graph)
+        reader.replays = not terms.aten_only
+        reader.layers = terms.layers or {}
+        for node in graph.nodes:
+            reader.visit(node)
+        leaves = [n for n in graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
+        step = StepGraph(terms.model, *reader.finish(), terms.standing_bytes)
+        return with_accumulation(step, leaves, parts[1]), reader
+
+    numbers = usual_numbers(joint.graph)
+    step, reader = read(with_numbers(joint, numbers) if numbers else joint.graph)
+    others = [read(with_numbers(joint, largest)) for largest in largest_numbers(joint.graph)] if numbers else []
+    node = {node.name: node for node in joint.graph.nodes}
+    outputs: Any = joint.graph.output_node().args[0]
+    return Captured(
+        at_largest(step, [graph for graph, _ in others]),
+        joint,
+        {op: node[one.name] for op, one in reader.node_of.items()},
+        {node[one.name]: storage for one, storage in reader.storage_of.items()},
+        tuple(outputs[:n_forward_outputs]),
+        tuple(outputs[n_forward_outputs:]),
+        _device(reader.storage_of),
+        reader.node_of,
+        {op: max((other.node_of[op] for _, other in others), key=moved_bytes) for op in reader.node_of}
+        if others
+        else {},
+        terms,
+    )
+
+
+def _device(nodes: Iterable[fx.Node]) -> torch.device:
+    """Where what the step computes lives; its inputs may be elsewhere, as a counter on the CPU is."""
+    computed = (tree_leaves(node.meta["val"]) for node in nodes if node.op != "placeholder")
+    tensors = (value for values in computed for value in values if isinstance(value, torch.Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def needed_by(forward_outputs: Iterable[Any]) -> set[fx.Node]:
+    """Every node that a forward output is made of; what else is computed belongs to the backward pass."""
+    forward: set[fx.Node] = set()
+    wanted = [node for node in forward_outputs if isinstance(node, fx.Node)]
+    while wanted:
+        node = wanted.pop()
+        if node not in forward:
+            forward.add(node)
+            wanted.extend(node.all_input_nodes)
+    return forward
+
+
+def _overwritten_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs that get new values when the forward pass ends, by the notes AOTAutograd puts beside the outputs."""
+    notes = graph.output_node().meta.get("desc") or ()
+    changed = [note.mutated_input for note in notes if isinstance(note, InputMutationAOTOutput)]
+    return {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed}
+
+
+class _Reader:
+    """Collects storages and ops while the joint graph is walked once."""
+
+    def __init__(
+        self,
+        backward: set[fx.Node],
+        forward_outputs: Sequence[Any],
+        backward_outputs: Sequence[Any],
+        static_inputs: Collection[int],
+        parameters: Collection[int],
+    ) -> None:
+        self.backward = backward
+        self.forward_outputs = {node for node in forward_outputs if isinstance(node, fx.Node)}
+        self.backward_outputs = {node for node in backward_outputs if isinstance(node, fx.Node)}
+        self.static_inputs = set(static_inputs)
+        self.parameters = set(parameters)
+        self.storage_of: dict[fx.Node, int] = {}
+        self.node_of: dict[str, fx.Node] = {}
+        self._storages: list[dict[str, Any]] = []
+        self._forward: list[dict[str, Any]] = []
+        self._backward: list[dict[str, Any]] = []
+        self._n_inputs = 0
+        self.overwritten: set[fx.Node] = set()
+        self.layers: Mapping[int, str] = {}
+        self.replays = True  # whether a random op's second run can be given the first one's generator state
+
+    def visit(self, node: fx.Node) -> None:
+        value: Any = node.meta.get("val")
+        if node.op == "placeholder":
+            self._visit_input(node, value)
+        elif node.op == "get_attr":
+            self._add_storage(node, value, "constant")
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            if is_view(node):
+                self._visit_view(node, value)
+            else:
+                self._visit_op(node, value)
+
+    def _visit_input(self, node: fx.Node, value: Any) -> None:
+        if node.name.startswith("tangents"):
+            if isinstance(value, torch.Tensor):
+                self._add_storage(node, value, "tangent")
+            return
+        kind: StorageKind = "input"
+        if self._n_inputs in self.parameters:
+            kind = "parameter"
+        elif self._n_inputs in self.static_inputs:
+            kind = "buffer"
+        if isinstance(value, torch.Tensor):
+            storage = self._add_storage(node, value, kind)
+            self._storages[storage]["layer"] = self.layers.get(self._n_inputs, "")
+        self._n_inputs += 1
+
+    def _visit_view(self, node: fx.Node, value: Any) -> None:
+        base = node.args[0]
+        if not isinstance(base, fx.Node) or base not in self.storage_of:
+            raise CaptureError(f"{node.format_node()}: a view of something that is no tensor cannot be planned")
+        self._join(node, self.storage_of[base])
+        for item in self._items(node).values():  # split, unbind: views as a list
+            self._join(item, self.storage_of[base])
+
+    def _visit_op(self, node: fx.Node, value: Any) -> None:
+        in_backward = node in self.backward
+        kind: StorageKind = "error" if in_backward else "activation"
+        reads = tuple(dict.fromkeys(self.storage_of[n] for n in node.all_input_nodes if n in self.storage_of))
+        writes = []
+        if isinstance(value, torch.Tensor):
+            writes.append(self._add_storage(node, value, kind))
+        elif isinstance(value, (tuple, list)):
+            items = self._items(node)
+            for place, part in enumerate(value):
+                if isinstance(part, torch.Tensor):
+                    # Running statistics are the caller's, also where a second call of the layer moves them on.
+                    part_kind: StorageKind = "output" if moves_statistics(node) and place > 2 else kind
+                    name = f"{node.name}.{place}"
+                    writes.append(self._add_storage(items.get(place, node), part, part_kind, name, node))
+        # An operand that is also read through a view of another layout must stay whole until the op ends.
+        own = [self.storage_of[n] for n in node.all_input_nodes if n in self.storage_of]
+        overwrites = [self.storage_of[operand] for operand in inplace.operands(node) if writes]
+        overwrites = [s for s in overwrites if own.count(s) == 1]
+        overwrites = [s for s in overwrites if self._storages[s]["kind"] not in RESIDENT]
+        again = self._again(node, overwrites)
+        if moves_statistics(node):
+            overwrites = []
+        (self._backward if in_backward else self._forward).append(
+            {
+                "name": node.name,
+                "target": target_name(node.target),
+                "phase": "backward" if in_backward else "forward",
+                "layer": self._layer(node),
+                "reads": reads,
+                "writes": tuple(writes),
+                "overwrites": overwrites,
+                "recomputable": self._can_run_again(node),
+                "random": is_random(node),
+                "signature": signature(node),
+                "flops": flops(node),
+                "moved_bytes": moved_bytes(node),
+                "again": again,
+            }
+        )
+        self.node_of[node.name] = node
+
+    def _again(self, node: fx.Node, overwrites: list[int]) -> Again | None:
+        second = second_node(node)
+        if second is None:
+            return None
+        operands: list[fx.Node] = []
+        fx.node.map_arg(second_call(node)[1], operands.append)
+        return Again(
+            target_name(second.target),
+            tuple(dict.fromkeys(self.storage_of[operand] for operand in operands)),
+            overwrites[0] if overwrites else -1,
+            signature(second),
+            flops(second),
+            moved_bytes(second),
+        )
+
+    def _can_run_again(self, node: fx.Node) -> bool:
+        draws_anew = is_random(node) and not self.replays
+        return can_run_again(node) and not draws_anew and not self._reads_overwritten_input(node)
+
+    def _reads_overwritten_input(self, node: fx.Node) -> bool:
+        """Whether a second run would find a buffer or an input that the forward pass has changed."""
+        read: list[fx.Node] = []
+        fx.node.map_arg((second_call(node)[1], dict(node.kwargs)), read.append)
+        changed = {self.storage_of[node] for node in self.overwritten}
+        return any(self.storage_of.get(operand) in changed for operand in read)
+
+    def _layer(self, node: fx.Node) -> str:
+        """The layer a node belongs to; where no module was called, as for a padded patch, that of its weight."""
+        own = (self._storages[self.storage_of[n]] for n in node.all_input_nodes if n in self.storage_of)
+        return layer_path(node) or next((s["layer"] for s in own if s["kind"] == "parameter"), "")
+
+    def _items(self, node: fx.Node) -> dict[int, fx.Node]:
+        place_and_item: Any = ((user.args[1], user) for user in node.users if user.target is operator.getitem)
+        return dict(place_and_item)
+
+    def _add_storage(
+        self, node: fx.Node, value: torch.Tensor, kind: StorageKind, name: str = "", producer: fx.Node | None = None
+    ) -> int:
+        place = len(self._storages)
+        own = node is not producer and (name == "" or node.target is operator.getitem)
+        self._storages.append(
+            {
+                "id": place,
+                "name": node.name if own else name,
+                "nbytes": storage_bytes(value),
+                "kind": kind,
+                "layer": self._layer(producer or node),
+                "shape": tuple(int(size) for size in value.shape),
+                "dtype": str(value.dtype).removeprefix("torch."),
+                "tensors": [],
+            }
+        )
+        if own:
+            self._join(node, place)
+        return place
+
+    def _join(self, node: fx.Node, storage: int) -> None:
+        self.storage_of[node] = storage
+        described = self._storages[storage]
+        described["tensors"].append(node.name)
+        if node in self.forward_outputs and described["kind"] == "activation":
+            described["kind"] = "output"
+        if node in self.backward_outputs and described["kind"] == "error":
+            described["kind"] = "gradient"
+
+    def finish(self) -> tuple[tuple[Op, ...], tuple[Storage, ...]]:
+        readers: dict[int, int] = {}
+        for op in self._forward + self._backward:
+            for storage in op["reads"]:
+                readers[storage] = readers.get(storage, 0) + 1
+        tangents = tuple(s["id"] for s in self._storages if s["kind"] == "tangent")
+        outputs = tuple(self.storage_of[n] for n in self.forward_outputs if n in self.storage_of)
+        outputs = tuple(sorted({s for s in outputs if self._storages[s]["kind"] == "output"}))
+        loss = {
+            "name": "loss",
+            "target": "loss",
+            "phase": "loss",
+            "layer": "",
+            "reads": outputs,
+            "writes": tangents,
+            "overwrites": [],
+            # log-softmax and its gradient beside each output: what a cross-entropy needs until it has been measured
+            "workspace_bytes": 2 * sum(self._storages[s]["nbytes"] for s in tangents),
+        }
+        ops = []
+        for place, op in enumerate([*self._forward, loss, *self._backward]):
+            dying = [s for s in op["overwrites"] if readers.get(s) == 1]
+            overwrites = (dying or op["overwrites"] or [-1])[0]
+            ops.append(Op(**{**op, "id": place, "overwrites": overwrites}))
+        storages = tuple(Storage(**{**s, "tensors": tuple(s["tensors"])}) for s in self._storages)
+        return tuple(ops), storages
+
+
+def storage_bytes(value: torch.Tensor) -> int:
+    """What the device's allocator counts for the storage of a tensor: CUDA hands out blocks of 512 bytes."""
+    nbytes = int(value.untyped_storage().nbytes())
+    return -(-nbytes // 512) * 512 if value.device.type == "cuda" else nbytes

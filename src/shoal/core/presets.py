@@ -1,0 +1,200 @@
+"""Machines that are not here, from their data sheets, derated to what training reaches.
+
+A data sheet's rates are ceilings. Planning takes 75 % of the peak float32 rate (large cuDNN convolutions and cuBLAS
+products reach 70 to 85 %), 80 % of the memory bandwidth (what large elementwise kernels reach on HBM and GDDR alike)
+and 80 % of the link's raw rate each way (packets and flow control take the rest). The links of two papers are taken
+as those papers give them. Rates are those of plain float32 with TF32 off: with TF32 or half precision, convolutions
+on A100 and later run several times faster, which `shoal.cost.measure` on such a machine shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from rich.markup import escape
+from rich.table import Table
+
+from shoal.core.hardware import Device, Hardware, Link, MeasuredLink
+from shoal.core.sizes import format_bytes
+from shoal.errors import InputError
+
+_REACHED_FLOPS = 0.75
+_REACHED_MEMORY = 0.80
+_REACHED_LINK = 0.80
+_GIB = 2**30
+
+
+def names() -> tuple[str, ...]:
+    """Every preset's name, as `get` takes them."""
+    return tuple(_PRESETS)
+
+
+def get(name: str) -> Hardware:
+    """A machine by name.
+
+    Raises:
+        InputError: there is no such preset; the message names the closest one.
+
+    >>> get("p100-nvlink").link.to_host_bytes_per_second
+    34100000000.0
+    """
+    if name not in _PRESETS:
+        close = get_close_matches(str(name).lower(), _PRESETS, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]!r}?" if close else f"give one of {', '.join(_PRESETS)}"
+        raise InputError(f"hardware={name!r} is no preset; {hint}")
+    return _PRESETS[name]
+
+
+def table(machines: Iterable[Hardware]) -> Table:
+    """Machines side by side, for `rich.print`."""
+    grid = Table(title="Hardware", title_justify="left")
+    grid.add_column("name")
+    grid.add_column("device")
+    for heading in ("memory", "TFLOP/s", "GB/s", "launch µs", "to host GB/s", "to device GB/s"):
+        grid.add_column(heading, justify="right")
+    grid.add_column("source")
+    for machine in machines:
+        device, link = machine.device, machine.link
+        grid.add_row(
+            machine.name,
+            device.name,
+            format_bytes(device.memory_bytes),
+            f"{device.flops_per_second / 1e12:.3g}",
+            f"{device.bytes_per_second / 1e9:.4g}",
+            f"{device.launch_seconds * 1e6:.3g}",
+            f"{link.to_host_bytes_per_second / 1e9:.3g}",
+            f"{link.to_device_bytes_per_second / 1e9:.3g}",
+            machine.source,
+        )
+    return grid
+
+
+def link_table(links: Iterable[MeasuredLink]) -> Table:
+    """The ways between the device at hand and its host side by side, for `rich.print`."""
+    grid = Table(title="Links of this machine", title_justify="left")
+    grid.add_column("link")
+    for heading in ("to host GB/s", "to device GB/s", "to host µs", "to device µs", "allocation µs/MiB"):
+        grid.add_column(heading, justify="right")
+    for link in links:
+        grid.add_row(
+            escape(link.name),
+            f"{link.to_host_bytes_per_second / 1e9:.3g}",
+            f"{link.to_device_bytes_per_second / 1e9:.3g}",
+            f"{link.to_host_latency_seconds * 1e6:.3g}",
+            f"{link.to_device_latency_seconds * 1e6:.3g}",
+            f"{link.allocation_seconds_per_mib * 1e6:.3g}",
+        )
+    return grid
+
+
+def _machine(
+    name: str,
+    device: str,
+    memory_gib: int,
+    peak_tflops: float,
+    peak_gbps: float,
+    launch_us: float,
+    link: str,
+    source: str,
+    *,
+    raw_link_gbps: float = 0.0,
+    measured_link_gbps: float = 0.0,
+) -> Hardware:
+    link_bytes_per_second = (measured_link_gbps or raw_link_gbps * _REACHED_LINK) * 1e9
+    return Hardware(
+        name=name,
+        device=Device(
+            name=device,
+            memory_bytes=memory_gib * _GIB,
+            flops_per_second=peak_tflops * 1e12 * _REACHED_FLOPS,
+            bytes_per_second=peak_gbps * 1e9 * _REACHED_MEMORY,
+            launch_seconds=launch_us * 1e-6,
+        ),
+        link=Link(link, link_bytes_per_second, link_bytes_per_second, latency_seconds=10e-6),
+        source=f"{source}; peak {peak_tflops:g} TFLOP/s float32 and {peak_gbps:g} GB/s, taken at 75 % and 80 %",
+    )
+
+
+_PRESETS = {
+    machine.name: machine
+    for machine in (
+        _machine(
+            "p100-nvlink",
+            "Tesla P100 SXM2 16 GB",
+            16,
+            10.6,
+            732,
+            6,
+            "NVLink 1.0 to a POWER8 host",
+            "NVIDIA P100 data sheet; link as measured in the Split-CNN paper, 34.1 GB/s",
+            measured_link_gbps=34.1,
+        ),
+        _machine(
+            "titanx-pcie",
+            "GeForce GTX Titan X (Maxwell) 12 GB",
+            12,
+            6.6,
+            336.6,
+            8,
+            "PCIe 3.0 x16",
+            "NVIDIA GTX Titan X specification (the paper says only Titan X); link as given in the CPU-offloading paper",
+            measured_link_gbps=6.5,
+        ),
+        _machine(
+            "v100-nvlink2",
+            "Tesla V100 SXM2 16 GB",
+            16,
+            15.7,
+            900,
+            5,
+            "NVLink 2.0 to a POWER9 host, 3 bricks",
+            "NVIDIA V100 data sheet; IBM AC922, 75 GB/s raw each way",
+            raw_link_gbps=75,
+        ),
+        _machine(
+            "a100-pcie4",
+            "A100 PCIe 40 GB",
+            40,
+            19.5,
+            1555,
+            5,
+            "PCIe 4.0 x16",
+            "NVIDIA A100 data sheet; PCIe 4.0 x16, 31.5 GB/s raw each way",
+            raw_link_gbps=31.5,
+        ),
+        _machine(
+            "h100-pcie5",
+            "H100 PCIe 80 GB",
+            80,
+            51,
+            2000,
+            4,
+            "PCIe 5.0 x16",
+            "NVIDIA H100 data sheet; PCIe 5.0 x16, 63 GB/s raw each way",
+            raw_link_gbps=63,
+        ),
+        _machine(
+            "h200",
+            "H200 SXM 141 GB",
+            139,
+            67,
+            4800,
+            4,
+            "PCIe 5.0 x16",
+            "NVIDIA H200 data sheet; PCIe 5.0 x16, 63 GB/s raw each way",
+            raw_link_gbps=63,
+        ),
+        _machine(
+            "laptop-rtx4060",
+            "GeForce RTX 4060 Laptop 8 GB",
+            8,
+            11.6,
+            256,
+            6,
+            "PCIe 4.0 x8",
+            "NVIDIA RTX 4060 Laptop specification (3072 cores at 1.89 GHz); PCIe 4.0 x8, 15.75 GB/s raw each way",
+            raw_link_gbps=15.75,
+        ),
+    )
+}

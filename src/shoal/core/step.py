@@ -1,0 +1,268 @@
+"""One training step as plain data: ops in the order they run, and the storages they read and write.
+
+A *storage* is a contiguous block of device bytes that one or more tensors share (the papers' TSO: tensor storage
+object). Lifetimes belong to storages, never to tensors: views, detached tensors and in-place results are tensors of
+the storage they look at. Views are not ops: they move no bytes and are made again wherever they are needed.
+
+Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from shoal.core.hardware import Link
+from shoal.core.records import read_record
+from shoal.core.sizes import in_pages
+from shoal.errors import CaptureError
+
+Phase = Literal["forward", "loss", "backward"]
+StorageKind = Literal[
+    "parameter",  # resident all step
+    "buffer",  # resident all step
+    "input",  # the batch: resident all step, its owner holds it
+    "constant",  # a tensor the graph carries along: resident all step
+    "activation",  # written by a forward op
+    "output",  # written by a forward op and handed to the caller, who holds it until the step ends
+    "tangent",  # the gradient of an output, made by the loss, held by autograd until the step ends
+    "error",  # written by a backward op and read by another (the papers' error terms)
+    "gradient",  # written by a backward op and handed to the optimizer: alive until the step ends
+]
+RESIDENT: frozenset[str] = frozenset({"parameter", "buffer", "input", "constant"})
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A block of device bytes.
+
+    Attributes:
+        id: its place in `StepGraph.storages`.
+        name: the tensor that first fills it, unique in the step.
+        nbytes: what the device allocator gives for it.
+        kind: see `StorageKind`.
+        layer: the module path of its producer, such as "layer1.0.conv1" ("" at the top level).
+        shape, dtype: of the tensor that first fills it.
+        tensors: every tensor that lives in it, views included.
+    """
+
+    id: int
+    name: str
+    nbytes: int
+    kind: StorageKind
+    layer: str
+    shape: tuple[int, ...]
+    dtype: str
+    tensors: tuple[str, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """What it takes on the host."""
+        return in_pages(self.nbytes)
+
+
+@dataclass(frozen=True)
+class Again:
+    """The second run of an op for which that is a cheaper call, which writes the op's first storage alone.
+
+    Attributes: as of `Op`.
+    """
+
+    target: str
+    reads: tuple[int, ...]
+    overwrites: int = -1
+    signature: str = ""
+    flops: int = 0
+    moved_bytes: int = 0
+    seconds: float = 0.0
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Op:
+    """A node of the serialised step.
+
+    Attributes:
+        id: its place in `StepGraph.ops`; ops run in that order.
+        name: unique in the step.
+        target: what it computes, such as "aten.convolution.default".
+        phase: "forward", "loss" (everything between the two graphs, outside the captured model) or "backward".
+        layer: module path of the layer it belongs to, also for backward ops.
+        reads, writes: storage ids. An op writes only storages that nothing wrote before it.
+        overwrites: a read storage of the same size whose block its first written storage may take over if the read
+            storage dies here (in-place execution); -1 for none.
+        recomputable: False where running it twice would change the training (it is then kept).
+        random: it draws from the generator; a recomputation replays the state it drew from.
+        signature: equal for ops that cost the same (target, shapes, dtypes, layouts, options).
+        flops: floating-point operations. moved_bytes: least bytes read and written.
+        seconds: how long it runs on the planned hardware. workspace_bytes: scratch it holds while it runs.
+        again: how it runs the second time, None if just as the first time.
+    """
+
+    id: int
+    name: str
+    target: str
+    phase: Phase
+    layer: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    overwrites: int = -1
+    recomputable: bool = True
+    random: bool = False
+    signature: str = ""
+    flops: int = 0
+    moved_bytes: int = 0
+    seconds: float = 0.0
+    workspace_bytes: int = 0
+    again: Again | None = None
+
+    @cached_property
+    def second(self) -> Op:
+        """The op as it runs when its result is recomputed."""
+        if self.again is None:
+            return self
+        differing = {f.name: getattr(self.again, f.name) for f in fields(self.again)}
+        return replace(self, **differing, writes=self.writes[:1])
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """The serialised step of one model at one input shape.
+
+    Attributes:
+        model: the model's name, for tables and errors.
+        ops: forward ops, then at most one "loss" op, then backward ops.
+        storages: every storage of the step; `storages[i].id == i`.
+        standing_bytes: device bytes that stay in use all step and belong to no storage: optimizer state, gradients
+            accumulated by earlier steps.
+        link: the way to the host, by which storages may be offloaded; None where nothing may leave the device.
+    """
+
+    model: str
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    standing_bytes: int = 0
+    link: Link | None = None
+
+    @cached_property
+    def n_forward(self) -> int:
+        """How many ops run before the loss or the backward pass: `ops[:n_forward]` is the forward pass."""
+        return sum(op.phase == "forward" for op in self.ops)
+
+    @cached_property
+    def op_called(self) -> Mapping[str, Op]:
+        """Name → op."""
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def storage_called(self) -> Mapping[str, Storage]:
+        """Name → storage."""
+        return {storage.name: storage for storage in self.storages}
+
+    @cached_property
+    def producer(self) -> Mapping[int, int]:
+        """Storage id → id of the op that writes it."""
+        return {storage: op.id for op in self.ops for storage in op.writes}
+
+    @cached_property
+    def readers(self) -> Mapping[int, tuple[int, ...]]:
+        """Storage id → ids of the ops that read it, in order."""
+        found: dict[int, list[int]] = {storage.id: [] for storage in self.storages}
+        for op in self.ops:
+            for storage in op.reads:
+                found[storage].append(op.id)
+        return {storage: tuple(ops) for storage, ops in found.items()}
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Bytes in use at every position: parameters, buffers, the input batch, constants and standing bytes."""
+        return self.standing_bytes + sum(s.nbytes for s in self.storages if s.kind in RESIDENT)
+
+    @cached_property
+    def saved(self) -> tuple[int, ...]:
+        """Ids of the saved storages: a forward op writes them, a backward op reads them."""
+        return tuple(
+            s.id
+            for s in self.storages
+            if s.kind in ("activation", "output")
+            and any(self.ops[reader].phase == "backward" for reader in self.readers[s.id])
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for steps on which the same plan is valid: ops, storages and sizes, not times."""
+        shape = [(op.name, op.target, op.phase, op.reads, op.writes, op.second.reads) for op in self.ops]
+        blocks = [(s.name, s.nbytes, s.kind) for s in self.storages]
+        return hashlib.sha256(json.dumps([shape, blocks]).encode()).hexdigest()[:16]
+
+    def with_costs(self, seconds: Mapping[str, float], workspace_bytes: Mapping[str, int]) -> StepGraph:
+        """The same step with times and workspaces filled in by op signature; unnamed signatures keep theirs."""
+
+        def cost(run: Op | Again) -> dict[str, Any]:
+            return {
+                "seconds": seconds.get(run.signature, run.seconds),
+                "workspace_bytes": workspace_bytes.get(run.signature, run.workspace_bytes),
+            }
+
+        ops = [replace(op, **cost(op), again=op.again and replace(op.again, **cost(op.again))) for op in self.ops]
+        return replace(self, ops=tuple(ops))
+
+    def with_least_workspaces(self, first: Mapping[str, int], second: Mapping[str, int]) -> StepGraph:
+        """The same step with workspaces of at least so many bytes, by op name: of first runs and of second ones."""
+
+        def raised(op: Op) -> Op:
+            again = op.again and replace(
+                op.again, workspace_bytes=max(op.again.workspace_bytes, second.get(op.name, 0))
+            )
+            return replace(op, workspace_bytes=max(op.workspace_bytes, first.get(op.name, 0)), again=again)
+
+        return replace(self, ops=tuple(map(raised, self.ops)))
+
+    @cached_property
+    def held_for_second_runs(self) -> frozenset[int]:
+        """Storages that a second run reads of what the first one wrote: they cannot be given up."""
+        return frozenset(s for op in self.ops if op.again for s in op.again.reads if s in op.writes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and dicts, for `json.dump`."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> StepGraph:
+        """The inverse of `to_json`.
+
+        Raises:
+            InputError: a value is missing or of another type. Whether the step makes sense, `check_step` tells.
+        """
+        return read_record(StepGraph, value, "step")
+
+
+def at_largest(usual: StepGraph, others: Sequence[StepGraph]) -> StepGraph:
+    """A step whose sizes vary, with the most that each storage takes: `usual` has the costs, `others` larger storages.
+
+    Raises:
+        CaptureError: they are not one step at several sizes.
+    """
+    if not others:
+        return usual
+    every = (usual, *others)
+    if len({tuple((op.name, op.reads, op.writes) for op in graph.ops) for graph in every}) > 1:
+        raise CaptureError("the step is another one at other cuts; split it without stochastic=")
+
+    def op_of(ops: Sequence[Op]) -> Op:
+        again = ops[0].again
+        if again is not None and len({op.second.overwrites for op in ops}) > 1:
+            again = replace(again, overwrites=-1)
+        overwrites = ops[0].overwrites if len({op.overwrites for op in ops}) == 1 else -1
+        workspace_bytes = max(op.workspace_bytes for op in ops)
+        return replace(ops[0], overwrites=overwrites, workspace_bytes=workspace_bytes, again=again)
+
+    def largest(storages: Sequence[Storage]) -> Storage:
+        return max(storages, key=lambda storage: storage.nbytes)
+
+    ops = tuple(map(op_of, zip(*(graph.ops for graph in every), strict=True)))
+    return replace(usual, ops=ops, storages=tuple(map(largest, zip(*(g.storages for g in every), strict=True))))

@@ -1,0 +1,142 @@
+"""The rates of the machine at hand, measured in a few seconds and remembered on disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from shoal.core.hardware import Device, Hardware, Link
+from shoal.core.records import read_record
+from shoal.cost import measurement_cache
+from shoal.errors import InputError
+from shoal.lowlevel.undisturbed import undisturbed
+
+_MIB = 2**20
+_LEAST_RUNS = 3
+_MOST_RUNS = 1000
+_ENOUGH_SECONDS = 0.3  # of runs of one measurement
+
+
+def measure(device: str | torch.device = "cpu", *, cache: bool = True) -> Hardware:
+    """Measure this machine as `Hardware` describes it.
+
+    - `flops_per_second`: the better of a 3x3 convolution and a matrix product, both float32 under the present
+      settings (on CUDA, PyTorch lets convolutions use TF32 unless told otherwise).
+    - `bytes_per_second`: `relu` of 64 MiB (256 MiB on CUDA) into fresh memory, as in a training step.
+    - `launch_seconds`: `relu` of one element, many in a row.
+    - `memory_bytes`: of the GPU, or what the operating system and its container let this process use.
+    - link: copies between device memory and a pinned host buffer; on the CPU between two buffers, as an offload to a
+      host slab does.
+
+    Args:
+        device: "cpu" or "cuda".
+        cache: return what was measured here before under the same settings, and remember what is measured now.
+
+    Raises:
+        InputError: the device is not here.
+    """
+    place = measurement_cache.device_of(device)
+    known = measurement_cache.recall("rates", place).get("hardware") if cache else None
+    if known is not None:
+        try:
+            return read_record(Hardware, known, "hardware")
+        except InputError:
+            pass  # what cannot be is measured again
+    with undisturbed(place):
+        hardware = _measure(place)
+    if cache:
+        measurement_cache.remember("rates", place, {"hardware": asdict(hardware)})
+    return hardware
+
+
+def _measure(device: torch.device) -> Hardware:
+    name = measurement_cache.device_name(device)
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return Hardware(
+        name=f"this machine ({device.type})",
+        device=Device(
+            name=f"{name}{threads}",
+            memory_bytes=_memory_bytes(device),
+            flops_per_second=max(_convolution_rate(device), _matmul_rate(device)),
+            bytes_per_second=_elementwise_rate(device),
+            launch_seconds=_launch_seconds(device),
+        ),
+        link=_link(device),
+        source=f"measured with torch {torch.__version__}",
+    )
+
+
+def _convolution_rate(device: torch.device) -> float:
+    batch, channels, side = (64, 256, 56) if device.type == "cuda" else (8, 64, 56)
+    x = torch.randn(batch, channels, side, side, device=device)
+    weight = torch.randn(channels, channels, 3, 3, device=device)
+    flops = 2 * x.numel() * channels * 9
+    return flops / fastest_seconds(lambda: torch.conv2d(x, weight, padding=1), device)
+
+
+def _matmul_rate(device: torch.device) -> float:
+    side = 8192 if device.type == "cuda" else 1024
+    a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
+    return 2 * side**3 / fastest_seconds(lambda: a @ b, device)
+
+
+def _elementwise_rate(device: torch.device) -> float:
+    x = torch.randn((256 if device.type == "cuda" else 64) * _MIB // 4, device=device)
+    return 2 * x.nbytes / fastest_seconds(lambda: torch.relu(x), device)
+
+
+def _launch_seconds(device: torch.device) -> float:
+    x = torch.ones(1, device=device)
+    in_a_row = 1000
+
+    def launch() -> None:
+        for _ in range(in_a_row):
+            torch.relu(x)
+
+    return fastest_seconds(launch, device) / in_a_row
+
+
+def _link(device: torch.device) -> Link:
+    cuda = device.type == "cuda"
+    near = torch.ones((256 if cuda else 64) * _MIB, dtype=torch.uint8, device=device)
+    far = torch.ones(near.numel(), dtype=torch.uint8, pin_memory=cuda)
+    return Link(
+        name="pinned copies" if cuda else "copies to a host slab",
+        to_host_bytes_per_second=near.nbytes / fastest_seconds(lambda: far.copy_(near, non_blocking=cuda), device),
+        to_device_bytes_per_second=near.nbytes / fastest_seconds(lambda: near.copy_(far, non_blocking=cuda), device),
+        latency_seconds=fastest_seconds(lambda: far[:1].copy_(near[:1], non_blocking=cuda), device),
+    )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        allowed = "max"
+    return min(installed, int(allowed)) if allowed.isdigit() else installed
+
+
+def fastest_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """How long the fastest of some runs takes, its work on `device` included, after one that warms up."""
+    times: list[float] = []
+    run()
+    _wait(device)
+    while len(times) < _LEAST_RUNS or (sum(times) < _ENOUGH_SECONDS and len(times) < _MOST_RUNS):
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return min(times)  # whatever else the machine does only adds time
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,137 @@
+"""What is remembered about this machine between runs: one JSON file per subject, device and PyTorch settings.
+
+A lost or broken file costs time, never a result: it is measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.codecs import kernels, levels_native
+from shoal.core.cache import cache_dir
+from shoal.core.files import write_json
+from shoal.core.records import read_json, read_object
+from shoal.errors import InputError
+from shoal.kernels.norm import norm_rows
+from shoal.lowlevel import triton_launch
+from shoal.lowlevel.native import fingerprint
+
+_DEEPEST = 8  # levels of lists and objects in a remembered value
+_FORMAT = 1
+_KERNEL_VARIABLES = (
+    norm_rows.LEVEL_VARIABLE,
+    triton_launch.VARIABLE,
+    kernels.VARIABLE,
+    levels_native.LEVEL_VARIABLE,
+)
+
+
+def device_of(name: str | torch.device) -> torch.device:
+    """The device `name` stands for.
+
+    Raises:
+        InputError: it is no CPU or CUDA device, or there is none here.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"device={name!r} is no device; give 'cpu' or 'cuda'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device={str(name)!r} is not supported; give 'cpu' or 'cuda'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device={str(name)!r} is not here; give 'cpu', or plan for a preset: hardware='a100-pcie4'")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The processor's name, such as "AMD EPYC 9B14" or "NVIDIA H200"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Everything that decides how fast an op runs here, as plain values."""
+    return {
+        "format": _FORMAT,
+        "torch": torch.__version__,
+        "kernels": [fingerprint(), *(os.environ.get(variable, "") for variable in _KERNEL_VARIABLES)],
+        "device": device_name(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else 0,
+        "cores": os.cpu_count() or 1,
+        "float32_precision": torch.get_float32_matmul_precision(),
+        "onednn": torch.backends.mkldnn.enabled,
+        "cudnn": [
+            torch.backends.cudnn.enabled,
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.allow_tf32,
+        ],
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def recall(subject: str, device: torch.device) -> dict[str, Any]:
+    """What was remembered on `subject` ("costs", "rates"); empty when there is nothing, or nothing readable.
+
+    Of its values only the depth is known here: whoever reads them holds them against what they may be.
+    """
+    try:
+        path = _path(subject, device)
+    except InputError:  # no place for a cache
+        return {}
+    try:
+        value = read_object(read_json(path), "it")
+        entries = read_object(value.get("entries"), "entries")
+    except OSError:
+        return {}
+    except InputError as error:
+        warnings.warn(f"ignored {path}, which is not a file of Shoal's ({error}); measuring again", stacklevel=3)
+        return {}
+    if value.get("machine") != describe(device):
+        return {}
+    return {key: each for key, each in entries.items() if _is_shallow(each, _DEEPEST)}
+
+
+def remember(subject: str, device: torch.device, entries: dict[str, Any]) -> bool:
+    """Add `entries` to what is remembered on `subject`; False where nothing can be written."""
+    try:
+        path = _path(subject, device)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # told once, when the file was first read
+            known = recall(subject, device)
+        write_json(path, {"machine": describe(device), "entries": {**known, **entries}})
+    except (OSError, InputError):
+        return False
+    return True
+
+
+def _is_shallow(value: Any, levels: int) -> bool:
+    """Whether JSON is nested no deeper than that: what is deeper could be read and then not be written again."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not inner or (levels > 0 and all(_is_shallow(each, levels - 1) for each in inner))
+
+
+def _path(subject: str, device: torch.device) -> Path:
+    machine = describe(device)
+    digest = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:12]
+    words = re.sub(r"[^a-z0-9]+", "-", f"{device.type} {machine['device']}".lower()).strip("-")
+    return cache_dir() / subject / f"{words}-{digest}.json"

@@ -1,0 +1,209 @@
+"""Times and workspaces of ops, measured here: each distinct op of a step is run by itself, once per signature.
+
+The step is not run, the model's tensors are not touched, and neither the random number generators nor the gradient
+mode are different afterwards. Results are remembered on disk per machine, so that the same step costs nothing twice.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import fx
+
+from shoal.capture.op_counts import target_name
+from shoal.capture.step_reader import Captured
+from shoal.core.records import read_value
+from shoal.core.step import StepGraph
+from shoal.cost import measurement_cache
+from shoal.cost.random_operands import OperandFactory
+from shoal.errors import InputError
+from shoal.lowlevel import allocations
+from shoal.lowlevel.undisturbed import undisturbed
+
+_LEAST_RUNS = 3
+_MOST_RUNS = 200
+_ENOUGH_SECONDS = 0.05  # of runs of one op, once there are the least runs
+_MOST_SECONDS = 0.25  # of runs of one op, however few that makes
+_LONGEST_SECONDS = 3600.0  # of one op; what is remembered as longer is not believed
+_SLOW_SECONDS = 0.5  # an op whose first run takes longer is timed once
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured costs by op signature, as `StepGraph.with_costs` takes them.
+
+    Attributes:
+        seconds: the fastest of its runs, its allocations and their release included.
+        workspace_bytes: what it held at its peak beyond operands and results.
+    """
+
+    seconds: Mapping[str, float]
+    workspace_bytes: Mapping[str, int]
+
+
+def profile(
+    nodes: Mapping[str, fx.Node],
+    *,
+    device: str | torch.device = "cpu",
+    progress: bool | None = None,
+    cache: bool = True,
+    budget_seconds: float | None = None,
+) -> Costs:
+    """Run each op by itself on random operands of its shapes, layouts and dtypes, and measure it.
+
+    The first run warms up (kernel selection, oneDNN primitives) and shows the workspace; it is not timed. Then the op
+    runs at least three times and for 50 ms, but no longer than 0.25 s; one that takes more than half a second is
+    timed once. The fastest run counts: other programs on the machine only add time.
+
+    Args:
+        nodes: signature → a `call_function` node of that signature, operands with FakeTensors in `meta["val"]`. Any
+            callable may be its target.
+        device: "cpu" or "cuda"; the fake tensors may be of another.
+        progress: show a bar on stderr; None: only on a terminal.
+        cache: read and write the times remembered for this machine (folder `costs` of `shoal.core.cache.cache_dir()`).
+        budget_seconds: when that long has gone by, each op left is timed once.
+
+    Returns:
+        Costs of every op that ran. One that cannot run by itself is left out, with a warning.
+
+    Raises:
+        InputError: the device is not here, or a profiler is running on this thread.
+
+    Limits: operands are in the cache more often than within a step, and values are random, so ops whose time hangs on
+    their values (sorting, sparse indexing) are only indicative.
+    """
+    place = measurement_cache.device_of(device)
+    known = _readable(measurement_cache.recall("costs", place)) if cache else {}
+    found = {key: known[key] for key in nodes if key in known}
+    missing = {key: node for key, node in nodes.items() if key not in found}
+    if missing and place.type == "cpu" and allocations.is_busy():
+        raise InputError("ops cannot be timed while a profiler runs; run the first step before starting it")
+    measured: dict[str, tuple[float, int]] = {}
+    try:
+        with undisturbed(place), _bar(missing, progress) as advance:
+            operands = OperandFactory(place)
+            deadline = time.perf_counter() + (float("inf") if budget_seconds is None else budget_seconds)
+            for key, node in missing.items():
+                advance(target_name(node.target))
+                try:
+                    measured[key] = _measure(node, operands, hurry=time.perf_counter() > deadline)
+                except Exception as error:
+                    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                    warnings.warn(f"cannot time {key}: {reason}; its time stays an estimate", stacklevel=2)
+    finally:
+        if cache and measured:
+            measurement_cache.remember("costs", place, {key: list(value) for key, value in measured.items()})
+    found |= measured
+    return Costs(
+        seconds={key: seconds for key, (seconds, _) in found.items()},
+        workspace_bytes={key: workspace for key, (_, workspace) in found.items()},
+    )
+
+
+def profile_step(captured: Captured, device: torch.device) -> StepGraph:
+    """The captured step with the times and workspaces of its ops on a device that is here; see `profile`."""
+    costs = profile(captured.distinct_nodes(), device=device)
+    return captured.with_costs(costs.seconds, costs.workspace_bytes)
+
+
+def _measure(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int]:
+    target: Any = node.target
+    args, kwargs = operands.arguments(node)
+    clock = _cuda_clock if operands.device.type == "cuda" else _cpu_clock
+    memory = _cuda_workspace if operands.device.type == "cuda" else _cpu_workspace
+
+    def run() -> Any:
+        return target(*args, **kwargs)
+
+    start = time.perf_counter()
+    workspace_bytes = memory(run)
+    slow = time.perf_counter() - start > _SLOW_SECONDS
+    times: list[float] = []
+    while not times or (not (slow or hurry) and not _enough(times)):
+        times.append(clock(run))
+    return min(times), workspace_bytes  # whatever else the machine does only adds time
+
+
+def _enough(times: list[float]) -> bool:
+    spent = sum(times)
+    if spent > _MOST_SECONDS or len(times) >= _MOST_RUNS:
+        return True
+    return spent > _ENOUGH_SECONDS and len(times) >= _LEAST_RUNS
+
+
+def _cpu_clock(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    result = run()
+    del result  # giving pages back takes time, in a step as here
+    return time.perf_counter() - start
+
+
+def _cuda_clock(run: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _cpu_workspace(run: Callable[[], Any]) -> int:
+    result, changes = allocations.record(run)
+    del result  # held until here: what it keeps is not workspace
+    return allocations.peak_bytes(changes) - max(0, sum(changes))
+
+
+def _cuda_workspace(run: Callable[[], Any]) -> int:
+    run()  # chooses kernels, and makes the workspaces that cuBLAS holds for good
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    result = run()
+    torch.cuda.synchronize()
+    workspace_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del result
+    return max(0, workspace_bytes)
+
+
+@contextmanager
+def _bar(nodes: Mapping[str, fx.Node], show: bool | None) -> Iterator[Callable[[str], None]]:
+    shown = bool(nodes) and (sys.stderr.isatty() if show is None else show)
+    columns = (
+        TextColumn("timing ops"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=console.is_terminal, disable=not shown) as bar:
+        task = bar.add_task("", total=len(nodes))
+        started = iter((0,))  # the first op has nothing behind it yet
+
+        def advance(target: str) -> None:
+            bar.update(task, advance=next(started, 1), description=target)
+
+        yield advance
+        bar.update(task, completed=len(nodes), description="")
+
+
+def _readable(entries: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+    """The entries that can be costs; another one is as if it were not there, and is measured again."""
+    good: dict[str, tuple[float, int]] = {}
+    for key, value in entries.items():
+        try:
+            seconds, workspace_bytes = value
+            cost = (read_value(float, seconds, key), read_value(int, workspace_bytes, key))
+        except (InputError, TypeError, ValueError):  # no pair, or not of numbers
+            continue
+        if 0 <= cost[0] <= _LONGEST_SECONDS and cost[1] >= 0:
+            good[key] = cost
+    return good

@@ -1,0 +1,149 @@
+"""Real tensors in the place of a captured node's fake ones, so that the node can be run by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from shoal.capture.op_counts import concrete
+
+_aten = torch.ops.aten
+_PATTERN_ELEMS = (1 << 20) - 3  # no power of two, so that rows of a tensor differ
+_SEED = 20_24
+_POOLS = {_aten.max_pool2d_with_indices.default: 2, _aten.max_pool3d_with_indices.default: 3}
+_POOL_BACKWARDS = {
+    _aten.max_pool2d_with_indices_backward.default: 2,
+    _aten.max_pool3d_with_indices_backward.default: 3,
+}
+
+
+class OperandFactory:
+    """Makes the arguments of nodes on one device, with a random generator of its own.
+
+    Floats are standard normal; one-dimensional ones (variances, scales) lie above 0.5. Truth values are mixed.
+    Integers are what the op can take: places in their windows for max pooling, classes for losses, rows for
+    embeddings, else 0. Sizes, strides and dtypes are those of the fake tensors, so memory format and padding hold.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._generator = torch.Generator(device).manual_seed(_SEED)
+        self._patterns: dict[torch.dtype, torch.Tensor] = {}
+
+    def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments to call `node.target` with; the same node gives the same tensor."""
+        made: dict[fx.Node, Any] = {}
+
+        def materialise(operand: fx.Node) -> Any:
+            if operand not in made:
+                fill = _integers_for(node, operand)
+                made[operand] = tree_map(lambda leaf: self._leaf(leaf, fill), operand.meta.get("val"))
+            return made[operand]
+
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), materialise)
+        args, kwargs = tree_map(concrete, (tuple(args), dict(kwargs)))
+        if isinstance(kwargs.get("device"), torch.device):
+            kwargs["device"] = self.device
+        return tuple(args), kwargs
+
+    def _leaf(self, leaf: Any, fill: Callable[[torch.Tensor], None] | None) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return concrete(leaf)
+        shape = [int(size) for size in leaf.shape]
+        strides = [int(stride) for stride in leaf.stride()]
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if prod(shape) else 0
+        block = torch.empty(extent, dtype=leaf.dtype, device=self.device)
+        self._fill(block, positive=len(shape) == 1)
+        tensor = block.as_strided(shape, strides)
+        if fill is not None and not leaf.dtype.is_floating_point and 0 not in strides:
+            fill(tensor)
+        return tensor
+
+    def _fill(self, block: torch.Tensor, positive: bool) -> None:
+        if not (block.dtype.is_floating_point or block.dtype.is_complex or block.dtype is torch.bool):
+            block.zero_()
+            return
+        # Drawing every element would take longer than most ops: a block of random numbers is copied along instead.
+        pattern = self._pattern(block.dtype)
+        whole = block.numel() // _PATTERN_ELEMS * _PATTERN_ELEMS
+        block[:whole].view(-1, _PATTERN_ELEMS).copy_(pattern.expand(whole // _PATTERN_ELEMS, -1))
+        block[whole:].copy_(pattern[: block.numel() - whole])
+        if positive and block.dtype.is_floating_point:
+            block.abs_().add_(0.5)
+
+    def _pattern(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._patterns:
+            normal = torch.randn(_PATTERN_ELEMS, generator=self._generator, device=self.device)
+            self._patterns[dtype] = normal > 0 if dtype is torch.bool else normal.to(dtype)
+        return self._patterns[dtype]
+
+
+def _integers_for(node: fx.Node, operand: fx.Node) -> Callable[[torch.Tensor], None] | None:
+    """How to fill `operand` with integers that `node` can take; None for zeros."""
+    pool = operand.args[0] if _is_getitem(operand, 1) else None
+    if isinstance(pool, fx.Node) and pool.target in _POOLS:
+        return _first_places(_pool_arguments(pool, 0), _POOLS[pool.target])
+    if node.target in _POOL_BACKWARDS and operand is node.args[-1]:
+        return _first_places(_pool_arguments(node, 1), _POOL_BACKWARDS[node.target])
+    bound = _bound(node, operand)
+    return None if bound is None else lambda tensor: _count_up(tensor, bound)
+
+
+def _bound(node: fx.Node, operand: fx.Node) -> int | None:
+    packet = getattr(node.target, "overloadpacket", None)
+    args = node.args
+    if packet in (_aten.nll_loss_forward, _aten.nll_loss2d_forward) and operand is args[1]:
+        return _shape(args[0])[-1 if len(_shape(args[0])) == 1 else 1]
+    if packet in (_aten.nll_loss_backward, _aten.nll_loss2d_backward) and operand is args[2]:
+        return _shape(args[1])[-1 if len(_shape(args[1])) == 1 else 1]
+    if packet is _aten.embedding and operand is args[1]:
+        return _shape(args[0])[0]
+    if packet is _aten.embedding_dense_backward and operand is args[1]:
+        return int(concrete(args[2]))
+    return None
+
+
+def _pool_arguments(pool: fx.Node, first: int) -> tuple[list[int], Any, Any, Any]:
+    options = [*pool.args[first + 1 : first + 4], None, None, None]
+    return _shape(pool.args[first]), options[0], options[1], options[2]
+
+
+def _first_places(pool: tuple[list[int], Any, Any, Any], dims: int) -> Callable[[torch.Tensor], None]:
+    """Max-pool indices as the forward pass would leave them if the first element of each window were its largest."""
+    shape, kernel, stride, padding = pool
+    extents = shape[-dims:]
+    steps = _per_axis(stride, dims) or _per_axis(kernel, dims)
+    paddings = _per_axis(padding, dims) or [0] * dims
+
+    def fill(indices: torch.Tensor) -> None:
+        places = torch.zeros((), dtype=torch.int64, device=indices.device)
+        for axis, (extent, step, pad) in enumerate(zip(extents, steps, paddings, strict=True)):
+            starts = torch.arange(indices.shape[axis - dims], device=indices.device) * step - pad
+            places = places.unsqueeze(-1) * extent + starts.clamp_(0, extent - 1)
+        indices.copy_(places)
+
+    return fill
+
+
+def _count_up(tensor: torch.Tensor, bound: int) -> None:
+    tensor.copy_((torch.arange(tensor.numel(), device=tensor.device) % max(bound, 1)).view(tensor.shape))
+
+
+def _is_getitem(node: fx.Node, place: int) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem" and node.args[1:] == (place,)
+
+
+def _shape(node: Any) -> list[int]:
+    return [int(size) for size in node.meta["val"].shape]
+
+
+def _per_axis(sizes: Any, dims: int) -> list[int]:
+    if isinstance(sizes, int):
+        return [sizes] * dims
+    sizes = [int(size) for size in sizes or ()]
+    return sizes * dims if len(sizes) == 1 else sizes

@@ -1,0 +1,68 @@
+"""The times that a step would take on a device that is not here, from the counts of its ops.
+
+Times of the machine at hand come from `shoal.cost.profile`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from shoal.core.hardware import Hardware
+from shoal.core.step import Op, StepGraph
+
+
+def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
+    """The same step with the times a device that is not here would take.
+
+    Each op takes `max(flops / rate, bytes / bandwidth) + launch_seconds`, where
+
+    - `rate` is `device.flops_per_second`, times `k / 64` for a convolution that does only k < 64 multiply-adds per
+      element of its largest tensor. Short inner products cannot fill wide multipliers: first layers (k = 27 for 3x3 on
+      three channels) and depthwise convolutions (k = 9) run far below the rate of large ones;
+    - `bytes` are the op's `moved_bytes`, times the passes its kernels make over them: batch norm in training reads its
+      input twice, for the statistics and to normalise (3/2 of the least); its backward pass reads both its operands
+      twice (5/3); max pooling's backward scatters (2).
+
+    Workspaces are 0: implicit-GEMM kernels need none worth a plan, and what a machine really takes is measured when
+    the plan first runs there.
+
+    Args:
+        graph: a captured step, its ops with `flops` and `moved_bytes`.
+        hardware: a preset or a measured machine.
+
+    Returns:
+        A new step, with the hardware's link; `graph` is unchanged. Half-precision ops are timed at the float32 rate: an
+        upper bound.
+    """
+    device = hardware.device
+
+    def timed(op: Op) -> Op:
+        compute_seconds = op.flops / (device.flops_per_second * _multiplier_use(op, graph))
+        traffic_seconds = op.moved_bytes * _passes(op.target) / device.bytes_per_second
+        seconds = max(compute_seconds, traffic_seconds) + device.launch_seconds
+        return replace(op, seconds=seconds, workspace_bytes=0)
+
+    def timed_twice(op: Op) -> Op:
+        again = op.again and replace(op.again, seconds=timed(op.second).seconds, workspace_bytes=0)
+        return replace(timed(op), again=again)
+
+    return replace(graph, ops=tuple(timed_twice(op) for op in graph.ops), link=hardware.link)
+
+
+_FULL_INNER_PRODUCT = 64
+
+
+def _multiplier_use(op: Op, graph: StepGraph) -> float:
+    if "convolution" not in op.target or op.flops == 0:
+        return 1.0
+    largest_elems = max((prod(graph.storages[storage].shape) for storage in (*op.reads, *op.writes)), default=1)
+    return min(1.0, op.flops / (2 * max(largest_elems, 1)) / _FULL_INNER_PRODUCT)
+
+
+def _passes(target: str) -> float:
+    if "batch_norm" in target:
+        return 5 / 3 if "backward" in target else 3 / 2
+    if "max_pool" in target and "backward" in target:
+        return 2.0
+    return 1.0

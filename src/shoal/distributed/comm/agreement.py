@@ -1,0 +1,116 @@
+"""Ranks tell one another a hash of their settings before they train on them: where one has others, every rank raises.
+
+A codec, an option or a layout that differs between ranks need not fail: messages of one length are decoded into other
+values, and weights drift apart. The exchange is made once at set-up, and wherever what was agreed on changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from shoal.codecs.codec import Codec
+from shoal.core.version import __version__
+from shoal.distributed.comm.exchange import Exchange
+from shoal.distributed.comm.message import HEADER_BYTES
+from shoal.errors import TransferError
+
+_HASH_BYTES = 32
+_SAID_BYTES = _HASH_BYTES + 8  # a hash, and how long the text is that it was made of
+_MOST_TOLD = 3  # settings in one line
+
+
+def agree(exchange: Exchange, what: str, **settings: object) -> int:
+    """Return if every rank's settings are equal. A collective call: every rank makes it before it goes on.
+
+    Args:
+        exchange: between the ranks; nothing else may be under way on it.
+        what: is set up, for errors: "compress_gradients". Ranks that set up different things are told as well.
+        settings: by name, in as many words as an error needs; their `str` is compared.
+
+    Returns:
+        Bytes that this rank sent.
+
+    Raises:
+        TransferError: ranks differ; on every one of them, with the settings and who has which. Or one failed.
+    """
+    if exchange.ranks == 1:
+        return 0
+    mine = {"version of Shoal": __version__, "ranks": exchange.ranks, **settings}
+    text = json.dumps({name: str(value) for name, value in mine.items()}).encode()
+    said = _told(exchange, _hash(text) + len(text).to_bytes(8, "little"), [_SAID_BYTES] * exchange.ranks, what)
+    if any(one[:_HASH_BYTES] != said[0][:_HASH_BYTES] for one in said):
+        lengths = [int.from_bytes(one[_HASH_BYTES:], "little") for one in said]
+        texts = [json.loads(one) for one in _told(exchange, text, lengths, what)]
+        raise TransferError(f"{what}: {_difference(texts)}; give every rank the same model, codec and options")
+    return (exchange.ranks - 1) * (HEADER_BYTES + _SAID_BYTES)
+
+
+def described(codec: Codec | str | None) -> str:
+    """A codec with its options, "auto", or None, as a setting.
+
+    >>> from shoal import codecs
+    >>> described(codecs.get("linear")), described(None)
+    ('linear(block=4096)', 'none')
+    """
+    return "none" if codec is None else str(codec)
+
+
+def fingerprint(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Names, shapes, types and whether they are trained, in a few words.
+
+    >>> fingerprint(torch.nn.Linear(3, 2).named_parameters())
+    '2 parameters, 8 values, hash 1fdf37f8'
+    """
+    facts = [(name, list(one.shape), str(one.dtype), one.requires_grad) for name, one in parameters]
+    values = sum(torch.Size(shape).numel() for _, shape, _, _ in facts)
+    return f"{len(facts)} parameters, {values} values, hash {short_hash(facts)}"
+
+
+def short_hash(facts: object) -> str:
+    """Of plain data, for a setting that is too long to be told.
+
+    >>> short_hash([1, "a"]) == short_hash([1, "b"])
+    False
+    """
+    return _hash(json.dumps(facts).encode()).hex()[:8]
+
+
+def _told(exchange: Exchange, mine: bytes, sizes_bytes: Sequence[int], what: str) -> list[bytes]:
+    """What every rank tells."""
+    device = "cpu" if exchange.host_sends else f"cuda:{torch.cuda.current_device()}"
+    part = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    parts = exchange.all_gather(part, sizes_bytes, what=f"settings of {what}")
+    return [one.cpu().numpy().tobytes() for one in parts]
+
+
+def _difference(settings: Sequence[dict[str, str]]) -> str:
+    """Which settings differ, and who has which."""
+    names = {name: None for one in settings for name in one}
+    told = []
+    for name in names:
+        by_value: dict[str, list[int]] = {}
+        for rank, one in enumerate(settings):
+            by_value.setdefault(one.get(name, "not there"), []).append(rank)
+        if len(by_value) > 1:
+            told.append(f"{name} " + ", ".join(f"{value} on {_ranks(who)}" for value, who in by_value.items()))
+    more = len(told) - _MOST_TOLD
+    return "ranks differ: got " + "; ".join([*told[:_MOST_TOLD], *([f"and {more} more"] if more > 0 else [])])
+
+
+def _ranks(who: Sequence[int]) -> str:
+    """
+    >>> _ranks([1]), _ranks([0, 2, 3, 4, 5])
+    ('rank 1', 'ranks 0, 2, 3 and 2 more')
+    """
+    if len(who) == 1:
+        return f"rank {who[0]}"
+    first, more = ", ".join(map(str, who[:3])), len(who) - 3
+    return f"ranks {first}" + (f" and {more} more" if more > 0 else "")
+
+
+def _hash(text: bytes) -> bytes:
+    return hashlib.sha256(text).digest()

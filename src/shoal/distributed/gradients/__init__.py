@@ -1,0 +1,4 @@
+"""Compressed gradients: DDP and FSDP hooks, error feedback, and which codec pays on which link.
+
+Imports `distributed.comm`, `codecs` and `core`.
+"""

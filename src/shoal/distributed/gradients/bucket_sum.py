@@ -1,0 +1,189 @@
+"""The mean of one bucket of gradients over all ranks, on codes: what one rank computes between its exchanges.
+
+`ShardedMean`: each rank sums one shard and encodes the mean for all, so that all decode the same bytes.
+`LocalExactMean`: 8 bits for what arrives, 32 for the local part, the data parallelism of Dettmers 2016.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from shoal.codecs.float_codec import FloatCodec
+from shoal.distributed.comm.buffers import Buffers
+from shoal.distributed.comm.exchange import Exchange
+from shoal.distributed.gradients.feedback import Feedback
+from shoal.distributed.gradients.layout import Segment
+from shoal.distributed.gradients.segments import (
+    Segments,
+    add,
+    mean_one,
+    message_bytes,
+    pack,
+    places,
+    unpack,
+    unpack_one,
+)
+
+
+@dataclass(frozen=True)
+class CodedBucket:
+    """What is the same in every step.
+
+    Attributes:
+        what: it is, for errors: "gradients of bucket 3".
+        shards: of each rank; of `LocalExactMean`, one for all.
+        codec: of the encoded segments.
+        rank: of this process.
+        ranks: how many.
+        feedback: what is owed, or None to owe nothing.
+        unsettled: what is owed of the rank's own shard, to be added once.
+    """
+
+    what: str
+    shards: tuple[Segments, ...]
+    codec: FloatCodec
+    rank: int
+    ranks: int
+    feedback: Feedback | None = None
+    unsettled: set[Segment] = field(default_factory=set)
+
+
+class Mean(Protocol):
+    """The stages of one bucket's mean, in this order, each in a thread of its own."""
+
+    def encode(self) -> None:
+        """Send what the other ranks need of this one's gradients."""
+
+    def sum(self) -> None:
+        """The mean of what this rank sums, when all of it is there; send what the other ranks need of it."""
+
+    def decode(self) -> None:
+        """The mean in the bucket, when all of it is there."""
+
+
+class ShardedMean:
+    """Encode, all-to-all, sum in float32, encode the mean, all-gather, decode.
+
+    The rank's own part of its shard is not encoded on the way to the sum. All ranks, the shard's owner too, take what
+    the encoded mean decodes to: they hold the same bits.
+    """
+
+    def __init__(
+        self, bucket: CodedBucket, buffer: torch.Tensor, buffers: Buffers, scatter: Exchange, gather: Exchange
+    ) -> None:
+        self._bucket = bucket
+        self._buffer = buffer
+        self._values = buffer.float()  # itself, where it is float32
+        self._buffers = buffers
+        self._sizes = [message_bytes(shard, bucket.codec) for shard in bucket.shards]
+        # All is expected at once: the peers' messages must not wait until this rank gets to it.
+        own_bytes = self._sizes[bucket.rank]
+        coming = [0 if r == bucket.rank else own_bytes for r in range(bucket.ranks)]
+        self._received = [self._take(size_bytes) for size_bytes in coming]
+        self._means = [self._take(size_bytes) for size_bytes in self._sizes]
+        device = buffer.device
+        self._scatter = scatter.expect(coming, what=bucket.what, out=self._received, device=device)
+        what = f"mean of the {bucket.what}"
+        self._gather = gather.expect(self._sizes, what=what, out=self._means, device=device)
+        self._sending: list[torch.Tensor] = []
+
+    def encode(self) -> None:
+        bucket = self._bucket
+        for r, shard in enumerate(bucket.shards):
+            part = self._take(0 if r == bucket.rank else self._sizes[r])
+            self._sending.append(part)
+            if r != bucket.rank and bucket.feedback is not None:
+                bucket.feedback.pack_gradients(self._values, shard, bucket.codec, part)
+            elif r != bucket.rank:
+                pack(self._values, shard, bucket.codec, part)
+        self._scatter.send(self._sending)
+
+    def sum(self) -> None:
+        bucket, values = self._bucket, self._values
+        self._scatter.receive()
+        self._give(self._sending)
+        own = bucket.shards[bucket.rank]
+        if bucket.feedback is not None:
+            bucket.feedback.settle(values, bucket.unsettled)
+        others = [message for r, message in enumerate(self._received) if r != bucket.rank]
+        mean = self._means[bucket.rank]
+        # One segment after the other, while its values are in the caches.
+        for segment, place in zip(own, places(own, bucket.codec), strict=True):
+            theirs = [message[place] for message in others]
+            if bucket.feedback is None:
+                mean_one(values[segment.values], theirs, segment, bucket.codec, bucket.ranks, mean[place])
+                continue
+            for message in theirs:
+                add(message, (segment,), bucket.codec, values)
+            values[segment.values].div_(bucket.ranks)
+            bucket.feedback.pack_means(values, (segment,), bucket.codec, mean[place])
+            unpack_one(mean[place], segment, bucket.codec, values[segment.values])
+        self._give(self._received)
+        self._gather.send([mean] * bucket.ranks)
+
+    def decode(self) -> None:
+        bucket, values = self._bucket, self._values
+        self._gather.receive()
+        for r, (shard, message) in enumerate(zip(bucket.shards, self._means, strict=True)):
+            if r != bucket.rank:
+                unpack(message, shard, bucket.codec, values)
+        self._give(self._means)
+        if values is not self._buffer:
+            self._buffer.copy_(values)
+
+    def _take(self, size_bytes: int) -> torch.Tensor:
+        return self._buffers.take(size_bytes, self._buffer.device)
+
+    def _give(self, lent: list[torch.Tensor]) -> None:
+        for buffer in lent:
+            self._buffers.give(buffer)
+        lent.clear()
+
+
+class LocalExactMean:
+    """Every rank sends all of its encoded gradients to every other and adds its own as they are.
+
+    A rank takes its own gradients exactly and the others' rounded: ranks get different means, up to the codec's error.
+    """
+
+    def __init__(
+        self, bucket: CodedBucket, buffer: torch.Tensor, buffers: Buffers, _scatter: Exchange, gather: Exchange
+    ) -> None:
+        self._bucket = bucket
+        self._buffer = buffer
+        self._values = buffer.float()
+        self._buffers = buffers
+        self._segments = bucket.shards[0]
+        sizes = [message_bytes(self._segments, bucket.codec)] * bucket.ranks
+        self._messages = [buffers.take(size_bytes, buffer.device) for size_bytes in sizes]
+        self._gather = gather.expect(sizes, what=bucket.what, out=self._messages, device=buffer.device)
+
+    def encode(self) -> None:
+        bucket, message = self._bucket, self._messages[self._bucket.rank]
+        if bucket.feedback is not None:
+            bucket.feedback.pack_gradients(self._values, self._segments, bucket.codec, message)
+        else:
+            pack(self._values, self._segments, bucket.codec, message)
+        self._gather.send([message] * bucket.ranks)
+
+    def sum(self) -> None:
+        return
+
+    def decode(self) -> None:
+        bucket, values = self._bucket, self._values
+        self._gather.receive()
+        own = values.clone()
+        values.zero_()
+        # In the order of ranks, so that what travels raw has the same mean everywhere.
+        for r, message in enumerate(self._messages):
+            if r == bucket.rank:
+                values.add_(own)
+            else:
+                add(message, self._segments, bucket.codec, values)
+            self._buffers.give(message)
+        values.div_(bucket.ranks)
+        if values is not self._buffer:
+            self._buffer.copy_(values)

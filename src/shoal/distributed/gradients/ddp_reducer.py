@@ -1,0 +1,257 @@
+"""What happens to each bucket of DDP: which codec, on its way through the threads, and what becomes of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
+
+from shoal.codecs.codec import Codec
+from shoal.codecs.float_codec import FloatCodec
+from shoal.distributed.comm.agreement import agree, described, short_hash
+from shoal.distributed.comm.buffers import Buffers
+from shoal.distributed.comm.exchange import Exchange
+from shoal.distributed.comm.traffic import Traffic, ring_all_reduce_bytes
+from shoal.distributed.gradients.bucket_sum import CodedBucket, LocalExactMean, ShardedMean
+from shoal.distributed.gradients.choose_codec import Decision
+from shoal.distributed.gradients.feedback import Feedback
+from shoal.distributed.gradients.layout import Piece, Segment, cut, in_chunks
+from shoal.distributed.gradients.reduction_threads import Job, ReductionThreads
+from shoal.errors import ShoalError, TransferError
+
+Chunks = tuple[CodedBucket, ...]
+# How pieces travel: the decision, and its codec or None for an all-reduce of the bucket as it is.
+Decide = Callable[[tuple[Piece, ...], torch.dtype], tuple[Decision, Codec | None]]
+
+
+class DdpReducer:
+    """
+    Args:
+        group: of the model.
+        names: of parameters, by `id`.
+        decide: how a bucket of so many values and this dtype travels; the same on every rank.
+        local_exact: whether `LocalExactMean` is taken instead of `ShardedMean`.
+        feedback: what is owed, or None.
+        scatter, gather: used by nobody else from now on.
+        traffic: what is sent is counted in.
+        step_ended: called after each backward pass that reduced without an error.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        names: dict[int, str],
+        decide: Decide,
+        local_exact: bool,
+        feedback: Feedback | None,
+        scatter: Exchange,
+        gather: Exchange,
+        traffic: Traffic,
+        step_ended: Callable[[], None],
+    ) -> None:
+        self.decisions: dict[int, Decision] = {}
+        self._group = group
+        self._names = names
+        self._decide = decide
+        self._local_exact = local_exact
+        self._feedback = feedback
+        self._exchanges = scatter, gather
+        self._traffic = traffic
+        self._step_ended = step_ended
+        self._ranks: int = dist.get_world_size(group)
+        self._rank: int = dist.get_rank(group)
+        self._buckets: dict[tuple[str, ...], tuple[Decision, Chunks | None]] = {}
+        self._buffers = Buffers()
+        self._lock = Lock()
+        self._failure: BaseException | None = None
+        self._backward = -1  # the number of the pass whose end is watched
+        self._raw_bytes = self._plain_bytes = 0
+        self._counted_bytes = self._sent_bytes()  # what measured and agreed is no gradients
+        self._last: torch.futures.Future[torch.Tensor] | None = None  # of the bucket before
+        self._threads: ReductionThreads | None = None
+        self._closed = False
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The bucket's mean over the ranks. An error is raised when the backward pass ends: DDP would not tell it."""
+        buffer = bucket.buffer()
+        in_backward = self._watch_backward()
+        if self._failure is not None:
+            return _done(buffer) if in_backward else _failed(self._failure)
+        try:
+            decision, chunks = self._of(bucket)
+        except BaseException as error:
+            self._fail(error)
+            return _done(buffer) if in_backward else _failed(error)
+        self.decisions[bucket.index()] = decision
+        raw_bytes = ring_all_reduce_bytes(buffer.nbytes, self._ranks)
+        self._raw_bytes += raw_bytes
+        if chunks is None or self._closed:
+            self._plain_bytes += raw_bytes
+            return self._all_reduce(buffer, bucket.index())
+        mean = LocalExactMean if self._local_exact else ShardedMean
+        if self._threads is None:
+            self._threads = ReductionThreads(failed=self._fail, failure=lambda: self._failure)
+        try:
+            for chunk in chunks:  # each leaves while the next is encoded
+                job = Job(mean(chunk, buffer, self._buffers, *self._exchanges), buffer, raises=not in_backward)
+                self._threads.put(job)
+        except BaseException as error:
+            self._fail(error)
+            return _done(buffer)
+        self._last = job.future  # chunks are done in order
+        return job.future
+
+    def agree(self, what: str, **settings: object) -> None:
+        """As `shoal.distributed.comm.agreement.agree`, of all ranks of the model, while no bucket is under way.
+
+        Raises:
+            TransferError: they differ, or one failed.
+        """
+        try:
+            self._counted_bytes += agree(self._exchanges[0], what, **settings)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong in an earlier bucket, if anything did."""
+        if isinstance(self._failure, ShoalError):
+            raise type(self._failure)(str(self._failure)) from self._failure
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """From now on all-reduce every bucket as it is."""
+        self._closed = True
+        if self._threads is not None:
+            self._threads.close()
+            self._threads = None
+        for exchange in self._exchanges:
+            exchange.close()
+
+    def _of(self, bucket: GradBucket) -> tuple[Decision, Chunks | None]:
+        parameters = bucket.parameters()
+        names = tuple(self._names.get(id(parameter), f"parameter {id(parameter)}") for parameter in parameters)
+        found = self._buckets.get(names)
+        if found is None:
+            pieces = tuple(
+                Piece(name, parameter.numel(), encoded=parameter.dim() > 1)
+                for name, parameter in zip(names, parameters, strict=True)
+            )
+            found = self._planned(bucket, pieces)
+            self._agree_on(bucket, pieces, found[0])
+            self._buckets[names] = found
+        return found
+
+    def _agree_on(self, bucket: GradBucket, pieces: tuple[Piece, ...], decision: Decision) -> None:
+        """A bucket that DDP has not filled before, at first and after it cut its buckets anew."""
+        if self._closed:
+            return
+        if self._last is not None:
+            self._last.wait()  # NCCL takes messages in one order alone
+        self.agree(
+            f"gradients of bucket {bucket.index()}",
+            parameters=f"{len(pieces)} of {sum(piece.elems for piece in pieces)} values, "
+            f"hash {short_hash([(piece.name, piece.elems) for piece in pieces])}",
+            dtype=bucket.buffer().dtype,
+            codec=described(decision.codec),
+        )
+
+    def _planned(self, bucket: GradBucket, pieces: tuple[Piece, ...]) -> tuple[Decision, Chunks | None]:
+        decision, codec = self._decide(pieces, bucket.buffer().dtype)
+        if codec is None:
+            return decision, None
+        assert isinstance(codec, FloatCodec)  # compress_gradients takes no other
+        shards = cut(pieces, 1 if self._local_exact else self._ranks)
+        unsettled: set[Segment] = set()
+        if self._feedback is not None:
+            own = () if self._local_exact else shards[self._rank]
+            unsettled = self._feedback.adopt(pieces, own, bucket.buffer().device)
+        what = f"gradients of bucket {bucket.index()}"
+        # One of another dtype is summed in a float32 copy, and one that all gather needs its whole bucket: in one.
+        whole = self._local_exact or bucket.buffer().dtype != torch.float32
+        parts = (shards,) if whole else in_chunks(shards)
+        chunks = []
+        for number, part in enumerate(parts):
+            settling = set() if self._local_exact else unsettled & set(part[self._rank])
+            name = what if len(parts) == 1 else f"{what}, part {number + 1} of {len(parts)}"
+            chunks.append(CodedBucket(name, part, codec, self._rank, self._ranks, self._feedback, settling))
+        return decision, tuple(chunks)
+
+    def _all_reduce(self, buffer: torch.Tensor, number: int) -> torch.futures.Future[torch.Tensor]:
+        """What DDP does without a hook."""
+
+        def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            try:
+                future.value()
+            except RuntimeError as error:
+                self._fail(_lost(number, error))
+            return buffer
+
+        buffer.div_(self._ranks)
+        try:
+            work = dist.all_reduce(buffer, group=self._group, async_op=True)
+            assert work is not None
+            return work.get_future().then(done)
+        except RuntimeError as error:
+            self._fail(_lost(number, error))
+            return _done(buffer)
+
+    def _watch_backward(self) -> bool:
+        """Whether this is within a backward pass; if so, `_end` is called after DDP's own end of it."""
+        number = torch._C._current_graph_task_id()
+        if number == -1:  # a rank that ran out of batches follows the others: DistributedDataParallel.join
+            return False
+        if number != self._backward:
+            self._backward = number
+            engine = Variable._execution_engine
+            # DDP's end is called after what is put there now and before what is put there then.
+            engine.queue_callback(lambda: engine.queue_callback(self._end))
+        return True
+
+    def _end(self) -> None:
+        sent_bytes = self._sent_bytes()
+        self._traffic.add("gradients", sent_bytes - self._counted_bytes + self._plain_bytes, self._raw_bytes)
+        self._traffic.end_step()
+        self._counted_bytes = sent_bytes
+        self._raw_bytes = self._plain_bytes = 0
+        self.raise_failure()
+        self._step_ended()
+
+    def _sent_bytes(self) -> int:
+        return sum(exchange.sent_bytes for exchange in self._exchanges)
+
+    def _fail(self, error: BaseException) -> None:
+        """Any thread: no bucket is reduced from now on, and the other ranks are told."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+        for exchange in self._exchanges:
+            exchange.give_up(str(error) or type(error).__name__)
+
+
+def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[buffer.device] if buffer.device.type == "cuda" else []
+    )
+    future.set_result(buffer)
+    return future
+
+
+def _failed(error: BaseException) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_exception(error)  # type: ignore[arg-type]
+    return future
+
+
+def _lost(number: int, error: RuntimeError) -> TransferError:
+    said = str(error).splitlines()[0]
+    return TransferError(
+        f"gradients of bucket {number}, as they are: got an error of torch.distributed: {said}; "
+        "see the other ranks' logs, then start all from the last checkpoint"
+    )

@@ -1,0 +1,68 @@
+"""How gradients travel, asked for or measured, and in words: alike for DDP's buckets and FSDP2's modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from shoal.codecs import registry
+from shoal.codecs.codec import Codec
+from shoal.codecs.float_codec import FLOATS
+from shoal.core.sizes import format_bytes
+from shoal.distributed.comm.traffic import Traffic
+from shoal.distributed.gradients.choose_codec import Chooser, Decision
+from shoal.distributed.gradients.layout import Piece
+
+
+def decide(
+    pieces: Iterable[Piece], dtype: torch.dtype, ranks: int, codec: Codec | None, chooser: Chooser | None
+) -> tuple[Decision, Codec | None]:
+    """How what is reduced together travels, the same on every rank; None for as it is.
+
+    Args:
+        pieces: all of it, over all ranks.
+        dtype: in which it is reduced.
+        ranks: that reduce it.
+        codec: what was asked for, where nothing was measured.
+        chooser: what was measured.
+
+    >>> from shoal.distributed.gradients.layout import Piece
+    >>> pieces = Piece("weight", 100, encoded=True), Piece("bias", 10, encoded=False)
+    >>> decision, codec = decide(pieces, torch.float32, 2, registry.get("bf16"), None)
+    >>> decision.reason, decision.elems, codec.name
+    ('bf16, as asked', 110, 'bf16')
+    """
+    encoded = raw = 0
+    for piece in pieces:
+        encoded, raw = (encoded + piece.elems, raw) if piece.encoded else (encoded, raw + piece.elems)
+    if dtype not in FLOATS:
+        return _asked(None, f"as it is: no codec takes {dtype}", encoded + raw), None
+    if chooser is not None:
+        decision = chooser.decide(encoded, raw, dtype.itemsize)
+        return decision, None if decision.codec is None else registry.get(decision.codec)
+    if ranks == 1 or codec is None:
+        return _asked(None, "as it is: there is one rank" if ranks == 1 else "as it is, as asked", encoded + raw), None
+    if not encoded:
+        return _asked(None, "as it is: no parameter in it has two dimensions", raw), None
+    return _asked(codec.name, f"{codec.name}, as asked", encoded + raw), codec
+
+
+def explained(traffic: Traffic, ranks: int, lines: Iterable[str]) -> str:
+    """The bytes of the last step, above the lines on how each part travels.
+
+    >>> traffic = Traffic()
+    >>> traffic.add("gradients", sent_bytes=2**20, raw_bytes=2**22)
+    >>> traffic.end_step()
+    >>> explained(traffic, 2, ["bucket 0: bf16"]).splitlines()
+    ['2 ranks: 1.000 MiB of gradients a step instead of 4.000 MiB (0.250)', 'bucket 0: bf16']
+    """
+    step = traffic.last_step("gradients")
+    sent, raw = format_bytes(step.sent_bytes), format_bytes(step.raw_bytes)
+    return "\n".join([f"{ranks} ranks: {sent} of gradients a step instead of {raw} ({step.share:.3f})", *lines])
+
+
+def _asked(codec: str | None, reason: str, elems: int) -> Decision:
+    """A decision without measurements."""
+    return Decision(codec, elems, math.nan, math.nan, 0.0, 0.0, 0, 0, reason)

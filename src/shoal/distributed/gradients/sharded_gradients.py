@@ -1,0 +1,198 @@
+"""Gradients of FSDP2 in fewer bytes: what `compress_gradients` sets up on modules that `fully_shard` was applied to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.codecs.codec import Codec
+from shoal.distributed.comm.agreement import agree, described, short_hash
+from shoal.distributed.comm.exchange import Exchange
+from shoal.distributed.comm.fsdp_records import parameter_groups, sharded_modules
+from shoal.distributed.comm.traffic import Traffic
+from shoal.distributed.gradients.choose_codec import Chooser, Decision
+from shoal.distributed.gradients.coded_reduce_scatter import CodedReduceScatter
+from shoal.distributed.gradients.decisions import decide, explained
+from shoal.distributed.gradients.feedback import Feedback
+from shoal.distributed.gradients.layout import Piece
+from shoal.distributed.gradients.measure_rates import measure_choice
+from shoal.errors import InputError
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the model or to modules of it."""
+    return next(sharded_modules(model), None) is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What one call of `fully_shard` shards.
+
+    Attributes:
+        name: of its module.
+        module: that takes a custom reduce-scatter.
+        group: FSDP2's record of its parameters.
+        ranks_group: the process group of its shards.
+        pieces: of one rank's shard, padded, in FSDP2's order.
+        dtype: gradients are reduced in.
+    """
+
+    name: str
+    module: Any
+    group: Any
+    ranks_group: Any
+    pieces: tuple[Piece, ...]
+    dtype: torch.dtype
+
+
+def units(model: nn.Module) -> Iterator[Unit]:
+    """What `fully_shard` made of the model, in the order of its modules.
+
+    Raises:
+        InputError: one module's parameters lie on several meshes.
+    """
+    seen: set[int] = set()  # one call of `fully_shard` on several modules makes one record
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name, module in sharded_modules(model):
+        groups = [group for group in parameter_groups(module) if id(group) not in seen]
+        seen.update(map(id, groups))
+        if len(groups) > 1:
+            raise InputError(
+                f"got {name or 'a model'} with parameters on {len(groups)} meshes, expected one mesh a module"
+            )
+        for group in groups:
+            if not hasattr(group.mesh_info, "shard_process_group"):
+                continue  # replicated
+            trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad]
+            pieces = tuple(
+                Piece(
+                    names.get(id(one.sharded_param), name),
+                    one.padded_sharded_param_size.numel(),
+                    one.sharded_param.dim() >= 2,
+                )
+                for one in trained
+            )
+            policy = group.mp_policy
+            if pieces:
+                dtype = policy.reduce_dtype or policy.param_dtype or trained[0].sharded_param.dtype
+                yield Unit(name or "the root", module, group, group.mesh_info.shard_process_group, pieces, dtype)
+
+
+class CompressedShards:
+    """What `compress_gradients` set up on a sharded model: encode, all-to-all, decode and sum in float32.
+
+    Attributes:
+        traffic: bytes put on the wire by this rank, of kind "gradients"; each backward pass that reduces is a step.
+        rank, ranks: of this process among those that hold the shards of the first sharded module, and how many.
+        decisions: how each sharded module's gradients travel, by its name.
+    """
+
+    def __init__(
+        self, model: nn.Module, codec: Codec | str | None, error_feedback: bool, timeout_seconds: float
+    ) -> None:
+        self.traffic = Traffic()
+        self.decisions: dict[str, Decision] = {}
+        self._units = list(units(model))
+        if not self._units:
+            raise InputError(f"got a {type(model).__name__} without sharded parameters, expected some that are trained")
+        self._exchanges: dict[Any, Exchange] = {}
+        self._step_under_way = False
+        for unit in self._units:
+            if unit.ranks_group not in self._exchanges:
+                self._exchanges[unit.ranks_group] = Exchange(unit.ranks_group, timeout_seconds=timeout_seconds)
+        first = self._exchanges[self._units[0].ranks_group]
+        self.rank, self.ranks = first.rank, first.ranks
+        self._feedback = Feedback(self.ranks, self.rank) if error_feedback else None
+        for group, exchange in self._exchanges.items():
+            agree(exchange, "compress_gradients of shards", **self._settings(group, codec))
+        choosers = self._measured() if codec == "auto" else {}
+        for unit in self._units:
+            exchange = self._exchanges[unit.ranks_group]
+            whole = tuple(replace(piece, elems=exchange.ranks * piece.elems) for piece in unit.pieces)
+            asked = codec if isinstance(codec, Codec) else None
+            decision, taken = decide(whole, unit.dtype, exchange.ranks, asked, choosers.get(unit.ranks_group))
+            self.decisions[unit.name] = decision
+            plain = unit.group._reduce_scatter_comm
+            comm = CodedReduceScatter(
+                unit.name, unit.pieces, taken, plain, exchange, self._feedback, self.traffic, self._count_step
+            )
+            unit.module.set_custom_reduce_scatter(comm)
+        if choosers:
+            for group, exchange in self._exchanges.items():
+                agree(exchange, "compress_gradients of shards", measured=short_hash(str(choosers[group])))
+
+    def explain(self) -> str:
+        """The bytes of the last step, and for each sharded module how its gradients travel and why, a line each."""
+        lines = (f"{name}, {d.elems} values: {d.reason}" for name, d in self.decisions.items())
+        return explained(self.traffic, self.ranks, lines)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank: what it owes; to be saved by every rank beside the model's."""
+        return {"feedback": None if self._feedback is None else self._feedback.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """
+        Args:
+            state: of `state_dict`, of the same rank.
+
+        Raises:
+            InputError: it is of another rank, of another number of ranks, or of another model.
+        """
+        if self._feedback is None or state["feedback"] is None:
+            return
+        elems = {
+            piece.name: self._exchanges[unit.ranks_group].ranks * piece.elems
+            for unit in self._units
+            for piece in unit.pieces
+        }
+        self._feedback.load_state_dict(state["feedback"], elems, self._units[0].group.device)
+
+    def close(self) -> None:
+        """Put FSDP2's own reduce-scatters back and free the process groups. A collective call."""
+        for unit in self._units:
+            comm = unit.group._reduce_scatter_comm
+            if isinstance(comm, CodedReduceScatter):
+                unit.module.set_custom_reduce_scatter(comm.plain)
+        for exchange in self._exchanges.values():
+            exchange.close()
+        self._exchanges.clear()
+
+    def _settings(self, group: Any, codec: Codec | str | None) -> dict[str, object]:
+        """What all ranks that hold shards of the same modules must have alike."""
+        mine = [unit for unit in self._units if unit.ranks_group is group]
+        facts = [
+            (unit.name, str(unit.dtype), [(piece.name, piece.elems, piece.encoded) for piece in unit.pieces])
+            for unit in mine
+        ]
+        return {
+            "codec": described(codec),
+            "error_feedback": self._feedback is not None,
+            "model": f"{len(mine)} sharded modules, hash {short_hash(facts)}",
+        }
+
+    def _measured(self) -> dict[Any, Chooser]:
+        largest: dict[Any, int] = {}
+        for unit in self._units:
+            elems = self._exchanges[unit.ranks_group].ranks * sum(piece.elems for piece in unit.pieces)
+            largest[unit.ranks_group] = max(elems, largest.get(unit.ranks_group, 0))
+        device = self._units[0].group.device
+        return {
+            group: measure_choice(exchange, group, device=device, way="reduce_scatter", largest_elems=largest[group])
+            for group, exchange in self._exchanges.items()
+        }
+
+    def _count_step(self) -> None:
+        """At the end of the backward pass in which something was reduced, the step ends."""
+        if self._step_under_way:
+            return
+        self._step_under_way = True
+
+        def end() -> None:
+            self._step_under_way = False
+            self.traffic.end_step()
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)

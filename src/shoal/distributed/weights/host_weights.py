@@ -1,0 +1,371 @@
+"""Weights and optimizer on the host; the device gets each step's weights packed, ahead of their use (A2DTWP, ADT).
+
+The masters lie in host memory (pinned on CUDA), where the optimizer works. After its step the weights are packed and
+sent in the order in which the forward pass reads them; a module waits for its own. Gradients go back while the backward
+pass runs. Widths follow AWP, or stay.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shoal.codecs.registry import get
+from shoal.core import presets
+from shoal.core.hardware import Hardware, Link
+from shoal.cost.measure import measure
+from shoal.distributed.comm.traffic import Traffic
+from shoal.distributed.weights.first_use import FirstUse
+from shoal.distributed.weights.lane import Lane, own_storage
+from shoal.distributed.weights.precision import AdaptivePrecision, packable
+from shoal.distributed.weights.widths import Widths
+from shoal.errors import InputError
+from shoal.offload.links.host import HostSlab
+from shoal.offload.links.open_link import OpenLink, open_link
+from shoal.offload.policy import rehearsed
+
+
+@dataclass
+class StepSeconds:
+    """Where the time of one step went, on the host's clock. On CUDA unpacking and waiting happen on the device: 0.
+
+    Attributes:
+        norm, pack, unpack: of AWP's norms, of packing the weights, of unpacking them.
+        waited: the forward pass stood still for weights.
+        gradients_waited: the end of the backward pass stood still for gradients.
+    """
+
+    norm: float = 0.0
+    pack: float = 0.0
+    unpack: float = 0.0
+    waited: float = 0.0
+    gradients_waited: float = 0.0
+
+
+class HostWeights:
+    """Keeps a model's weights and optimizer on the host from now on; the training loop stays as it is.
+
+    Replaces, in plain PyTorch, a second copy of the model on the CPU with `copy_` both ways. `optimizer.param_groups`
+    hold the masters, so `optimizer.step()`, `zero_grad()`, learning rate schedulers and its `state_dict` work on them.
+    `model.state_dict()` gives the masters and `model.load_state_dict()` fills them.
+
+    Args:
+        model: on its device, with float32 parameters, called as a whole.
+        optimizer: any of torch's over the model's parameters that takes no closure; changed in place.
+        precision: of the weights' way: 8, 16, 24 or 32 bits, a codec's name such as "bf16", or an `AdaptivePrecision`
+            of this model. 32 trains as plain PyTorch does, bit for bit. Biases and normalisations always travel raw.
+        rounding: of 8, 16 and 24 bits: "cut" as in the paper, or "nearest".
+        one_byte: the codec that stands in for 8 bits, such as "dynamic_tree", which has a scale for each 4096 weights.
+        gradients: "raw", or the codec of the weights' gradients, such as "dynamic_tree".
+        rehearse: on the CPU, whose link to stand in for: a preset's name or a `Hardware`, slowed to this CPU's pace, or
+            a `Link` as it is.
+
+    Attributes:
+        traffic: bytes over the link, of "weights" and "gradients".
+        seconds: where the time of the last step went.
+        adaptive: the `AdaptivePrecision`, if there is one.
+
+    Raises:
+        InputError: the model, the optimizer or an argument is not so.
+        TransferError: the host has no room.
+
+    >>> model = nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> weights = HostWeights(model, optimizer, precision=16)
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> weights.traffic.last_step("weights")
+    Sent(sent_bytes=24, raw_bytes=40)
+    >>> weights.close()
+
+    Limits: between a step and the next forward pass `model.parameters()` on the device are not whole: read
+    `weights.parameters()`, clip their gradients, average them. The backward pass ends when all gradients have arrived.
+    While weights travel the device holds their packed bytes too. Control flow that reads a parameter outside of its
+    module only in some passes is not seen; `weights.wait()` before such a pass. Not for DDP, FSDP or a compiled model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        precision: int | str | AdaptivePrecision = 32,
+        rounding: str = "cut",
+        one_byte: str | None = None,
+        gradients: str = "raw",
+        rehearse: str | Hardware | Link | None = None,
+    ) -> None:
+        self._widths = Widths(precision, rounding, one_byte)
+        self._gradient_codec = None if gradients == "raw" else get(gradients)
+        self.adaptive = self._widths.adaptive
+        self.traffic = Traffic()
+        self.seconds = StepSeconds()
+        self._next = StepSeconds()
+        self._model, self._optimizer = model, optimizer
+        self._lanes = _lanes_of(model, optimizer, self._widths)
+        self._by_parameter = {lane.parameter: lane for lane in self._lanes}
+        self._order = self._lanes
+        self._link = _opened(self._lanes[0].parameter.device, rehearse)
+        self._lease = self._link.pool.lease(sum(lane.host_bytes for lane in self._lanes))
+        slab = self._lease.slab
+        assert isinstance(slab, HostSlab)
+        offset = 0
+        for lane in self._lanes:
+            lane.settle_in(slab, offset)
+            offset += lane.host_bytes
+        _hand_over(optimizer, {lane.parameter: lane.master for lane in self._lanes})
+        if self.adaptive is not None:
+            self.adaptive.watch({lane.name: lane.master for lane in self._lanes})
+        self._stale = True  # what the device has is not what the host would send
+        self._watching: FirstUse | None = None
+        self._knows_order = False
+        self._waits_for_gradients = False
+        self._handles = self._hooks()
+        self._closer = weakref.finalize(self, self._link.close)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The masters, in the order of the model's parameters that the optimizer has."""
+        return [lane.master for lane in self._lanes]
+
+    def wait(self) -> None:
+        """Have the device's weights whole: as the next forward pass will read them."""
+        self._send_if_stale()
+        self._receive(self._order)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `model.state_dict()` and `optimizer.state_dict()` do not hold: AWP's state, plain numbers."""
+        return self._widths.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called; load the model and the optimizer as always.
+
+        Raises:
+            InputError: the state is of other layers, or of a run with another kind of precision.
+        """
+        self._widths.load_state_dict(state)
+        self._stale = True
+
+    def explain(self) -> str:
+        """In a few lines: how wide each weight travels, and the bytes of the last step."""
+        by_codec: dict[str, int] = {}
+        for lane in self._lanes:
+            codec = self._widths.codec(lane.name) if lane.packs else None
+            kind = "float32" if codec is None else codec.name
+            by_codec[kind] = by_codec.get(kind, 0) + lane.parameter.numel()
+        elems = sum(by_codec.values())
+        lines = [f"{kind}: {100 * share / elems:.1f} % of {elems} weights" for kind, share in by_codec.items()]
+        for kind in self.traffic.kinds:
+            sent = self.traffic.last_step(kind)
+            lines.append(f"{kind}: {sent.sent_bytes} bytes in the last step, {100 * sent.share:.1f} % of float32's")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Put plain training back: the masters' values in the model, its parameters in the optimizer. Twice is once."""
+        if not self._handles:
+            return
+        self._receive(self._order)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for lane in self._lanes:
+            lane.settle()
+            lane.parameter.data.copy_(lane.master.data)
+            if lane.master.grad is not None:
+                lane.parameter.grad = lane.master.grad.to(lane.parameter.device)
+        _hand_over(self._optimizer, {lane.master: lane.parameter for lane in self._lanes})
+        if self.adaptive is not None:
+            self.adaptive.watch({lane.name: lane.parameter for lane in self._lanes})
+        self._closer()
+
+    # What the hooks do, in the order of a step.
+
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        for lane in self._lanes:
+            lane.forget()
+        self._waits_for_gradients = False
+        self._send_if_stale()
+        self._receive(lane for lane in self._order if lane.used_early)
+        if not self._knows_order and self._watching is None:
+            self._watching = FirstUse(self._by_parameter)
+            self._watching.__enter__()
+
+    def _before_module(self, lanes: list[Lane], module: nn.Module, inputs: Any) -> None:
+        if self._watching is not None:
+            self._watching.announce(lane.parameter for lane in lanes)
+        self._receive(lanes)
+
+    def _after_forward(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
+        watched, self._watching = self._watching, None
+        if watched is None:
+            return
+        watched.__exit__(None, None, None)
+        if outputs is None:  # it raised: what was seen is not a whole pass
+            return
+        seen = [self._by_parameter[parameter] for parameter in watched.order]
+        early = [self._by_parameter[parameter] for parameter in watched.early]
+        self._order = [*seen, *(lane for lane in self._lanes if lane not in seen)]
+        for lane in self._order:
+            lane.used_early = lane in early or lane not in seen
+        self._knows_order = True
+
+    def _after_gradient(self, lane: Lane, parameter: torch.Tensor) -> None:
+        codec = self._gradient_codec if lane.packs else None
+        if not self._waits_for_gradients:
+            self._waits_for_gradients = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+        self.traffic.add("gradients", lane.send_gradient(self._link, codec), lane.raw_bytes)
+
+    def _after_backward(self) -> None:
+        self._waits_for_gradients = False
+        began = time.perf_counter()
+        for lane in self._lanes:
+            lane.gradient_arrives()
+        self._next.gradients_waited += time.perf_counter() - began
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if args[1:] or kwargs.get("closure") is not None:
+            raise InputError("got a closure, which the weights on the device would not follow; call step() without one")
+        self._receive(self._order)
+        for lane in self._lanes:
+            lane.settle()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.adaptive is not None:
+            began = time.perf_counter()
+            self.adaptive.update()
+            self._next.norm += time.perf_counter() - began
+        self.traffic.end_step()  # what is sent from here on is the next step's
+        self.seconds, self._next = self._next, StepSeconds()
+        self._stale = True
+        self._send_if_stale()
+
+    def _send_if_stale(self) -> None:
+        if not self._stale:
+            return
+        self._receive(self._order)
+        for lane in self._order:
+            lane.settle()
+        self._link.begin_step()
+        began = time.perf_counter()
+        for lane in self._order:
+            codec = self._widths.codec(lane.name) if lane.packs else None
+            self.traffic.add("weights", lane.send(self._link, codec), lane.raw_bytes)
+        self._next.pack += time.perf_counter() - began
+        self._stale = False
+
+    def _receive(self, lanes: Iterable[Lane]) -> None:
+        for lane in lanes:
+            if lane.is_under_way:
+                self._next.waited += lane.arrive()
+                began = time.perf_counter()
+                lane.unpack()
+                self._next.unpack += time.perf_counter() - began
+
+    # Checkpoints hold the masters, and fill them.
+
+    def _after_state_dict(
+        self, lanes: dict[str, Lane], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        for name, lane in lanes.items():
+            if prefix + name in state:
+                state[prefix + name] = lane.master.detach()
+
+    def _before_load(self, lanes: dict[str, Lane], *args: Any) -> None:
+        for lane in lanes.values():
+            self._receive([lane])
+            lane.settle()
+            lane.parameter.data.copy_(lane.master.data)  # what the file lacks stays as exact as it is
+
+    def _after_load(self, lanes: dict[str, Lane], module: nn.Module, keys: Any) -> None:
+        for name, lane in lanes.items():
+            if getattr(module, name) is not lane.parameter:
+                raise InputError(f"{lane.name} was replaced by load_state_dict(assign=True); load without assign")
+            lane.master.data.copy_(lane.parameter.data)
+        self._stale = True
+
+    def _hooks(self) -> list[RemovableHandle]:
+        handles = [
+            self._model.register_forward_pre_hook(self._before_forward, prepend=True),
+            self._model.register_forward_hook(self._after_forward, always_call=True),
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
+        for lane in self._lanes:
+            if lane.parameter.requires_grad:
+                hook = partial(self._after_gradient, lane)
+                handles.append(lane.parameter.register_post_accumulate_grad_hook(hook))
+        for module in self._model.modules():
+            lanes = {
+                name: self._by_parameter[parameter]
+                for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+                if parameter in self._by_parameter
+            }
+            if not lanes:
+                continue
+            handles += [
+                module.register_forward_pre_hook(partial(self._before_module, list(lanes.values()))),
+                module.register_state_dict_post_hook(partial(self._after_state_dict, lanes)),
+                module.register_load_state_dict_pre_hook(partial(self._before_load, lanes)),
+                module.register_load_state_dict_post_hook(partial(self._after_load, lanes)),
+            ]
+        return handles
+
+
+def _lanes_of(model: nn.Module, optimizer: torch.optim.Optimizer, widths: Widths) -> list[Lane]:
+    """A lane for each parameter of the model that the optimizer moves."""
+    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in wanted}
+    if not found or len(found) != len(wanted):
+        raise InputError(
+            f"the optimizer has {len(wanted)} parameters, {len(found)} of them the model's; "
+            "make it from model.parameters()"
+        )
+    if wrong := [name for name, parameter in found.items() if parameter.dtype != torch.float32]:
+        raise InputError(f"{wrong[0]} is {found[wrong[0]].dtype}, expected float32; train in float32 or under autocast")
+    devices = {parameter.device for parameter in found.values()}
+    if len(devices) != 1:
+        raise InputError(f"parameters lie on {', '.join(map(str, devices))}, expected one device; move the model")
+    packs = set(packable(model))
+    lanes = []
+    for name, parameter in found.items():
+        own_storage(parameter)
+        most_bytes = widths.most_bytes(parameter.numel()) if name in packs else 0
+        lanes.append(Lane(name, parameter, name in packs, most_bytes))
+    return lanes
+
+
+def _opened(device: torch.device, rehearse: str | Hardware | Link | None) -> OpenLink:
+    if rehearse is None:
+        return open_link(device)
+    if device.type != "cpu":
+        raise InputError(f"rehearse={rehearse!r}: a rehearsal runs on the CPU; the model is on {device}")
+    if isinstance(rehearse, str):
+        rehearse = presets.get(rehearse)
+    pace = rehearsed(rehearse, measure("cpu")) if isinstance(rehearse, Hardware) else rehearse
+    return open_link(
+        device,
+        to_host_bytes_per_second=pace.to_host_bytes_per_second,
+        to_device_bytes_per_second=pace.to_device_bytes_per_second,
+        latency_seconds=pace.latency_seconds,
+    )
+
+
+def _hand_over(optimizer: torch.optim.Optimizer, to: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Have an optimizer work on other parameters, with the state it has."""
+    for group in optimizer.param_groups:
+        group["params"] = [to[parameter] for parameter in group["params"]]
+    for parameter in [parameter for parameter in optimizer.state if parameter in to]:
+        state = optimizer.state.pop(parameter)
+        device = to[parameter].device
+        optimizer.state[to[parameter]] = {
+            key: value.to(device) if isinstance(value, torch.Tensor) and value.dim() else value
+            for key, value in state.items()
+        }

@@ -1,0 +1,212 @@
+"""`AdaptivePrecision`: AWP on a model, updated once a batch; it says in how many bytes each weight travels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.distributed.weights.awp import LayerBits, threshold_from
+from shoal.distributed.weights.norms import square_sums
+from shoal.errors import InputError
+
+_NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+Groups = Mapping[str, Sequence[torch.Tensor]]
+SumUp = Callable[[list[float]], list[float]]
+
+
+class AdaptivePrecision:
+    """Drives the width of every layer's weights on their way to the device (A2DTWP, section II, algorithm 1).
+
+    Biases and what belongs to a normalisation never count and are never packed.
+
+    Args:
+        model_or_groups: a model whose float32 weights of two or more dimensions are watched; or groups of tensors by
+            name, each a layer.
+        threshold: T; see `shoal.distributed.weights.awp.LayerBits`, and `NormMonitor` for how to find it.
+        interval: INTERVAL, in batches.
+        bits_step: N.
+        first_bits: of every layer at the start.
+        by: "layer": each weight has bits of its own. "block": those of a building block share them, which the
+            paper found best for ResNets; a block is a module with children, containers apart, that holds no other such.
+
+    Attributes:
+        layers: the algorithm's state.
+        groups: weights by layer or block.
+
+    Raises:
+        InputError: a number is out of its range, `by` is neither, or there is no weight to watch.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> precision = AdaptivePrecision(model, threshold=-0.05, interval=1)
+    >>> grown = precision.update()
+    >>> with torch.no_grad():
+    ...     _ = model[2].weight.mul_(0.5)
+    >>> precision.update(), precision.bytes_of("0.weight"), precision.bytes_of("2.weight")
+    (['2.weight'], 1, 2)
+
+    Limits: the first update only remembers the norms.
+    """
+
+    def __init__(
+        self,
+        model_or_groups: nn.Module | Groups,
+        threshold: float,
+        interval: int,
+        *,
+        bits_step: int = 8,
+        first_bits: int = 8,
+        by: str = "layer",
+    ) -> None:
+        self.groups, self._group_of = grouped(model_or_groups, by)
+        self.layers = LayerBits(
+            list(self.groups), threshold=threshold, interval=interval, bits_step=bits_step, first_bits=first_bits
+        )
+        self._sum_up: SumUp | None = None
+
+    @property
+    def bits(self) -> dict[str, int]:
+        """Of each layer or block."""
+        return dict(self.layers.bits)
+
+    @property
+    def mean_bytes(self) -> float:
+        """Bytes a watched weight travels in, over all of them."""
+        elems = {name: sum(tensor.numel() for tensor in tensors) for name, tensors in self.groups.items()}
+        return sum(self.layers.bytes_of(name) * elems[name] for name in elems) / max(1, sum(elems.values()))
+
+    def update(self) -> list[str]:
+        """Call it once a batch, after the optimizer's step; the layers or blocks whose bits went up."""
+        return self.layers.observe(self.norms())
+
+    def norms(self) -> list[float]:
+        """The l2 norm of each layer or block, all of them in one pass."""
+        tensors = [tensor for group in self.groups.values() for tensor in group]
+        sums = square_sums(tensors)
+        if self._sum_up is not None:
+            sums = self._sum_up(sums)
+        left = iter(sums)
+        return [math.sqrt(math.fsum(next(left) for _ in group)) for group in self.groups.values()]
+
+    def bytes_of(self, name: str) -> int:
+        """1 to 4, of a parameter by its name in the model, or of a layer or block.
+
+        Raises:
+            InputError: no weight that is watched has this name.
+        """
+        return self.layers.bytes_of(self._group_of.get(name, name))
+
+    def watches(self, name: str) -> bool:
+        """Whether the parameter of this name travels packed."""
+        return name in self._group_of
+
+    def watch(self, tensors: Mapping[str, torch.Tensor], sum_up: SumUp | None = None) -> None:
+        """Take the norms of other tensors from now on: the masters of the same weights, or shards of them.
+
+        Args:
+            tensors: by the name of the parameter.
+            sum_up: makes sums of squares over shards to those over all of them, the same on all ranks.
+
+        Raises:
+            InputError: a watched weight is missing, or the precision was made of groups.
+        """
+        if missing := sorted(set(self._group_of) - set(tensors)):
+            raise InputError(f"got no tensor for {', '.join(missing[:3])}; make the precision from this model")
+        groups: dict[str, list[torch.Tensor]] = {name: [] for name in self.groups}
+        for name, group in self._group_of.items():
+            groups[group].append(tensors[name])
+        self.groups, self._sum_up = groups, sum_up
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: plain numbers."""
+        return self.layers.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called.
+
+        Raises:
+            InputError: the state is of other layers.
+        """
+        self.layers.load_state_dict(state)
+
+
+class NormMonitor:
+    """Watches norms for a short while of training and derives the threshold T from them (section V-A).
+
+    Args:
+        model_or_groups, by: as of `AdaptivePrecision`.
+
+    >>> model = nn.Linear(2, 2, bias=False)
+    >>> monitor = NormMonitor(model)
+    >>> for _ in range(3):
+    ...     monitor.update()
+    ...     _ = model.weight.data.mul_(0.5)
+    >>> monitor.threshold()
+    -0.5
+    """
+
+    def __init__(self, model_or_groups: nn.Module | Groups, by: str = "layer") -> None:
+        self._watched = AdaptivePrecision(model_or_groups, threshold=0.0, interval=1, by=by)
+        self.history: list[list[float]] = []
+
+    def update(self) -> None:
+        """Call it once a batch, after the optimizer's step."""
+        self.history.append(self._watched.norms())
+
+    def threshold(self) -> float:
+        """The mean relative change of the norms since it began, with its sign.
+
+        Raises:
+            InputError: fewer than two batches were watched.
+        """
+        return threshold_from(self.history)
+
+
+def grouped(
+    model_or_groups: nn.Module | Groups, by: str = "layer"
+) -> tuple[dict[str, list[torch.Tensor]], dict[str, str]]:
+    """Tensors by layer or block, and the layer or block of each parameter's name."""
+    if by not in ("layer", "block"):
+        raise InputError(f"by={by!r}: expected 'layer' or 'block'")
+    if not isinstance(model_or_groups, nn.Module):
+        groups = {name: list(tensors) for name, tensors in model_or_groups.items()}
+        return groups, {name: name for name in groups}
+    group_of = {name: _block_of(model_or_groups, name) if by == "block" else name for name in packable(model_or_groups)}
+    if not group_of:
+        raise InputError("the model has no float32 weight of two or more dimensions outside of normalisations")
+    parameters = dict(model_or_groups.named_parameters())
+    groups = {}
+    for name, group in group_of.items():
+        groups.setdefault(group, []).append(parameters[name])
+    return groups, group_of
+
+
+def packable(model: nn.Module) -> list[str]:
+    """The names of the parameters that may travel packed: float32, two or more dimensions, of no normalisation."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() >= 2
+        and parameter.dtype == torch.float32
+        and not isinstance(model.get_submodule(name.rpartition(".")[0]), _NORMALISATIONS)
+    ]
+
+
+def _block_of(model: nn.Module, name: str) -> str:
+    """The name of the building block that a parameter is in, else its own."""
+    parts = name.split(".")[:-1]
+    for end in range(len(parts), 0, -1):
+        path = ".".join(parts[:end])
+        module = model.get_submodule(path)
+        if _is_composite(module):
+            return path if not any(_is_composite(inner) for inner in module.modules() if inner is not module) else name
+    return name
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return not isinstance(module, _CONTAINERS) and next(module.children(), None) is not None

@@ -1,0 +1,221 @@
+"""FSDP2's all-gathers of weights, packed into 1 to 4 bytes a value, the same width on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.distributed.comm.agreement import agree, fingerprint
+from shoal.distributed.comm.exchange import Exchange
+from shoal.distributed.comm.fsdp_records import parameter_groups, sharded_modules
+from shoal.distributed.comm.traffic import Traffic
+from shoal.distributed.weights.packed_shard import PackedShard, ShardWire, ToldAllGather, packed
+from shoal.distributed.weights.precision import AdaptivePrecision, packable
+from shoal.distributed.weights.widths import Widths
+from shoal.errors import InputError
+
+
+class ShardedWeights:
+    """Packs the weights that FSDP2 gathers; the shards, which the optimizer works on, stay float32.
+
+    Call it on every rank after `fully_shard` and after the optimizer was made. The training loop stays as it is. Norms
+    for AWP are those of the whole weights: shards' sums are exchanged once a step, so all ranks choose one width.
+
+    Args:
+        model: to whose modules, and to itself, `torch.distributed.fsdp.fully_shard` was applied.
+        optimizer: over its parameters.
+        precision: 8, 16, 24 or 32 bits, a codec's name such as "bf16", or an `AdaptivePrecision` of this model. 32
+            trains as plain FSDP2, bit for bit. Biases and normalisations always travel raw.
+        rounding: of 8, 16 and 24 bits: "cut" as in the paper, or "nearest".
+        one_byte: the codec that stands in for 8 bits, such as "dynamic_tree", which has a scale for each 4096 weights.
+        timeout_seconds: until the exchange of norms gives a silent rank up.
+
+    Attributes:
+        traffic: bytes that this rank sends in a ring's all-gather, as "weights".
+        adaptive: the `AdaptivePrecision`, if there is one.
+
+    Raises:
+        InputError: the model is not sharded, or in a way that cannot be packed.
+        TransferError: ranks differ in precision, rounding, AWP's numbers, model or version of Shoal: on every rank.
+
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weights = ShardedWeights(model, optimizer, precision=AdaptivePrecision(model, -2e-3, 4000))
+
+    Limits: shards along dimension 0; no CPU offload, no tensor parallel parameters, no second mesh after the forward
+    pass. A rank that dies in an all-gather ends the others with a `TransferError` on gloo; NCCL's watchdog ends them
+    itself. Uses FSDP2's records of its parameters, which torch does not document.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        precision: int | str | AdaptivePrecision = 32,
+        rounding: str = "cut",
+        one_byte: str | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self._widths = Widths(precision, rounding, one_byte)
+        self.adaptive = self._widths.adaptive
+        self.traffic = Traffic()
+        self._model = model
+        _gather_nothing(model)
+        self._sharded = _sharded_of(model)
+        meshes = {sharded.sharded_param.device_mesh for sharded in self._sharded.values()}
+        if len(meshes) != 1:
+            raise InputError(f"the model is sharded over {len(meshes)} meshes, expected one; use one mesh throughout")
+        mesh = meshes.pop()
+        self._group = mesh.get_group(mesh.ndim - 1)
+        self._ranks = mesh.size(mesh.ndim - 1)
+        packs = set(packable(model))
+        self._codecs = {name: partial(self._widths.codec, name) if name in packs else _raw for name in self._sharded}
+        exchange = Exchange(self._group, timeout_seconds=timeout_seconds)
+        parameters = [(name, sharded.sharded_param) for name, sharded in self._sharded.items()]
+        agree(exchange, "ShardedWeights", **self._widths.settings(), model=fingerprint(parameters))
+        self._exchange: Exchange | None = exchange
+        if self.adaptive is None:  # nothing is exchanged later
+            exchange.close()
+            self._exchange = None
+        self._state_loaded = False
+        self._install()
+        self._handles = [
+            model.register_forward_pre_hook(self._before_forward, prepend=True),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the model's and the optimizer's states do not hold: AWP's, plain numbers, the same on all ranks."""
+        return self._widths.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called.
+
+        Raises:
+            InputError: the state is of other layers, or of a run with another kind of precision.
+        """
+        self._widths.load_state_dict(state)
+        self._state_loaded = True
+        _gather_nothing(self._model)
+
+    def explain(self) -> str:
+        """In a few lines: how wide each weight travels, and the bytes of the last step."""
+        elems: dict[str, int] = {}
+        for name, sharded in self._sharded.items():
+            codec = self._codecs[name]()
+            kind = "float32" if codec is None else codec.name
+            elems[kind] = elems.get(kind, 0) + sharded._orig_size.numel()
+        total = sum(elems.values())
+        sent = self.traffic.last_step("weights")
+        return "\n".join(
+            [
+                *(f"{kind}: {100 * share / total:.1f} % of {total} weights" for kind, share in elems.items()),
+                f"weights: {sent.sent_bytes} bytes in the last step, {100 * sent.share:.1f} % of float32's",
+            ]
+        )
+
+    def close(self) -> None:
+        """Put plain FSDP2 back. Call it on every rank; twice is once."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        _gather_nothing(self._model)
+        for sharded in self._sharded.values():
+            local = sharded.sharded_param._local_tensor
+            if isinstance(local, PackedShard):
+                _replace(sharded, local.as_subclass(torch.Tensor))
+        for group in _groups(self._model):
+            if isinstance(group._all_gather_comm, ToldAllGather):
+                group._all_gather_comm = group._all_gather_comm.comm
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    def _install(self) -> None:
+        for name, sharded in self._sharded.items():
+            local = sharded.sharded_param._local_tensor
+            if not isinstance(local, PackedShard):
+                _replace(sharded, packed(local, ShardWire(sharded, self._codecs[name], self.traffic, self._ranks)))
+        for group in _groups(self._model):
+            if not isinstance(group._all_gather_comm, ToldAllGather):
+                group._all_gather_comm = ToldAllGather(group._all_gather_comm)
+        if self.adaptive is not None:
+            shards = {name: sharded.sharded_param._local_tensor for name, sharded in self._sharded.items()}
+            self.adaptive.watch(shards, self._sum_up)
+
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        if self._state_loaded and self._exchange is not None:
+            self._state_loaded = False
+            agree(self._exchange, "the loaded state of ShardedWeights", **self._widths.settings())
+        # Loading with assign=True puts other tensors there.
+        if not all(isinstance(sharded.sharded_param._local_tensor, PackedShard) for sharded in self._sharded.values()):
+            _gather_nothing(model)
+            self._install()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.traffic.end_step()
+        if self.adaptive is not None:
+            self.adaptive.update()
+
+    def _sum_up(self, sums: list[float]) -> list[float]:
+        """Over the shards of all ranks, added in the order of the ranks: the same bits everywhere."""
+        assert self._exchange is not None
+        mine = torch.tensor(sums, dtype=torch.float64).view(torch.uint8)
+        device = next(iter(self._sharded.values())).sharded_param._local_tensor.device
+        parts = self._exchange.all_gather(mine.to(device), [mine.numel()] * self._ranks, what="norms of shards")
+        by_rank = [part.cpu().clone().view(torch.float64).tolist() for part in parts]
+        return [math.fsum(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+
+
+def _raw() -> None:
+    return None
+
+
+def _gather_nothing(model: nn.Module) -> None:
+    """Have every parameter sharded: what was gathered before is not looked at again."""
+    for _, module in sharded_modules(model):
+        module.reshard()
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's records of what is gathered together."""
+    for _, module in sharded_modules(model):
+        yield from parameter_groups(module)
+
+
+def _sharded_of(model: nn.Module) -> dict[str, Any]:
+    """By the name of the parameter, its record."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {names[id(record.sharded_param)]: record for group in _groups(model) for record in group.fsdp_params}
+    if not found:
+        raise InputError("the model is not sharded; apply torch.distributed.fsdp.fully_shard to it first")
+    for name, record in found.items():
+        wrong = ""
+        if record.sharded_param.dtype != torch.float32:
+            wrong = f"is {record.sharded_param.dtype}, expected float32"
+        elif record.fsdp_placement.dim != 0:
+            wrong = f"is sharded along dimension {record.fsdp_placement.dim}, expected 0"
+        elif record.offload_to_cpu:
+            wrong = "is offloaded to the CPU, expected shards on the device; leave offload_policy out"
+        elif record.is_dtensor:
+            wrong = "is a DTensor before it is sharded, expected a plain parameter"
+        elif record.post_forward_mesh_info not in (None, record.mesh_info):
+            wrong = "is sharded over another mesh after the forward pass, expected reshard_after_forward=True or False"
+        if wrong:
+            raise InputError(f"{name} {wrong}")
+    return found
+
+
+def _replace(record: Any, local: torch.Tensor) -> None:
+    """Give a sharded parameter another local tensor on the same memory, and let FSDP2 look at it anew."""
+    record.sharded_param._local_tensor = local
+    if hasattr(record, "_unsharded_param"):
+        del record._unsharded_param
+    record.all_gather_outputs = []
+    record._init_extensions()

@@ -1,0 +1,256 @@
+"""The torch.compile backend "shoal": capture a step, plan it, lower the plan, meter the first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
+
+from shoal import planners
+from shoal.capture.dynamo import refusals
+from shoal.capture.fx_nodes import input_layers, parameter_places
+from shoal.capture.lossy_options import lossy_of
+from shoal.capture.lower import lower
+from shoal.capture.step_reader import capture
+from shoal.capture.traced_strides import Departure
+from shoal.core.hardware import Link
+from shoal.core.lossy import Lossy
+from shoal.core.plan import Plan
+from shoal.core.sizes import parse_bytes
+from shoal.engine.first_run import checked
+from shoal.engine.graph_runner import Compiler, compiler
+from shoal.engine.habits import Basis
+from shoal.engine.once_differentiable import once_differentiable
+from shoal.engine.session import Session
+from shoal.engine.status import Status
+from shoal.errors import CaptureError, InputError
+from shoal.kernels.encoded_activation import measured_errors
+from shoal.lowlevel.eager_kernels import eager_kernels
+from shoal.memory.limit import lifted
+from shoal.memory.static_memory import Standing
+from shoal.offload.policy import AUTO, Offloading, offloading
+from shoal.transforms.split.split import CUTS_ARGUMENT
+
+_METERED_STEPS = 2  # of each plan: the first, and one with everything warm
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="shoal", options={"budget": "2GiB"})`.
+
+    Options: `budget` (int of bytes or a text), `planner` (a name of `shoal.planners`), `inner` ("eager" or "inductor"),
+    `optimizer` (whose state counts), `offload_to`, `host_budget` and `lossy` (as of `shoal.compile`). Without a budget
+    everything is kept. The model has to come as one graph. `shoal.compile` does the same and also reports in
+    `model.shoal`.
+    """
+    with refusals():
+        return _compile_as_asked(gm, example_inputs, dict(options or {}), mode)
+
+
+def _compile_as_asked(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], mode: str | None
+) -> Callable[..., Any]:
+    if mode not in (None, "default"):
+        raise InputError(f"mode={mode!r}: the backend 'shoal' has no modes; choose options={{'inner': 'inductor'}}")
+    budget = settings.pop("budget", None)
+    planner = settings.pop("planner", "joint")
+    inner = settings.pop("inner", "eager")
+    optimizer = settings.pop("optimizer", None)
+    offload_to, host_budget = settings.pop("offload_to", AUTO), settings.pop("host_budget", None)
+    lossy = lossy_of(settings.pop("lossy", None), planner)
+    if settings:
+        known = "budget, planner, inner, optimizer, offload_to, host_budget, lossy"
+        raise InputError(f"options {sorted(settings)} are unknown; there are {known}")
+    planners.get(planner)
+    devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
+    leaves = wanted_offloading(inner, offload_to, host_budget, device_type="cuda" if "cuda" in devices else "cpu")
+    reject_needless_lossy(lossy, inner, budget)
+    status = Status(None if budget is None else parse_bytes(budget))
+    session = Session(status, planner, Standing(optimizer=optimizer), offloading=leaves, lossy=lossy)
+    return compile_step(session, inner, gm, example_inputs)
+
+
+def wanted_offloading(
+    inner: str,
+    offload_to: str | Path | None,
+    host_budget: int | str | None,
+    *,
+    device_type: str,
+    pace: Link | None = None,
+) -> Offloading | None:
+    """As `shoal.offload.policy.offloading`, held against what runs the planned graphs.
+
+    Raises:
+        InputError: Inductor is to run them: it reorders ops, so transfers would not be where they were planned.
+    """
+    if inner == "inductor":
+        if offload_to not in (AUTO, None):
+            raise InputError(f"offload_to={str(offload_to)!r} needs inner='eager': Inductor reorders what is planned")
+        return None
+    return offloading(offload_to, host_budget, device_type=device_type, pace=pace)
+
+
+def reject_needless_lossy(lossy: Lossy | None, inner: str, budget: int | str | None) -> None:
+    """Refuse `lossy` where nothing would come of it.
+
+    Raises:
+        InputError: no budget asks for fewer bytes, or Inductor is to run the step: it reorders what is planned.
+    """
+    if lossy is None:
+        return
+    if budget is None:
+        raise InputError("lossy encodes what a budget leaves no room for; give budget= too")
+    if inner == "inductor":
+        raise InputError("lossy needs inner='eager': Inductor does not know the ops that encode")
+
+
+def compile_step(session: Session, inner: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Plan and lower the step of one Dynamo graph."""
+    _reject_graph_break(gm)
+    _make_static(gm)
+    run_inner = compiler(inner)
+    inputs = {"parameters": parameter_places(gm), "layers": input_layers(gm)}
+    step = PlannedStep(session, run_inner, inputs, aten_only=inner == "inductor")
+    with eager_kernels():
+        compiled = aot_autograd(
+            fw_compiler=step.compile_forward,
+            bw_compiler=step.compile_backward,
+            inference_compiler=run_inner,
+            partition_fn=step.partition,
+        )(gm, example_inputs)
+    return once_differentiable(compiled)
+
+
+class PlannedStep:
+    """One step in the hands of AOTAutograd: partitioned by plan, compiled, metered while it is new."""
+
+    def __init__(self, session: Session, run_inner: Compiler, inputs: Mapping[str, Any], *, aten_only: bool) -> None:
+        self.session = session
+        self.run_inner = run_inner
+        self.inputs = inputs  # what `capture` is told of them
+        self.aten_only = aten_only
+        self.plan: Plan | None = None
+        self.basis: Basis | None = None
+        self.device = torch.device("cpu")
+        self.n_outputs = self.n_tangents = 0
+        self.results: tuple[int, ...] = ()
+        self.steps_to_meter = _METERED_STEPS
+        self.errors_unknown = False
+        self.fingerprint = ""  # of the step as captured
+        self.departures: dict[str, Departure] = {}
+
+    def partition(
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Collection[int] | None = None,
+        **unused: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan the joint graph and split it as planned."""
+        with lifted():  # what is tried out on this machine is not part of a step
+            captured = capture(
+                joint,
+                num_fwd_outputs,
+                static_lifetime_input_indices or (),
+                model=self.session.name,
+                aten_only=self.aten_only,
+                **self.inputs,
+            )
+        self.fingerprint = captured.graph.fingerprint
+        captured = self.session.in_traced_layouts(captured)
+        with unset_fake_temporarily():
+            captured = self.session.make_plan(captured, captured.device, self)
+        assert self.plan is not None
+        self.device = captured.device
+        self.n_outputs, self.results = num_fwd_outputs, captured.results
+        self.n_tangents = sum(storage.kind == "tangent" for storage in captured.graph.storages)
+        self.errors_unknown = bool(self.plan.encoded)
+        transfers = self.session.carry(self.plan, captured.device)
+        return lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
+
+    def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self.aten_only:  # Inductor's code holds strides against the trace itself
+            return self.run_inner(module, example_inputs)
+        return checked(module, self.run_inner, example_inputs, self.departures)
+
+    def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        run = self._compile(module, example_inputs)
+
+        def forward(arguments: list[Any]) -> Any:
+            measures = self.errors_unknown and not self.steps_to_meter
+            return self.session.metering.forward(
+                self, partial(self._measure_errors, run) if measures else run, arguments
+            )
+
+        forward._boxed_call = True  # type: ignore[attr-defined]
+        return forward
+
+    def _measure_errors(self, run: Callable[..., Any], arguments: list[Any]) -> Any:
+        """The first step after those that are metered: its encodings are held against what they encode."""
+        assert self.plan is not None
+        self.errors_unknown = False
+        with measured_errors() as errors:
+            outputs = run(arguments)
+        self.session.learn_errors(self.plan, errors)
+        return outputs
+
+    def compile_backward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        run = self._compile(module, example_inputs)
+
+        def backward(arguments: list[Any]) -> Any:
+            gradients = self.session.metering.backward(self, run, arguments)
+            if departures := dict(self.departures):
+                self.departures.clear()
+                self.session.learn_layouts(self.fingerprint, departures)
+            return gradients
+
+        backward._boxed_call = True  # type: ignore[attr-defined]
+        return backward
+
+
+def _reject_graph_break(gm: fx.GraphModule) -> None:
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        frame = reason.user_stack[-1] if reason.user_stack else None
+        place = f"{frame.filename}:{frame.lineno} ({frame.line})" if frame else "an unknown line"
+        raise CaptureError(
+            f"the model is not one graph: it breaks at {place}: {reason.reason.splitlines()[0]}; take that line out of "
+            "the model, or compile the part of the model around it; logging is left out by shoal.compile, and here by "
+            "torch._dynamo.config.ignore_logging_functions"
+        )
+
+
+def _make_static(gm: fx.GraphModule) -> None:
+    """Ask for the number behind each symbolic size: Dynamo then guards on it, and every shape gets its own plan.
+
+    The cuts that `shoal.split` draws stay symbols: one plan is for all of them. So do numbers that shape no tensor,
+    such as a counter.
+    """
+    tensors = (value for node in gm.graph.nodes for value in tree_leaves(node.meta.get("example_value")))
+    for value in tensors:
+        if isinstance(value, torch.Tensor):
+            for size in (*value.shape, *value.stride(), value.storage_offset()):
+                if isinstance(size, torch.SymInt) and not _is_drawn(size):
+                    int(size)
+
+
+def _is_drawn(size: torch.SymInt) -> bool:
+    sources = size.node.shape_env.var_to_sources
+    return all(
+        any(CUTS_ARGUMENT in source.name for source in sources.get(symbol, ()))
+        for symbol in size.node.expr.free_symbols
+    )

@@ -1,0 +1,92 @@
+"""The calls of a model whose backward passes are yet to come, and what the caller still holds of the last one.
+
+Nothing is kept alive here: a call is under way as long as autograd holds what its forward pass saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shoal.memory.held import HeldStorage
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward pass.
+
+    Attributes:
+        witness: a storage that autograd holds until the backward pass is over; the largest one it saved, or an output
+            where it saved nothing of this call's own.
+        of_output: whether that is an output, which the caller may hold for longer.
+        outputs: what was handed to the caller, by place among the forward graph's outputs.
+    """
+
+    witness: HeldStorage | None
+    of_output: bool
+    outputs: Mapping[int, HeldStorage]
+
+
+class Calls:
+    """Every call of one model that is not over."""
+
+    def __init__(self) -> None:
+        self._under_way: list[Call] = []
+        self._last: Call | None = None
+
+    def started(
+        self, arguments: Iterable[int], outputs: Sequence[object], n_outputs: int, watched: Iterable[int]
+    ) -> None:
+        """A forward pass has ended.
+
+        Args:
+            arguments: keys of the storages that it was given.
+            outputs: what its graph returned: results first, then what is saved for the backward pass.
+            n_outputs: how many of them are results.
+            watched: places of the results whose fate is of interest.
+        """
+        given = set(arguments)
+
+        def own(places: Iterable[int]) -> dict[int, HeldStorage]:
+            tensors = ((place, outputs[place]) for place in places)
+            held = {place: HeldStorage(t) for place, t in tensors if isinstance(t, torch.Tensor)}
+            return {place: h for place, h in held.items() if h.nbytes and h.key not in given}
+
+        results = own(watched)
+        saved = own(range(n_outputs, len(outputs)))
+        witness = max((saved or results).values(), key=lambda held: held.nbytes, default=None)
+        self._last = Call(witness, not saved, results)
+        self._under_way.append(self._last)
+
+    def goes_back(self, arguments: Iterable[int]) -> Call | None:
+        """The call whose backward pass begins, told by the keys of the storages that it is given; it is under way no
+        longer. None where it is not known."""
+        given = set(arguments)
+        known = [call for call in self._under_way if call.witness is not None and call.witness.key in given]
+        known = known or [call for call in self._under_way if call.of_output or call.witness is None]
+        if not known:
+            return None
+        self._under_way.remove(known[-1])
+        return known[-1]
+
+    def under_way(self) -> int:
+        """How many calls are."""
+        self._under_way = [c for c in self._under_way if c.witness is not None and c.witness.is_alive]
+        return len(self._under_way)
+
+    @property
+    def any_started(self) -> bool:
+        """Whether there was a call at all."""
+        return self._last is not None
+
+    def held_of_the_last(self) -> list[HeldStorage]:
+        """What the caller still holds of the last call's results: a loop's names, until they get new values.
+
+        Nothing while that call is under way: then its results wait with what it saved.
+        """
+        self.under_way()
+        if self._last is None or self._last in self._under_way:
+            return []
+        return [held for held in self._last.outputs.values() if held.is_alive]

@@ -1,0 +1,185 @@
+"""Follows the calls of one model: which are under way, and what they really use while their plans are new."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from shoal.capture.traced_strides import Departure
+from shoal.core.plan import Plan
+from shoal.engine.calls import Call, Calls
+from shoal.engine.habits import Basis
+from shoal.memory.held import HeldStorage
+from shoal.memory.static_memory import Standing
+from shoal.memory.step_meter import Measured, StepMeter
+
+Run = Callable[[list[Any]], Any]
+
+
+class Metered(Protocol):
+    """A step whose two graphs run here.
+
+    Attributes:
+        steps_to_meter: how many of its next runs are metered.
+        device: where it runs.
+        plan, basis: its plan, and what that was made for.
+        departures: tensors that were not laid out as traced, and were put right by copies that the plan does not count.
+        n_outputs: how many results its forward graph returns. n_tangents: how many gradients of results its backward
+            graph is given, as the last of its arguments.
+        results: the places, among them, of those that the caller gets.
+    """
+
+    steps_to_meter: int
+    device: torch.device
+    plan: Plan | None
+    basis: Basis | None
+    departures: dict[str, Departure]
+    n_outputs: int
+    n_tangents: int
+    results: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Window:
+    """What is metered as one: from a forward pass to the backward pass after which no call is under way.
+
+    Attributes:
+        steps: those that ran.
+        kept: places of results that the caller still held when a backward pass began. released: of those it did not.
+        measured: what it used; None until it is over.
+        gradients_stayed: whether gradients of an earlier step were there when a backward pass began.
+        tangents_stayed: whether a gradient of a result was still held by somebody when its backward pass ended.
+    """
+
+    steps: list[Metered] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
+    released: set[int] = field(default_factory=set)
+    measured: Measured | None = None
+    gradients_stayed: bool = False
+    tangents_stayed: bool = False
+
+
+class Metering:
+    """Runs the graphs of one model's steps.
+
+    Args:
+        standing: what is in use beside the steps.
+        learn: is told of each window that was metered.
+
+    Attributes:
+        calls: those that are not over.
+        gradients_are_used: whether the optimizer has stepped since the last backward pass; whoever knows sets it.
+    """
+
+    def __init__(self, standing: Standing, learn: Callable[[Window], None]) -> None:
+        self.calls = Calls()
+        self.gradients_are_used = False
+        self._standing = standing
+        self._learn = learn
+        self._meter: StepMeter | None = None
+        self._window: Window | None = None
+        self._old_gradients: list[HeldStorage] = []
+
+    def forward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
+        """Run the forward graph of a step."""
+        given = _keys(arguments)
+        self._begin_forward(step, arguments)
+        try:
+            outputs = run(arguments)
+        except BaseException:
+            self._give_up()
+            raise
+        self.calls.started(given, outputs, step.n_outputs, step.results)
+        if self._window is not None and self._meter is not None:
+            self._meter.pause()
+        return outputs
+
+    def backward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
+        """Run the backward graph of a step."""
+        self.gradients_are_used = False
+        call = self.calls.goes_back(_keys(arguments))
+        window, meter = self._window, self._meter
+        if window is None or meter is None or call is None:  # None for a call that is sent back a second time
+            return run(arguments)
+        self._note_results(window, call)
+        window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
+        meter.resume(self._in_use(arguments))
+        given = arguments[len(arguments) - step.n_tangents :]
+        tangents = [HeldStorage(tangent) for tangent in given if isinstance(tangent, torch.Tensor)]
+        del given
+        try:
+            gradients = run(arguments)
+        except BaseException:
+            self._give_up()
+            raise
+        window.tangents_stayed |= any(tangent.is_alive for tangent in tangents)
+        if self.calls.under_way():
+            meter.pause()
+            return gradients
+        window.measured = meter.end()
+        self._window = None
+        if window.measured is not None:
+            for metered in window.steps:
+                metered.steps_to_meter -= 1
+            self._learn(window)
+        return gradients
+
+    def _begin_forward(self, step: Metered, arguments: Sequence[Any]) -> None:
+        window, meter = self._window, self._meter
+        if window is not None and meter is not None and self.calls.under_way():
+            if step not in window.steps:
+                window.steps.append(step)
+            meter.go_on(self._in_use(arguments))
+            return
+        self._give_up()
+        if not step.steps_to_meter or self.calls.under_way() or not self._has_the_counter():
+            return
+        if meter is None or meter.device != step.device:
+            meter = self._meter = StepMeter(step.device)
+        self._old_gradients = [HeldStorage(gradient) for gradient in self._standing.gradients()]
+        passing = [*self._old_gradients, *self.calls.held_of_the_last()]
+        if meter.begin(self._in_use(arguments), passing):
+            self._window = Window([step])
+            _metering_now[:] = [weakref.ref(self)]
+
+    def _has_the_counter(self) -> bool:
+        """Whether no other model's calls are being metered: there is one counter, and what it counts here is theirs."""
+        other = next((reference() for reference in _metering_now), None)
+        if other is None or other is self or other._window is None:
+            return True
+        if other.calls.under_way():
+            return False
+        other._give_up()
+        return True
+
+    def _note_results(self, window: Window, call: Call) -> None:
+        alive = {place for place, held in call.outputs.items() if held.is_alive}
+        window.kept |= alive
+        window.released |= set(call.outputs) - alive
+
+    def _give_up(self) -> None:
+        if self._window is not None and self._meter is not None:
+            self._meter.abandon()
+        self._window = None
+
+    def _in_use(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+        return [*self._standing.lasting_tensors(), *(a for a in arguments if isinstance(a, torch.Tensor))]
+
+
+_metering_now: list[weakref.ref[Metering]] = []
+
+
+def abandon() -> None:
+    """Stop metering, whichever model's calls are being metered: their backward pass is not expected any more."""
+    for reference in _metering_now:
+        metering = reference()
+        if metering is not None:
+            metering._give_up()
+
+
+def _keys(arguments: Sequence[Any]) -> set[int]:
+    return {a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)}

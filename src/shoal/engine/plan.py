@@ -1,0 +1,126 @@
+"""`shoal.plan`: the plan of a step, for this machine or for one that is not here, without training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal import planners
+from shoal.capture.capture_step import capture_step
+from shoal.capture.lossy_options import lossy_of
+from shoal.capture.step_reader import Captured
+from shoal.core import presets
+from shoal.core.hardware import Hardware, Link
+from shoal.core.plan import Plan
+from shoal.core.sizes import parse_bytes
+from shoal.core.step import StepGraph
+from shoal.core.validate_plan import check_own_plan
+from shoal.cost.measure import measure
+from shoal.cost.measure_links import link_to
+from shoal.cost.profile import profile_step
+from shoal.cost.roofline import roofline
+from shoal.engine.backend import reject_needless_lossy
+from shoal.engine.search.choose_encoded import choose_encoded
+from shoal.errors import InputError
+from shoal.memory.static_memory import Standing
+from shoal.offload.policy import AUTO, offloading
+
+
+def plan(
+    model: nn.Module,
+    example: torch.Tensor | Sequence[Any],
+    budget: int | str | None = None,
+    *,
+    hardware: str | Hardware | None = None,
+    planner: str | planners.Planner = "joint",
+    optimizer: torch.optim.Optimizer | None = None,
+    offload_to: str | Path | None = AUTO,
+    host_budget: int | str | None = None,
+    lossy: str | Mapping[str, Any] | None = None,
+    name: str | None = None,
+) -> Plan:
+    """Plan one training step without taking it.
+
+    Nothing of the model is run: it and `example` may live on the "meta" device, where a network of any size takes no
+    memory. The step alone is counted; under `shoal.compile`, what the training loop holds besides counts too: at least
+    512 bytes for the loss and other small tensors, and the outputs of the step before where they are still held.
+
+    Args:
+        model: the network; it is planned as if in training mode and left as it is.
+        example: the forward pass's argument, or a tuple of its arguments. Only shapes and dtypes matter.
+        budget: device bytes at the peak of the step, an int or a text such as "2GiB". None keeps everything.
+        hardware: a preset's name ("p100-nvlink", see `shoal hardware`) or a `Hardware`: times come from its rates
+            (roofline), and kernels that are for the CPU alone are left out. None: the ops are profiled on this machine.
+        planner: as for `shoal.compile`.
+        optimizer: the optimizer whose state counts.
+        offload_to: as for `shoal.compile`; "auto" allows host memory where `hardware` is given or the model is on CUDA.
+        host_budget: most bytes there; None for no limit where `hardware` is given, else as for `shoal.compile`.
+        lossy: as for `shoal.compile`.
+        name: the model's name in tables and errors; by default its class.
+
+    Returns:
+        A `Plan`: `explain()` for people, `save(path)` for later, `timeline` for the simulated step. One made for this
+        machine can be given to `shoal.compile(model, plan=...)` to run as it is.
+
+    Raises:
+        InputError: an argument is none of what is listed above.
+        CodecError: `lossy` names no codec for activations.
+        BudgetError: no plan fits the budget.
+        CaptureError: the model is not one graph.
+        PlanError: a planner of your own returned no plan, or one that breaks a rule of `shoal.core.validate`.
+
+    Example:
+        >>> import shoal
+        >>> block = lambda channels: [nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(*block(3), *block(8), *block(8), nn.Flatten())
+        ...     images = torch.empty(4, 3, 32, 32)
+        >>> shoal.plan(model, images, hardware="p100-nvlink").predicted_peak_bytes
+        1235248
+        >>> plan = shoal.plan(model, images, "700KiB", hardware="p100-nvlink", offload_to=None)
+        >>> plan.predicted_peak_bytes, len(plan.kept), len(plan.residences) - len(plan.kept)
+        (715632, 8, 6)
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    planner_function = planners.get(planner)
+    budget_bytes = 0 if budget is None else parse_bytes(budget)
+    target = presets.get(hardware) if isinstance(hardware, str) else hardware
+    permitted = lossy_of(lossy, planner)
+    reject_needless_lossy(permitted, "eager", budget)
+    started = time.perf_counter()
+    captured, device = capture_step(model, example, name=name or type(model).__name__, runs_here=target is None)
+    device = torch.device("cpu") if device.type == "meta" else device
+    standing_bytes = Standing(model, optimizer).bytes_beside(captured.graph)
+    link, hardware = _link_and_hardware(target, device, offload_to, host_budget)
+
+    def costed(step: Captured) -> StepGraph:
+        graph = profile_step(step, device) if target is None else roofline(step.graph, target)
+        return replace(graph, standing_bytes=standing_bytes, link=link)
+
+    def made(graph: StepGraph) -> Plan:
+        return (planner_function if budget_bytes else planners.get("keep_all"))(graph, hardware, budget_bytes)
+
+    if permitted is None:
+        found = made(costed(captured))
+    else:
+        _, found = choose_encoded(captured, permitted, budget_bytes, costed, made)
+    check_own_plan(found.graph, found.residences, budget_bytes)
+    return replace(found, planning_seconds=time.perf_counter() - started)
+
+
+def _link_and_hardware(
+    target: Hardware | None, device: torch.device, offload_to: str | Path | None, host_budget: int | str | None
+) -> tuple[Link | None, Hardware]:
+    if target is not None:
+        host_bytes = 0 if host_budget is None else parse_bytes(host_budget, "host_budget")
+        return (None if offload_to is None else replace(target.link, host_bytes=host_bytes)), target
+    leaves = offloading(offload_to, host_budget, device_type=device.type)
+    here = measure(device)
+    return (link_to(leaves, device) if leaves is not None else None), here

@@ -1,0 +1,418 @@
+"""One model's training under one budget: plans each new shape and repairs a promise that a measurement breaks."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from shoal import planners
+from shoal.capture.step_reader import Captured
+from shoal.capture.traced_strides import Departure, with_copies
+from shoal.core.lossy import Lossy
+from shoal.core.plan import Plan
+from shoal.core.sizes import format_bytes
+from shoal.core.step import StepGraph
+from shoal.core.validate_plan import check_own_plan
+from shoal.engine.habits import Habits, dropped_bytes, hopeful, of_nothing_held
+from shoal.engine.metering import Metered, Metering, Window
+from shoal.engine.optimizer_steps import tell
+from shoal.engine.status import Status
+from shoal.engine.step_planning import Planned, StepPlanning, Terms
+from shoal.errors import BudgetError, CaptureError, PlanError
+from shoal.memory.static_memory import Standing, distinct_bytes
+from shoal.memory.step_meter import Measured
+from shoal.offload.links.open_link import OpenLink, open_link
+from shoal.offload.policy import Offloading
+from shoal.offload.transfers import Transfers
+
+log = logging.getLogger("shoal")
+
+_ROOM = 0.05  # of the budget: what a plan leaves free, once the loop is known, for it to be made anew
+_SLOWER = 0.01  # of the plain step: what it must add for that
+
+
+@dataclass(eq=False)
+class Session:
+    """Plans the steps of one model.
+
+    Attributes:
+        status: what users see.
+        planner: its name, or a function with the planners' signature.
+        standing: what is in use beside the steps: the model and its optimizers, as far as they are known.
+        name: the model's name for tables and errors.
+        ready_plan: a plan to use as it is instead of planning.
+        offloading: where saved storages may wait; None: on the device alone.
+        on_repair: called when the plans in force do not hold; must make the next step be planned anew. None: nothing
+            can.
+        lossy: how convolution inputs may be encoded; None where they may not.
+        habits: what is known of the loop around the model.
+        metering: runs the steps, and tells what they use.
+    """
+
+    status: Status
+    planner: str | planners.Planner = "joint"
+    standing: Standing = field(default_factory=Standing)
+    name: str = ""
+    ready_plan: Plan | None = None
+    offloading: Offloading | None = None
+    on_repair: Callable[[], None] | None = None
+    lossy: Lossy | None = None
+    habits: Habits = field(default_factory=Habits)
+    metering: Metering = field(init=False)
+    _learnt_bytes: dict[str, int] = field(default_factory=dict)
+    _state_bytes: int = 0
+    _improved: bool = False
+    _in_force: weakref.WeakSet[Metered] = field(default_factory=weakref.WeakSet)
+    _departures: dict[str, dict[str, Departure]] = field(default_factory=dict)  # by the step's fingerprint as captured
+    _link: OpenLink | None = None
+    _transfers: list[Transfers] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.metering = Metering(self.standing, self.learn)
+        if self.ready_plan is not None:
+            self.habits = of_nothing_held()
+        tell(self)
+
+    def before_call(self) -> bool:
+        """A training step is about to run: where the plans do not hold over what is alive by now, plan anew.
+
+        Returns:
+            Whether the step accumulates onto gradients that are there.
+        """
+        standing = self.standing
+        there = standing.gradients()
+        used = bool(there) and self.metering.gradients_are_used
+        if used and self.habits.drops_late and not standing.gradients_pass:
+            # zero_grad(set_to_none=False) keeps gradients, as zeros
+            self.habits = replace(self.habits, drops_late=any(bool(gradient.any()) for gradient in there))
+        standing.gradients_pass = used and self.habits.drops_late
+        if self.ready_plan is None:
+            self._hold_over(distinct_bytes(there) if standing.gradients_pass else 0)
+            self._make_room_for_calls()
+        return bool(there) and not standing.gradients_pass
+
+    def _hold_over(self, gradient_bytes: int) -> None:
+        habits = self.habits
+        now = replace(habits, held_gradient_bytes=max(habits.held_gradient_bytes, gradient_bytes))
+        if self.metering.calls.any_started:
+            result_bytes = sum(held.nbytes for held in self.metering.calls.held_of_the_last())
+            now = replace(now, held_result_bytes=max(habits.held_result_bytes or 0, result_bytes))
+        if now != habits:
+            self._adapt(now)
+
+    def _make_room_for_calls(self) -> None:
+        at_once = self.metering.calls.under_way() + 1
+        if at_once > self.habits.calls_at_once:
+            log.warning(
+                "%s: %d calls before a backward pass; what they all save counts in the budget, from this call on",
+                self.name or "model",
+                at_once,
+            )
+            self.habits = replace(self.habits, calls_at_once=at_once)
+            self._plan_anew()
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of this model or another has stepped: its state counts as it really is."""
+        standing = self.standing
+        if not standing.trains(optimizer):
+            return
+        self.metering.gradients_are_used = True
+        news = standing.stepped(optimizer)
+        if not news or not self.status.plans or self.ready_plan is not None:
+            return
+        more_bytes = standing.state_bytes() - self._state_bytes
+        if not more_bytes:
+            return
+        log.warning(
+            "%s: %s, and holds %s of state where %s were counted; counted in the budget from here on: declare it with "
+            "optimizer=",
+            self.name or "model",
+            news,
+            format_bytes(standing.state_bytes()),
+            format_bytes(self._state_bytes),
+        )
+        self._state_bytes += more_bytes
+        for step in self._in_force:
+            step.basis = step.basis and step.basis.with_standing(more_bytes)
+        self._adapt(self.habits)
+
+    def _adapt(self, habits: Habits) -> None:
+        """The plans in force cost what they do in a loop with these habits; where that is too much, plan anew."""
+        self.habits = habits
+        now: dict[int, Plan] = {}
+        for step in self._in_force:
+            if step.plan is not None and step.basis is not None:
+                plan, step.plan = step.plan, step.basis.of(step.plan, habits)
+                now[id(plan)] = step.plan
+        self.status.plans = tuple(now.get(id(plan), plan) for plan in self.status.plans)
+        if self.status.budget_bytes is not None and any(
+            plan.predicted_peak_bytes > self.status.budget_bytes for plan in now.values()
+        ):
+            log.info("%s: the loop holds more than was planned with; planning anew", self.name or "model")
+            self._plan_anew()
+
+    def _plan_anew(self) -> None:
+        """Let every step be planned anew from the next call on."""
+        if self.on_repair is None:
+            return
+        self.status.plans = ()
+        self.status.measured_peak_bytes = None
+        self._in_force.clear()
+        if not self.metering.calls.under_way():
+            self.close()
+        self.on_repair()
+
+    def make_plan(self, captured: Captured, device: torch.device, step: Metered) -> Captured:
+        """Profile the step's ops here, then plan it inside the budget; `step` gets the plan and what it was made for.
+
+        Returns:
+            The step as it is under the plan, which may encode storages that `captured` does not.
+
+        Raises:
+            BudgetError: no plan fits.
+            PlanError: the ready plan belongs to another step.
+        """
+        started = time.perf_counter()
+        self._state_bytes = self.standing.state_bytes()
+        terms = Terms(self.planner, self.status.budget_bytes, self.ready_plan, self.lossy, self.status.encoded)
+        planning = StepPlanning(captured, device, terms, self.offloading, self._bytes_beside)
+        try:
+            made = planning.plan(self.habits, self.status.plans)
+        except BudgetError as refused:
+            made = self._plan_in_hope(planning, self._with_hints(refused))
+        captured, plan = made.captured, made.plan
+        check_own_plan(plan.graph, plan.residences, self.status.budget_bytes or 0)
+        plan = replace(plan, planning_seconds=time.perf_counter() - started)
+        step.plan, step.basis = plan, made.basis
+        self._in_force.add(step)
+        others = (p for p in self.status.plans if not _is_same_step(p.exact_step, plan.exact_step))
+        self.status.plans = (*others, plan)
+        self.status.planning_seconds += plan.planning_seconds
+        return replace(captured, graph=plan.graph)
+
+    def _bytes_beside(self, graph: StepGraph) -> int:
+        return self.standing.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
+
+    def _plan_in_hope(self, planning: StepPlanning, refused: BudgetError) -> Planned:
+        """The plan that fits if the loop turns out to hold as little as it may; the first step tells."""
+        if self.habits.learnt or self.ready_plan is not None or self.on_repair is None:
+            raise refused from None
+        hoped = hopeful(self.habits, planning.outputs)
+        try:
+            made = planning.plan(hoped, self.status.plans)
+        except BudgetError as error:
+            raise refused.with_hint(
+                f"{format_bytes(error.least_feasible_bytes or 0)} are enough where nothing holds the model's outputs "
+                "once the loss is known, as in criterion(model(x), y).backward()"
+            ) from None
+        log.info("%s: fits if the loop drops outputs when their loss is known; the first step is metered", self.name)
+        self.habits = hoped
+        return made
+
+    def _with_hints(self, error: BudgetError) -> BudgetError:
+        if gradient_bytes := self.standing.gradient_bytes():
+            return error.with_hint(
+                f"gradients of an earlier step take {format_bytes(gradient_bytes)}: call optimizer.zero_grad() "
+                "before the forward pass unless you accumulate them"
+            )
+        if self._state_bytes:
+            return error.with_hint(f"the optimizer's state takes {format_bytes(self._state_bytes)}")
+        if not self.standing.has_optimizer:
+            return error.with_hint("the optimizer's state is not counted yet: declare it with optimizer=")
+        return error
+
+    def in_traced_layouts(self, captured: Captured) -> Captured:
+        """The step with copies behind the ops whose results were not laid out as traced; see `learn_layouts`."""
+        return with_copies(captured, self._departures.get(captured.graph.fingerprint, {}))
+
+    def learn_layouts(self, fingerprint: str, departures: Mapping[str, Departure]) -> None:
+        """Plan again with the copies counted that put tensors into their traced layout, and say so.
+
+        Args:
+            fingerprint: of the step as captured.
+            departures: by the name of the node.
+
+        Raises:
+            PlanError: the plan was given and is run as it is.
+            CaptureError: the copies cannot be counted: planning again would not change the next step, or did not.
+        """
+        first = next(iter(departures.values()))
+        others = f" (and {len(departures) - 1} others)" if len(departures) > 1 else ""
+        if self.ready_plan is not None:
+            raise PlanError(
+                f"{first}{others}: the plan does not count the copy that puts it right; give budget= instead of plan=, "
+                "or correct the fake kernel"
+            )
+        known = self._departures.setdefault(fingerprint, {})
+        if departures.keys() <= known.keys() or (self.on_repair is None and self.status.budget_bytes is not None):
+            raise CaptureError(
+                f"{first}{others}, and the copy that puts it right cannot be planned here; use shoal.compile(model, "
+                "budget=...), or correct the fake kernel (torch.library.register_fake)"
+            )
+        known.update(departures)
+        log.warning(
+            "%s: %s%s; copies of %s put that right and are planned from the next step on",
+            self.name or "model",
+            first,
+            others,
+            format_bytes(sum(departure.nbytes for departure in departures.values())),
+        )
+        self._plan_anew()
+
+    def carry(self, plan: Plan, device: torch.device) -> Transfers | None:
+        """What moves the storages that the plan offloads; None where it offloads nothing.
+
+        Raises:
+            TransferError: the host has no room for them.
+        """
+        if not plan.offloaded or self.offloading is None:
+            return None
+        pace = self.offloading.pace
+        if self._link is None:
+            self._link = open_link(
+                device,
+                self.offloading.where,
+                self.offloading.host_bytes,
+                pace.to_host_bytes_per_second if pace else None,
+                pace.to_device_bytes_per_second if pace else None,
+                pace.latency_seconds if pace else 0.0,
+            )
+        overlaps = pace is None or pace.overlaps
+        transfers = Transfers(self._link, [storage.nbytes for storage in plan.offloaded], overlaps=overlaps)
+        self._transfers.append(transfers)
+        return transfers
+
+    def learn_errors(self, plan: Plan, errors: Sequence[float]) -> None:
+        """Put what a step's encodings really lost into the plan."""
+        named = dict(zip((storage.name for storage in plan.encoded), errors, strict=True))
+        known = replace(plan, errors=named, errors_measured=True)
+        for step in self._in_force:
+            if step.plan is plan:
+                step.plan = known
+        self.status.plans = tuple(known if p is plan else p for p in self.status.plans)
+
+    def close(self) -> None:
+        """Give the host's bytes and the link's threads back. Steps planned so far cannot run any more."""
+        for transfers in self._transfers:
+            transfers.close()
+        self._transfers.clear()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def learn(self, window: Window) -> None:
+        """Hold metered calls against the promise; over the budget, plan again with what was learnt, and say so."""
+        status, measured = self.status, window.measured
+        assert measured is not None
+        if any(step.departures for step in window.steps):
+            return  # it took copies that are not planned yet
+        budget_bytes = status.budget_bytes
+        if not all(step in self._in_force for step in window.steps):
+            if budget_bytes is not None and measured.peak_bytes > budget_bytes:
+                log.warning(
+                    "%s: the measured peak of %s is over the budget of %s: some of these calls were planned before it "
+                    "was known how many there are; the next ones are planned together",
+                    self.name or "model",
+                    format_bytes(measured.peak_bytes),
+                    format_bytes(budget_bytes),
+                )
+            return
+        status.measured_peak_bytes = max(status.measured_peak_bytes or 0, measured.peak_bytes)
+        if self.ready_plan is not None:
+            if budget_bytes is not None and measured.peak_bytes > budget_bytes:
+                log.warning(
+                    "%s: the measured peak of %s is over the budget of %s; the given plan stays as it is: give budget= "
+                    "without plan= to have it planned again",
+                    self.name or "model",
+                    format_bytes(measured.peak_bytes),
+                    format_bytes(budget_bytes),
+                )
+            return
+        before_bytes = _highest(window.steps)
+        self._adapt(self._habits_seen_in(window, measured))
+        after_bytes = _highest(window.steps)
+        if budget_bytes is None:
+            return
+        if measured.peak_bytes > budget_bytes:
+            self._repair(window.steps, measured.peak_bytes, after_bytes, budget_bytes)
+        elif before_bytes - after_bytes > _ROOM * budget_bytes and self._would_gain():
+            self._improved = True
+            freed = format_bytes(before_bytes - after_bytes)
+            log.info("%s: the loop leaves %s that were planned for; planning anew to use them", self.name, freed)
+            self._plan_anew()
+
+    def _would_gain(self) -> bool:
+        """Whether room that turned out to be free could make the steps faster, and was not used before.
+
+        What is encoded stays: it would change the numbers.
+        """
+        slowed = any(plan.added_seconds > _SLOWER * plan.plain_seconds for plan in self.status.plans)
+        return slowed and not self._improved and self.lossy is None
+
+    def _habits_seen_in(self, window: Window, measured: Measured) -> Habits:
+        habits = self.habits
+        released = frozenset(window.released - window.kept)
+        seen = replace(
+            habits,
+            learnt=True,
+            released=habits.released & released if habits.learnt else released,
+            tangents_pass=not window.tangents_stayed and (habits.tangents_pass or not habits.learnt),
+            drops_late=habits.drops_late and not (window.gradients_stayed and self.standing.gradients_pass),
+        )
+        loss_shares = [habits.loss_share] if habits.learnt else []
+        kept_shares = [habits.kept_share] if habits.learnt else []
+        for step in window.steps:
+            plan = step.plan and step.basis and step.basis.of(step.plan, replace(seen, kept_share=0.0))
+            at_loss = plan and next((m for m in plan.timeline.moments if m.phase == "loss"), None)
+            if not plan or not at_loss or not at_loss.error_bytes:
+                continue
+            rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
+            left_bytes = rest_bytes - dropped_bytes(plan.graph)
+            kept_bytes = max(0, measured.before_backward_bytes - left_bytes) if measured.before_backward_bytes else 0
+            kept_shares.append(kept_bytes / at_loss.error_bytes)
+            if measured.loss_bytes:
+                scratch_bytes = measured.loss_bytes - rest_bytes - kept_bytes
+                loss_shares.append(max(0, scratch_bytes) / at_loss.error_bytes)
+        return replace(
+            seen,
+            loss_share=max(loss_shares, default=habits.loss_share),
+            kept_share=max(kept_shares, default=habits.kept_share),
+        )
+
+    def _repair(self, steps: Sequence[Metered], measured_bytes: int, predicted_bytes: int, budget_bytes: int) -> None:
+        over_bytes = max(0, measured_bytes - predicted_bytes)
+        promise = (
+            f"the measured peak of {format_bytes(measured_bytes)} is over the budget of {format_bytes(budget_bytes)} "
+            f"(predicted: {format_bytes(predicted_bytes)})"
+        )
+        name = self.name or "model"
+        if self.on_repair is None:
+            log.warning(
+                "%s: %s; a plain torch.compile backend cannot plan again: use shoal.compile, or a budget that is "
+                "smaller by %s",
+                name,
+                promise,
+                format_bytes(measured_bytes - budget_bytes),
+            )
+            return
+        learnt = f"{format_bytes(over_bytes)} set aside" if over_bytes else "what this loop was seen to hold"
+        log.warning("%s: %s; planning again with %s", name, promise, learnt)
+        for step in steps:
+            if step.basis is not None:
+                key = step.basis.fingerprint
+                self._learnt_bytes[key] = self._learnt_bytes.get(key, 0) + over_bytes
+        self.status.repairs += 1
+        self._plan_anew()
+
+
+def _highest(steps: Sequence[Metered]) -> int:
+    return max((step.plan.predicted_peak_bytes for step in steps if step.plan is not None), default=0)
+
+
+def _is_same_step(one: StepGraph, other: StepGraph) -> bool:
+    return one.fingerprint == other.fingerprint and one.standing_bytes == other.standing_bytes

@@ -1,0 +1,218 @@
+"""From a captured step to its plan: profile its ops, plan it as it is in the loop around it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from shoal import planners
+from shoal.capture.encode_activations import encoded
+from shoal.capture.step_reader import Captured
+from shoal.core.lossy import Lossy
+from shoal.core.plan import Plan
+from shoal.core.sizes import format_bytes
+from shoal.core.step import StepGraph
+from shoal.core.validate_plan import check_plan
+from shoal.core.validate_step import check_step
+from shoal.cost.measure import measure
+from shoal.cost.measure_links import link_to
+from shoal.cost.profile import profile_step
+from shoal.engine.habits import Basis, Habits, by_itself, under_habits
+from shoal.engine.overlapping import plan_overlapping
+from shoal.engine.search.choose_encoded import choose_encoded, encoded_by
+from shoal.errors import BudgetError, PlanError
+from shoal.kernels.generator import state_bytes
+from shoal.memory.limit import lifted
+from shoal.offload.policy import Offloading
+
+log = logging.getLogger("shoal")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a plan is to be.
+
+    Attributes:
+        planner, lossy: as of `Session`.
+        budget_bytes: None keeps everything.
+        ready_plan: residences to take as they are.
+        encoded: by step, what its plan encodes; filled in, and taken again where it is there.
+    """
+
+    planner: str | planners.Planner
+    budget_bytes: int | None
+    ready_plan: Plan | None
+    lossy: Lossy | None
+    encoded: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, the step that it is for (which may encode storages that the captured one does not), and its basis."""
+
+    captured: Captured
+    plan: Plan
+    basis: Basis
+
+
+class StepPlanning:
+    """One step, profiled and ready to be planned.
+
+    Args:
+        captured: the step.
+        device: where it runs.
+        terms: what its plan is to be.
+        offloading: where saved storages may wait; None: on the device alone.
+        bytes_beside: bytes in use all step that are no storage of the profiled step.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        device: torch.device,
+        terms: Terms,
+        offloading: Offloading | None,
+        bytes_beside: Callable[[StepGraph], int],
+    ) -> None:
+        self.outputs = captured.output_storages()
+        self._captured = captured
+        self._device = device
+        self._terms = terms
+        with lifted():
+            profiled = profile_step(captured, device)
+            self._hardware = measure(device)
+            self._link = link_to(offloading, device) if offloading is not None else None
+        self._fingerprint = profiled.fingerprint
+        self._beside_bytes = bytes_beside(profiled)
+        self._costed = [(captured, self._complete(profiled))]
+
+    def plan(self, habits: Habits, in_force: Iterable[Plan]) -> Planned:
+        """Plan the step in a loop with these habits.
+
+        Args:
+            habits: what the loop does.
+            in_force: plans of the model's other steps.
+
+        Raises:
+            BudgetError: no plan fits.
+            PlanError: the ready plan belongs to another step, or breaks a rule.
+        """
+        made: dict[int, Captured] = {}
+
+        def make(others_bytes: int) -> Plan:
+            def in_the_loop(step: Captured) -> StepGraph:
+                graph = under_habits(self._costs_of(step), habits, self.outputs)
+                return replace(graph, standing_bytes=graph.standing_bytes + others_bytes)
+
+            made[others_bytes], plan = self._plan_with_states(in_the_loop)
+            return plan
+
+        aside_bytes, plan = plan_overlapping(habits.calls_at_once, self._terms.budget_bytes or 0, make, in_force)
+        graph = self._costs_of(made[aside_bytes])
+        exact = self._costs_of(self._captured) if plan.exact_graph is not None else None
+        others_bytes = plan.graph.standing_bytes - graph.standing_bytes - habits.small_bytes
+        basis = Basis(graph, exact, self.outputs, others_bytes, self._fingerprint)
+        return Planned(made[aside_bytes], plan, basis)
+
+    def _plan_with_states(self, costed: Callable[[Captured], StepGraph]) -> tuple[Captured, Plan]:
+        """Plan with the generator states counted that replayed random ops keep, each and the one it puts back."""
+        each_bytes = state_bytes(self._device)
+        n_random = sum(op.random and op.recomputable for op in self._captured.graph.ops)
+        if not n_random or not each_bytes or self._terms.ready_plan is not None:
+            return self._plan_one(costed)
+
+        def with_all(step: Captured) -> StepGraph:
+            graph = costed(step)
+            return replace(graph, standing_bytes=graph.standing_bytes + (n_random + 1) * each_bytes)
+
+        try:
+            captured, plan = self._plan_one(costed)
+        except BudgetError:
+            captured, plan = self._plan_one(with_all)
+        replayed = {plan.graph.producer[storage.id] for storage in plan.recomputed}
+        n_replayed = sum(plan.graph.ops[op].random for op in replayed)
+        if not n_replayed:
+            return captured, plan
+        counted = replace(
+            plan,
+            graph=replace(plan.graph, standing_bytes=costed(captured).standing_bytes + (n_replayed + 1) * each_bytes),
+        )
+        if plan.budget_bytes and counted.predicted_peak_bytes > plan.budget_bytes:
+            return self._plan_one(with_all)
+        return captured, counted
+
+    def _plan_one(self, costed: Callable[[Captured], StepGraph]) -> tuple[Captured, Plan]:
+        captured, terms, hardware = self._captured, self._terms, self._hardware
+        if terms.ready_plan is not None:
+            return _adopt(terms.ready_plan, captured, costed, terms.budget_bytes)
+        if terms.budget_bytes is None:
+            return captured, planners.get("keep_all")(costed(captured), hardware, 0)
+        planner, budget_bytes = planners.get(terms.planner), terms.budget_bytes
+        if terms.lossy is None:
+            return captured, planner(costed(captured), hardware, budget_bytes)
+        before = costed(captured)
+        step = f"{before.fingerprint}, {before.standing_bytes} bytes beside"
+        captured, made = choose_encoded(
+            captured,
+            terms.lossy,
+            budget_bytes,
+            costed,
+            lambda graph: planner(graph, hardware, budget_bytes),
+            terms.encoded.get(step),
+        )
+        terms.encoded[step] = tuple(storage.name for storage in made.encoded)
+        return captured, made
+
+    def _costs_of(self, step: Captured) -> StepGraph:
+        known = next((graph for one, graph in self._costed if one is step), None)
+        if known is None:
+            with lifted():
+                known = self._complete(profile_step(step, self._device))
+            self._costed.append((step, known))
+        return known
+
+    def _complete(self, graph: StepGraph) -> StepGraph:
+        return replace(graph, standing_bytes=graph.standing_bytes + self._beside_bytes, link=self._link)
+
+
+def _is_same(one: StepGraph, other: StepGraph) -> bool:
+    return by_itself(one).fingerprint == by_itself(other).fingerprint
+
+
+def _adopt(
+    plan: Plan, captured: Captured, costed: Callable[[Captured], StepGraph], budget_bytes: int | None
+) -> tuple[Captured, Plan]:
+    """The residences of a plan made elsewhere, with the costs of this machine, and the step with what it encodes.
+
+    Raises:
+        PlanError: it was made for another model or shape, breaks a rule, or passes the budget here.
+    """
+    exact = graph = costed(captured)
+    for step in (plan.graph, plan.exact_step):
+        check_step(step)
+    check_plan(replace(plan.graph, link=graph.link), plan.residences)
+    said = encoded_by(plan)
+    if said is not None and _is_same(plan.exact_step, graph):
+        lossy, chosen = said
+        captured = encoded(captured, chosen, lossy)
+        graph = costed(captured)
+    if not _is_same(plan.graph, graph):
+        theirs = [s.shape for s in plan.graph.storages if s.kind == "input"]
+        ours = [s.shape for s in graph.storages if s.kind == "input"]
+        raise PlanError(
+            f"the plan is for {plan.graph.model or 'another model'} with inputs {theirs} and {len(plan.graph.ops)} ops"
+            f"; this step is {graph.model or 'a model'} with inputs {ours} and {len(graph.ops)} ops; plan it anew"
+        )
+    check_plan(graph, plan.residences, budget_bytes or 0)
+    adopted = replace(plan, graph=graph, exact_graph=exact if said is not None else None)
+    if budget_bytes is None and 0 < plan.budget_bytes < adopted.predicted_peak_bytes:
+        log.warning(
+            "%s: the plan was made for %s, but takes %s here; give budget= to have it refused, or plan it anew",
+            graph.model or "model",
+            format_bytes(plan.budget_bytes),
+            format_bytes(adopted.predicted_peak_bytes),
+        )
+    return captured, adopted

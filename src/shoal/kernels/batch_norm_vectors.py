@@ -1,0 +1,150 @@
+"""Batch norm's work on vectors, one op each: `shoal::batch_norm_scale` and `shoal::moved_statistics`.
+
+Plain PyTorch would do; but each batch norm would be twenty ops of a few elements in a captured step, and a planner
+looks at every one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.lowlevel.direct_call import direct_call, watched
+
+
+def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Replaces `weight * torch.rsqrt(variance + eps)`, (C,), in the dtype of `variance`; differentiable once.
+
+    >>> batch_norm_scale(torch.tensor([3.0]), torch.tensor([8.0]), 1.0)
+    tensor([4.])
+    """
+    if not watched((variance, weight)):  # PyTorch's own ops are called sooner than one of ours
+        inverse = torch.rsqrt(variance + eps)
+        return inverse if weight is None else inverse * weight
+    scale: torch.Tensor = torch.ops.shoal.batch_norm_scale(variance, weight, eps)
+    return scale
+
+
+def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
+    """Running statistics and the number of batches, moved on as the layer's own forward in training mode moves them.
+
+    Where checkpointing runs a forward pass again they have moved already, and stay.
+
+    Args:
+        layer: a batch norm that tracks.
+        mean, variance: of the batch, (C,), the variance biased.
+        count: elements of a channel.
+    """
+    if runs_again():
+        return
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+    if layer.running_mean is None or layer.running_var is None:
+        return
+    momentum = layer.momentum if layer.momentum is not None else 0.0
+    batches = layer.num_batches_tracked if layer.momentum is None else None
+    # An earlier call of the layer's own forward saved them for its backward pass, which does not read them in training
+    # mode. So `.data`: as in that forward, autograd's count of versions does not see the write.
+    running, mean, variance = (layer.running_mean.data, layer.running_var.data), mean.detach(), variance.detach()
+    if batches is None and running[0].dtype == mean.dtype and not watched((*running, mean)):
+        for moving, now in zip(running, (mean, variance * (count / (count - 1))), strict=True):
+            moving.lerp_(now, momentum)
+        return
+    with torch.no_grad():
+        moved = torch.ops.shoal.moved_statistics(*running, mean, variance, batches, momentum, count)
+        running[0].copy_(moved[0])
+        running[1].copy_(moved[1])
+
+
+def runs_again() -> bool:
+    """Whether a backward pass has called: a checkpointed forward pass, whose running statistics have moved already."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    inverse = torch.rsqrt(variance + eps)
+    return inverse if weight is None else inverse.mul_(weight)
+
+
+def _scale_fake(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return torch.empty_like(variance)
+
+
+def _scale_backward(
+    grad: torch.Tensor, variance: torch.Tensor, weight: torch.Tensor | None, eps: float, needs: list[bool]
+) -> list[torch.Tensor]:
+    inverse = torch.rsqrt(variance + eps)
+    of_inverse = grad if weight is None else grad * weight
+    found = [of_inverse * inverse.pow(3) * -0.5] if needs[0] else []
+    return [*found, (grad * inverse).to(weight.dtype)] if needs[1] and weight is not None else found
+
+
+def _scale_backward_fake(
+    grad: torch.Tensor, variance: torch.Tensor, weight: torch.Tensor | None, eps: float, needs: list[bool]
+) -> list[torch.Tensor]:
+    found = [torch.empty_like(variance)] if needs[0] else []
+    return [*found, torch.empty_like(weight)] if needs[1] and weight is not None else found
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    variance, weight, ctx.eps = inputs
+    ctx.save_for_backward(variance, *([] if weight is None else [weight]))
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    variance, *weights = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:2])
+    weight = weights[0] if weights else None
+    taken = iter(batch_norm_scale_backward(grad, variance, weight, ctx.eps, needs))
+    return (*(next(taken) if needed else None for needed in needs), None)
+
+
+def _moved(
+    running_mean: torch.Tensor,
+    running_variance: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    batches: torch.Tensor | None,
+    momentum: float,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    share: Any = momentum if batches is None else 1.0 / batches.to(mean.dtype)
+    unbiased = variance * (count / (count - 1))
+    pairs = ((running_mean, mean), (running_variance, unbiased))
+    moved_mean, moved_variance = (running.to(now.dtype).lerp(now, share).to(running.dtype) for running, now in pairs)
+    return moved_mean, moved_variance
+
+
+def _moved_fake(
+    running_mean: torch.Tensor,
+    running_variance: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    batches: torch.Tensor | None,
+    momentum: float,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(running_mean), torch.empty_like(running_variance)
+
+
+torch.library.define("shoal::batch_norm_scale", "(Tensor variance, Tensor? weight, float eps) -> Tensor")
+torch.library.define(
+    "shoal::batch_norm_scale_backward",
+    "(Tensor grad, Tensor variance, Tensor? weight, float eps, bool[] needs) -> Tensor[]",
+)
+torch.library.define(
+    "shoal::moved_statistics",
+    "(Tensor running_mean, Tensor running_variance, Tensor mean, Tensor variance, Tensor? batches, float momentum,"
+    " SymInt count) -> (Tensor, Tensor)",
+)
+torch.library.impl("shoal::batch_norm_scale", "CompositeExplicitAutograd", _scale)
+torch.library.impl("shoal::batch_norm_scale_backward", "CompositeExplicitAutograd", _scale_backward)
+torch.library.impl("shoal::moved_statistics", "CompositeExplicitAutograd", _moved)
+torch.library.register_fake("shoal::batch_norm_scale", _scale_fake)
+torch.library.register_fake("shoal::batch_norm_scale_backward", _scale_backward_fake)
+torch.library.register_fake("shoal::moved_statistics", _moved_fake)
+torch.library.register_autograd("shoal::batch_norm_scale", _differentiate, setup_context=_setup)
+
+batch_norm_scale_backward = direct_call(torch.ops.shoal.batch_norm_scale_backward, _scale_backward)

@@ -1,0 +1,144 @@
+"""A convolution's gradients in fewer bytes and the same bits: of its input without it, of its weight in pieces.
+
+PyTorch's `convolution_backward` wants the input also where it is asked for the input's gradient alone, of which only
+the shape and the layout matter. On the CPU a stretch of address space that no memory stands behind serves instead, so
+that the input can be freed before its gradient is allocated.
+
+For the gradient of a weight that is larger than the images it works on, oneDNN may take a scratch of several times the
+weight's size (on processors without AVX-512: 72 MiB for the 9 MiB of 512 x 512 x 3 x 3, on two threads). Output
+channels do not meet in it, so a few at a time need a scratch for those few. `weight_gradient_pieces` tries on this
+machine, at the very shapes, whether that gives the same bits and is worth it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+
+from shoal.lowlevel import allocations
+from shoal.lowlevel.undisturbed import undisturbed
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
+
+_WORTH_PIECES_BYTES = 4 << 20  # of a weight
+_PIECES_A_THREAD = 2  # the scratch grows with the threads
+_LEAST_PIECES = 4
+_MOST_PIECES = 16  # on fewer channels at a time oneDNN slows down
+
+
+def input_gradient(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    input_shape: Sequence[int],
+    input_stride: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """`aten.convolution_backward(grad, input, weight, ..., [True, False, False])[0]` on the CPU, without `input`."""
+    unread = _unread(tuple(input_shape), tuple(input_stride), grad.dtype)
+    gradient: torch.Tensor = torch.ops.aten.convolution_backward(
+        grad, unread, weight, None, stride, padding, dilation, transposed, output_padding, groups, [True, False, False]
+    )[0]
+    return gradient
+
+
+def weight_gradient(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    wanted: Sequence[bool],
+    pieces: int,
+) -> tuple[None, torch.Tensor, torch.Tensor | None]:
+    """`aten.convolution_backward` of the same arguments, the output channels in so many pieces.
+
+    The convolution is neither transposed nor grouped, and `wanted` asks for no gradient of the input.
+    """
+    options = (stride, padding, dilation, transposed, output_padding, groups, wanted)
+    channels = weight.shape[0]
+    of_weight = torch.empty_like(weight)
+    of_bias = weight.new_empty(channels) if wanted[2] else None
+    step = -(-channels // pieces)
+    for start in range(0, channels, step):
+        some = slice(start, start + step)
+        some_bias = None if bias_sizes is None else [min(step, channels - start)]
+        _, piece, bias_piece = torch.ops.aten.convolution_backward(grad[:, some], x, weight[some], some_bias, *options)
+        of_weight[some] = piece
+        if of_bias is not None:
+            of_bias[some] = bias_piece
+        del piece  # before the next one comes
+    return None, of_weight, of_bias
+
+
+def weight_gradient_pieces(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any) -> int | None:
+    """In how many pieces `weight_gradient` of these arguments had best come; None: it had better come whole.
+
+    Tensors may be fake: only their shapes, strides, dtypes and devices are read; `options` are the arguments of
+    `weight_gradient` from `bias_sizes` to `wanted`. Pieces repeat the bits of the whole here and save at least the
+    bytes of the result.
+    """
+    tensors = (grad, x, weight)
+    transposed, _, groups, wanted = options[-4:]
+    sizes = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
+    if transposed or groups != 1 or not wanted[1] or not all(type(size) is int for size in sizes):
+        return None
+    if any(tensor.dtype != weight.dtype or tensor.device.type != "cpu" for tensor in tensors):
+        return None
+    grad_bytes, x_bytes, weight_bytes = (prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+    if weight_bytes < max(_WORTH_PIECES_BYTES, grad_bytes, x_bytes) or allocations.is_busy():
+        return None
+    layouts = tuple((tuple(tensor.shape), tensor.stride()) for tensor in tensors)
+    frozen = tuple(tuple(option) if isinstance(option, Sequence) else option for option in options)
+    pieces = max(_LEAST_PIECES, min(_MOST_PIECES, _PIECES_A_THREAD * torch.get_num_threads()))
+    return pieces if _pieces_repeat_bits(layouts, weight.dtype, frozen, pieces) else None
+
+
+@lru_cache(maxsize=1024)
+def _pieces_repeat_bits(
+    layouts: tuple[_Layout, ...], dtype: torch.dtype, options: tuple[Any, ...], pieces: int
+) -> bool:
+    with undisturbed(torch.device("cpu")):
+        operands = [_draw(seed, layout, dtype) for seed, layout in enumerate(layouts)]
+        arguments: tuple[Any, ...] = (*operands, *options)
+        whole, changes = allocations.record(lambda: torch.ops.aten.convolution_backward(*arguments))
+        cut, fewer_changes = allocations.record(lambda: weight_gradient(*(*arguments, pieces)))
+        saved_bytes = allocations.peak_bytes(changes) - allocations.peak_bytes(fewer_changes)
+        return saved_bytes >= operands[2].nbytes and all(
+            torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+            for ours, theirs in zip(cut[1:], whole[1:], strict=True)
+            if ours is not None
+        )
+
+
+def _draw(seed: int, layout: _Layout, dtype: torch.dtype) -> torch.Tensor:
+    shape, stride = layout
+    memory = torch.empty(_span_elems(shape, stride), dtype=dtype)
+    return memory.normal_(generator=torch.Generator().manual_seed(seed)).as_strided(shape, stride)
+
+
+@lru_cache(maxsize=4096)
+def _unread(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of that shape and layout that takes no memory as long as no one writes to it; it reads as zeros."""
+    if 0 in shape:  # of an empty batch; no map is of zero bytes
+        return torch.empty_strided(shape, stride, dtype=dtype)
+    pages = mmap.mmap(-1, _span_elems(shape, stride) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).as_strided(shape, stride)
+
+
+def _span_elems(shape: Sequence[int], stride: Sequence[int]) -> int:
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -1,0 +1,205 @@
+"""Activations in 8 bits a value between forward and backward pass: the ops that encode, decode and read them.
+
+`encode` stands in the step after the last forward reader of an activation, `decode` before each convolution whose
+weight gradient needs it. The payload is one block of bytes: a float32 scale for each block of values, then one code a
+value in memory order, as the table codecs of `shoal.codecs` lay it out.
+
+A ReLU's output is never negative, so the sign bits of its codes are free. There `encode` notes which values let no
+gradient through, and `rectifier_backward` reads that instead of the output: exact, and for no bytes at all.
+
+Scratch is a few hundred KiB, whatever the size of the activation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shoal import codecs
+from shoal.codecs.table_codes import decode_blocks, encode_blocks
+from shoal.kernels.rectifier import where_above, where_above_
+from shoal.kernels.relu_sign_bits import note_closed
+
+SCALE_BYTES = 4
+_PIECE_ELEMS = 1 << 17
+_SAMPLES = 256
+
+
+def encode(x: torch.Tensor, codec: str, block_elems: int, seed: int | None, closed_above: float | None) -> torch.Tensor:
+    """The payload of an activation, uint8 of `payload_bytes`.
+
+    Args:
+        x: (N, ...) of float32, bfloat16 or float16, dense in any order of its dimensions.
+        codec: a table codec's name.
+        block_elems: values that share a scale; 0 for all of them.
+        seed: None rounds to nearest. Else values are rounded by chance, by this seed and what `x` holds: each step and
+            each layer draws anew, and a second run on the same values gives the same bits.
+        closed_above: None: signs are signs. Else `x` is a ReLU's output clipped there (infinity: not clipped), and a
+            sign bit says that the value is 0 or clipped.
+    """
+    n_scales = _scales(x.numel(), block_elems)
+    payload = torch.empty(SCALE_BYTES * n_scales + x.numel(), dtype=torch.uint8, device=x.device)
+    scales, codes = _parts(payload, n_scales)
+    flat = x.as_strided((x.numel(),), (1,))
+    if seed is not None:
+        seed = _mixed(flat, seed)
+    if x.dtype == torch.float32 and not block_elems:
+        encode_blocks(flat, _table(codec), None, scales, codes, seed=seed)
+        if closed_above is not None:
+            note_closed(flat, codes, closed_above)
+    else:
+        _encode_in_pieces(flat, codec, block_elems, seed, closed_above, scales, codes)
+    if _meters:
+        _meters[-1].append(_relative_error(flat, payload, codec, block_elems, closed_above))
+    return payload
+
+
+def decode(
+    payload: torch.Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    codec: str,
+    block_elems: int,
+    closed_above: float | None,
+) -> torch.Tensor:
+    """The activation that `encode` made `payload` of, as far as its codes tell, with its shape, strides and dtype."""
+    out = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=payload.device)
+    n_elems = out.numel()
+    scales, codes = _parts(payload, _scales(n_elems, block_elems))
+    flat = out.as_strided((n_elems,), (1,))
+    if dtype == torch.float32:
+        decode_blocks(codes, scales, _table(codec), block_elems or None, flat)
+    else:
+        for start, piece in _decoded_pieces(scales, codes, codec, block_elems):
+            flat[start : start + piece.numel()] = piece
+    if closed_above is not None and math.isfinite(closed_above):
+        flat.abs_()  # a clipped value is not negative
+    return out
+
+
+def rectifier_backward(
+    grad: torch.Tensor, payload: torch.Tensor, shape: Sequence[int], stride: Sequence[int], block_elems: int
+) -> torch.Tensor:
+    """`grad` where the encoded ReLU lets it through, zero elsewhere; shape and strides are of the ReLU's output."""
+    return where_above(grad, _open(payload, shape, stride, block_elems), -1)
+
+
+def rectifier_backward_(
+    grad: torch.Tensor, payload: torch.Tensor, shape: Sequence[int], stride: Sequence[int], block_elems: int
+) -> torch.Tensor:
+    """`rectifier_backward` that writes over `grad`."""
+    return where_above_(grad, _open(payload, shape, stride, block_elems), -1)
+
+
+def payload_bytes(n_elems: Any, block_elems: int) -> Any:
+    """Bytes of the payload of so many values: scales and codes. The number may be symbolic."""
+    return SCALE_BYTES * _scales(n_elems, block_elems) + n_elems
+
+
+@contextmanager
+def measured_errors() -> Iterator[list[float]]:
+    """Write down the relative error of every encoding in the block: ||decoded - x|| / ||x||, in order."""
+    errors: list[float] = []
+    _meters.append(errors)
+    try:
+        yield errors
+    finally:
+        _meters.remove(errors)
+
+
+_meters: list[list[float]] = []
+
+
+@lru_cache(maxsize=32)
+def _table(codec: str) -> Any:
+    return codecs.get(codec).table()
+
+
+def _scales(n_elems: Any, block_elems: int) -> Any:
+    return (n_elems + block_elems - 1) // block_elems if block_elems else 1
+
+
+def _parts(payload: torch.Tensor, n_scales: int) -> tuple[torch.Tensor, torch.Tensor]:
+    header_bytes = SCALE_BYTES * n_scales
+    return payload[:header_bytes].view(torch.float32), payload[header_bytes:]
+
+
+def _open(payload: torch.Tensor, shape: Sequence[int], stride: Sequence[int], block_elems: int) -> torch.Tensor:
+    """Codes as signed bytes of the activation's shape: at least 0 where the sign bit is not set."""
+    header_bytes = SCALE_BYTES * _scales(math.prod(shape), block_elems)
+    return payload.view(torch.int8).as_strided(tuple(shape), tuple(stride), header_bytes)
+
+
+def _mixed(flat: torch.Tensor, seed: int) -> int:
+    """A seed that hangs on a few of the values."""
+    some = flat[:: max(1, flat.numel() // _SAMPLES)].float().contiguous()
+    found = int(some.view(torch.int32).sum(dtype=torch.int64))
+    return (seed ^ found ^ (found >> 32)) & 0xFFFFFFFF
+
+
+def _encode_in_pieces(
+    flat: torch.Tensor,
+    codec: str,
+    block_elems: int,
+    seed: int | None,
+    closed_above: float | None,
+    scales: torch.Tensor,
+    codes: torch.Tensor,
+) -> None:
+    """A few blocks at a time: half precision is converted, and signs are noted while values and codes are near."""
+    scale = None
+    if not block_elems:
+        low, high = torch.aminmax(flat)
+        scale = float(max(-low, high))
+    piece_elems = _piece_elems(block_elems)
+    for start in range(0, flat.numel(), piece_elems):
+        piece = flat[start : start + piece_elems].float()
+        first = start // block_elems if block_elems else 0
+        own = scales[first : first + _scales(piece.numel(), block_elems)]
+        into = codes[start : start + piece_elems]
+        if scale is None or 0 < scale < math.inf:
+            form = _table(codec), block_elems or None
+            encode_blocks(piece, *form, own, into, scale=scale, seed=seed, first_elem=start)
+        else:  # nothing but zeros, or no number
+            own.fill_(0.0 if scale == 0 else math.nan)
+            into.zero_()
+        if closed_above is not None:
+            note_closed(piece, into, closed_above)
+
+
+def _decoded_pieces(
+    scales: torch.Tensor, codes: torch.Tensor, codec: str, block_elems: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The values in float32, a few blocks at a time: where a piece starts, and the piece, which the next overwrites."""
+    piece_elems = _piece_elems(block_elems)
+    values = torch.empty(min(piece_elems, codes.numel()), dtype=torch.float32, device=codes.device)
+    for start in range(0, codes.numel(), piece_elems):
+        piece = codes[start : start + piece_elems]
+        first = start // block_elems if block_elems else 0
+        own, into = scales[first : first + _scales(piece.numel(), block_elems)], values[: piece.numel()]
+        decode_blocks(piece, own, _table(codec), block_elems or None, into)
+        yield start, into
+
+
+def _piece_elems(block_elems: int) -> int:
+    return max(block_elems, _PIECE_ELEMS // block_elems * block_elems) if block_elems else _PIECE_ELEMS
+
+
+def _relative_error(
+    flat: torch.Tensor, payload: torch.Tensor, codec: str, block_elems: int, closed_above: float | None
+) -> float:
+    scales, codes = _parts(payload, _scales(flat.numel(), block_elems))
+    off = whole = 0.0
+    for start, piece in _decoded_pieces(scales, codes, codec, block_elems):
+        exact = flat[start : start + piece.numel()].float()
+        if closed_above is not None and math.isfinite(closed_above):
+            piece.abs_()
+        off += float((piece - exact).square().sum(dtype=torch.float64))
+        whole += float(exact.square().sum(dtype=torch.float64))
+    return math.sqrt(off / whole) if whole else 0.0

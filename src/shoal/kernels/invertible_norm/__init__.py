@@ -1,0 +1,4 @@
+"""Batch norm and its activation as one op that saves only its result (In-Place ABN).
+
+Imports `lowlevel`.
+"""

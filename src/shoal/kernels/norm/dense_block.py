@@ -1,0 +1,324 @@
+"""`shoal::dense_block`: layers that each read all channels before them and append theirs, in one buffer.
+
+DenseNet's block (Jung et al., MLSys'19, section 3, inter-composite-layer fusion). Each layer writes its channels where
+the next one reads, so nothing is concatenated; a channel is measured once, by the convolution that makes it. Backward,
+the layers add what they have to say to one gradient buffer, and the gradients of the statistics to two vectors: one
+affine map for all readers of a channel, applied when its producer reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from shoal.kernels.batch_norm_vectors import batch_norm_scale, batch_norm_scale_backward
+from shoal.kernels.norm.norm_conv import convolve, convolve_backward
+from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.statistics import laid_out, layout_of, measure, strides_layout, whole_gradient, wide
+
+Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch norm, perhaps a ReLU, and a convolution of stride 1 that leaves height and width as they are.
+
+    Attributes:
+        gamma, beta: of the batch norm, (C,).
+        weight: of the convolution, (K, C, ...), its sides odd.
+        eps: of the batch norm.
+        rectify: whether a ReLU stands between them.
+    """
+
+    gamma: torch.Tensor
+    beta: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+    rectify: bool
+
+
+def dense_block(
+    x: torch.Tensor, mean: torch.Tensor | None, variance: torch.Tensor | None, layers: Sequence[Sequence[Step]]
+) -> tuple[torch.Tensor, Moments, list[list[Moments]]]:
+    """Replaces `for layer in layers: x = torch.cat([x, layer(x)], 1)` where a layer is batch norms and convolutions.
+
+    Args:
+        x: (N, C, ...), of the dtype of the weights.
+        mean, variance: of its channels, (C,), in float32 or float64; None: they are measured here, and x need not be
+            saved for that as well.
+        layers: as many steps each; all but the last read what the one before made, the last gives the new channels.
+
+    Returns:
+        All channels; their mean and biased variance; those of what is made between the steps of each layer. The first
+        three are differentiable once.
+
+    >>> x, one = torch.tensor([[[1.0, 3.0]]]), torch.ones(1)
+    >>> step = Step(one, one, torch.ones(1, 1, 1), 0.0, True)
+    >>> features, (mean, _), _ = dense_block(x, 2 * one, one, [[step]])
+    >>> features, mean
+    (tensor([[[1., 3.],
+             [0., 2.]]]), tensor([2., 1.]))
+    """
+    steps = [step for layer in layers for step in layer]
+    parameters = [tensor for step in steps for tensor in (step.gamma, step.beta, step.weight)]
+    found = torch.ops.shoal.dense_block(
+        x,
+        mean,
+        variance,
+        parameters,
+        [step.eps for step in steps],
+        [step.rectify for step in steps],
+        len(layers[0]),
+    )
+    features, means, variances, *inner = found
+    between = len(layers[0]) - 1
+    pairs = [(inner[at + 1], inner[at + 2]) for at in range(0, len(inner), 3)]
+    return features, (means, variances), [pairs[at * between : (at + 1) * between] for at in range(len(layers))]
+
+
+def _layers(
+    parameters: Sequence[torch.Tensor], eps: Sequence[float], rectify: Sequence[bool], steps: int
+) -> list[list[Step]]:
+    flat = [
+        Step(parameters[3 * at], parameters[3 * at + 1], parameters[3 * at + 2], eps[at], rectify[at])
+        for at in range(len(eps))
+    ]
+    return [flat[at : at + steps] for at in range(0, len(flat), steps)]
+
+
+def _window(weight: torch.Tensor) -> Window:
+    sides = weight.shape[2:]
+    return Window([1] * len(sides), [side // 2 for side in sides], [1] * len(sides), 1)
+
+
+def _empty(like: torch.Tensor, channels: int) -> torch.Tensor:
+    """Room for `channels` on the pixels of `like`, in its layout."""
+    shape = (like.shape[0], channels, *like.shape[2:])
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout_of(like))
+
+
+def _forward(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    parameters: list[torch.Tensor],
+    eps: list[float],
+    rectify: list[bool],
+    steps: int,
+) -> list[torch.Tensor]:
+    layers, have = _layers(parameters, eps, rectify, steps), x.shape[1]
+    channels = have + sum(layer[-1].weight.shape[0] for layer in layers)
+    features = _empty(x, channels)
+    features[:, :have] = x
+    if mean is None or variance is None:
+        mean, variance = measure(x)
+    means, variances = mean.new_empty(channels), variance.new_empty(channels)
+    means[:have], variances[:have] = mean, variance
+    inner: list[torch.Tensor] = []
+    for layer in layers:
+        read, mean_read, variance_read = features[:, :have], means[:have], variances[:have]
+        for step in layer[:-1]:
+            read, mean_read, variance_read = _step(read, mean_read, variance_read, step)
+            inner += [read, mean_read, variance_read]
+        made = slice(have, have + layer[-1].weight.shape[0])
+        _, means[made], variances[made] = _step(read, mean_read, variance_read, layer[-1], features[:, made])
+        have = made.stop
+    return [features, means, variances, *inner]
+
+
+def _step(
+    x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, step: Step, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    line, window = _line(step, variance), _window(step.weight)
+    y, mean_y, variance_y = convolve(x, mean, *line, step.rectify, step.weight, None, window, True, out)
+    return laid_out(y, layout_of(x)) if out is None else y, mean_y, variance_y
+
+
+def _line(step: Step, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and shift of its batch norm, in the dtype of `variance`."""
+    return batch_norm_scale(variance, step.gamma, step.eps), step.beta.to(variance.dtype)
+
+
+def _forward_fake(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    parameters: list[torch.Tensor],
+    eps: list[float],
+    rectify: list[bool],
+    steps: int,
+) -> list[torch.Tensor]:
+    layers = _layers(parameters, eps, rectify, steps)
+    channels = x.shape[1] + sum(layer[-1].weight.shape[0] for layer in layers)
+    kind = wide(x.dtype) if mean is None else mean.dtype
+    found = [_empty(x, channels), *(x.new_empty(channels, dtype=kind) for _ in range(2))]
+    for layer in layers:
+        for step in layer[:-1]:
+            width = step.weight.shape[0]
+            found += [_empty(x, width), *(x.new_empty(width, dtype=kind) for _ in range(2))]
+    return found
+
+
+def _backward(
+    grad: torch.Tensor | None,
+    of_means: torch.Tensor | None,
+    of_variances: torch.Tensor | None,
+    features: torch.Tensor,
+    means: torch.Tensor,
+    variances: torch.Tensor,
+    inner: list[torch.Tensor],
+    parameters: list[torch.Tensor],
+    eps: list[float],
+    rectify: list[bool],
+    steps: int,
+    measured: bool,
+) -> list[torch.Tensor]:
+    """Gradients of x, of mean and variance unless they were `measured` here, and of the parameters in their order."""
+    layers, have = _layers(parameters, eps, rectify, steps), features.shape[1]
+    sums = _empty(features, have)
+    if grad is None:
+        sums.zero_()
+    else:
+        sums.copy_(grad)
+    of_means = torch.zeros_like(means) if of_means is None else of_means.clone()
+    of_variances = torch.zeros_like(variances) if of_variances is None else of_variances.clone()
+    of_parameters: list[list[torch.Tensor]] = []
+    for number in reversed(range(len(layers))):
+        layer = layers[number]
+        made = slice(have - layer[-1].weight.shape[0], have)
+        have = made.start
+        written = [
+            tuple(inner[at : at + 3]) for at in range(3 * (steps - 1) * number, 3 * (steps - 1) * (number + 1), 3)
+        ]
+        read = [(features[:, :have], means[:have], variances[:have]), *written]
+        y, mean_y = features[:, made], means[made]
+        of_y, of_mean, of_variance = sums[:, made], of_means[made], of_variances[made]
+        for place in reversed(range(steps)):
+            x, mean, variance = read[place]
+            step = layer[place]
+            into = None if place else sums[:, :have]
+            of_x, of_read_mean, of_scale, of_beta, of_weight, _ = convolve_backward(
+                of_y,
+                of_mean,
+                of_variance,
+                x,
+                y,
+                mean_y,
+                mean,
+                *_line(step, variance),
+                step.rectify,
+                step.weight,
+                _window(step.weight),
+                (True, True, True, False),
+                into,
+            )
+            assert of_x is not None and of_read_mean is not None and of_scale is not None
+            assert of_beta is not None and of_weight is not None
+            of_read_variance, of_gamma = batch_norm_scale_backward(
+                of_scale, variance, step.gamma, step.eps, [True, True]
+            )
+            of_parameters.append([of_gamma, of_beta, of_weight])
+            of_y, of_mean, of_variance, y, mean_y = of_x, of_read_mean, of_read_variance, x, mean
+        of_means[:have] += of_mean
+        of_variances[:have] += of_variance
+    x, mean, of_x, of_mean, of_variance = (
+        features[:, :have],
+        means[:have],
+        sums[:, :have],
+        of_means[:have],
+        of_variances[:have],
+    )
+    of_x = whole_gradient(of_x, x, mean, of_mean, of_variance) if measured else of_x
+    grads = [tensor for triple in reversed(of_parameters) for tensor in triple]
+    return [
+        _empty(features, have).copy_(of_x),
+        *(() if measured else (of_mean.clone(), of_variance.clone())),
+        *(laid_out(of.to(to.dtype), strides_layout(to)) for of, to in zip(grads, parameters, strict=True)),
+    ]
+
+
+def _backward_fake(
+    grad: torch.Tensor | None,
+    of_means: torch.Tensor | None,
+    of_variances: torch.Tensor | None,
+    features: torch.Tensor,
+    means: torch.Tensor,
+    variances: torch.Tensor,
+    inner: list[torch.Tensor],
+    parameters: list[torch.Tensor],
+    eps: list[float],
+    rectify: list[bool],
+    steps: int,
+    measured: bool,
+) -> list[torch.Tensor]:
+    layers = _layers(parameters, eps, rectify, steps)
+    have = features.shape[1] - sum(layer[-1].weight.shape[0] for layer in layers)
+    grads = [torch.empty_like(tensor, memory_format=strides_layout(tensor)) for tensor in parameters]
+    vectors = [] if measured else [means.new_empty(have), variances.new_empty(have)]
+    return [_empty(features, have), *vectors, *grads]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    _, mean, _, parameters, ctx.eps, ctx.rectify, ctx.steps = inputs
+    ctx.measured = mean is None
+    ctx.written = len(output)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *parameters)
+
+
+def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    grad, of_means, of_variances, *_ = grads
+    saved = list(ctx.saved_tensors)
+    (features, means, variances, *inner), parameters = saved[: ctx.written], saved[ctx.written :]
+    of_x, *others = torch.ops.shoal.dense_block_backward(
+        grad,
+        of_means,
+        of_variances,
+        features,
+        means,
+        variances,
+        inner,
+        parameters,
+        ctx.eps,
+        ctx.rectify,
+        ctx.steps,
+        ctx.measured,
+    )
+    of_mean, of_variance = (None, None) if ctx.measured else (others.pop(0), others.pop(0))
+    return of_x, of_mean, of_variance, others, None, None, None
+
+
+torch.library.define(
+    "shoal::dense_block",
+    "(Tensor x, Tensor? mean, Tensor? variance, Tensor[] parameters, float[] eps, bool[] rectify, int steps)"
+    " -> Tensor[]",
+)
+torch.library.define(
+    "shoal::dense_block_backward",
+    "(Tensor? grad, Tensor? of_means, Tensor? of_variances, Tensor features, Tensor means, Tensor variances,"
+    " Tensor[] inner, Tensor[] parameters, float[] eps, bool[] rectify, int steps, bool measured) -> Tensor[]",
+)
+torch.library.impl("shoal::dense_block", "CompositeExplicitAutograd", _forward)
+torch.library.impl("shoal::dense_block_backward", "CompositeExplicitAutograd", _backward)
+torch.library.register_fake("shoal::dense_block", _forward_fake)
+torch.library.register_fake("shoal::dense_block_backward", _backward_fake)
+torch.library.register_autograd("shoal::dense_block", _differentiate, setup_context=_setup)
+
+
+def _one_way(pixels: int, parameters: Sequence[Any]) -> int:
+    """FLOPs of all convolutions; the flop counter gives shapes."""
+    return sum(2 * pixels * parameters[at].numel() for at in range(2, len(parameters), 3))
+
+
+@register_flop_formula(torch.ops.shoal.dense_block, get_raw=True)
+def _flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return _one_way(args[0].numel() // args[0].shape[1], args[3])
+
+
+@register_flop_formula(torch.ops.shoal.dense_block_backward, get_raw=True)
+def _backward_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return 2 * _one_way(args[3].numel() // args[3].shape[1], args[7])

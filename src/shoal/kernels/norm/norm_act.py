@@ -1,0 +1,336 @@
+"""`shoal::norm_act`: normalise, add a residual, rectify; for a batch norm that others than one convolution read.
+
+Saved for the backward pass: what was normalised and vectors. The normalised tensor is not; the result is only where a
+residual was added before the ReLU, since then nothing else tells which elements were cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from shoal.kernels.norm.norm_sweeps import sweeps
+from shoal.kernels.norm.statistics import by_channel, in_layout, laid_out, layout_of
+from shoal.lowlevel.direct_call import direct_call
+
+_aten = torch.ops.aten
+_PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in the second cache
+
+
+def norm_act(
+    xs: Sequence[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    rectify: bool = True,
+) -> torch.Tensor:
+    """Replaces `relu((torch.cat(xs, 1) - mean) * scale + shift + residual)`.
+
+    Args:
+        xs: tensors of (N, C_i, ...) that are normalised as one of C = sum of C_i channels.
+        mean, scale, shift: (C,), in float32 or float64.
+        residual: of the shape of the result, or None.
+        rectify: whether a ReLU follows.
+
+    Returns:
+        (N, C, ...), differentiable once.
+
+    >>> ones = torch.ones(1)
+    >>> norm_act([torch.tensor([[[1.0, 5.0]]])], 3 * ones, 2 * ones, ones)
+    tensor([[[0., 5.]]])
+    """
+    result: torch.Tensor = _norm_act(list(xs), mean, scale, shift, residual, rectify)
+    return result
+
+
+def joined(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`xs` side by side; the one itself where it is alone."""
+    return xs[0] if len(xs) == 1 else torch.cat(list(xs), 1)
+
+
+def normalised(x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """(x - mean) * scale + shift, in the dtype of `x`."""
+    # PyTorch's own in eval mode is one sweep; its variance is one here.
+    line: torch.Tensor = _aten.native_batch_norm(x, scale, shift, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+    return line
+
+
+def reduced(
+    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of mean, scale and shift from that of the normalised tensor."""
+    if x.is_cpu and layout_of(x) != torch.contiguous_format:
+        of_scale, of_shift = (total.to(scale.dtype) for total in _channel_sums(grad, x, mean))
+        return -scale * of_shift, of_scale, of_shift
+    ones = torch.ones_like(mean)
+    kind = torch.promote_types(grad.dtype, x.dtype)
+    # PyTorch's own sums of grad * (x - mean) and grad in one sweep, with nothing allocated.
+    _, of_scale, of_shift = _aten.native_batch_norm_backward(
+        grad.to(kind), x.to(kind), ones, None, None, mean, ones, True, 0.0, [False, True, True]
+    )
+    return -scale * of_shift, of_scale, of_shift
+
+
+def _channel_sums(grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """grad * (x - mean) and grad, summed over all but channels, in float64.
+
+    PyTorch's own backward pass adds channels_last pixels up one after the other in float32.
+    """
+    dims = [0, *range(2, x.dim())]
+    products, total = (torch.zeros_like(mean, dtype=torch.float64) for _ in range(2))
+    images = max(1, _PIECE_ELEMS // max(1, x.numel() // x.shape[0]))
+    for some, of_some in zip(x.split(images), grad.split(images), strict=True):
+        centred = some - by_channel(mean, x)  # promotes
+        of_some = of_some.to(centred.dtype)
+        total += of_some.sum(dims)
+        products += centred.mul_(of_some).sum(dims)
+    return products, total
+
+
+def activated(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """relu((x - mean) * scale + shift) in `dtype`, without autograd; x itself is rectified where the vectors are None.
+
+    >>> one = torch.ones(1)
+    >>> activated(torch.tensor([[[1.0, 5.0]]]), 3 * one, 2 * one, one, True, torch.float32)
+    tensor([[[0., 5.]]])
+    """
+    if mean is None or scale is None or shift is None:
+        return (x.relu() if rectify else x).to(dtype)
+    out = torch.empty_like(x, dtype=dtype, memory_format=layout_of(x))
+    kernel = sweeps(x, out)
+    if kernel is None:
+        del out
+        a = normalised(x, mean, scale, shift)
+        return (a.relu_() if rectify else a).to(dtype)
+    kernel.norm_act(x, mean, scale, shift, None, rectify, out)
+    return out
+
+
+def activated_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    rectify: bool,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
+    """From the gradient of `activated`: that of x, and those of mean, scale and shift.
+
+    Args:
+        grad: of what `activated` returned, which is not needed: it is made again from x.
+        needs: whether the gradient of x is wanted, and those of the vectors.
+    """
+    of_x, of_vectors, _ = _gradients(grad, [x], mean, scale, shift, None, rectify, [*needs, False])
+    return of_x[0] if of_x else None, of_vectors
+
+
+def parted(grad: torch.Tensor, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradient of `joined(xs)` as one tensor for each, none of which looks at another's memory."""
+    if len(xs) == 1:
+        return [laid_out(grad.to(xs[0].dtype), layout_of(xs[0]))]
+    parts = grad.split([x.shape[1] for x in xs], 1)
+    return [torch.empty_like(x, memory_format=layout_of(x)).copy_(part) for part, x in zip(parts, xs, strict=True)]
+
+
+def parted_fake(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What `parted` returns, in shapes."""
+    return [torch.empty_like(x, memory_format=layout_of(x)) for x in xs]
+
+
+def _kind(xs: Sequence[torch.Tensor], residual: torch.Tensor | None) -> torch.dtype:
+    kind = xs[0].dtype
+    for x in [*xs[1:], *([] if residual is None else [residual])]:
+        kind = torch.promote_types(kind, x.dtype)
+    return kind
+
+
+def _forward(
+    xs: list[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    residual: torch.Tensor | None,
+    rectify: bool,
+) -> torch.Tensor:
+    layout = layout_of(xs[0])
+    given = [in_layout(x, layout) for x in xs]
+    added = None if residual is None else in_layout(residual, layout)
+    out = _forward_fake(xs, mean, scale, shift, residual, rectify)
+    kernel = sweeps(out, *given, *([] if added is None else [added]))
+    if kernel is not None:
+        for x, run in zip(given, _runs(xs), strict=True):
+            part = None if added is None else added[:, run]
+            kernel.norm_act(x, mean[run], scale[run], shift[run], part, rectify, out[:, run])
+        return out
+    del out, given, added
+    z = normalised(joined(xs), mean, scale, shift)
+    z = z.to(_kind(xs, residual))
+    z = z if residual is None else z.add_(residual)
+    z = z.relu_() if rectify else z
+    return laid_out(z, layout)
+
+
+def _runs(xs: Sequence[torch.Tensor]) -> list[slice]:
+    """Where the channels of each lie side by side."""
+    ends = list(accumulate(x.shape[1] for x in xs))
+    return [slice(end - x.shape[1], end) for x, end in zip(xs, ends, strict=True)]
+
+
+def _forward_fake(
+    xs: list[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    residual: torch.Tensor | None,
+    rectify: bool,
+) -> torch.Tensor:
+    shape = [xs[0].shape[0], sum(x.shape[1] for x in xs), *xs[0].shape[2:]]
+    kind, device = _kind(xs, residual), xs[0].device
+    return torch.empty(shape, dtype=kind, device=device, memory_format=layout_of(xs[0]))
+
+
+def _backward(
+    grad: torch.Tensor,
+    xs: list[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    z: torch.Tensor | None,
+    rectify: bool,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    """`needs`: of xs, of the vectors, of the residual after a ReLU. What is needed comes in that order."""
+    of_xs, of_vectors, masked = _gradients(grad, xs, mean, scale, shift, z, rectify, needs)
+    return [*of_xs, *(of_vectors or ()), *([] if masked is None else [masked])]
+
+
+def _gradients(
+    grad: torch.Tensor,
+    xs: Sequence[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    z: torch.Tensor | None,
+    rectify: bool,
+    needs: Sequence[bool],
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
+    """As for `_backward`: of xs (none where not needed), of the vectors, and what the ReLU lets through."""
+    layout = layout_of(xs[0])
+    coming, given = in_layout(grad, layout), [in_layout(x, layout) for x in xs]
+    kernel = sweeps(coming, *given, *([] if z is None else [z]))
+    if kernel is None:
+        del coming, given
+        return _reference_gradients(grad, xs, mean, scale, shift, z, rectify, needs)
+    masked = torch.empty_like(coming, memory_format=layout) if needs[2] else None
+    of_xs = [torch.empty_like(x, memory_format=layout) if needs[0] else None for x in given]
+    vectors = []
+    for x, of_x, run in zip(given, of_xs, _runs(xs), strict=True):
+        result, through = (None if whole is None else whole[:, run] for whole in (z, masked))
+        vectors.append(
+            kernel.norm_act_backward(
+                coming[:, run], result, x, mean[run], scale[run], shift[run], rectify, of_x, through
+            )
+        )
+    of_scale, of_shift = (torch.cat(parts).to(scale.dtype) for parts in zip(*vectors, strict=True))
+    return (
+        [laid_out(of_x, layout_of(x)) for of_x, x in zip(of_xs, xs, strict=True) if of_x is not None],
+        (-scale * of_shift, of_scale, of_shift) if needs[1] else None,
+        masked,
+    )
+
+
+def _reference_gradients(
+    grad: torch.Tensor,
+    xs: Sequence[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    z: torch.Tensor | None,
+    rectify: bool,
+    needs: Sequence[bool],
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
+    x = joined(xs)
+    if rectify:
+        over = normalised(x, mean, scale, shift) if z is None else None
+        if over is not None and over.dtype == grad.dtype:
+            grad = _aten.threshold_backward.grad_input(grad, over, 0, grad_input=over)
+        else:
+            grad = _aten.threshold_backward(grad, over if z is None else z, 0)
+        del over
+    grad = laid_out(grad, layout_of(xs[0]))
+    of_vectors = reduced(grad, x, mean, scale) if needs[1] else None
+    of_xs: list[torch.Tensor] = []
+    if needs[0]:
+        factor = by_channel(scale, x)
+        of_xs = parted(grad.mul_(factor) if rectify and not needs[2] else grad * factor, xs)
+    return of_xs, of_vectors, grad if needs[2] else None
+
+
+def _backward_fake(
+    grad: torch.Tensor,
+    xs: list[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    z: torch.Tensor | None,
+    rectify: bool,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    found = parted_fake(xs) if needs[0] else []
+    found += [torch.empty_like(vector) for vector in (mean, scale, shift)] if needs[1] else []
+    return [*found, torch.empty_like(grad, memory_format=layout_of(xs[0]))] if needs[2] else found
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    xs, mean, scale, shift, residual, rectify = inputs
+    keeps = rectify and residual is not None
+    ctx.rectify, ctx.n, ctx.residual_kind = rectify, len(xs), None if residual is None else residual.dtype
+    ctx.save_for_backward(*xs, mean, scale, shift, *([output] if keeps else []))
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    n = ctx.n
+    saved = ctx.saved_tensors
+    xs, (mean, scale, shift), z = list(saved[:n]), saved[n : n + 3], (saved[n + 3] if len(saved) > n + 3 else None)
+    of_xs, *of_vectors = ctx.needs_input_grad[:4]
+    of_residual = ctx.needs_input_grad[4]
+    needs = [any(of_xs), any(of_vectors), bool(of_residual and ctx.rectify)]
+    found: list[torch.Tensor] = []
+    if any(needs):
+        found = _norm_act_backward(grad, xs, mean, scale, shift, z, ctx.rectify, needs)
+    taken = iter(found)
+    grads = [next(taken) for _ in xs] if needs[0] else [None] * n
+    vectors = [next(taken) for _ in range(3)] if needs[1] else [None] * 3
+    residual = (next(taken) if ctx.rectify else grad).to(ctx.residual_kind) if of_residual else None
+    return grads, *vectors, residual, None
+
+
+torch.library.define(
+    "shoal::norm_act",
+    "(Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? residual, bool rectify) -> Tensor",
+)
+torch.library.define(
+    "shoal::norm_act_backward",
+    "(Tensor grad, Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? z, bool rectify, bool[] needs)"
+    " -> Tensor[]",
+)
+torch.library.impl("shoal::norm_act", "CompositeExplicitAutograd", _forward)
+torch.library.impl("shoal::norm_act_backward", "CompositeExplicitAutograd", _backward)
+torch.library.register_fake("shoal::norm_act", _forward_fake)
+torch.library.register_fake("shoal::norm_act_backward", _backward_fake)
+torch.library.register_autograd("shoal::norm_act", _differentiate, setup_context=_setup)
+
+_norm_act = direct_call(torch.ops.shoal.norm_act, _forward, _setup, _differentiate)
+_norm_act_backward = direct_call(torch.ops.shoal.norm_act_backward, _backward)

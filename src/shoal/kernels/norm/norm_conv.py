@@ -1,0 +1,353 @@
+"""`shoal::norm_conv`: a convolution that normalises and rectifies what it reads and measures what it writes.
+
+Batch norm split in two (Jung et al., MLSys'19, section 3): the statistics of a convolution's result come from the
+convolution, and the normalisation happens where the next one reads. The backward pass makes the normalised tensor
+again, so that none is ever kept. Gradients of the statistics are summed over all their readers by autograd and reach
+the producer as two vectors, one affine map for all.
+
+The reference here is PyTorch's own kernels around its convolution; `norm_conv_native` is called where it applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from shoal.kernels.norm import norm_conv_native, norm_weight_grad
+from shoal.kernels.norm.norm_act import activated, activated_backward, joined, parted, parted_fake
+from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_rows import pitch
+from shoal.kernels.norm.statistics import laid_out, layout_of, measure, strides_layout, whole_gradient, wide
+from shoal.lowlevel.direct_call import direct_call
+
+_aten = torch.ops.aten
+
+
+def norm_conv(
+    xs: Sequence[torch.Tensor],
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: Window,
+    statistics: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Replaces `y = conv(relu((torch.cat(xs, 1) - mean) * scale + shift))` and `torch.var_mean(y)`.
+
+    Args:
+        xs: tensors of (N, C_i, ...) that are read as one of C = sum of C_i channels; they are saved as they are.
+        mean, scale, shift: (C,), in float32 or float64; all None: nothing is normalised.
+        rectify: whether a ReLU comes before the convolution.
+        weight, bias: of the convolution; its dtype is that of the result.
+        window: of the convolution.
+        statistics: whether mean and biased variance of the result's channels are wanted.
+
+    Returns:
+        y, (N, K, ...), and its mean and variance, (K,), in float32 (float64 for float64); (0,) where not wanted.
+        Differentiable once.
+
+    Under autocast the convolution runs in its dtype, as PyTorch's own does; statistics stay in float32.
+
+    >>> window = Window([1], [0], [1], 1)
+    >>> x, weight, one = torch.tensor([[[1.0, 5.0]]]), torch.ones(1, 1, 1), torch.ones(1)
+    >>> norm_conv([x], 3 * one, 2 * one, one, True, weight, None, window, True)
+    (tensor([[[0., 5.]]]), tensor([2.5000]), tensor([6.2500]))
+    """
+    device = weight.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+        kind = torch.get_autocast_dtype(device)
+        weight, bias = weight.to(kind), None if bias is None else bias.to(kind)
+    y, mean_y, variance_y = _norm_conv(
+        list(xs),
+        mean,
+        scale,
+        shift,
+        rectify,
+        weight,
+        bias,
+        window.stride,
+        window.padding,
+        window.dilation,
+        window.groups,
+        statistics,
+    )
+    return y, mean_y, variance_y
+
+
+def convolve(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: Window,
+    statistics: bool,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`norm_conv` of one tensor without autograd; the result goes to `out` where there is one."""
+    if _is_native(x, weight, bias, window):
+        rows = out if out is not None and pitch(out) is not None else None
+        y, mean_y, variance_y = norm_conv_native.forward(
+            x, mean, scale, shift, rectify, weight, bias, window, statistics, out=rows
+        )
+        return y if out is None or out is rows else out.copy_(y), mean_y, variance_y
+    a = activated(x, mean, scale, shift, rectify, weight.dtype)
+    y = torch.convolution(
+        a, weight, bias, window.stride, window.padding, window.dilation, False, [0] * len(window.stride), window.groups
+    )
+    del a
+    nothing = y.new_empty(0, dtype=wide(y.dtype))
+    mean_y, variance_y = measure(y) if statistics else (nothing, torch.empty_like(nothing))
+    return y if out is None else out.copy_(y), mean_y, variance_y
+
+
+def _is_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
+    return norm_conv_native.applies(x, weight, bias, window) and norm_conv_native.pays(x, weight, backward=False)
+
+
+def _forward(
+    xs: list[torch.Tensor],
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    statistics: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    window = Window(stride, padding, dilation, groups)
+    x = joined(xs)
+    y, mean_y, variance_y = convolve(x, mean, scale, shift, rectify, weight, bias, window, statistics)
+    if _is_native(x, weight, bias, window):
+        read = layout_of(x) if rectify or mean is not None else strides_layout(x)
+        y = laid_out(y, strides_layout(weight) if read == torch.contiguous_format else read)
+    return y, mean_y, variance_y
+
+
+def _forward_fake(
+    xs: list[torch.Tensor],
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    statistics: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    a = joined(xs).to(weight.dtype)
+    if rectify or mean is not None:
+        a = torch.empty_like(a, memory_format=layout_of(a))
+    # In the layout that PyTorch's own has, which depends on dtype, sizes and the kernel that it chooses.
+    y = torch.convolution(a, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    channels = y.shape[1] if statistics else 0
+    return y, y.new_empty(channels, dtype=wide(y.dtype)), y.new_empty(channels, dtype=wide(y.dtype))
+
+
+def _backward(
+    grad: torch.Tensor,
+    of_mean: torch.Tensor | None,
+    of_variance: torch.Tensor | None,
+    xs: list[torch.Tensor],
+    y: torch.Tensor | None,
+    mean_y: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    weight: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    """`needs`: of xs, of the vectors, of the weight, of the bias. What is needed comes in that order."""
+    window = Window(stride, padding, dilation, groups)
+    of_x, *of_vectors, of_weight, of_bias = convolve_backward(
+        grad, of_mean, of_variance, joined(xs), y, mean_y, mean, scale, shift, rectify, weight, window, needs
+    )
+    found = [] if of_x is None else parted(of_x, xs)
+    if of_weight is not None:
+        of_weight = laid_out(of_weight, strides_layout(weight))
+    return found + [gradient for gradient in (*of_vectors, of_weight, of_bias) if gradient is not None]
+
+
+def convolve_backward(
+    grad: torch.Tensor,
+    of_mean: torch.Tensor | None,
+    of_variance: torch.Tensor | None,
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    mean_y: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    weight: torch.Tensor,
+    window: Window,
+    needs: Sequence[bool],
+    grad_x: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of `convolve`: of x, mean, scale, shift, weight and bias, None for what `needs` leaves out.
+
+    Args:
+        needs: of x, of the three vectors, of the weight, of the bias.
+        grad_x: the gradient of x is added to it and it is returned; None: a new tensor.
+        The others as for `norm_conv_native.backward`.
+    """
+    if norm_conv_native.applies(x, weight, None, window) and norm_conv_native.pays(x, weight, backward=True):
+        rows = grad_x if grad_x is not None and pitch(grad_x) is not None else None
+        of_input, *others = norm_conv_native.backward(
+            grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, rectify, weight, window, needs, grad_x=rows
+        )
+        if grad_x is not None and grad_x is not rows and of_input is not None:
+            of_input = grad_x.add_(of_input)
+        return of_input, *others
+    if y is not None and mean_y is not None and of_mean is not None and of_variance is not None:
+        grad = whole_gradient(grad, y, mean_y, of_mean, of_variance, y.dtype)
+    alone = needs[2] and norm_weight_grad.applies(x, weight, window) and norm_weight_grad.pays(weight)
+    # The gradient of its input needs but the shape of what was convolved, and the ReLU's the signs.
+    a = x if alone else activated(x, mean, scale, shift, rectify, weight.dtype)
+    through = needs[0] or needs[1]
+    da, of_weight, of_bias = _aten.convolution_backward(
+        grad,
+        a,
+        weight,
+        [weight.shape[0]] if needs[3] else None,
+        window.stride,
+        window.padding,
+        window.dilation,
+        False,
+        [0] * len(window.stride),
+        window.groups,
+        [through, needs[2] and not alone, needs[3]],
+    )
+    if alone:
+        of_weight = norm_weight_grad.weight_grad(grad, x, mean, scale, shift, rectify, weight, window)
+    del grad
+    of_x = da
+    vectors: tuple[torch.Tensor | None, ...] | None = None
+    if through and mean is not None and scale is not None and shift is not None:
+        del a
+        of_x, vectors = activated_backward(da, x, mean, scale, shift, rectify, needs[:2])
+    elif through and rectify:
+        of_x = _aten.threshold_backward(da, a, 0)
+    del da
+    if grad_x is not None and of_x is not None:
+        of_x = grad_x.add_(of_x)
+    return (
+        of_x if needs[0] else None,
+        *(vectors or (None, None, None)),
+        of_weight if needs[2] else None,
+        of_bias if needs[3] else None,
+    )
+
+
+def _backward_fake(
+    grad: torch.Tensor,
+    of_mean: torch.Tensor | None,
+    of_variance: torch.Tensor | None,
+    xs: list[torch.Tensor],
+    y: torch.Tensor | None,
+    mean_y: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rectify: bool,
+    weight: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    found = parted_fake(xs) if needs[0] else []
+    found += [torch.empty_like(vector) for vector in (mean, scale, shift) if vector is not None] if needs[1] else []
+    found += [torch.empty_like(weight)] if needs[2] else []
+    return [*found, weight.new_empty(weight.shape[0])] if needs[3] else found
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    xs, mean, scale, shift, rectify, weight, _, *window, statistics = inputs
+    ctx.n, ctx.rectify, ctx.window = len(xs), rectify, window
+    ctx.normalises, ctx.statistics = mean is not None, statistics
+    vectors = [mean, scale, shift] if ctx.normalises else []
+    ctx.save_for_backward(*xs, weight, *vectors, *(output[:2] if statistics else ()))
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, of_mean: torch.Tensor, of_variance: torch.Tensor) -> tuple[Any, ...]:
+    saved = list(ctx.saved_tensors)
+    xs, weight, rest = saved[: ctx.n], saved[ctx.n], saved[ctx.n + 1 :]
+    vectors = [rest.pop(0) for _ in range(3)] if ctx.normalises else [None] * 3
+    y, mean_y = rest if ctx.statistics else (None, None)
+    of_xs, *of_vectors = ctx.needs_input_grad[:4]
+    of_weight, of_bias = ctx.needs_input_grad[5:7]
+    needs = [any(of_xs), any(of_vectors), of_weight, of_bias]
+    found = _norm_conv_backward(
+        grad,
+        of_mean if ctx.statistics else None,
+        of_variance if ctx.statistics else None,
+        xs,
+        y,
+        mean_y,
+        *vectors,
+        ctx.rectify,
+        weight,
+        *ctx.window,
+        needs,
+    )
+    taken = iter(found)
+    grads = [next(taken) for _ in xs] if needs[0] else [None] * ctx.n
+    vector_grads = [next(taken) for _ in range(3)] if needs[1] else [None] * 3
+    weight_grad, bias_grad = (next(taken) if wanted else None for wanted in (of_weight, of_bias))
+    return grads, *vector_grads, None, weight_grad, bias_grad, None, None, None, None, None
+
+
+torch.library.define(
+    "shoal::norm_conv",
+    "(Tensor[] xs, Tensor? mean, Tensor? scale, Tensor? shift, bool rectify, Tensor weight, Tensor? bias,"
+    " SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, bool statistics)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "shoal::norm_conv_backward",
+    "(Tensor grad, Tensor? of_mean, Tensor? of_variance, Tensor[] xs, Tensor? y, Tensor? mean_y, Tensor? mean,"
+    " Tensor? scale, Tensor? shift, bool rectify, Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation,"
+    " SymInt groups, bool[] needs) -> Tensor[]",
+)
+torch.library.impl("shoal::norm_conv", "CompositeExplicitAutograd", _forward)
+torch.library.impl("shoal::norm_conv_backward", "CompositeExplicitAutograd", _backward)
+torch.library.register_fake("shoal::norm_conv", _forward_fake)
+torch.library.register_fake("shoal::norm_conv_backward", _backward_fake)
+torch.library.register_autograd("shoal::norm_conv", _differentiate, setup_context=_setup)
+
+_norm_conv = direct_call(torch.ops.shoal.norm_conv, _forward, _setup, _differentiate)
+_norm_conv_backward = direct_call(torch.ops.shoal.norm_conv_backward, _backward)
+
+
+@register_flop_formula(torch.ops.shoal.norm_conv, get_raw=True)
+def _flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    weight, y = args[5], out_val[0]
+    return 2 * y.numel() * (weight.numel() // max(weight.shape[0], 1))
+
+
+@register_flop_formula(torch.ops.shoal.norm_conv_backward, get_raw=True)
+def _backward_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    grad, weight, needs = args[0], args[10], args[15]
+    one_way = 2 * grad.numel() * (weight.numel() // max(weight.shape[0], 1))
+    return one_way * ((needs[0] or needs[1]) + needs[2]) + (grad.numel() if needs[3] else 0)

@@ -1,0 +1,178 @@
+"""`shoal::statistics`: mean and variance of every channel of a tensor, as an op of its own with its backward.
+
+For a tensor that no convolution of ours produced. Each channel is measured around its own mean, so nothing is lost
+where the mean is a thousand deviations away; that is what E[x^2] - E[x]^2 in float32 loses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal.kernels.norm.norm_sweeps import sweeps
+from shoal.lowlevel.direct_call import direct_call
+
+
+def statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and biased variance of the channels of `x`; replaces `torch.var_mean(x, (0, 2, 3), correction=0)`.
+
+    Args:
+        x: (N, C, ...), of any floating dtype.
+
+    Returns:
+        mean and variance, (C,), in float32, in float64 for a float64 `x`; differentiable once.
+
+    >>> mean, variance = statistics(torch.tensor([[[1.0, 3.0]], [[5.0, 7.0]]]))
+    >>> mean, variance
+    (tensor([4.]), tensor([5.]))
+    """
+    mean, variance = _statistics(x)
+    return mean, variance
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which channels are measured: float32 for a narrower one."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def by_channel(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """(C,) as a view that broadcasts over `x`, (N, C, ...)."""
+    return vector.view([1, -1, *[1] * (x.dim() - 2)])
+
+
+def measure(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`statistics` without autograd."""
+    kernel = sweeps(x)
+    if kernel is not None:
+        return kernel.statistics(x)
+    if x.dtype == wide(x.dtype) and layout_of(x) != torch.contiguous_format:
+        # PyTorch's own for batch norm: two sweeps, nothing allocated; in other layouts it is slow.
+        mean, variance = torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
+        return mean, variance
+    dims = [0, *range(2, x.dim())]
+    x = x.to(wide(x.dtype))
+    near = x.mean(dims)
+    centred = x - by_channel(near, x)
+    rest = centred.mean(dims)  # what rounding kept from the first sum
+    return near + rest, centred.square_().mean(dims) - rest.square_()
+
+
+def whole_gradient(
+    grad: torch.Tensor | None,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    of_mean: torch.Tensor,
+    of_variance: torch.Tensor,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The gradient of `x` where its statistics were used too: one affine map for all their readers.
+
+    Args:
+        grad: of `x` itself, or None.
+        mean: of `x`, (C,).
+        of_mean, of_variance: gradients of the statistics, (C,), summed over all that read them.
+        dtype: of the result; None: the wide one.
+    """
+    count = x.numel() // x.shape[1]
+    constant, slope = of_mean / count, of_variance * (2 / count)
+    whole = torch.empty_like(x, dtype=dtype or wide(x.dtype), memory_format=layout_of(x))
+    added = None if grad is None else in_layout(grad, layout_of(x))
+    kernel = sweeps(x, whole, *([] if added is None else [added]))
+    if kernel is not None:
+        kernel.norm_act(x, mean, slope, constant, added, False, whole)
+        return whole
+    del whole, added
+    whole = x - by_channel(mean, x)  # promotes
+    torch.addcmul(by_channel(constant, x), whole, by_channel(slope, x), out=whole)
+    return (whole if grad is None else whole.add_(grad)).to(dtype or whole.dtype)
+
+
+def layout_of(*tensors: torch.Tensor) -> torch.memory_format:
+    """channels_last where one of the tensors is, or is a slice of one that is, and is not contiguous as well.
+
+    So does PyTorch's batch norm lay its result out.
+
+    >>> x = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    >>> layout_of(x), layout_of(x[:, :2]), layout_of(x.contiguous())
+    (torch.channels_last, torch.channels_last, torch.contiguous_format)
+    """
+    return strides_layout(*(x for x in tensors if not x.is_contiguous()))
+
+
+def strides_layout(*tensors: torch.Tensor) -> torch.memory_format:
+    """channels_last where the strides of one of the tensors are such, even if it is contiguous as well.
+
+    So does PyTorch's convolution lay its result out, of its input and its weight. It is `Tensor::suggest_memory_format`
+    of ATen (c10/core/MemoryFormat.h), which Python does not have.
+
+    >>> strides_layout(torch.ones(2, 1, 4, 5).to(memory_format=torch.channels_last))
+    torch.channels_last
+    """
+    for x in tensors:
+        if x.dim() in (4, 5) and _strides_are_channels_last(x):
+            return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    return torch.contiguous_format
+
+
+def laid_out(x: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
+    """`x`, or a copy: without gaps, and with that layout's strides where a size of one leaves others."""
+    dense = x.contiguous(memory_format=layout)
+    return dense if strides_layout(dense) == layout else torch.empty_like(dense, memory_format=layout).copy_(dense)
+
+
+def in_layout(x: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
+    """`x`, or a copy where it lies otherwise or was expanded."""
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x if layout_of(x) == layout and not expanded else x.contiguous(memory_format=layout)
+
+
+def _strides_are_channels_last(x: torch.Tensor) -> bool:
+    least = 0
+    for dim in (1, *range(x.dim() - 1, 1, -1), 0):
+        size, stride = x.shape[dim], x.stride(dim)
+        if size == 0 or stride < least or (dim == 0 and least == x.stride(1)):
+            return False
+        least = stride * size
+    return x.stride(1) > 0
+
+
+def _forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return measure(x)
+
+
+def _forward_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape[1], dtype=wide(x.dtype)), x.new_empty(x.shape[1], dtype=wide(x.dtype))
+
+
+def _backward(of_mean: torch.Tensor, of_variance: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    return laid_out(whole_gradient(None, x, mean, of_mean, of_variance, x.dtype), layout_of(x))
+
+
+def _backward_fake(
+    of_mean: torch.Tensor, of_variance: torch.Tensor, x: torch.Tensor, mean: torch.Tensor
+) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=layout_of(x))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(inputs[0], output[0])
+
+
+def _differentiate(ctx: Any, of_mean: torch.Tensor, of_variance: torch.Tensor) -> torch.Tensor:
+    gradient: torch.Tensor = _statistics_backward(of_mean, of_variance, *ctx.saved_tensors)
+    return gradient
+
+
+torch.library.define("shoal::statistics", "(Tensor x) -> (Tensor, Tensor)")
+torch.library.define(
+    "shoal::statistics_backward", "(Tensor of_mean, Tensor of_variance, Tensor x, Tensor mean) -> Tensor"
+)
+torch.library.impl("shoal::statistics", "CompositeExplicitAutograd", _forward)
+torch.library.impl("shoal::statistics_backward", "CompositeExplicitAutograd", _backward)
+torch.library.register_fake("shoal::statistics", _forward_fake)
+torch.library.register_fake("shoal::statistics_backward", _backward_fake)
+torch.library.register_autograd("shoal::statistics", _differentiate, setup_context=_setup)
+
+_statistics = direct_call(torch.ops.shoal.statistics, _forward, _setup, _differentiate)
+_statistics_backward = direct_call(torch.ops.shoal.statistics_backward, _backward)

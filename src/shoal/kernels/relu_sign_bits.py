@@ -1,0 +1,65 @@
+"""What an encoded ReLU tells of its gradient: the sign bit of a code says that the value is 0 or clipped.
+
+Native for float32 on the CPU (`csrc/closed_signs.cpp`), else a few pointwise ops on a piece at a time; the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+
+import torch
+
+from shoal.codecs import kernels
+from shoal.codecs.levels_native import are_here, threads_for
+from shoal.codecs.table import SIGN
+from shoal.lowlevel import native
+
+_PIECE_ELEMS = 1 << 16
+_LEAST_ELEMS = 1 << 15  # a thread is not worth waking for less
+
+
+def note_closed(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
+    """Set the sign bit where the value lets no gradient through, and clear it elsewhere. NaN lets it through.
+
+    Args:
+        x: (n,) dense, what a ReLU gave that is clipped at `above` (infinity: not clipped).
+        codes: (n,) uint8, dense, of `x`; their sign bits are written.
+        above: as said.
+    """
+    if _native_takes(x, codes):
+        _note_natively(x, codes, above)
+        return
+    closed = torch.empty(min(_PIECE_ELEMS, x.numel()), dtype=torch.bool, device=x.device)
+    clipped = torch.empty_like(closed) if math.isfinite(above) else None
+    for start in range(0, x.numel(), _PIECE_ELEMS):
+        piece, code = x[start : start + _PIECE_ELEMS], codes[start : start + _PIECE_ELEMS]
+        shut = closed[: piece.numel()]
+        torch.le(piece, 0, out=shut)
+        if clipped is not None:
+            shut.logical_or_(torch.ge(piece, above, out=clipped[: piece.numel()]))
+        code.bitwise_and_(SIGN - 1).bitwise_or_(shut.view(torch.uint8).mul_(SIGN))
+
+
+def _native_takes(x: torch.Tensor, codes: torch.Tensor) -> bool:
+    return (
+        os.environ.get(kernels.VARIABLE) in (None, "", "native")
+        and x.dtype == torch.float32
+        and codes.dtype == torch.uint8
+        and x.numel() == codes.numel()
+        and are_here(x, codes)
+    )
+
+
+def _note_natively(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
+    library = native.library()
+    assert library is not None
+    library.shoal_note_closed.restype = None
+    library.shoal_note_closed(
+        ctypes.c_void_p(x.data_ptr()),
+        ctypes.c_int64(x.numel()),
+        ctypes.c_float(above if math.isfinite(above) else math.nan),  # which nothing reaches
+        ctypes.c_int32(threads_for(x.numel(), _LEAST_ELEMS)),
+        ctypes.c_void_p(codes.data_ptr()),
+    )

@@ -1,0 +1,117 @@
+"""The native kernels of `csrc/`, loaded with ctypes; without them callers use their torch references.
+
+No magic: all it does is look for `libshoal_native` beside the installed package, compare its version of the C ABI and
+hand out a `ctypes.CDLL`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import sys
+import sysconfig
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+ABI_VERSION = 11
+_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+LEVELS = ("portable", "avx2", "avx512")  # in the order of ShoalLevel in csrc/shoal_native.h
+# In the order of the bits of ShoalFeature in csrc/shoal_native.h.
+_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512bf16", "neon")
+# Linux spells some of them differently.
+_CPUINFO_NAMES = {"avx512_bf16": "avx512bf16", "avx512_vbmi": "avx512vbmi", "asimd": "neon"}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The loaded library, or None where it was not built, does not load or has another ABI version.
+
+    Every function of `csrc/shoal_native.h` is an attribute; `restype` is set for those this module names, callers set
+    the rest.
+
+    >>> lib = library()
+    >>> lib is None or lib.shoal_abi_version() == ABI_VERSION
+    True
+    """
+    # Beside this file in an installed package; in site-packages when this file is run from a source tree.
+    folders = (Path(__file__).parents[1], Path(sysconfig.get_paths()["platlib"]) / "shoal")
+    for folder in folders:
+        for path in (folder / f"libshoal_native{_SUFFIX}", folder / "libshoal_native.so"):
+            found = _load(path) if path.is_file() else None
+            if found is not None:
+                return found
+    return None
+
+
+@cache
+def levels() -> tuple[str, ...]:
+    """Of `LEVELS`, those that kernels run in on this machine, the best last; none where the library was not built."""
+    native = library()
+    return () if native is None else LEVELS[: native.shoal_norm_conv_level() + 1]
+
+
+@cache
+def function(name: str) -> Callable[..., int] | None:
+    """A function of the library, by whose name its result is counted: int64 bytes, else an int32; None without it."""
+    native = library()
+    if native is None:
+        return None
+    found = getattr(native, name)
+    found.restype = ctypes.c_int64 if name.endswith("_bytes") else ctypes.c_int32
+    return cast(Callable[..., int], found)
+
+
+@cache
+def fingerprint() -> str | None:
+    """Tells one build of the library from another; None where there is none."""
+    native = library()
+    return None if native is None else hashlib.sha256(Path(native._name).read_bytes()).hexdigest()[:16]
+
+
+def _load(path: Path) -> ctypes.CDLL | None:
+    try:
+        found = ctypes.CDLL(str(path))
+        found.shoal_abi_version.restype = ctypes.c_int32
+        if found.shoal_abi_version() != ABI_VERSION:
+            return None
+        found.shoal_cpu_features.restype = ctypes.c_uint64
+    except (OSError, AttributeError):
+        return None
+    return found
+
+
+@cache
+def cpu_features() -> tuple[str, ...]:
+    """The instruction sets a kernel may be dispatched to, a subset of avx2 ... avx512bf16 and neon, in that order.
+
+    Asked of the native library, else read from /proc/cpuinfo, else empty.
+    """
+    native = library()
+    if native is not None:
+        bits = native.shoal_cpu_features()
+        return tuple(name for position, name in enumerate(_FEATURES) if bits >> position & 1)
+    return features_of_cpuinfo(_cpuinfo())
+
+
+def features_of_cpuinfo(text: str) -> tuple[str, ...]:
+    """The same names from the text of Linux's /proc/cpuinfo.
+
+    >>> features_of_cpuinfo("flags : fpu sse2 fma avx2 avx512_bf16")
+    ('avx2', 'fma', 'avx512bf16')
+    """
+    lines = (line.partition(":") for line in text.splitlines())
+    words = next((words for key, _, words in lines if key.strip() in ("flags", "Features")), "").split()
+    present = {_CPUINFO_NAMES.get(word, word) for word in words}
+    return tuple(name for name in _FEATURES if name in present)
+
+
+def _cpuinfo() -> str:
+    if platform.system() == "Linux":
+        try:
+            return Path("/proc/cpuinfo").read_text()
+        except OSError:
+            pass
+    return ""

@@ -1,0 +1,234 @@
+"""One way of a link on the CPU: a thread that moves bytes in the order in which it is asked to.
+
+`ctypes.memmove`, pwrite and pread release the interpreter, and none of them takes a thread from torch's pool.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+
+from shoal.core.sizes import format_bytes, in_pages
+from shoal.errors import TransferError
+from shoal.offload.links.copy import Copy
+from shoal.offload.links.slab import Slab
+
+_LARGEST_PART_BYTES = 8 << 20
+_PART_SECONDS = 0.02  # of a rehearsed copy, so that it loads the memory as evenly as the copy it stands for
+_HEARING_SECONDS = 0.05  # how soon a rehearsed copy hears that it is abandoned
+
+Move = Callable[[Slab, int, int, int], None]  # a slab, an offset in it, an address in memory, bytes
+
+
+@dataclass
+class Pace:
+    """The speed of a rehearsed link. A copy of n bytes ends latency_seconds + n / bytes_per_second after it could
+    begin: when it was asked for, or when the one before it ended.
+
+    Attributes:
+        bytes_per_second: None for as fast as it goes.
+        latency_seconds: before the first byte arrives.
+        free_at: when the last copy ended, on the clock of `time.perf_counter`.
+    """
+
+    bytes_per_second: float | None = None
+    latency_seconds: float = 0.0
+    free_at: float = field(default=0.0, init=False)
+
+    @property
+    def part_bytes(self) -> int:
+        """How many bytes to move in one go: whole pages."""
+        if self.bytes_per_second is None:
+            return _LARGEST_PART_BYTES
+        return in_pages(max(1, int(min(_LARGEST_PART_BYTES, self.bytes_per_second * _PART_SECONDS))))
+
+    def due(self, began: float, done_bytes: int) -> float:
+        """When so many bytes of a copy have arrived."""
+        seconds = 0.0 if self.bytes_per_second is None else done_bytes / self.bytes_per_second
+        return began + self.latency_seconds + seconds
+
+
+class ThreadCopy:
+    """A transfer that a `CopyThread` carries out.
+
+    It is over when the thread has moved its bytes, or when it was abandoned before the thread came to it. No lock is
+    held anywhere, since `abandon` runs where the garbage collector likes.
+
+    Args:
+        what: what is moved, for messages.
+        storage: the device bytes.
+        slab, offset: the host bytes.
+        after: a copy that has to be over before this one begins.
+    """
+
+    def __init__(
+        self, what: str, storage: torch.UntypedStorage, slab: Slab, offset: int, after: Copy | None = None
+    ) -> None:
+        self.nbytes = storage.nbytes()
+        self._what = what
+        self._storage: torch.UntypedStorage | None = storage
+        self._slab: Slab | None = slab
+        self._offset = offset
+        self._after = after
+        self._asked_at = time.perf_counter()
+        self._stalled_seconds = 0.0
+        self._error: BaseException | None = None
+        self._unwanted = False
+        self._over = False
+        self._owners: list[str] = []  # the first decides how it ends; append is atomic
+        self._latch = threading.Lock()
+        self._latch.acquire()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def wait(self) -> None:
+        if not self._over:
+            began = time.perf_counter()
+            try:
+                self.settle()
+            finally:
+                self._stalled_seconds += time.perf_counter() - began
+        self._storage = None  # here, not in the copy's thread: bytes are freed where the plan says, by who computes
+        if self._error is not None:
+            reason = getattr(self._error, "strerror", None) or str(self._error) or type(self._error).__name__
+            raise TransferError(f"{self._what} of {format_bytes(self.nbytes)} failed: {reason}") from self._error
+
+    def settle(self) -> None:
+        while not self._over:
+            if self._unwanted:
+                self.abandon()
+            # Ctrl-C may reach another waiter between the two calls, or `abandon` before its last one.
+            if self._latch.acquire(timeout=1.0):
+                self._latch.release()
+
+    def abandon(self) -> None:
+        self._unwanted = True
+        if self._is_owned_by("waiter"):
+            self._end(TransferError("it was abandoned before it began"))
+        if self._over:
+            self._storage = None
+
+    def stalled_seconds(self) -> float:
+        return self._stalled_seconds
+
+    def run(self, move: Move, pace: Pace, closing: threading.Event) -> None:
+        """Carry it out, in the thread."""
+        if not self._is_owned_by("thread"):
+            return
+        error: BaseException | None = None
+        try:
+            self._move(move, pace, closing)
+        except BaseException as caught:
+            error = caught.with_traceback(None)  # whose frames would hold the bytes
+        self._end(error)
+
+    def _move(self, move: Move, pace: Pace, closing: threading.Event) -> None:
+        assert self._storage is not None and self._slab is not None
+        if self._after is not None:
+            self._after.settle()
+            if self._after.error is not None:
+                raise self._after.error
+        began = max(self._asked_at, pace.free_at)
+        address, part_bytes = self._storage.data_ptr(), pace.part_bytes
+        for done in range(0, self.nbytes, part_bytes):
+            if self._unwanted:
+                raise TransferError("it was abandoned")
+            if closing.is_set():
+                raise TransferError("the link was closed")
+            part = min(part_bytes, self.nbytes - done)
+            move(self._slab, self._offset + done, address + done, part)
+            moved_at, due = time.perf_counter(), pace.due(began, done + part)
+            pace.free_at = max(moved_at, due)
+            while not self._unwanted and not closing.is_set() and (left := due - time.perf_counter()) > 0:
+                closing.wait(min(left, _HEARING_SECONDS))
+
+    def _is_owned_by(self, who: str) -> bool:
+        self._owners.append(who)
+        return self._owners[0] == who
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._over:
+            return
+        slab, self._slab = self._slab, None
+        self._after = None
+        if self._unwanted:
+            self._storage = None
+        self._error = error
+        if slab is not None:
+            slab.running.discard(self)
+        self._over = True
+        self._latch.release()
+
+
+class CopyThread:
+    """A daemon thread, started by the first copy and joined by `close`. It does not keep its owner alive.
+
+    Args:
+        name: of the thread.
+        move: moves bytes the one way or the other.
+        pace: its speed.
+    """
+
+    def __init__(self, name: str, move: Move, pace: Pace) -> None:
+        self._name = name
+        self._move = move
+        self._pace = pace
+        self._asked: SimpleQueue[ThreadCopy | None] = SimpleQueue()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._pid = os.getpid()
+
+    def submit(self, copy: ThreadCopy) -> None:
+        """Have `copy` carried out after those before it.
+
+        Raises:
+            TransferError: the thread was closed, belongs to the process that this one was forked from, or cannot start.
+        """
+        if os.getpid() != self._pid:
+            raise TransferError("a link does not survive a fork: open one in this process")
+        try:
+            with self._starting:
+                if self._thread is None and not self._closing.is_set():
+                    thread = threading.Thread(
+                        target=_serve,
+                        args=(self._asked, self._move, self._pace, self._closing),
+                        name=self._name,
+                        daemon=True,
+                    )
+                    thread.start()
+                    self._thread = thread
+        except RuntimeError as error:
+            raise TransferError(f"no thread for the link can be started: {error}") from error
+        self._asked.put(copy)
+        if self._closing.is_set():
+            copy.abandon()
+            raise TransferError("the link was closed; open another one")
+
+    def close(self) -> None:
+        """Fail what is not over yet and end the thread."""
+        if os.getpid() != self._pid:
+            return
+        self._closing.set()
+        self._asked.put(None)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+
+def _serve(asked: SimpleQueue[ThreadCopy | None], move: Move, pace: Pace, closing: threading.Event) -> None:
+    while (copy := asked.get()) is not None:
+        copy.run(move, pace, closing)
+        del copy  # its error may hold much

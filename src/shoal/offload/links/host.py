@@ -1,0 +1,71 @@
+"""A slab of anonymous host memory, pinned where a CUDA device copies to it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from contextlib import suppress
+
+import torch
+
+from shoal.core.sizes import format_bytes
+from shoal.errors import TransferError
+from shoal.offload.links.slab import Slab
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
+
+
+class HostSlab(Slab):
+    """Pages mapped straight from the kernel: torch's allocator, whose bytes are the device's on the CPU, has no part.
+
+    They are touched when they are first written. A forked child does not get them.
+
+    Args:
+        nbytes: the size.
+        pinned: register it with CUDA, so that copies run while the device computes.
+
+    Raises:
+        TransferError: the host has no such room, or CUDA cannot pin it.
+    """
+
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
+        super().__init__(nbytes)
+        try:
+            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise TransferError(
+                f"{format_bytes(nbytes)} of host memory cannot be had: {reason}; offload less or to a folder"
+            ) from error
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                with suppress(OSError):  # a kernel without it
+                    mapping.madvise(getattr(mmap, advice))
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.address = self.bytes.data_ptr()
+        if pinned:
+            _pin(self.address, nbytes)
+            weakref.finalize(self, _unpin, self.address, mapping, os.getpid())
+
+    def write(self, offset: int, address: int, nbytes: int) -> None:
+        ctypes.memmove(self.address + offset, address, nbytes)
+
+    def read(self, offset: int, address: int, nbytes: int) -> None:
+        ctypes.memmove(address, self.address + offset, nbytes)
+
+
+def _pin(address: int, nbytes: int) -> None:
+    status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+    if status:
+        raise TransferError(
+            f"CUDA cannot pin {format_bytes(nbytes)} of host memory (error {status}); allow fewer host bytes, or raise "
+            "the limit of locked memory (ulimit -l)"
+        )
+
+
+def _unpin(address: int, mapping: mmap.mmap, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has neither the pages nor CUDA
+        torch.cuda.cudart().cudaHostUnregister(address)
+    del mapping  # held until here: pages must not go before they are unpinned

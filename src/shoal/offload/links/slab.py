@@ -1,0 +1,170 @@
+"""Slabs of host bytes, and the pool that leases each of them to one step at a time.
+
+Nothing is given back by hand: a slab is free when no living `Lease` holds it, so an exception, an abandoned step or
+Ctrl-C cannot leak one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+
+from shoal.core.sizes import format_bytes
+from shoal.errors import TransferError
+from shoal.offload.links.copy import Copy
+
+
+class Slab(ABC):
+    """A block of host bytes.
+
+    Attributes:
+        nbytes: its size.
+        running: copies to or from it that may still be moving.
+        holder: the lease that has it, if that lives.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.running: set[Copy] = set()
+        self.holder: weakref.ref[Lease] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.holder is None or self.holder() is None
+
+    @abstractmethod
+    def write(self, offset: int, address: int, nbytes: int) -> None:
+        """Copy `nbytes` at `address` in the memory of this process to `offset` in the slab."""
+
+    @abstractmethod
+    def read(self, offset: int, address: int, nbytes: int) -> None:
+        """Copy `nbytes` at `offset` in the slab to `address` in the memory of this process."""
+
+    def settle(self) -> None:
+        """Return when no copy to or from it moves any more."""
+        for copy in tuple(self.running):
+            copy.settle()
+            self.running.discard(copy)
+
+
+class Lease:
+    """A step's hold on a slab, for as long as it lives. Copies that run when it dies are abandoned."""
+
+    def __init__(self, slab: Slab) -> None:
+        self.slab = slab
+        slab.holder = weakref.ref(self)
+
+    def abandon(self) -> None:
+        """Abandon every copy that is still running."""
+        for copy in tuple(self.slab.running):
+            copy.abandon()
+
+    def __del__(self) -> None:
+        self.abandon()
+
+
+class SlabPool:
+    """Leases slabs that it makes when it must and keeps for the next step.
+
+    Args:
+        make: makes a slab of so many bytes.
+        place: where the bytes lie, for messages.
+        budget_bytes: most bytes of all slabs together; None for no limit.
+    """
+
+    def __init__(self, make: Callable[[int], Slab], place: str, budget_bytes: int | None) -> None:
+        self.place = place
+        self.budget_bytes = budget_bytes
+        self._make: Callable[[int], Slab] | None = make  # None once it is closed
+        self._slabs: list[Slab] = []
+        self._alive: weakref.WeakSet[Slab] = weakref.WeakSet()
+        self._reserved: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all slabs that exist, leased or free."""
+        return sum(slab.nbytes for slab in self._alive)
+
+    @property
+    def leased(self) -> int:
+        """How many slabs are leased."""
+        return sum(not slab.is_free for slab in self._alive)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have a slab of `nbytes` or more ready from now on; `unreserve` ends it.
+
+        Raises:
+            TransferError: the budget, or the place, has no room for it.
+        """
+        with self._lock:
+            if all(slab.nbytes < nbytes for slab in self._slabs):
+                self._slabs.append(self._made(nbytes))
+            self._reserved[nbytes] += 1
+            self._trim()
+
+    def unreserve(self, nbytes: int) -> None:
+        """No longer keep a slab for a step of `nbytes`."""
+        with self._lock:
+            self._reserved -= Counter({nbytes: 1})
+            self._trim()
+
+    def lease(self, nbytes: int) -> Lease:
+        """The smallest free slab of at least `nbytes`, or a new one.
+
+        Raises:
+            TransferError: none is free and the budget, or the place, has no room for another.
+        """
+        with self._lock:
+            fitting = [slab for slab in self._slabs if slab.nbytes >= nbytes and slab.is_free]
+            slab = min(fitting, key=lambda slab: slab.nbytes, default=None)
+            if slab is None:
+                slab = self._made(nbytes)
+                self._slabs.append(slab)
+            lease = Lease(slab)
+        slab.settle()  # what an abandoned step left behind
+        return lease
+
+    def close(self) -> None:
+        """Give all bytes back, those of a leased slab when its lease dies, and make no more slabs.
+
+        Compiled code may hold the pool for as long as the process lives: what makes slabs, and with it a file's
+        descriptor and buffers, is let go of here.
+        """
+        with self._lock:
+            self._make = None
+            self._slabs.clear()
+
+    def _made(self, nbytes: int) -> Slab:
+        if self._make is None:
+            raise TransferError(f"the link to {self.place} was closed; open another one")
+        budget = self.budget_bytes
+        if budget is not None:
+            free = sorted((slab for slab in self._slabs if slab.is_free), key=lambda slab: slab.nbytes)
+            while free and self.held_bytes + nbytes > budget:
+                free[-1].settle()
+                self._slabs.remove(free.pop())
+            if self.held_bytes + nbytes > budget:
+                leased = sum(slab.nbytes for slab in self._alive if not slab.is_free)
+                others = f"{format_bytes(leased)} are held for a backward pass to come" if leased else "none are in use"
+                raise TransferError(
+                    f"{format_bytes(nbytes)} of {self.place} asked for, {format_bytes(budget)} allowed, {others}; "
+                    "allow more host bytes, or run each backward pass before the next forward pass"
+                )
+        slab = self._make(nbytes)
+        self._alive.add(slab)
+        return slab
+
+    def _trim(self) -> None:
+        """Of the free slabs keep one that serves every reservation: the smallest that is large enough. Without any
+        reservation keep none, and leased ones only as long as their leases do."""
+        if not self._reserved:
+            self._slabs.clear()
+            return
+        most = max(self._reserved)
+        free = [slab for slab in self._slabs if slab.is_free]
+        kept = min((slab for slab in free if slab.nbytes >= most), key=lambda slab: slab.nbytes, default=None)
+        self._slabs = [slab for slab in self._slabs if slab is kept or slab not in free]

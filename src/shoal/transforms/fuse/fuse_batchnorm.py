@@ -1,0 +1,170 @@
+"""BN fission-n-fusion: batch norms done by the convolutions around them (Jung et al., MLSys'19, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import compiler, fx, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from shoal.errors import InputError
+from shoal.kernels.batch_norm_vectors import runs_again
+from shoal.lowlevel.direct_call import watched
+from shoal.transforms.fuse.eager_graph import EagerGraph
+from shoal.transforms.fuse.fuse_graph import LEVELS, Level, fuse_graph
+from shoal.transforms.fuse.fusion_ops import Tracer
+from shoal.transforms.fuse.fusion_size import WHENS, FusionSize, When
+from shoal.transforms.fuse.fusion_summary import FusionSummary, Left
+from shoal.transforms.stand_in import StandIn
+from shoal.transforms.tracing import UntraceableError, has_hooks, trace
+
+_MOST_INPUTS = 64  # kinds of inputs that a network remembers
+
+
+def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When = "pays") -> FusedModule:
+    """Fuse batch norms and ReLUs with the convolutions before and after them, so that fewer activations are saved.
+
+    Replaces, in plain PyTorch, `relu(bn(conv(x)))` by a convolution that measures its result and one that normalises
+    and rectifies what it reads. The backward pass makes normalised tensors again. The function computed is the same, to
+    rounding. Chains are found in the traced graph, never by a layer's name.
+
+    Args:
+        model: a network. Its parameters, buffers and modules are shared, not copied, under their names; so are state
+            dicts and the hooks on the network itself.
+        level: how much is fused (section 4 of the paper); None for all that applies.
+            "rcf": a ReLU that only convolutions read is computed by them.
+            "mvf": and batch norms are a measurement and a pass of ours. Saves what "rcf" does.
+            "bnff": and convolutions measure their results, and normalise what they read: no normalised tensor is kept.
+            "icf": and tensors that are concatenated are measured once, by whoever makes them, and no concatenation is
+            kept that only batch norms read: a dense block saves each feature map once.
+        when: "pays": in eager mode on the CPU, small maps run as PyTorch's own layers: calling a fused one would cost
+            more than the passes it saves. Decided at every call, by `shoal.transforms.fuse.fusion_size.LEAST_ELEMS`.
+            "always": they are fused too, which saves their bytes. Under `shoal.compile` and `torch.compile` all are.
+
+    Returns:
+        A module that trains fused and in eval mode is the network itself. `summary` tells what was fused, what not
+        and why; print it.
+
+    Raises:
+        InputError: no such `level` or `when`, or `model` is no module, or fused or split already.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+    >>> fused = fuse_batchnorm(net)
+    >>> print(fused.summary)
+    level bnff: 1 fused, 1 left
+    1  statistics by 0, applied by 3
+    4  left: no ReLU, convolution or residual addition follows it, but output
+    >>> list(fused.state_dict()) == list(net.state_dict())
+    True
+
+    Known limits: a network that torch.fx cannot trace stays as it was, and the summary says so; so do layers with
+    hooks, subclasses of batch norm, SyncBatchNorm, activations other than ReLU, and batch norms whose input is written
+    over in place. Gradients of gradients are not
+    available. Under transforms of `torch.func` and forward-mode derivatives the network itself runs. Layers that are
+    replaced later are found in eager mode; compile after that. What a model does by `self.training` in its own code
+    stays as in training wherever anything is fused. Give the result to `shoal.compile`, not to `shoal.split` or
+    `shoal.invert_batchnorm`; of an inverted network it fuses the batch norms that stayed plain.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if level is not None and level not in LEVELS:
+        raise InputError(f"level={level!r}: expected one of {', '.join(map(repr, LEVELS))}, or None for the highest")
+    if when not in WHENS:
+        raise InputError(f"when={when!r}: expected one of {', '.join(map(repr, WHENS))}")
+    if isinstance(model, StandIn) and model.graph(training=True) is None:
+        raise InputError(
+            f"the model is what {model.made_by} returned, in which nothing is left to fuse; give the network it was "
+            "made from"
+        )
+    return FusedModule(model, level, when)
+
+
+class FusedModule(StandIn):
+    """A network that trains with fused batch norms; made by `fuse_batchnorm`.
+
+    Attributes:
+        summary: what was fused, what was left and why.
+    """
+
+    made_by = "shoal.fuse_batchnorm"
+    summary: FusionSummary
+
+    def __init__(self, model: nn.Module, level: Level | None, when: When) -> None:
+        super().__init__(model)
+        self._wanted, self._size = level, FusionSize(when)
+        self._fused: tuple[fx.GraphModule, ...] = ()
+        self._fuse()
+
+    @property
+    def unfused(self) -> nn.Module:
+        """The network it was made from, with the same parameters."""
+        return self.source
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the network's own; fused in training mode."""
+        if not self.training or _transformed():
+            return self.source.forward(*args, **kwargs)
+        if self._has_other_layers() or (not compiler.is_compiling() and self._with_hooks() != self._hooked):
+            self._fuse()
+        if compiler.is_compiling() or not self._fused or _has_any_global_hook():
+            return (self._fused or self._source)[0].forward(*args, **kwargs)
+        kind = _kind(args) if not kwargs and not runs_again() and not watched(args) else None
+        if kind is not None and kind in self._unfused_inputs:
+            return self.source.forward(*args)
+        fusions = self._size.fusions
+        result = self._eager(self._fused[0])(*args, **kwargs)
+        if kind is not None and self._size.fusions == fusions and len(self._unfused_inputs) < _MOST_INPUTS:
+            self._unfused_inputs.add(kind)
+        return result
+
+    def extra_repr(self) -> str:
+        return f"level={self.summary.level!r}, {len(self.summary.fused)} fused, {len(self.summary.left)} left"
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self._unfused_inputs.clear()  # of another dtype or layout, layers may be worth their call
+        return super()._apply(fn, recurse)
+
+    def _with_hooks(self) -> list[int]:
+        """Which modules inside have hooks now."""
+        return [at for at, module in enumerate(self._inside) if has_hooks(module)]
+
+    def _fuse(self) -> None:
+        model = self.source
+        self._remember_layers()
+        self._eager = EagerGraph()
+        self._unfused_inputs: set[Any] = set()  # of which all maps are too small: the network itself runs
+        self._inside = tuple(model.modules())[1:]  # in a tuple, so that none is a child
+        self._hooked = self._with_hooks()
+        try:
+            graph = trace(model, Tracer(), training=True)
+        except UntraceableError as reason:
+            why = Left(type(model).__name__, f"torch.fx cannot trace it: {reason}")
+            self._fused, self.summary = (), FusionSummary(self._wanted or "bnff", (), (why,))
+            return
+        graph_module, summary = fuse_graph(model, graph, self._wanted or _highest(model, graph), self._size)
+        self._fused, self.summary = (graph_module,), summary
+
+
+def _transformed() -> bool:
+    """Whether a transform of `torch.func` or a forward-mode derivative looks on: for them our ops have no rules."""
+    return not compiler.is_compiling() and (
+        torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _kind(args: tuple[Any, ...]) -> Any:
+    """What decides whether anything is fused for these inputs; None where that is not for their sizes to say."""
+    if not all(isinstance(value, torch.Tensor) for value in args):
+        return None
+    autocast = torch.is_autocast_enabled("cpu")
+    return autocast, *((x.shape, x.stride(), x.dtype, x.device) for x in args)
+
+
+def _highest(model: nn.Module, graph: fx.Graph) -> Level:
+    """The lowest level that fuses all that can be."""
+    (_, most), (_, without_concatenations) = (
+        fuse_graph(model, graph, level, FusionSize("always")) for level in ("icf", "bnff")
+    )
+    return "bnff" if most.fused == without_concatenations.fused else "icf"

@@ -1,0 +1,91 @@
+"""Where a fused layer is worth its call: decided at every call, by the size of what is normalised or the work there is.
+
+No magic: all it does is compare a number with one that measurements suggest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from shoal.kernels.norm import norm_conv_native
+from shoal.kernels.norm.norm_conv_native import Window
+from shoal.lowlevel.direct_call import watched
+
+When = Literal["pays", "always"]
+WHENS: tuple[When, ...] = ("pays", "always")
+
+LEAST_ELEMS = 1 << 20
+"""Elements from which on a fused batch norm is worth its call from Python, on the CPU: 2^18 to 2^21 were tried on six
+networks, whose scatter told only the ends apart; one layer in the cache lost up to 2^19.
+
+A smaller map (4 MiB of float32) stays in the last cache, where the passes over it that fusing saves are worth less than
+what calling an op written in Python costs beside PyTorch's own."""
+
+LEAST_BLOCK_ELEMS = LEAST_ELEMS // 8
+"""The same for all channels of a dense block: one call there, and no concatenation is written for any of its layers."""
+
+LEAST_PRODUCTS = 1 << 24
+"""Multiplications of nine taps from which on a native 3 x 3 by squares is worth its call, whatever it is fused with."""
+
+
+class FusionSize:
+    """Decides for one network, at every call, which of its fused layers run as such.
+
+    Args:
+        when: "always", or "pays": by the numbers above, in eager mode on the CPU. For other devices nothing was
+            measured, and a compiler, a capture or a dispatch mode that watches gets the op, whose call costs nothing
+            there. Neither in an empty batch, where there is nothing to measure.
+
+    Attributes:
+        fusions: how often the answer was yes in eager mode. It only grows, so that whoever compares it before and after
+            a forward pass misses none while other threads run one. A compiler counts nothing: it would guard the
+            number, and compile again as soon as that has changed.
+    """
+
+    def __init__(self, when: When) -> None:
+        self.when = when
+        self.fusions = 0
+
+    def fuses(self, x: torch.Tensor, elems: int | None = None, least: int | None = None) -> bool:
+        """Whether a batch norm of `elems` elements, by default those of `x`, is done by its neighbours.
+
+        `least` stands in for `LEAST_ELEMS`.
+
+        >>> FusionSize("pays").fuses(torch.ones(1, 8, 4, 4)), FusionSize("always").fuses(torch.ones(1, 8, 4, 4))
+        (False, True)
+        """
+        if x.numel() == 0:
+            return False
+        if torch.compiler.is_compiling():
+            return True
+        enough = (x.numel() if elems is None else elems) >= (LEAST_ELEMS if least is None else least)
+        found = self.when == "always" or enough or not x.is_cpu or watched((x,))
+        self.fusions += found
+        return found
+
+    def is_quick(
+        self, xs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, window: Window
+    ) -> bool:
+        """Whether a convolution of `xs` side by side is so much faster as `norm_conv` that this alone pays its call.
+
+        A compiler, which pays for no call, is not asked: it could not look into the native library either.
+
+        >>> window = Window([1, 1], [1, 1], [1, 1], 1)
+        >>> FusionSize("pays").is_quick([torch.ones(1, 8, 4, 4)], torch.ones(8, 8, 3, 3), None, window)
+        False
+        """
+        if torch.compiler.is_compiling():
+            return False
+        x = xs[0]
+        found = (
+            len(xs) == 1
+            and x.numel() * weight.shape[0] * 9 >= LEAST_PRODUCTS
+            and norm_conv_native.applies(x, weight, bias, window)
+            and norm_conv_native.by_squares(x, weight)
+            and not torch.is_autocast_enabled("cpu")
+        )
+        self.fusions += found
+        return found

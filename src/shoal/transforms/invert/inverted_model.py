@@ -1,0 +1,174 @@
+"""Networks whose batch norms are inverted, and such as are restored: the modules that run their graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from shoal.errors import InputError
+from shoal.kernels.invertible_norm.inverted_batch_norm import kept_from_zero, reconstruction_error
+from shoal.transforms.invert.inverted_graph import Inverted, Left, inverted_graph, leaky_graph
+from shoal.transforms.live_graph import live_graph
+from shoal.transforms.stand_in import StandIn
+
+INEXACT = 1e-3  # of a normalised input, whose variance is 1: where `describe` and `restore_batchnorm` speak up
+_CHANNELS_TOLD = 8
+_NAMES = {"leaky_relu": "LeakyReLU", "elu": "ELU", "identity": "Identity"}
+
+
+class _Rewritten(StandIn):
+    """A network whose graph was rewritten, once for training and once for eval mode."""
+
+    def __init__(self, model: nn.Module, graphs: Sequence[fx.Graph], name: str) -> None:
+        super().__init__(model)
+        self._graphs = tuple(graphs)
+        self._rewritten = tuple(live_graph(model, _copy(graph), {}, name) for graph in graphs)  # no children
+
+    def graph(self, *, training: bool) -> fx.Graph:
+        return self._graphs[0 if training else 1]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the network's own.
+
+        Raises:
+            InputError: layers were replaced since the network was converted.
+        """
+        if self._has_other_layers():
+            raise InputError(
+                f"layers of the network were replaced after {self.made_by}, whose result calls those that were there; "
+                "put them back, and replace layers before the network is converted"
+            )
+        return self._rewritten[0 if self.training else 1](*args, **kwargs)
+
+
+class InvertedModel(_Rewritten):
+    """A network with inverted batch norms; made by `invert_batchnorm`.
+
+    Attributes:
+        inverted: what was converted, in the order of the network.
+        left: what was not, and why.
+        used_up: whether `restore_batchnorm` gave its weights back.
+    """
+
+    made_by = "shoal.invert_batchnorm"
+
+    def __init__(
+        self, model: nn.Module, traces: Sequence[fx.Graph], sites: Mapping[str, Inverted], left: Sequence[Left]
+    ) -> None:
+        super().__init__(model, [inverted_graph(model, graph, sites) for graph in traces], "InvertedGraph")
+        self._traces, self._sites, self.used_up = tuple(traces), dict(sites), False
+        self.inverted, self.left = tuple(dict.fromkeys(sites.values())), tuple(left)
+        self.keep_scales()
+
+    def weights(self) -> list[tuple[nn.Parameter, float]]:
+        """The weights of the converted batch norms and how far their scales are from them, each once."""
+        layers: list[Any] = [self.source.get_submodule(site.layer) for site in self.inverted]
+        return list({id(layer.weight): (layer.weight, layer.eps) for layer in layers if layer.affine}.values())
+
+    def reconstruction_errors(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        """How far normalised inputs can be off when made again from activations of `dtype`, (C,) float64 by layer.
+
+        An upper bound for inputs up to 4 standard deviations from their mean, as the parameters are now; see
+        `shoal.kernels.invertible_norm.inverted_batch_norm.reconstruction_error`.
+        """
+        errors: dict[str, torch.Tensor] = {}
+        for site in self.inverted:
+            layer: Any = self.source.get_submodule(site.layer)
+            if layer.weight is None:
+                error = torch.zeros(layer.num_features, dtype=torch.float64)
+            else:
+                error = reconstruction_error(layer.weight, layer.bias, layer.eps, site.activation, site.slope, dtype)
+                error = error if error.is_meta else error.cpu()
+            errors[site.layer] = torch.maximum(error, errors[site.layer]) if site.layer in errors else error
+        return errors
+
+    def describe(self) -> str:
+        """What was converted and how exactly its inputs can be made again; what was not, and why."""
+        total = len({site.layer for site in self.inverted}) + len({left.layer for left in self.left})
+        lines = [f"{len({site.layer for site in self.inverted})} of {total} batch norms inverted"]
+        if not total:
+            return "no batch norms"
+        rows = [("layer", "was", "now", "inexact to")]
+        errors = self.reconstruction_errors()
+        for site in self.inverted:
+            now = f"{_NAMES[site.activation]}({site.slope:g})"
+            error = errors[site.layer]
+            worst = "unknown" if error.is_meta else f"{error.max():.0e}"
+            channels = [] if error.is_meta else (error > INEXACT).nonzero().flatten().tolist()
+            rows.append((site.layer, site.was, now, worst + (f" in {_channels(channels)}" if channels else "")))
+        names = [row[0] for row in rows] + [left.layer for left in self.left]
+        widths = [max(map(len, names)), *(max(len(row[column]) for row in rows) for column in (1, 2))]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows
+        ]
+        lines += [f"{left.layer.ljust(widths[0])}  kept: {left.reason}" for left in self.left]
+        return "\n".join(lines)
+
+    def keep_scales(self) -> None:
+        """Move the weights towards zero by eps, so that the scales are what the weights were."""
+        self._given = tuple(weight.detach().clone() for weight, _ in self.weights())
+        with torch.no_grad():
+            for weight, eps in self.weights():
+                weight.copy_(_towards_zero(weight, eps))
+
+    def give_weights_back(self) -> None:
+        """Undo `keep_scales`."""
+        with torch.no_grad():
+            for (weight, _), given in zip(self.weights(), self._given, strict=True):
+                weight.copy_(given)
+
+    def scale_plainly(self) -> None:
+        """Give the weights the values of the scales, for layers called in the plain form.
+
+        Those that did not change since `keep_scales` become what they were: below eps their scales are not that.
+        """
+        self.used_up = True
+        with torch.no_grad():
+            for (weight, eps), given in zip(self.weights(), self._given, strict=True):
+                if given.is_meta and not weight.is_meta:  # converted before it had values
+                    weight.copy_(kept_from_zero(weight, eps))
+                    continue
+                given = given.to(weight)
+                unchanged = weight == _towards_zero(given, eps)
+                weight.copy_(torch.where(unchanged, given, kept_from_zero(weight, eps)))
+
+    def restored(self) -> RestoredModel:
+        """The same graph of plain batch norms, with LeakyReLU for the ReLUs that were converted."""
+        return RestoredModel(self.source, self._traces, self._sites)
+
+    def extra_repr(self) -> str:
+        return f"inverted={len(self.inverted)}, left={len(self.left)}"
+
+
+class RestoredModel(_Rewritten):
+    """A network of plain batch norms with LeakyReLU in place of some ReLUs; made by `restore_batchnorm`."""
+
+    made_by = "shoal.restore_batchnorm"
+
+    def __init__(self, model: nn.Module, traces: Sequence[fx.Graph], sites: Mapping[str, Inverted]) -> None:
+        super().__init__(model, [leaky_graph(graph, sites) for graph in traces], "RestoredGraph")
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+def _towards_zero(weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight.sign() * (weight.abs() - eps).clamp(min=0)
+
+
+def inexact_channels(model: InvertedModel, limit: float) -> str:
+    errors = {name: error for name, error in model.reconstruction_errors().items() if not error.is_meta}
+    over = {name: (error > limit).nonzero().flatten().tolist() for name, error in errors.items()}
+    return "; ".join(f"{name}: {_channels(channels)}" for name, channels in over.items() if channels)
+
+
+def _channels(channels: Sequence[int]) -> str:
+    told = ", ".join(map(str, channels[:_CHANNELS_TOLD]))
+    more = f" and {len(channels) - _CHANNELS_TOLD} more" if len(channels) > _CHANNELS_TOLD else ""
+    return f"channel{'s' if len(channels) > 1 else ''} {told}{more}"

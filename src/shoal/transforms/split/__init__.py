@@ -1,0 +1,4 @@
+"""`shoal.split`: the first layers of a network on patches of its input (Split-CNN).
+
+Imports `kernels` and what all transforms share.
+"""

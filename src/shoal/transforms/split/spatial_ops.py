@@ -1,0 +1,185 @@
+"""What `split` knows of the ops between the input and the join: window ops, pointwise ops, batch norms."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
+
+from shoal.transforms.invert.inverted_graph import inverted
+from shoal.transforms.split.window import Window
+
+SpatialKind = Literal["convolution", "pooling", "padding", "batch norm", "pointwise", "concatenation"]
+
+_PADDINGS: dict[str, str] = {
+    "ZeroPad": "constant",
+    "ConstantPad": "constant",
+    "ReflectionPad": "reflect",
+    "ReplicationPad": "replicate",
+}
+_POINTWISE_MODULES = (
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.PReLU,
+    nn.RReLU,
+    nn.ELU,
+    nn.CELU,
+    nn.SELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Sigmoid,
+    nn.LogSigmoid,
+    nn.Tanh,
+    nn.Tanhshrink,
+    nn.Hardtanh,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.Hardshrink,
+    nn.Softshrink,
+    nn.Threshold,
+    nn.Identity,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+_POINTWISE_NAMES = {
+    *("relu", "relu6", "leaky_relu", "elu", "celu", "selu", "gelu", "silu", "mish", "softplus", "sigmoid", "tanh"),
+    *(
+        "hardtanh",
+        "hardswish",
+        "hardsigmoid",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "neg",
+        "abs",
+        "exp",
+        "pow",
+        "sqrt",
+    ),
+    *("square", "clamp", "clamp_min", "clamp_max", "iadd", "isub", "imul", "itruediv", "contiguous", "clone", "float"),
+    *("half", "bfloat16", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"),
+}
+_POOLS: dict[Callable[..., Any], type[nn.Module]] = {
+    F.max_pool1d: nn.MaxPool1d,
+    F.max_pool2d: nn.MaxPool2d,
+    F.max_pool3d: nn.MaxPool3d,
+    F.avg_pool1d: nn.AvgPool1d,
+    F.avg_pool2d: nn.AvgPool2d,
+    F.avg_pool3d: nn.AvgPool3d,
+    torch.max_pool1d: nn.MaxPool1d,
+    torch.max_pool2d: nn.MaxPool2d,
+    torch.max_pool3d: nn.MaxPool3d,
+}
+
+
+def each(value: int | Sequence[int] | None, dims: int) -> tuple[int, ...]:
+    """A setting that may be one number for all dimensions, as one for each."""
+    assert value is not None
+    return (value,) * dims if isinstance(value, int) else tuple(int(v) for v in value)
+
+
+def layer_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+    """The module that a node calls; for a pooling function, a module that does the same."""
+    if node.op == "call_module":
+        return modules[str(node.target)]
+    if node.op == "call_function" and node.target in _POOLS:
+        try:
+            return _POOLS[node.target](*node.args[1:], **node.kwargs)
+        except TypeError:
+            return None
+    return None
+
+
+def is_convolution(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether it counts among the convolutional layers of the network."""
+    return node.op == "call_module" and isinstance(modules[str(node.target)], _ConvNd)
+
+
+def dims_of(layer: nn.Module) -> int | None:
+    """How many spatial dimensions a layer works on; None for any number."""
+    name = type(layer).__name__
+    kinds = (_ConvNd, _MaxPoolNd, _AvgPoolNd, _BatchNorm)
+    is_bound = isinstance(layer, kinds) or any(name.startswith(padding) for padding in _PADDINGS)
+    return int(name[-2]) if is_bound and name[-1:] == "d" and name[-2:-1].isdigit() else None
+
+
+def kind_of(node: fx.Node, modules: Mapping[str, nn.Module], dims: int) -> SpatialKind | None:
+    """What the op is to a tensor of `dims` spatial dimensions; None where it cannot run patch by patch."""
+    layer = layer_of(node, modules)
+    if layer is not None:
+        return _kind_of_layer(layer)
+    if node.target is inverted:
+        return "batch norm"
+    if node.op == "call_function" and node.target in (torch.cat, torch.concat, torch.concatenate):
+        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+        return "concatenation" if dim in (1, -dims - 1) else None
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        is_known = node.target in vars(operator).values() or getattr(node.target, "__module__", "").startswith("torch")
+        return "pointwise" if is_known and name.removesuffix("_") in _POINTWISE_NAMES else None
+    if node.op == "call_method":
+        return "pointwise" if str(node.target).removesuffix("_") in _POINTWISE_NAMES else None
+    return None
+
+
+def _kind_of_layer(layer: nn.Module) -> SpatialKind | None:
+    if isinstance(layer, _ConvTransposeNd):
+        return None
+    if isinstance(layer, _ConvNd):
+        return None if layer.padding_mode == "circular" else "convolution"
+    if isinstance(layer, _MaxPoolNd):
+        return None if layer.return_indices else "pooling"
+    if isinstance(layer, _AvgPoolNd):
+        return "pooling"
+    if isinstance(layer, _BatchNorm):
+        return "batch norm"
+    if padding_mode(layer) is not None:
+        return "padding"
+    return "pointwise" if type(layer) in _POINTWISE_MODULES else None
+
+
+def padding_mode(layer: nn.Module) -> str | None:
+    """The mode of a padding layer, as `F.pad` calls it; None for other layers."""
+    name = type(layer).__name__
+    return next((mode for start, mode in _PADDINGS.items() if name.startswith(start)), None)
+
+
+def windows_of(layer: nn.Module, dims: int) -> tuple[Window, ...]:
+    """A window layer along each spatial dimension."""
+    if isinstance(layer, _ConvNd):
+        kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
+        if isinstance(layer.padding, str):
+            totals = [d * (k - 1) if layer.padding == "same" else 0 for k, d in zip(kernel, dilation, strict=True)]
+            pads = [(total // 2, total - total // 2) for total in totals]
+        else:
+            pads = [(p, p) for p in layer.padding]
+        return tuple(Window(k, s, d, *p) for k, s, d, p in zip(kernel, stride, dilation, pads, strict=True))
+    if isinstance(layer, (_MaxPoolNd, _AvgPoolNd)):
+        setting: Any = layer  # nn.Module's attributes have no types of their own
+        kernels = each(setting.kernel_size, dims)
+        strides = each(setting.stride, dims) if setting.stride is not None else kernels
+        paddings = each(setting.padding, dims)
+        dilations = each(getattr(layer, "dilation", 1), dims)
+        return tuple(
+            Window(k, s, d, p, p, setting.ceil_mode)
+            for k, s, d, p in zip(kernels, strides, dilations, paddings, strict=True)
+        )
+    flat = each(layer.padding, 2 * dims)  # type: ignore[arg-type]  # a padding layer's: last dimension first
+    return tuple(Window(begin=flat[2 * d], end=flat[2 * d + 1]) for d in reversed(range(dims)))

@@ -1,0 +1,205 @@
+"""Which part of a traced network is split: from the input to the join."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from shoal.errors import CaptureError, InputError
+from shoal.transforms.split.spatial_ops import SpatialKind, dims_of, is_convolution, kind_of, layer_of
+from shoal.transforms.writes import Writes
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class SplitRegion:
+    """The nodes that run patch by patch.
+
+    Attributes:
+        source: the input that is cut.
+        nodes: in the order in which they run, each with what it is.
+        leaving: those whose result is read outside, and so is joined; the last is the join proper.
+    """
+
+    source: fx.Node
+    nodes: Mapping[fx.Node, SpatialKind]
+    leaving: tuple[fx.Node, ...]
+
+
+def choose_region(
+    graph: fx.Graph,
+    modules: Mapping[str, nn.Module],
+    *,
+    dims: int,
+    depth: float,
+    join: str | None,
+    before_pooling: bool = False,
+) -> SplitRegion | None:
+    """The region that holds the first `depth` of the convolutions, up to the next place where few tensors cross.
+
+    Args:
+        graph: of the whole network.
+        modules: by name.
+        dims: how many spatial dimensions are cut.
+        depth: share of the convolutions, 0 to 1.
+        join: None for the next block boundary; a module's name to join behind it; "auto" for the last block boundary
+            before an op that cannot run patch by patch, where that comes first.
+        before_pooling: join no later than at the next pooling: behind it there are fewer places to cut at.
+
+    Returns:
+        None where there is nothing to split.
+
+    Raises:
+        CaptureError: an op before the join cannot run patch by patch.
+        InputError: no module is called `join`.
+    """
+    source = _source(graph)
+    order = list(graph.nodes)
+    can_split = _splittable(order, source, modules, dims)
+    convolutions = [node for node in order if is_convolution(node, modules)]
+    if join is not None and join != AUTO:
+        last = _last_of(order, join)
+    else:
+        wanted = round(depth * len(convolutions))
+        if wanted == 0:
+            return None
+        last = _after(order, can_split, convolutions, wanted, anything=join == AUTO, before_pooling=before_pooling)
+    if last < 0:
+        return None
+    inside = {node: kind for node, kind in can_split.items() if order.index(node) <= last}
+    if join is not None and join != AUTO and order[last] not in inside:
+        raise _cannot_split(_blocker(order, order[last], inside), modules, dims)
+    if not any(kind == "convolution" for kind in inside.values()):
+        return None
+    return SplitRegion(source, inside, _leaving(inside))
+
+
+def _source(graph: fx.Graph) -> fx.Node:
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    if not inputs:
+        raise CaptureError("the model takes no input that could be cut into patches")
+    return inputs[0]
+
+
+def _splittable(
+    order: Sequence[fx.Node], source: fx.Node, modules: Mapping[str, nn.Module], dims: int
+) -> dict[fx.Node, SpatialKind]:
+    """What can run patch by patch, and is written over by nothing else: that runs later, on tensors that are joined."""
+    writes = Writes(source.graph, modules)
+    whole: set[fx.Node] = set()
+    while True:
+        found = _pass(order, source, modules, dims, writes, whole)
+        more = {node for node in found if not set(writes.all_over(node)) <= found.keys()}
+        if not more:
+            return found
+        whole |= more
+
+
+def _pass(
+    order: Sequence[fx.Node],
+    source: fx.Node,
+    modules: Mapping[str, nn.Module],
+    dims: int,
+    writes: Writes,
+    whole: set[fx.Node],
+) -> dict[fx.Node, SpatialKind]:
+    found: dict[fx.Node, SpatialKind] = {}
+    for node in order:
+        operands = [n for n in node.all_input_nodes if n is source or n in found]
+        others = [n for n in node.all_input_nodes if n is not source and n not in found]
+        if node in whole or not operands or any(n.op != "get_attr" for n in others):
+            continue
+        if source in operands and any(writes.is_before(writer, node) for writer in writes.all_over(source)):
+            continue
+        layer = layer_of(node, modules)
+        bound = dims_of(layer) if layer is not None else None
+        if bound is not None and bound != dims:
+            raise CaptureError(
+                f"{node.target} is a {type(layer).__name__}, but grid has {dims} numbers; give one number for each of "
+                f"its {bound} dimensions"
+            )
+        kind = kind_of(node, modules, dims)
+        if kind is not None and writes.is_unnoticed(node) and writes.other_readers(node) <= found.keys():
+            found[node] = kind
+    return found
+
+
+def _after(
+    order: Sequence[fx.Node],
+    can_split: Mapping[fx.Node, SpatialKind],
+    convolutions: Sequence[fx.Node],
+    wanted: int,
+    *,
+    anything: bool,
+    before_pooling: bool,
+) -> int:
+    """Where to join: behind `wanted` convolutions, at the first place that as few tensors cross as any later one."""
+    inside = [node for node in convolutions if node in can_split]
+    if len(inside) < wanted:
+        if not anything:
+            missing = next(node for node in convolutions if node not in can_split)
+            raise CaptureError(
+                f"only {len(inside)} of the {len(convolutions)} convolutions come before an op that cannot run patch "
+                f"by patch ({_blocker(order, missing, can_split).target}), and depth asks for {wanted}; give a smaller "
+                "depth, or join='auto'"
+            )
+        wanted = len(inside)
+    if wanted == 0:
+        return -1
+    place = {node: number for number, node in enumerate(order)}
+    begin = place[inside[wanted - 1]]
+    end = max(place[node] for node in can_split)
+    crossing = {at: len(_crossing(can_split, place, at)) for at in range(begin, end + 1)}
+    last = next(at for at in range(begin, end + 1) if crossing[at] == min(crossing[q] for q in range(at, end + 1)))
+    for at in range(last + 1, end + 1):  # what costs nothing more: activations, pooling
+        node = order[at]
+        kind = can_split.get(node, "convolution")
+        if kind == "convolution" or crossing[at] > crossing[last] or (before_pooling and kind == "pooling"):
+            break
+        last = at
+    return last
+
+
+def _crossing(can_split: Mapping[fx.Node, SpatialKind], place: Mapping[fx.Node, int], at: int) -> list[fx.Node]:
+    inside = {node for node in can_split if place[node] <= at}
+    return [node for node in inside if any(user not in inside for user in node.users)]
+
+
+def _last_of(order: Sequence[fx.Node], module: str) -> int:
+    def is_part(node: fx.Node) -> bool:
+        if node.op == "call_module" and (node.target == module or str(node.target).startswith(f"{module}.")):
+            return True
+        return module in {path for path, _ in node.meta.get("nn_module_stack", {}).values()}
+
+    places = [number for number, node in enumerate(order) if is_part(node)]
+    if not places:
+        raise InputError(f"join={module!r}: no module of that name runs; give the name of one, such as 'layer2'")
+    return places[-1]
+
+
+def _leaving(inside: Mapping[fx.Node, SpatialKind]) -> tuple[fx.Node, ...]:
+    return tuple(node for node in inside if any(user not in inside for user in node.users))
+
+
+def _blocker(order: Sequence[fx.Node], wanted: fx.Node, can_split: Mapping[fx.Node, SpatialKind]) -> fx.Node:
+    """The first op on the way to `wanted` that cannot run patch by patch."""
+    needed, pending = set(), [wanted]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    calls = (node for node in order if node in needed and node not in can_split and node.op.startswith("call_"))
+    return next(calls, wanted)
+
+
+def _cannot_split(node: fx.Node, modules: Mapping[str, nn.Module], dims: int) -> CaptureError:
+    layer = layer_of(node, modules)
+    what = f"{node.target} ({type(layer).__name__})" if layer is not None else str(node.target)
+    return CaptureError(
+        f"{what} comes before the join, and cannot run patch by patch in {dims} dimensions; join before it, or give "
+        "join='auto'"
+    )

@@ -1,0 +1,436 @@
+"""The command line: what it prints, what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import shoal
+from shoal.app import cli
+from shoal.app.cli import app
+from shoal.app.training import loop
+from shoal.app.training.run_folder import run_folder
+from shoal.core import presets
+from shoal.core.hardware import MeasuredLink
+from shoal.core.plan import Plan
+from shoal.engine.search.max_batch import largest_batches
+from tests.app.training.tiny import put_in_place
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's wall needs a C++ compiler"
+)
+SMALL = ["--model", "mobilenet_v2", "--data", "synthetic", "--batch", "8", "--image", "16", "--epochs", "1"]
+PLAIN = [*SMALL, "--planner", "none"]
+IN_A_PROCESS = """
+from pathlib import Path
+import pytest
+from shoal.cli import main
+from tests.training.tiny import put_in_place
+put_in_place(pytest.MonkeyPatch(), Path())
+"""
+
+
+def invoke(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def told(result: Result) -> str:
+    """The one line of a user's mistake, as told on stderr with exit code 2."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    return result.stderr.strip()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    """Every network is a tiny one."""
+    put_in_place(monkeypatch, here)
+
+
+def process(program: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """A command that trains a tiny network, and its environment: the sources are found, installed or not."""
+    paths = [Path(shoal.__file__).parents[1], Path(__file__).parents[2]]
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    return [sys.executable, "-c", IN_A_PROCESS + program, *arguments], where
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budget", "much"], "budget='much' is not a size"),
+        (["--budget", "-5MiB"], "budget='-5MiB' is not a size"),
+        (["--budget", "0"], "must be positive"),
+        (["--budget", "1MiB"], "budget 1.000 MiB is less than"),
+        ([], "no budget was given"),
+        (["--planner", "none", "--enforce"], "no budget was given"),
+        (["--budget", "1GiB", "--model", "resnet19"], "unknown model 'resnet19': did you mean 'resnet18'?"),
+        (["--budget", "1GiB", "--data", "digit"], "unknown data 'digit': did you mean 'digits'?"),
+        (["--budget", "1GiB", "--planner", "optimal"], "unknown planner 'optimal'"),
+        (["--budget", "1GiB", "--device", "tpu"], "device='tpu'"),
+        (["--budget", "1GiB", "--batch", "0"], "batch=0: it must be at least 1"),
+        (["--budget", "1GiB", "--root", "/nowhere"], "root"),
+        (["--budget", "1GiB", "--resume"], "no checkpoint"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(here: Path, arguments: list[str], said: str) -> None:
+    line = told(invoke("train", *arguments))
+    assert line.startswith("shoal: ")
+    assert said in line
+
+
+def test_two_runs_into_one_folder_are_told_before_training(here: Path) -> None:
+    with run_folder(here / "run"):
+        assert "another run is writing to run" in told(invoke("train", *PLAIN, "--out", "run"))
+    assert not list((here / "run").iterdir())
+
+
+def test_an_out_folder_that_cannot_be_is_told_before_training(here: Path) -> None:
+    (here / "file").write_text("")
+    assert "file" in told(invoke("train", *PLAIN, "--out", "file/run"))
+    assert "file" in told(invoke("train", *PLAIN, "--json", "file/run.json"))
+
+
+def test_a_damaged_checkpoint_is_told(here: Path) -> None:
+    (here / "run").mkdir()
+    (here / "run" / "checkpoint.pt").write_bytes(b"PK")
+    assert "damaged or no Shoal checkpoint" in told(invoke("train", *PLAIN, "--out", "run", "--resume"))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_run_of_plain_pytorch_leaves_a_checkpoint_and_its_result(here: Path) -> None:
+    done = invoke("train", *PLAIN, "--json", "result.json")
+    assert done.exit_code == 0, done.output
+    assert "epoch 1/1  loss" in done.stdout
+    assert (here / "runs" / "mobilenet_v2-synthetic" / "checkpoint.pt").is_file()
+    result = json.loads((here / "result.json").read_text())
+    assert (result["model"], result["data"], result["batch"]) == ("mobilenet_v2", "synthetic", 8)
+    assert result["budget_bytes"] is None and result["predicted_peak_bytes"] is None
+    assert len(result["losses"]) == 3
+    assert 0 <= result["test_accuracy"] <= 1
+    assert result["finished"] is True
+    assert result["versions"].keys() == {"shoal", "torch", "python", "threads", "seed"}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_run_of_shoal_tells_its_plan_and_writes_everything(here: Path) -> None:
+    done = invoke("train", *SMALL, "--planner", "sqrt", "--budget", "1GiB", "--out", "run", "--json", "result.json")
+    assert done.exit_code == 0, done.output
+    for name in ("kept", "recomputed", "predicted peak", "lower bound", "measured peak", "test accuracy"):
+        assert name in done.stdout
+    written = {path.name for path in (here / "run").iterdir()}
+    assert written == {"checkpoint.pt", "plan.json", "report.html", "trace.json"}
+    assert "run/report.html" in done.stdout
+    result = json.loads((here / "result.json").read_text())
+    assert result["budget_bytes"] == 2**30
+    assert 0 < result["measured_peak_bytes"] <= 2**30
+    assert result["measured_peak_bytes"] == pytest.approx(result["predicted_peak_bytes"], rel=0.02)
+    assert result["planning_seconds"] > 0 and result["lower_bound_seconds"] >= 0
+    assert result["images_per_second"] > 0
+
+
+@needs_compiler
+def test_a_run_that_offloads_to_a_file_trains_behind_its_wall(here: Path) -> None:
+    told = ["--offload-to", ".", "--out", "run", "--json", "result.json"]
+    command, where = process("main()", "train", *SMALL, "--planner", "hmms", "--budget", "1200KiB", "--enforce", *told)
+    # In a process of its own: a wall counts what earlier tests have left in this one.
+    done = subprocess.run(command, capture_output=True, text=True, env=where)
+    assert done.returncode == 0, done.stderr
+    assert "offloaded" in done.stdout
+    assert json.loads((here / "result.json").read_text())["measured_peak_bytes"] <= 1200 * 2**10
+    assert Plan.load(here / "run" / "plan.json").offloaded
+    assert {path.name for path in here.iterdir()} == {"run", "result.json"}
+
+
+@needs_compiler
+@pytest.mark.usefixtures("tiny")
+def test_a_rehearsal_runs_with_the_link_of_the_target(here: Path) -> None:
+    done = invoke("train", *SMALL, "--budget", "2MiB", "--rehearse", "p100-nvlink", "--host-budget", "1GiB")
+    assert done.exit_code == 0, done.stderr
+    (saved,) = here.rglob("plan.json")
+    link = Plan.load(saved).graph.link
+    assert link is not None and link.name.startswith("NVLink 1.0")
+    assert link.host_bytes == 2**30
+
+
+@needs_compiler
+@pytest.mark.usefixtures("tiny")
+def test_plain_pytorch_that_meets_its_wall_ends_with_exit_code_3(here: Path) -> None:
+    done = invoke("train", *PLAIN, "--budget", "1MiB", "--enforce")
+    assert done.exit_code == 3
+    assert done.stderr.startswith("shoal: out of memory: plain PyTorch does not fit the wall of 1.000 MiB")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.usefixtures("tiny")
+def test_ctrl_c_leaves_a_run_that_resume_finishes(here: Path) -> None:
+    arguments = ["train", *PLAIN, "--out", "run", "--epochs", "3", "--workers", "1", "--json", "result.json"]
+    in_the_second_epoch = """
+import os, signal
+from tests.training.tiny import Tiny
+forward, steps = Tiny.forward, []
+def interrupted(self, images):
+    steps.append(self.training)
+    if sum(steps) == 5:
+        os.kill(os.getpid(), signal.SIGINT)
+    return forward(self, images)
+Tiny.forward = interrupted
+main()
+"""
+    command, where = process(in_the_second_epoch, *arguments)
+    running = subprocess.run(command, capture_output=True, text=True, env=where)
+    said = running.stderr
+    assert running.returncode == 130, said
+    assert "same command with --resume continues it" in said
+    assert "Traceback" not in said
+    interrupted = json.loads((here / "result.json").read_text())
+    assert interrupted["finished"] is False
+
+    resumed = invoke(*arguments, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    finished = json.loads((here / "result.json").read_text())
+    assert finished["finished"] is True
+    assert finished["losses"][: len(interrupted["losses"])] == interrupted["losses"]
+    assert len(interrupted["losses"]) == 5 and len(finished["losses"]) == 9
+
+
+def test_unets_segment_synthetic_images_unless_told_otherwise(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def stop(options: Any, watcher: Any, ranks: Any) -> None:
+        seen.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train", stop)
+    assert invoke("train", "--model", "unet", "--budget", "1GiB").exit_code == 130
+    assert invoke("train", "--budget", "1GiB").exit_code == 130
+    assert [options.data for options in seen] == ["synthetic", "digits"]
+
+
+def test_hardware_lists_this_machine_and_those_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[str, str | None]] = []
+
+    def measure_links(device: str, folder: str | None) -> tuple[MeasuredLink, ...]:
+        measured.append((device, folder))
+        return (MeasuredLink("host slab", 9e9, 8e9, 1e-6, 2e-6, 3e-6),)
+
+    monkeypatch.setattr(cli.hardware, "measure", lambda device: presets.get("h200"))
+    monkeypatch.setattr(cli.hardware, "measure_links", measure_links)
+    done = invoke("hardware", "--device", "cpu", "--folder", "disk", "--json")
+    assert done.exit_code == 0, done.output
+    here, *elsewhere = json.loads(done.stdout)
+    assert here["name"] == "h200"
+    assert [link["to_device_bytes_per_second"] for link in here["links"]] == [8e9]
+    assert [machine["name"] for machine in elsewhere] == list(presets.names())
+    assert all("links" not in machine for machine in elsewhere)
+    shown = invoke("hardware", "--device", "cpu").stdout
+    assert "p100-nvlink" in shown and "host slab" in shown
+    assert measured == [("cpu", "disk"), ("cpu", None)]
+
+
+def test_a_folder_that_is_not_there_is_told(here: Path) -> None:
+    assert "folder='nowhere' is no folder" in told(invoke("hardware", "--device", "cpu", "--folder", "nowhere"))
+
+
+@pytest.fixture
+def planned(here: Path, tiny: None) -> Callable[..., Result]:
+    def plan(*more: str) -> Result:
+        arguments = ["plan", "--model", "mobilenet_v2", "--batch", "8", "--image", "32", "--planner", "sqrt"]
+        return invoke(*arguments, "--budget", "1GiB", "--hardware", "p100-nvlink", *more)
+
+    return plan
+
+
+def test_a_plan_for_a_machine_that_is_not_here(planned: Callable[..., Result], here: Path) -> None:
+    done = planned("--out", "plans")
+    assert done.exit_code == 0, done.output
+    assert "predicted peak" in done.stdout and "p100-nvlink" in done.stdout
+    assert {path.name for path in (here / "plans").iterdir()} == {"plan.json", "plan.html", "trace.json"}
+
+
+def test_a_plan_as_json(planned: Callable[..., Result]) -> None:
+    figures = json.loads(planned("--json").stdout)
+    assert figures["model"] == "mobilenet_v2"
+    assert figures["budget_bytes"] == 2**30
+    assert 0 < figures["predicted_peak_bytes"] <= figures["plain_peak_bytes"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_split_network_saves_smaller_storages(here: Path) -> None:
+    arguments = ["plan", "--model", "vgg19", "--batch", "16", "--image", "64", "--hardware", "p100-nvlink"]
+    arguments += ["--planner", "keep_all", "--json"]
+    whole = json.loads(invoke(*arguments).stdout)
+    for how in ([], ["--halo", "exact"], ["--stochastic", "0.2"]):
+        figures = json.loads(invoke(*arguments, "--split", "1", "--grid", "2x2", *how).stdout)
+        assert figures["kept_storages"] > 2 * whole["kept_storages"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--split", "2"], "depth=2.0: expected a share"),
+        (["--split", "0.5", "--grid", "2by2"], "--grid 2by2: expected numbers of patches"),
+        (["--split", "0.5", "--grid", "99x1"], "grid=(99, 1) is finer than the feature map at the join"),
+        (["--halo", "exact"], "nothing is split; give --split too"),
+        (["--stochastic", "0.2"], "nothing is split; give --split too"),
+        (["--split", "0.5", "--stochastic", "0.5"], "stochastic=0.5: expected omega"),
+    ],
+)
+def test_a_mistake_about_splitting_is_told(arguments: list[str], said: str) -> None:
+    for command in (["plan", "--model", "resnet18", "--image", "64", "--budget", "1GiB"], ["train", *SMALL]):
+        budget = [] if command[0] == "plan" else ["--budget", "1GiB"]
+        assert said in told(invoke(*command, *budget, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("form", "said"), [("fused", "fuse_batchnorm, level bnff: "), ("inverted", " batch norms inverted")]
+)
+@pytest.mark.usefixtures("tiny")
+def test_batch_norms_in_another_form_save_less(here: Path, form: str, said: str) -> None:
+    arguments = ["plan", "--model", "resnet18_cifar", "--batch", "16", "--image", "32", "--hardware", "p100-nvlink"]
+    arguments += ["--planner", "keep_all"]
+    plain = json.loads(invoke(*arguments, "--json").stdout)
+    changed = json.loads(invoke(*arguments, "--json", "--batch-norm", form).stdout)
+    assert changed["kept_bytes"] < 0.9 * plain["kept_bytes"]
+    assert said in invoke(*arguments, "--batch-norm", form).stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch-norm", "folded"], "--batch-norm folded: expected one of fused, rcf, mvf, bnff, icf, inverted"),
+        (["--batch-norm", "fused", "--split", "0.5"], "cannot run patch by patch"),
+    ],
+)
+def test_a_mistake_about_batch_norms_is_told(arguments: list[str], said: str) -> None:
+    for command in (["plan", "--model", "resnet18", "--image", "64"], ["train", *SMALL]):
+        assert said in told(invoke(*command, "--budget", "1GiB", *arguments))
+
+
+def test_without_a_budget_the_device_is_the_budget(here: Path) -> None:
+    arguments = ["plan", "--model", "alexnet", "--image", "64", "--hardware", "titanx-pcie", "--planner", "keep_all"]
+    figures = json.loads(invoke(*arguments, "--json").stdout)
+    assert figures["budget_bytes"] == presets.get("titanx-pcie").device.memory_bytes
+
+
+def test_a_network_for_a_device_that_is_not_here_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    networks: list[Any] = []
+
+    def plan(network: Any, example: Any, **options: Any) -> Any:
+        networks.append((network, example))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shoal, "plan", plan)
+    invoke("plan", "--model", "vgg19", "--batch", "1000000", "--hardware", "p100-nvlink")
+    ((network, example),) = networks
+    assert example.is_meta and example.shape == (1000000, 3, 224, 224)
+    assert all(tensor.is_meta for tensor in network.state_dict().values())
+
+
+@pytest.fixture
+def few_planners(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quick(*arguments: Any, **options: Any) -> Any:
+        return largest_batches(*arguments, names=("sqrt", "keep_all", "hmms"), **options)
+
+    monkeypatch.setattr(cli.plan, "largest_batches", quick)
+
+
+ALEXNET = ["plan", "--model", "alexnet", "--batch", "256", "--image", "64", "--hardware", "p100-nvlink"]
+
+
+@pytest.mark.usefixtures("few_planners")
+def test_the_largest_batch_of_each_planner(here: Path) -> None:
+    done = invoke(*ALEXNET, "--planner", "sqrt", "--budget", "1GiB", "--max-batch")
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ""  # where nobody watches
+    assert "predicted peak" in done.stdout
+    rows = [line for line in done.stdout.splitlines() if "does not fit" in line]
+    assert [row.split("│")[1].strip() for row in rows] == ["sqrt", "keep_all", "hmms"]
+
+    figures = json.loads(invoke(*ALEXNET, "--planner", "sqrt", "--budget", "1GiB", "--max-batch", "--json").stdout)
+    assert figures["planner"] == "sqrt"
+    assert [answer["planner"] for answer in figures["max_batch"]] == ["sqrt", "keep_all", "hmms"]
+    for answer, row in zip(figures["max_batch"], rows, strict=True):
+        assert row.split("│")[2].strip() == str(answer["batch"])
+        assert answer["batch"] < answer["too_many"] <= 1.01 * answer["batch"]
+        assert answer["predicted_peak_bytes"] <= 2**30
+        assert answer["images_per_second"] == pytest.approx(answer["batch"] / answer["predicted_seconds"])
+
+    # The batch that is found can be planned; one that does not fit is told.
+    keeping = next(answer for answer in figures["max_batch"] if answer["planner"] == "keep_all")
+    arguments = ["--planner", "keep_all", "--budget", "1GiB", "--batch"]
+    alone = invoke(*ALEXNET, "--json", *arguments, str(keeping["batch"]))
+    assert json.loads(alone.stdout)["predicted_peak_bytes"] == keeping["predicted_peak_bytes"]
+    assert "no plan of alexnet fits" in told(invoke(*ALEXNET, *arguments, str(keeping["too_many"])))
+
+
+@pytest.mark.usefixtures("few_planners")
+def test_a_plan_that_does_not_fit_still_has_its_largest_batches(here: Path) -> None:
+    arguments = [*ALEXNET, "--batch", "65536", "--planner", "keep_all", "--budget", "1GiB", "--max-batch"]
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert "no plan of alexnet fits in 1.000 GiB" in done.stderr and done.stderr.count("\n") == 1
+    assert "Largest batch" in done.stdout
+    figures = json.loads(invoke(*arguments, "--json").stdout)
+    assert figures["reason"].startswith("no plan of alexnet fits")
+    assert all(0 < answer["batch"] < 65536 for answer in figures["max_batch"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "resnet18"], "no budget was given"),
+        (["--model", "resnet18", "--budget", "1GiB", "--max-batch"], "name it with --hardware"),
+        (["--model", "resnet18", "--budget", "1GiB", "--hardware", "p1000"], "hardware='p1000' is no preset"),
+        (["--model", "resnet18", "--budget", "1GiB", "--optimizer", "lion"], "unknown optimizer 'lion'"),
+        (["--model", "resnet18", "--budget", "few"], "budget='few' is not a size"),
+        (["--model", "unet", "--image", "50", "--budget", "1GiB"], "multiple of 16"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_told(arguments: list[str], said: str) -> None:
+    assert said in told(invoke("plan", *arguments))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_plan_may_be_permitted_to_encode_and_tells_what_that_comes_to(here: Path) -> None:
+    arguments = ["plan", "--model", "mobilenet_v2", "--batch", "8", "--image", "32", "--hardware", "p100-nvlink"]
+    figures = json.loads(invoke(*arguments, "--budget", "1GiB", "--lossy", "dynamic_tree", "--json").stdout)
+    assert figures["planner"] == "joint"
+    assert figures["encoded_storages"] == figures["encoded_bytes"] == figures["payload_bytes"] == 0
+    assert figures["codec_seconds"] == 0 and figures["encoding_errors"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lossy", "dynamic"], "the codec 'dynamic' is unknown; give one of dynamic_tree, "),
+        (["--lossy", "one_bit"], "'one_bit' is not for activations; give one of dynamic_tree, "),
+        (["--lossy", "linear", "--planner", "sqrt"], "lossy needs planner='joint'; 'sqrt' does not"),
+    ],
+)
+def test_a_mistake_about_encoding_is_told(arguments: list[str], said: str) -> None:
+    for command in (["plan", "--model", "resnet18", "--image", "64"], ["train", *SMALL]):
+        assert said in told(invoke(*command, "--budget", "1GiB", *arguments))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_run_may_be_permitted_to_encode(here: Path) -> None:
+    done = invoke("train", *SMALL, "--budget", "1GiB", "--lossy", "linear", "--out", "run", "--json", "result.json")
+    assert done.exit_code == 0, done.output
+    assert json.loads((here / "result.json").read_text())["lossy"] == "linear"

@@ -1,0 +1,245 @@
+"""The loop trains, meets its wall, and goes on after an interruption as if there had been none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.app.training import loop
+from shoal.app.training.options import Outcome, Progress, TrainOptions
+from shoal.errors import InputError
+from tests.app.training.tiny import put_in_place
+from tests.engine.lossy_steps import codecs_of_no_time
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's wall needs a C++ compiler"
+)
+Options = Callable[..., TrainOptions]
+ROOMY = 2**30
+
+
+class Log:
+    """A watcher that remembers, and presses Ctrl-C after a given number of steps."""
+
+    def __init__(self, stop_after: int = -1) -> None:
+        self.steps: list[Progress] = []
+        self.tested: list[float] = []
+        self.states: list[Any] = []
+        self.stop_after = stop_after
+
+    def planned(self, state: Any) -> None:
+        self.states.append(state)
+
+    def stepped(self, now: Progress) -> None:
+        self.steps.append(now)
+        if len(self.steps) == self.stop_after:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def epoch_ended(self, last: Progress, test_accuracy: float) -> None:
+        self.tested.append(test_accuracy)
+
+
+def run(options: TrainOptions, stop_after: int = -1) -> Outcome:
+    return loop.train(options, Log(stop_after))
+
+
+def weights(outcome: Outcome) -> dict[str, torch.Tensor]:
+    return torch.load(outcome.checkpoint, weights_only=True)["model"]
+
+
+def assert_same_training(one: Outcome, other: Outcome) -> None:
+    assert one.losses == other.losses
+    assert one.accuracies == other.accuracies
+    mine, theirs = weights(one), weights(other)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_run_reports_each_step_and_each_epoch(tiny: Options) -> None:
+    log = Log()
+    outcome = loop.train(tiny(), log)
+    assert [(now.epoch, now.step, now.steps) for now in log.steps] == [(e, s, 3) for e in (1, 2) for s in (1, 2, 3)]
+    assert len(outcome.losses) == 6
+    assert list(outcome.accuracies) == log.tested and len(log.tested) == 2
+    assert outcome.images_per_second > 0
+    assert outcome.signal == 0
+    assert outcome.plan is None
+
+
+@pytest.fixture(scope="module", params=["none", "joint"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Outcome]:
+    """A planner, and a run of it that nobody interrupts."""
+    with pytest.MonkeyPatch.context() as patch:
+        tiny = put_in_place(patch, tmp_path_factory.mktemp("whole"))
+        return request.param, run(tiny(planner=request.param, budget_bytes=ROOMY))
+
+
+@pytest.mark.parametrize("stop_after", [2, 3, 4])
+def test_an_interrupted_run_continues_bit_for_bit(
+    tiny: Options, tmp_path: Path, whole: tuple[str, Outcome], stop_after: int
+) -> None:
+    """In the middle of an epoch, at its end, and in the next one."""
+    planner, uninterrupted = whole
+    part = tiny(planner=planner, budget_bytes=ROOMY, out=tmp_path / "parts")
+    first = run(part, stop_after)
+    assert first.signal == signal.SIGINT
+    assert first.losses == uninterrupted.losses[:stop_after]
+    torch.manual_seed(12345)
+    assert_same_training(run(replace(part, resume=True)), uninterrupted)
+
+
+DRAWN = {"split": 0.5, "grid": (2, 1), "stochastic": 0.4, "planner": "none"}
+DRAWN_AND_PLANNED = {**DRAWN, "planner": "joint", "budget_bytes": ROOMY}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": "adamw"},
+        {"workers": 1},
+        {"amp": "fp16"},
+        DRAWN,
+        {"batch_norm": "inverted", "planner": "none"},
+        {"batch_norm": "icf", "planner": "none"},
+        pytest.param(DRAWN_AND_PLANNED, marks=pytest.mark.slow),
+    ],
+)
+def test_so_does_one_with(tiny: Options, tmp_path: Path, change: dict[str, Any]) -> None:
+    whole = run(tiny(**change, out=tmp_path / "whole"))
+    part = tiny(**change, out=tmp_path / "parts")
+    run(part, stop_after=2)
+    assert_same_training(run(replace(part, resume=True)), whole)
+
+
+def test_so_does_one_that_encodes_what_an_earlier_choice_encoded(tiny: Options, tmp_path: Path) -> None:
+    """The whole run encodes as if codecs took no time; the rest of the interrupted one would choose by other times."""
+    tiny = partial(tiny, planner="joint", batch=10)  # no short last batch, which would be planned too
+    roomy = run(tiny(budget_bytes=ROOMY, epochs=1, out=tmp_path / "roomy"))
+    assert roomy.plan is not None
+    lossy = {"lossy": "linear", "budget_bytes": int(0.85 * roomy.plan.predicted_peak_bytes)}
+    part = tiny(**lossy, out=tmp_path / "parts")
+    with codecs_of_no_time():
+        whole = run(tiny(**lossy, out=tmp_path / "whole"))
+        run(part, stop_after=2)
+    assert whole.plan is not None and whole.plan.encoded, "the test shows nothing: nothing was encoded"
+    resumed = run(replace(part, resume=True))
+    assert_same_training(resumed, whole)
+    assert resumed.plan is not None and resumed.plan.encoded == whole.plan.encoded
+    assert whole.losses[1] != roomy.losses[1]
+
+
+def test_a_split_run_knows_its_patches_and_an_image(tiny: Options) -> None:
+    outcome = run(tiny(**DRAWN))
+    assert outcome.patches is not None
+    assert [len(spans) for spans in outcome.patches.cores] == [2, 1]
+    assert outcome.image.startswith("data:image/png;base64,")
+    assert run(tiny()).patches is None
+
+
+def test_a_finished_run_has_nothing_left_to_do(tiny: Options) -> None:
+    whole = run(tiny())
+    again = run(tiny(resume=True))
+    assert_same_training(again, whole)
+    assert again.images_per_second == 0
+
+
+def test_ctrl_c_in_the_last_step_of_all_finishes_the_run(tiny: Options) -> None:
+    outcome = run(tiny(), stop_after=6)
+    assert outcome.signal == 0
+    assert len(outcome.accuracies) == 2
+
+
+def test_signals_act_as_before_once_the_run_is_over(tiny: Options) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    run(tiny(), stop_after=2)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_shoal_and_plain_pytorch_train_the_same(tiny: Options, tmp_path: Path) -> None:
+    plain = run(tiny(out=tmp_path / "plain"))
+    log = Log()
+    planned = loop.train(tiny(planner="joint", budget_bytes=ROOMY, out=tmp_path / "shoal"), log)
+    assert_same_training(planned, plain)
+    assert len(log.states) == 1
+    assert planned.plan is not None and planned.plan.planner == "joint"
+    assert planned.planning_seconds is not None and planned.planning_seconds > 0
+
+
+@needs_compiler
+def test_inside_a_wall_plain_pytorch_dies_and_shoal_trains_on(tmp_path: Path) -> None:
+    # In a process of its own: what other tests have left behind is in use too, and no plan knows of it.
+    torch.multiprocessing.spawn(die_plain_and_train_on_planned, (tmp_path,), nprocs=1)
+
+
+def die_plain_and_train_on_planned(rank: int, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        tiny = put_in_place(patch, folder)
+        need = run(tiny(out=folder / "plain")).measured_peak_bytes
+        assert need is not None
+        budget = int(0.7 * need)
+        with pytest.raises(torch.OutOfMemoryError, match=f"the limit is {budget}"):
+            run(tiny(budget_bytes=budget, enforce=True, out=folder / "dead"))
+        outcome = run(tiny(planner="joint", budget_bytes=budget, enforce=True, out=folder / "alive"))
+        assert outcome.measured_peak_bytes is not None and outcome.measured_peak_bytes <= budget
+        assert len(outcome.losses) == 6
+
+
+@needs_compiler
+def test_the_peak_holds_the_weights_and_the_batch(tiny: Options) -> None:
+    outcome = run(tiny(epochs=1))
+    held = sum(tensor.nbytes for tensor in weights(outcome).values()) + 8 * 3 * 16 * 16 * 4
+    assert outcome.measured_peak_bytes is not None and outcome.measured_peak_bytes > 2 * held
+
+
+@pytest.mark.parametrize("change", [{"amp": "bf16"}, {"channels_last": True}, {"momentum": 0.0, "weight_decay": 0.0}])
+def test_it_trains_with(tiny: Options, change: dict[str, Any]) -> None:
+    losses = run(tiny(epochs=4, **change)).losses
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_a_last_batch_of_one_image_is_left_out(tiny: Options) -> None:
+    log = Log()
+    loop.train(tiny(batch=19, epochs=1), log)
+    assert [now.step for now in log.steps] == [1]
+
+
+def test_resuming_with_other_arguments_is_refused(tiny: Options) -> None:
+    run(tiny())
+    with pytest.raises(InputError, match="lr=0.02 there and 0.5 here"):
+        run(tiny(resume=True, lr=0.5))
+
+
+def test_a_network_that_answers_per_pixel_needs_labels_per_pixel(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="unet answers per pixel, data 'digits' per image"):
+        run(TrainOptions(model="unet", data="digits", planner="none", out=tmp_path))
+
+
+def test_images_too_small_for_the_network_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="alexnet cannot take images of 16 pixels.*give a larger --image"):
+        run(TrainOptions(model="alexnet", data="synthetic", image=16, planner="none", out=tmp_path))
+
+
+@needs_compiler
+@pytest.mark.parametrize("planner", ["none", "joint"])
+def test_an_arena_changes_no_number_and_departs_nowhere(tiny: Options, tmp_path: Path, planner: str) -> None:
+    """The last batch of each epoch is shorter than the others: it has a plan of its own."""
+    asked = tiny(planner=planner, budget_bytes=ROOMY, epochs=4, enforce=True, out=tmp_path / "plain")
+    plain = run(asked)
+    served = run(replace(asked, arena=True, out=tmp_path / "served"))
+    assert_same_training(plain, served)
+    if planner == "none":  # what an earlier compiled model left in this process counts in the next one's peak
+        assert served.measured_peak_bytes == plain.measured_peak_bytes
+    assert plain.arena is None
+    assert served.arena is not None
+    assert served.arena.departures == 0
+    assert served.arena.replayed_steps >= 4
+    assert served.arena.bytes > 0 and 1.0 <= served.arena.fragmentation < 1.1

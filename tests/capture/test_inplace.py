@@ -1,0 +1,273 @@
+"""An op writes over an operand that dies in it, with the same bits, and never over one that someone still needs."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from inspect import isfunction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from shoal.capture import inplace
+from shoal.capture.step_reader import Captured, is_view
+from shoal.core.schedule import schedule
+from shoal.kernels import batch_norm, dropout, encoded_activation, rectifier
+from tests.joint_graphs import NETWORKS, captured_step, operands, run_joint, run_lowered
+
+aten = torch.ops.aten
+inverted_batch_norm = torch.ops.shoal.inverted_batch_norm.default
+inverted_batch_norm_backward = torch.ops.shoal.inverted_batch_norm_backward.default
+
+
+def statistics(x: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.linspace(0.5, 2, x.shape[1], dtype=x.dtype) + place for place in range(4)]
+
+
+def wide_statistics(x: torch.Tensor) -> list[torch.Tensor]:
+    return [vector.float() for vector in statistics(x)]
+
+
+# Targets, and what each is called with, given two tensors of one layout.
+CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]] = [
+    (aten.threshold_backward.default, lambda x, y: (x, y.relu(), 0)),
+    (aten.hardtanh.default, lambda x, y: (x, -0.5, 0.7)),
+    (aten.hardtanh_backward.default, lambda x, y: (x, y, -0.5, 0.7)),
+    (aten.leaky_relu.default, lambda x, y: (x, 0.2)),
+    (aten.leaky_relu_backward.default, lambda x, y: (x, y, 0.2, False)),
+    (aten.elu.default, lambda x, y: (x, 1.5)),
+    (aten.silu.default, lambda x, y: (x,)),
+    (aten.silu_backward.default, lambda x, y: (x, y)),
+    (aten.sigmoid.default, lambda x, y: (x,)),
+    (aten.sigmoid_backward.default, lambda x, y: (x, y)),
+    (aten.tanh.default, lambda x, y: (x,)),
+    (aten.tanh_backward.default, lambda x, y: (x, y)),
+    (aten.add.Tensor, lambda x, y: (x, y)),
+    (aten.sub.Tensor, lambda x, y: (x, y)),
+    (aten.mul.Tensor, lambda x, y: (x, y)),
+    (aten.div.Tensor, lambda x, y: (x, y)),
+    (aten.relu.default, lambda x, y: (x,)),
+    (aten.div.Scalar, lambda x, y: (x, 3)),
+    (aten.mul.Scalar, lambda x, y: (x, 0.3)),
+    (aten.native_dropout_backward.default, lambda x, y: (x, y > 0, 1.25)),
+    (dropout.dropout, lambda x, y: (x, 0.4)),
+    (dropout.dropout_backward, lambda x, y: (x, y > 0, 0.4)),
+    (rectifier.backward, lambda x, y: (x, y > 0)),
+    (
+        encoded_activation.rectifier_backward,
+        lambda x, y: (x, encoded_activation.encode(y.relu(), "linear", 8, None, math.inf), y.shape, y.stride(), 8),
+    ),
+    (batch_norm.normalise, lambda x, y: (x, *statistics(x))),
+    (batch_norm.backward, lambda x, y: (x, y, *statistics(x)[:3])),
+    (inverted_batch_norm, lambda x, y: (x, *wide_statistics(x)[:2], None, None, 1e-5, "leaky_relu", 0.2)),
+    (inverted_batch_norm, lambda x, y: (x, None, None, *wide_statistics(x)[:2], 1e-5, "elu", 0.2)),
+    (inverted_batch_norm_backward, lambda x, y: (x, y, *wide_statistics(x)[:3], False, 1e-5, "leaky_relu", 0.2)),
+    (inverted_batch_norm_backward, lambda x, y: (x, y, *wide_statistics(x)[:3], True, 1e-5, "elu", 0.2)),
+    (aten.add.Tensor, lambda x, y: (x, 0.3)),
+    (aten.sub.Tensor, lambda x, y: (x, 0.3)),
+    (aten.mul.Tensor, lambda x, y: (x, 0.3)),
+    (aten.div.Tensor, lambda x, y: (x, 0.3)),
+    (aten.mul.Tensor, lambda x, y: (x, x)),
+]
+
+
+def node_of(target: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[fx.Node, dict[fx.Node, torch.Tensor]]:
+    """The call as a node, and the tensors behind its operands."""
+    graph = fx.Graph()
+    tensors: dict[fx.Node, torch.Tensor] = {}
+    arguments = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            known = [node for node, tensor in tensors.items() if tensor is arg]
+            arguments.append(known[0] if known else graph.placeholder(f"x{len(tensors)}"))
+            arguments[-1].meta["val"] = arg
+            tensors[arguments[-1]] = arg
+        else:
+            arguments.append(arg)
+    node = graph.call_function(target, tuple(arguments), kwargs)
+    node.meta["val"] = target(*(a.clone() if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
+    return node, tensors
+
+
+def call(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], tensors: dict[fx.Node, torch.Tensor]) -> Any:
+    torch.manual_seed(3)
+    return target(*fx.node.map_arg(args, tensors.__getitem__), **fx.node.map_arg(dict(kwargs), tensors.__getitem__))
+
+
+def first(result: Any) -> torch.Tensor:
+    return result if isinstance(result, torch.Tensor) else result[0]
+
+
+def test_every_form_that_overwrites_is_tried() -> None:
+    assert {target for target, _ in CALLS} == {*inplace._OUT, *inplace._CALLS}
+
+
+def called(target: Any) -> str:
+    """A name that is the same in every process."""
+    return f"{target.__module__}.{target.__name__}" if isfunction(target) else str(target)
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments"),
+    [pytest.param(*call, id=called(call[0])) for call in CALLS],
+)
+@settings(max_examples=25)
+@given(
+    st.tuples(*[st.integers(1, 6)] * 4), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.booleans()
+)
+def test_written_over_an_operand_the_result_has_the_same_bits(
+    target: Callable[..., Any],
+    arguments: Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    channels_last: bool,
+    odd_values: bool,
+) -> None:
+    x, y = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    if odd_values:
+        x[x > 1.2], y[y > 1] = float("nan"), float("inf")
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x, y = (tensor.to(dtype).contiguous(memory_format=layout) for tensor in (x, y))
+    node, tensors = node_of(target, *arguments(x, y))
+    expected = call(target, node.args, node.kwargs, {n: t.clone() for n, t in tensors.items()})
+    found = inplace.operands(node)
+    if first(expected).stride() == x.stride():  # PyTorch may lay out what has axes of one element in another way
+        assert found
+    for operand in found:
+        mine = {n: t.clone() for n, t in tensors.items()}
+        result = call(*_over(node, operand), mine)
+        if target is not batch_norm.backward:  # which leaves small gradients to PyTorch
+            assert first(result).data_ptr() == mine[operand].data_ptr()
+        parts = [(result, expected)] if isinstance(result, torch.Tensor) else zip(result, expected, strict=True)
+        for ours, theirs in parts:
+            assert torch.equal(ours.nan_to_num(9), theirs.nan_to_num(9))
+            assert torch.equal(ours.isnan(), theirs.isnan())
+        others = [n for n in tensors if n is not operand]
+        assert all(torch.equal(mine[n].nan_to_num(9), tensors[n].nan_to_num(9)) for n in others)
+
+
+def _over(node: fx.Node, operand: fx.Node) -> tuple[Any, Any, Any]:
+    target, kwargs = inplace.overwriting(node.target, node.kwargs, operand)
+    return target, node.args, kwargs
+
+
+def test_options_stay_when_the_result_goes_over_an_operand() -> None:
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    node, tensors = node_of(aten.add.Tensor, x, y, alpha=2.5)
+    result = call(*_over(node, inplace.operands(node)[1]), tensors)
+    assert result is y
+    assert torch.equal(result, node.meta["val"])
+
+
+A, B = torch.randn(4, 6), torch.randn(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "places"),
+    [
+        (aten.add.Tensor, (A, B), {0, 1}),
+        (aten.add.Tensor, (A, A), {0}),
+        (aten.add.Tensor, (A, torch.randn(6)), {0}),  # the second is broadcast
+        (aten.add.Tensor, (torch.randn(4, 1), torch.randn(1, 6)), set()),
+        (aten.mul.Tensor, (A, B.double()), {1}),  # the result is double
+        (aten.div.Tensor, (torch.ones(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)), set()),
+        (aten.sub.Tensor, (torch.randn(6, 4).t(), B), {0}),  # the result has the layout of the first
+        (aten.tanh.default, (torch.randn(5, 6)[1:],), set()),  # a part of a block
+        (aten.tanh.default, (torch.randn(24)[:12],), set()),
+        (aten.tanh.default, (torch.randn(1, 6).expand(4, 6),), set()),
+        (aten.tanh_backward.default, (A, B), {0}),  # the second is what the forward pass saved
+        (aten.exp.default, (A,), set()),  # no form of it is known
+        (aten.sum.default, (A,), set()),
+    ],
+)
+def test_operands_qualify_whose_block_is_just_like_the_results(
+    target: Callable[..., Any], args: tuple[torch.Tensor, ...], places: set[int]
+) -> None:
+    node, _ = node_of(target, *args)
+    assert {node.args.index(operand) for operand in inplace.operands(node)} == places
+
+
+class Applies(nn.Module):
+    """A convolution, then any function of its result and of the model."""
+
+    def __init__(self, function: Callable[[torch.Tensor, nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.weight = nn.Parameter(torch.randn(2, 4, 8, 8))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.conv(x), self.weight), self.weight * 2
+
+
+NEVER: dict[str, Callable[[torch.Tensor, nn.Parameter], Any]] = {
+    "a parameter": lambda x, w: torch.tanh(w) * x,
+    "what is read later": lambda x, w: (torch.sigmoid(x).sum() + x.exp()).square(),
+    "what is handed out": lambda x, w: (x, torch.tanh(x).sin()),
+    "what is handed out as a view": lambda x, w: (x.flatten(1), torch.tanh(x).sin()),
+    "what is read in another layout too": lambda x, w: (x + x.transpose(2, 3)).sin(),
+    "a part that is read beside the whole": lambda x, w: (x[:, :2] + x[:, 2:]).sin(),
+    "what the backward pass reads": lambda x, w: torch.nn.functional.silu(x).sin(),
+}
+
+
+@pytest.mark.parametrize("never", NEVER)
+def test_what_someone_still_needs_is_not_overwritten(never: str) -> None:
+    captured = captured_step(Applies(NEVER[never]))
+    tensors = operands(captured.joint)
+    before = [tensor.clone() for tensor in tensors]
+    ours, theirs = run_lowered(captured, {}, tensors), run_joint(captured.joint, tensors)
+    assert all(one is two is None or torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+    assert all(map(torch.equal, tensors, before))
+    (read,) = [op.writes[0] for op in captured.graph.ops if op.target == "aten.convolution.default"]
+    weight = next(s.id for s in captured.graph.storages if s.shape == (2, 4, 8, 8) and s.kind == "parameter")
+    taken = {run.takes_over for run in schedule(captured.graph, {}) if run.op < captured.graph.n_forward}
+    assert weight not in taken
+    if never != "a parameter":
+        assert read not in taken
+
+
+@pytest.mark.parametrize("network", ["residual", "mobile"])
+def test_the_block_of_a_dying_operand_is_the_results(network: str) -> None:
+    captured = captured_step(NETWORKS[network]())
+    expected = [
+        run.takes_over >= 0 for run in schedule(captured.graph, {}) if captured.graph.ops[run.op].phase != "loss"
+    ]
+    assert sum(expected) >= 4
+    assert _takeovers(captured, in_place=True) == expected
+    assert not any(_takeovers(captured, in_place=False))
+
+
+def _takeovers(captured: Captured, in_place: bool) -> list[bool]:
+    """For each op that runs, whether its first result lies where one of its operands lay."""
+    found = []
+
+    def watch(target: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            there = {a.data_ptr() for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
+            result = target(*args, **kwargs)
+            made = [part for part in ([result] if isinstance(result, torch.Tensor) else result) if part is not None]
+            found.append(made[0].data_ptr() in there)
+            return result
+
+        return watched
+
+    def prepare(module: fx.GraphModule) -> None:
+        for node in module.graph.nodes:
+            if node.op == "call_function" and not is_view(node) and node.target is not operator.getitem:
+                node.target = watch(node.target)
+
+    run_lowered(captured, {}, operands(captured.joint), in_place=in_place, prepare=prepare)
+    return found
+
+
+def test_of_two_operands_the_one_that_dies_is_overwritten() -> None:
+    for function in (lambda x, w: x + (x.sin() + w), lambda x, w: (x.sin() + w) + x):
+        graph = captured_step(Applies(lambda x, w, f=function: f(x, w).exp())).graph
+        inner, total = [op for op in graph.ops if op.target == "aten.add.Tensor" and op.phase == "forward"]
+        assert total.overwrites == inner.writes[0]

@@ -1,0 +1,354 @@
+"""Each rewrite saves exactly the bytes it promises and changes no bit of any result."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.capture.step_reader import Captured
+from shoal.core.step import StepGraph, Storage
+from shoal.kernels.batch_norm import backward_repeats_bits
+from tests.engine.training_laws import assert_same_training, same_bits
+from tests.joint_graphs import (
+    NETWORKS,
+    Concatenated,
+    batch,
+    before_and_after_rewrites,
+    captured_step,
+    operands,
+    run_joint,
+)
+
+aten = torch.ops.aten
+
+
+class Indexed(nn.Module):
+    """Max pooling whose indices are handed out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return nn.functional.max_pool2d(self.conv(x), 2, return_indices=True)
+
+
+class Both(nn.Module):
+    """What a layer makes, handed out beside what the next layer makes of it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.layer, self.last = nn.Conv2d(3, 4, 1), layer, nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.layer(self.conv(x))
+        return self.last(x), x
+
+
+def conv(n_in: int, n_out: int, **options: Any) -> nn.Module:
+    return nn.Conv2d(n_in, n_out, 3, padding=1, bias=False, **options)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **NETWORKS,
+    "pool with ties and padding": lambda: nn.Sequential(conv(3, 4), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Flatten()),
+    "pools of rectified maxima": lambda: nn.Sequential(
+        *(conv(3, 4), nn.ReLU(), nn.MaxPool2d(3, 1, 1), conv(4, 4), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
+        *(nn.MaxPool2d(3, 2, ceil_mode=True), nn.Tanh()),
+    ).to(memory_format=torch.channels_last),
+    "pool of windows with gaps after a rectifier": lambda: nn.Sequential(
+        conv(3, 4), nn.ReLU(), nn.MaxPool2d(2, 2, 1, dilation=3), nn.Tanh()
+    ),
+    "pool of too large a window": lambda: nn.Sequential(conv(3, 4), nn.MaxPool2d(17, 2, 8), nn.Flatten()),
+    "pool, indices handed out": Indexed,
+    "dilated pool with ceil": lambda: nn.Sequential(conv(3, 4), nn.MaxPool2d(2, 3, dilation=2, ceil_mode=True)),
+    "adaptive pool": lambda: nn.Sequential(conv(3, 4), nn.AdaptiveMaxPool2d(3)),
+    "hardtanh": lambda: nn.Sequential(conv(3, 4), nn.Hardtanh(-0.2, 0.3), conv(4, 4), nn.Hardtanh(), nn.ReLU6()),
+    "threshold": lambda: nn.Sequential(conv(3, 4), nn.Threshold(0.2, 0.1), conv(4, 4), nn.Threshold(0, 0)),
+    "relu handed out": lambda: Both(nn.ReLU()),
+    "relu before relu": lambda: nn.Sequential(conv(3, 4), nn.ReLU(), nn.ReLU(), nn.BatchNorm2d(4)),
+    "channels last": lambda: NETWORKS["plain"]().to(memory_format=torch.channels_last),
+    "frozen first layer": lambda: frozen(NETWORKS["residual"](), 1),
+    "frozen batch norms": lambda: frozen_statistics(NETWORKS["residual"]()),
+    "transposed": lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 3, 2, 1, 1), nn.ELU(), conv(4, 2, stride=2)),
+    "no affine": lambda: nn.Sequential(conv(3, 4), nn.BatchNorm2d(4, affine=False, track_running_stats=False)),
+    "parts of a concatenation": lambda: Concatenated(Concatenated(conv(3, 4), nn.ReLU()), nn.BatchNorm2d(7)),
+}
+
+
+def frozen(model: nn.Module, count: int) -> nn.Module:
+    for parameter in list(model.parameters())[:count]:
+        parameter.requires_grad_(False)
+    return model
+
+
+def frozen_statistics(model: nn.Module) -> nn.Module:
+    class Evaluated(nn.BatchNorm2d):
+        def train(self, mode: bool = True) -> nn.Module:
+            return super().train(False)
+
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.__class__ = Evaluated
+            module.training = False
+    return model
+
+
+def saved(graph: StepGraph) -> list[Storage]:
+    return [graph.storages[s] for s in graph.saved]
+
+
+def saved_bytes(captured: Captured) -> int:
+    return sum(s.nbytes for s in saved(captured.graph))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_bit_of_any_result_changes_and_no_more_bytes_are_saved(model: str) -> None:
+    torch.manual_seed(0)
+    before, *rewritten = before_and_after_rewrites(MODELS[model]())
+    tensors = operands(before.joint)
+    damaged = [tensor.clone() for tensor in tensors]
+    (images,) = [tensor for tensor in damaged if tensor.shape == (2, 3, 8, 8)]
+    images[0, 0, ::3] = float("nan")
+    images[1, 1, ::2, 1::3] = float("-inf")
+    for after in rewritten:
+        assert saved_bytes(after) <= saved_bytes(before)
+        for inputs in (tensors, damaged):
+            for ours, theirs in zip(run_joint(after.joint, inputs), run_joint(before.joint, inputs), strict=True):
+                assert (ours is None) == (theirs is None)
+                if ours is not None:
+                    assert same_bits(ours, theirs)
+                    assert ours.is_contiguous() == theirs.is_contiguous()
+    for node in rewritten[1].joint.graph.nodes:  # Inductor's
+        if node.op == "call_function":
+            assert isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+
+
+def test_max_pooling_saves_a_byte_for_each_index_and_nothing_of_its_input() -> None:
+    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.MaxPool2d(2), nn.Flatten()))
+    outputs, inputs = 2 * 4 * 4 * 4, 2 * 4 * 8 * 8
+    assert (saved_bytes(before), saved_bytes(after)) == (8 * outputs + 4 * inputs, outputs)
+    assert [s.dtype for s in saved(after.graph)] == ["uint8"]
+
+
+def test_indices_that_are_handed_out_stay_what_they_are() -> None:
+    _, after, _ = before_and_after_rewrites(Indexed())
+    assert [node.meta["val"].dtype for node in after.forward_outputs] == [torch.float32, torch.int64]
+
+
+def test_a_clipped_activation_saves_its_output_which_the_next_layer_saves_anyway() -> None:
+    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU6(), conv(4, 4)))
+    assert (saved_bytes(before), saved_bytes(after)) == (2 * 4 * 512, 4 * 512)
+    (clipped,) = saved(after.graph)
+    assert after.graph.ops[after.graph.producer[clipped.id]].target == "aten.hardtanh.default"
+
+
+def test_a_rectifier_whose_output_no_one_else_saves_waits_in_a_byte_an_element() -> None:
+    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), nn.AvgPool2d(8)))
+    # Pooling by averages names its input for the shape alone, which keeps it all the same.
+    assert saved_bytes(before) == saved_bytes(after) == 4 * 512
+
+
+def test_a_rectifier_before_max_pooling_waits_in_the_codes_of_the_pooling() -> None:
+    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()))
+    assert (saved_bytes(before), saved_bytes(after)) == (4 * 512 + 8 * 128, 128)
+    assert [s.dtype for s in saved(after.graph)] == ["uint8"]
+
+
+def test_a_rectifier_that_is_not_pooled_alone_or_in_windows_with_gaps_keeps_its_own_mask() -> None:
+    for tail in (nn.MaxPool2d(2, dilation=2), Concatenated(nn.MaxPool2d(3, 1, 1))):
+        _, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), tail, nn.Flatten()))
+        assert max(s.nbytes for s in saved(after.graph) if s.dtype == "bool") == 512
+
+
+def test_a_rectifier_whose_output_is_saved_anyway_or_handed_out_is_left_as_it_is() -> None:
+    for model in (nn.Sequential(conv(3, 4), nn.ReLU(), conv(4, 4)), Both(nn.ReLU())):
+        before, after, _ = before_and_after_rewrites(model)
+        assert saved_bytes(after) == saved_bytes(before) == 4 * 512
+
+
+def test_the_backward_pass_of_batch_norm_saves_no_running_statistics() -> None:
+    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.Flatten()))
+    assert saved_bytes(before) - saved_bytes(after) == 2 * 4 * 4  # the moved ones; those before belong to the model
+    statistics = {s.id for s in after.graph.storages if s.shape == (4,) and s.kind in ("buffer", "output")}
+    assert len(statistics) == 4
+    for op in after.graph.ops[after.graph.n_forward :]:
+        assert op.phase == "loss" or not statistics.intersection(op.reads)
+
+
+def test_a_batch_norm_that_does_not_train_keeps_the_statistics_it_normalised_by() -> None:
+    _, after, _ = before_and_after_rewrites(frozen_statistics(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4))))
+    buffers = {s.id for s in after.graph.storages if s.kind == "buffer" and s.shape == (4,)}
+    read = {s for op in after.graph.ops[after.graph.n_forward :] for s in op.reads}
+    assert buffers & read
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_the_gradient_of_batch_norm_takes_the_block_of_the_incoming_gradient(
+    small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not small:
+        monkeypatch.setattr("shoal.capture.lossless.WORTH_PIECES_BYTES", 0)
+    model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.Tanh())
+    graph = captured_step(model).graph
+    (op,) = [op for op in graph.ops if "batch_norm" in op.target and op.phase == "backward"]
+    if small or not backward_repeats_bits(torch.float32, torch.device("cpu"), 4, 4, False):
+        assert op.target == "aten.native_batch_norm_backward.default"
+    else:
+        assert op.target == "shoal.batch_norm.backward"
+        assert graph.ops[graph.producer[op.overwrites]].target == "aten.tanh_backward.default"
+
+
+def test_where_pieces_do_not_repeat_the_bits_pytorchs_kernel_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.capture.lossless.backward_repeats_bits", lambda *_: False)
+    model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.Tanh()).to(memory_format=torch.channels_last)
+    targets = [op.target for op in captured_step(model).graph.ops]
+    assert "aten.native_batch_norm_backward.default" in targets
+
+
+@pytest.mark.parametrize("layer", [conv(4, 5), nn.Conv2d(4, 6, 1, groups=2), nn.ConvTranspose2d(4, 4, 2, 2)])
+def test_a_convolution_can_let_its_input_go_before_the_gradient_of_its_input_comes(layer: nn.Module) -> None:
+    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.Tanh(), layer))
+    graph = after.graph
+    (x,) = [op.writes[0] for op in graph.ops if op.target == "aten.tanh.default"]
+    (of_input,) = [op for op in graph.ops if op.target == "shoal.convolution.input_gradient"]
+    of_weight = next(op for op in graph.ops if op.target == "aten.convolution_backward.default" and x in op.reads)
+    assert of_weight.id < of_input.id
+    assert x not in of_input.reads
+    assert sum(op.flops for op in graph.ops if "convolution" in op.target) == sum(
+        op.flops for op in before.graph.ops if "convolution" in op.target
+    )
+
+
+def test_a_weight_gradient_with_a_large_scratch_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.capture.lossless.weight_gradient_pieces", lambda *_: 2)
+    before, after, for_inductor = before_and_after_rewrites(nn.Sequential(nn.Conv2d(3, 5, 3), nn.Tanh(), conv(5, 6)))
+    in_pieces = [op for op in after.graph.ops if op.target == "shoal.convolution.weight_gradient"]
+    assert len(in_pieces) == 2
+    assert all(op.flops > 0 for op in in_pieces)
+    assert "aten.convolution_backward.default" in {op.target for op in for_inductor.graph.ops}
+    tensors = operands(before.joint)
+    for ours, theirs in zip(run_joint(after.joint, tensors), run_joint(before.joint, tensors), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+class Skipping(nn.Module):
+    """A U-Net of one level: the skip is `share` of what the decoder sees, and waits for `depth` convolutions."""
+
+    def __init__(self, depth: int, skip_channels: int = 4) -> None:
+        super().__init__()
+        self.stem = conv(3, skip_channels)
+        self.path = nn.Sequential(
+            nn.Conv2d(skip_channels, 4, 1), *[layer for _ in range(depth) for layer in (conv(4, 4), nn.Tanh())]
+        )
+        self.head = conv(skip_channels + 4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).sin()
+        return self.head(torch.cat([x, self.path(x)], 1))
+
+
+@pytest.mark.parametrize(
+    ("depth", "skip_channels", "copied"), [(12, 4, True), (2, 4, False), (12, 12, True), (12, 13, False)]
+)
+def test_the_part_of_a_gradient_that_waits_long_waits_alone(depth: int, skip_channels: int, copied: bool) -> None:
+    _, after, _ = before_and_after_rewrites(Skipping(depth, skip_channels))
+    graph = after.graph
+    part_bytes = 4 * prod((2, skip_channels, 8, 8))
+    whole_bytes = 4 * prod((2, skip_channels + 4, 8, 8))
+    # The gradient of the whole concatenation, by size, and who reads it last.
+    (whole,) = [s for s in graph.storages if s.kind == "error" and s.nbytes == whole_bytes]
+    clones = [op for op in graph.ops if op.target == "aten.clone.default" and op.phase == "backward"]
+    if copied:
+        (clone,) = clones
+        assert graph.storages[clone.writes[0]].nbytes == part_bytes
+        waits = graph.readers[clone.writes[0]][-1] - clone.id
+        assert waits > graph.readers[whole.id][-1] - graph.producer[whole.id]
+    else:
+        assert not clones
+
+
+def test_copies_that_only_in_place_semantics_need_are_dropped() -> None:
+    model = nn.Sequential(conv(3, 4), nn.ReLU(inplace=True), conv(4, 4), nn.ReLU6(inplace=True), conv(4, 4))
+    targets = {node.target for node in captured_step(model).joint.graph.nodes}
+    assert not targets & {aten.clone.default, aten.detach.default}
+
+
+HANDED_OUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clone, detach": lambda x: x.clone().detach(),
+    "clone, view": lambda x: x.clone().flatten(1),
+    "detach, clone, view": lambda x: x.detach().clone().flatten(1),
+    "detach, clone, part": lambda x: x.detach().clone()[:, 1:],
+    "detach, clone": lambda x: x.detach().clone(),
+}
+
+
+@pytest.mark.parametrize("handed_out", HANDED_OUT)
+def test_a_copy_that_is_handed_out_may_be_changed_without_harm(handed_out: str) -> None:
+    class Copied(Both):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x = self.conv(x)
+            return self.last(x), HANDED_OUT[handed_out](x)
+
+    plain = Copied(nn.Identity())
+    planned = shoal.compile(copy.deepcopy(plain))
+    x = batch()
+    for model in (plain, planned):
+        result, copied = model(x)
+        with torch.no_grad():
+            copied.fill_(100.0)
+        result.square().sum().backward()
+    for ours, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.3), nn.Dropout(1.0), nn.Dropout2d(0.5), nn.Dropout(0.7, inplace=True)])
+def test_dropout_gives_the_bits_of_eager_pytorch(layer: nn.Module) -> None:
+    assert_same_training(nn.Sequential(conv(3, 4), layer, nn.Flatten()), [batch(), batch()])
+
+
+def test_dropout_saves_a_byte_an_element() -> None:
+    (mask,) = saved(captured_step(nn.Sequential(conv(3, 4), nn.Dropout(0.3), nn.Flatten())).graph)
+    assert (mask.dtype, mask.nbytes) == ("bool", 512)
+
+
+def test_dropout_of_nothing_draws_nothing() -> None:
+    assert not any(op.random for op in captured_step(nn.Sequential(conv(3, 4), nn.Dropout(0.0))).graph.ops)
+
+
+class Eager(torch.autograd.Function):
+    """Makes in the forward pass what only its backward pass reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+class Sine(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Eager.apply(x)
+
+
+def test_what_the_backward_pass_makes_of_forward_tensors_alone_is_made_just_before_it_is_read() -> None:
+    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), Sine(), conv(4, 4), nn.Tanh()))
+
+    def place(captured: Captured) -> int:
+        (op,) = [op for op in captured.graph.ops if op.target == "aten.cos.default"]
+        (reader,) = captured.graph.readers[op.writes[0]]
+        return reader - op.id
+
+    assert place(before) > 1
+    assert place(after) == 1

@@ -1,0 +1,82 @@
+"""Operands for one op: exact layouts, values the op can take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shoal.cost.random_operands import OperandFactory
+
+aten = torch.ops.aten
+
+
+def arguments_of(function: Callable[..., Any], *operands: torch.Tensor) -> list[Any]:
+    """What the first op of `function` would be called with."""
+    graph = make_fx(function, tracing_mode="fake")(*operands).graph
+    node = next(node for node in graph.nodes if node.op == "call_function")
+    return list(OperandFactory(torch.device("cpu")).arguments(node)[0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(3, 4, 5, 6),
+        lambda: torch.zeros(3, 4, 5, 6).to(memory_format=torch.channels_last),
+        lambda: torch.zeros(3, 4, 10, 6)[:, :, ::2],
+        lambda: torch.zeros(3, 1).expand(3, 7),
+        lambda: torch.zeros(0, 3),
+        lambda: torch.zeros(()),
+        lambda: torch.zeros(2, 3, dtype=torch.bfloat16),
+        lambda: torch.zeros(2, 3, dtype=torch.int64),
+        lambda: torch.zeros(64, 64, dtype=torch.bool),
+    ],
+)
+def test_operands_have_the_captured_size_stride_and_dtype(make):
+    x = make()
+    graph = fx.Graph()
+    operand = graph.placeholder("x")
+    operand.meta["val"] = FakeTensorMode().from_tensor(x)
+    (made,), _ = OperandFactory(torch.device("cpu")).arguments(graph.call_function(aten.clone.default, (operand,)))
+    assert (made.shape, made.stride(), made.dtype) == (x.shape, x.stride(), x.dtype)
+
+
+def test_operands_hold_what_ops_can_take():
+    (floats,) = arguments_of(lambda a: aten.clone(a), torch.zeros(1500, 1000))
+    assert float(floats.std()) == pytest.approx(1, abs=0.05)
+    assert torch.equal(floats, arguments_of(lambda a: aten.clone(a), torch.zeros(1500, 1000))[0])
+    (variances,) = arguments_of(lambda a: aten.rsqrt(a), torch.zeros(100))
+    assert float(variances.min()) >= 0.5
+    (truth,) = arguments_of(lambda a: aten.logical_not(a), torch.zeros(64, 64, dtype=torch.bool))
+    assert 0.3 < float(truth.double().mean()) < 0.7
+    scores, classes, *_ = arguments_of(
+        lambda a, t: aten.nll_loss_forward(a, t, None, 1, -100), torch.zeros(9, 4), torch.zeros(9, dtype=torch.int64)
+    )
+    assert scores.shape == (9, 4)
+    assert set(classes.tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("shape", "pool"),
+    [
+        ((2, 3, 9, 8), lambda x: aten.max_pool2d_with_indices(x, [3, 3], [2, 2], [1, 1])),
+        ((2, 3, 8, 8), lambda x: aten.max_pool2d_with_indices(x, [2, 2])),
+        ((1, 2, 6, 6, 8), lambda x: aten.max_pool3d_with_indices(x, [2, 2, 2], [2, 2, 2])),
+    ],
+)
+def test_pool_indices_are_those_of_falling_values(shape, pool):
+    traced = make_fx(lambda x: pool(x)[1] + 0, tracing_mode="fake")(torch.zeros(shape))
+    node = next(node for node in traced.graph.nodes if node.target is aten.add.Tensor)
+    (indices, _), _ = OperandFactory(torch.device("cpu")).arguments(node)
+    falling = -torch.arange(float(torch.Size(shape).numel())).view(shape)
+    assert torch.equal(indices, pool(falling)[1])
+
+
+def test_an_operand_named_twice_is_one_tensor():
+    left, right = arguments_of(lambda x: x * x, torch.randn(4))
+    assert left is right

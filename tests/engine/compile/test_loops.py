@@ -1,0 +1,304 @@
+"""What the loop around a model holds counts in the budget: other calls, outputs, gradients, optimizers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoal
+from shoal.core.hardware import Hardware
+from shoal.core.plan import Plan
+from shoal.core.step import StepGraph
+from shoal.errors import BudgetError
+from shoal.planners.joint import joint
+from tests.engine.session_loops import true_peak
+from tests.engine.training_laws import blocks, classifier, images, needs_compiler, same_bits
+
+pytestmark = needs_compiler  # the loss is metered only with one
+Loop = Callable[[nn.Module], Any]
+
+
+def same_gradients(ours: nn.Module, theirs: nn.Module) -> bool:
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    return all(same_bits(a.grad, b.grad) for a, b in pairs)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def calls_before_a_backward(batches: list[torch.Tensor]) -> Loop:
+    def loop(model: nn.Module) -> None:
+        model.zero_grad()
+        outputs = [model(batch) for batch in batches]
+        sum(F.mse_loss(a, b) for a, b in pairwise(outputs)).backward()
+
+    return loop
+
+
+@pytest.mark.parametrize(("calls", "share"), [(2, 0.9), (2, 0.5), (3, 0.6)])
+def test_calls_that_come_before_one_backward_pass_share_the_budget(
+    calls: int, share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, batches = classifier(3, 16, 16, 16), images(calls, 4, 3, 16, 16)
+    loop = calls_before_a_backward(batches)
+    plain = copy.deepcopy(net)
+    loop(plain), plain.zero_grad()
+    budget = int(share * true_peak(plain, lambda: loop(plain), batches))
+    planned = shoal.compile(copy.deepcopy(net), budget=budget, name="twins")
+    for _ in range(3):
+        loop(planned)
+    told = [message for message in warnings(caplog) if "calls before a backward pass" in message]
+    assert len(told) == calls - 1
+    planned.zero_grad()
+    peak = true_peak(planned, lambda: loop(planned), batches)
+    status = planned.shoal
+    assert status.measured_peak_bytes == peak <= budget
+    assert status.predicted_peak_bytes == pytest.approx(peak, rel=0.02)
+    assert status.repairs == 0
+    plain = copy.deepcopy(net)
+    for _ in range(5):
+        loop(plain)
+    loop(planned)
+    assert same_gradients(planned, plain)
+
+
+def test_calls_that_cannot_fit_together_are_refused_with_a_budget_that_works() -> None:
+    net, batches = classifier(3, 16, 16, 16, 16), images(2, 8, 3, 32, 32)
+    loop = calls_before_a_backward(batches)
+    with pytest.raises(BudgetError) as alone:
+        shoal.compile(copy.deepcopy(net), budget="100KiB")(batches[0])
+    planned = shoal.compile(copy.deepcopy(net), budget=alone.value.least_feasible_bytes)
+    with pytest.raises(BudgetError, match="when 2 calls come before a backward pass") as refused:
+        loop(planned)
+    assert "\n" not in str(refused.value)
+    enough = shoal.compile(copy.deepcopy(net), budget=refused.value.least_feasible_bytes)
+    for _ in range(3):
+        loop(enough)
+    enough.zero_grad()
+    assert true_peak(enough, lambda: loop(enough), batches) <= refused.value.least_feasible_bytes
+
+
+def test_calls_of_different_shapes_share_the_budget_too() -> None:
+    net, (large,), (small,) = nn.Sequential(*blocks(3, 16, 16)), images(1, 4, 3, 24, 24), images(1, 4, 3, 16, 16)
+
+    def loop(model: nn.Module) -> None:
+        model.zero_grad()
+        (model(large).square().mean() + model(small).square().mean()).backward()
+
+    plain = copy.deepcopy(net)
+    loop(plain), plain.zero_grad()
+    budget = int(1.1 * true_peak(plain, lambda: loop(plain), [large, small]))
+    planned = shoal.compile(copy.deepcopy(net), budget=budget)
+    for _ in range(6):
+        loop(planned)
+    planned.zero_grad()
+    assert true_peak(planned, lambda: loop(planned), [large, small]) <= budget
+
+
+def test_a_graph_that_is_never_sent_back_is_a_call_only_while_it_lives(caplog: pytest.LogCaptureFixture) -> None:
+    net, (batch,) = classifier(3, 8, 8), images(1, 4, 3, 8, 8)
+    planned = shoal.compile(net, budget="1GiB")
+    for _ in range(3):
+        planned(batch)
+    for _ in range(3):
+        planned(batch).sum().backward()
+    assert not warnings(caplog)
+
+
+def segmentation() -> nn.Sequential:
+    return nn.Sequential(*blocks(3, 16, 16), nn.Conv2d(16, 21, 1))
+
+
+def dense_loop(holds: bool, images_: torch.Tensor, labels: torch.Tensor, steps: int) -> Loop:
+    def loop(model: nn.Module) -> None:
+        for _ in range(steps):
+            model.zero_grad()
+            if holds:
+                outputs = model(images_)
+                F.cross_entropy(outputs, labels).backward()
+            else:
+                F.cross_entropy(model(images_), labels).backward()
+
+    return loop
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("share", [0.9, 0.7])
+def test_outputs_count_as_long_as_the_loop_holds_them_and_no_longer(holds: bool, share: float) -> None:
+    net, (batch,) = segmentation(), images(1, 2, 3, 32, 32)
+    labels = torch.randint(0, 21, (2, 32, 32))
+    loop = dense_loop(holds, batch, labels, 2)
+    plain = copy.deepcopy(net)
+    loop(plain), plain.zero_grad()
+    budget = int(share * true_peak(plain, lambda: loop(plain), [batch]))
+    planned = shoal.compile(copy.deepcopy(net), budget=budget)
+    loop(planned), loop(planned)
+    planned.zero_grad()
+    peak = true_peak(planned, lambda: loop(planned), [batch])
+    assert planned.shoal.measured_peak_bytes == peak <= budget
+    assert planned.shoal.predicted_peak_bytes == pytest.approx(peak, rel=0.002)
+
+
+def test_a_budget_that_only_a_loop_without_held_outputs_meets_is_tried_and_refused_when_it_holds_them() -> None:
+    net, (batch,) = segmentation(), images(1, 2, 3, 32, 32)
+    labels = torch.randint(0, 21, (2, 32, 32))
+    with pytest.raises(BudgetError, match="where nothing holds the model's outputs") as refused:
+        shoal.compile(copy.deepcopy(net), budget="60KiB")(batch)
+    budget = refused.value.least_feasible_bytes - 1
+    frugal = shoal.compile(copy.deepcopy(net), budget=budget)
+    loop = dense_loop(False, batch, labels, 2)
+    loop(frugal), loop(frugal)
+    frugal.zero_grad()
+    assert true_peak(frugal, lambda: loop(frugal), [batch]) <= budget
+    tight = refused.value.least_feasible_bytes * 3 // 5
+    holding = shoal.compile(copy.deepcopy(net), budget=tight)
+    with pytest.raises(BudgetError) as held:
+        dense_loop(True, batch, labels, 4)(holding)
+    enough = shoal.compile(copy.deepcopy(net), budget=held.value.least_feasible_bytes)
+    dense_loop(True, batch, labels, 4)(enough)
+    assert enough.shoal.measured_peak_bytes <= held.value.least_feasible_bytes
+
+
+def counting(made: list[int]) -> Callable[[StepGraph, Hardware, int], Plan]:
+    def planner(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+        made.append(budget_bytes)
+        return joint(graph, hardware, budget_bytes)
+
+    return planner
+
+
+def test_gradients_dropped_between_the_passes_are_counted_and_planned_once() -> None:
+    """The order of Lightning: forward, zero_grad, backward, step."""
+    net, (batch,), made = classifier(3, 16, 64, 64), images(1, 4, 3, 16, 16)[:1], []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    shoal.compile(net, budget="1GiB", optimizer=optimizer, planner=counting(made))
+
+    def step() -> None:
+        loss = net(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(4):
+        step()
+    assert len(made) == len(net.shoal.plans) == 1
+    optimizer.zero_grad()
+    assert net.shoal.measured_peak_bytes == true_peak(net, lambda: (step(), step()), [batch], optimizer)
+    assert net.shoal.predicted_peak_bytes == pytest.approx(net.shoal.measured_peak_bytes, rel=0.002)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_accumulated_or_kept_as_zeros_count_all_step(set_to_none: bool) -> None:
+    net, (batch,) = classifier(3, 16, 64, 64), images(1, 4, 3, 16, 16)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    shoal.compile(net, budget="1GiB", optimizer=optimizer)
+
+    def step() -> None:
+        for _ in range(2):
+            net(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+
+    for _ in range(3):
+        step()
+    assert len(net.shoal.plans) == 2
+    assert net.shoal.measured_peak_bytes == true_peak(net, step, [batch], optimizer)
+    assert net.shoal.predicted_peak_bytes == pytest.approx(net.shoal.measured_peak_bytes, rel=0.002)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_the_state_of_the_optimizer_that_really_steps_counts(declared: bool, caplog: pytest.LogCaptureFixture) -> None:
+    net, (batch,) = classifier(3, 16, 64, 64), images(1, 4, 3, 16, 16)
+    idle = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(net.parameters())
+    parameter_bytes = sum(p.nbytes for p in net.parameters())
+    shoal.compile(net, budget="1GiB", optimizer=idle if declared else None)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+
+    step()
+    before = net.shoal.predicted_peak_bytes
+    optimizer.step()
+    step()
+    (told,) = warnings(caplog)
+    assert "AdamW has stepped" in told and ("SGD was declared" in told) == declared
+    state_bytes = sum(v.nbytes for state in optimizer.state.values() for v in state.values())
+    assert state_bytes >= 2 * parameter_bytes
+    assert net.shoal.predicted_peak_bytes == pytest.approx(before + state_bytes, rel=0.01)
+    optimizer.zero_grad()
+    assert net.shoal.measured_peak_bytes == true_peak(net, step, [batch], optimizer)
+
+
+def test_an_undeclared_optimizer_for_whose_state_there_is_no_room_is_refused_by_name() -> None:
+    net, (batch,) = classifier(3, 16, 64, 64), images(1, 4, 3, 16, 16)
+    with pytest.raises(BudgetError, match="declare it with optimizer=") as refused:
+        shoal.compile(copy.deepcopy(net), budget="400KiB")(batch)
+    optimizer = torch.optim.Adam(net.parameters())
+    shoal.compile(net, budget=refused.value.least_feasible_bytes)
+    net(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(BudgetError, match=r"the optimizer's state takes .*iB") as refused:
+        net(batch)
+    assert "\n" not in str(refused.value)
+
+
+def test_two_models_in_one_step_are_metered_one_after_the_other() -> None:
+    """A generator and a discriminator: what the one saves inside the other's step is part of that step."""
+    generator, discriminator = nn.Sequential(*blocks(4, 16, 3)), classifier(3, 16, 16)
+    for net in (generator, discriminator):
+        shoal.compile(net, budget="1GiB")
+    (noise,), (real,) = images(1, 4, 4, 16, 16), images(1, 4, 3, 16, 16)
+    for _ in range(4):
+        discriminator.zero_grad()
+        fake = generator(noise)
+        (discriminator(real).mean() - discriminator(fake.detach()).mean()).backward()
+        discriminator.zero_grad(), generator.zero_grad()
+        discriminator(fake).mean().backward()
+    for net in (generator, discriminator):
+        assert net.shoal.measured_peak_bytes is not None
+        assert net.shoal.predicted_peak_bytes == pytest.approx(net.shoal.measured_peak_bytes, rel=0.1)
+
+
+def test_results_of_a_call_that_waits_for_its_backward_pass_count_once() -> None:
+    net, batches = segmentation(), images(2, 2, 3, 32, 32)
+
+    def loop(model: nn.Module) -> None:
+        model.zero_grad()
+        outputs = [model(batch) for batch in batches]
+        F.mse_loss(outputs[0], outputs[1]).backward()
+
+    planned = shoal.compile(net, budget="1GiB")
+    for _ in range(4):
+        loop(planned)
+    planned.zero_grad()
+    peak = true_peak(planned, lambda: loop(planned), batches)
+    assert planned.shoal.predicted_peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_a_loss_whose_mean_lies_in_the_storage_of_all_squares_counts_while_it_is_sent_back() -> None:
+    net, (batch,), target = segmentation(), images(1, 2, 3, 32, 32), torch.randn(2, 21, 32, 32)
+    assert F.mse_loss(target, target).untyped_storage().nbytes() == target.nbytes
+
+    def loop(model: nn.Module) -> None:
+        model.zero_grad()
+        loss = F.mse_loss(model(batch), target)
+        loss.backward()
+
+    planned = shoal.compile(net, budget="1GiB")
+    for _ in range(2):
+        loop(planned)
+    planned.zero_grad()
+    peak = true_peak(planned, lambda: loop(planned), [batch])
+    assert planned.shoal.predicted_peak_bytes == pytest.approx(peak, rel=0.005)

@@ -1,0 +1,157 @@
+"""What cannot be compiled is refused in one line that says what would do."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.errors import BudgetError, CaptureError, InputError
+from tests.engine.compile.compiled import ROOMY, compiled
+from tests.engine.training_laws import (
+    blocks,
+    classifier,
+    costs_that_do_not_matter,
+    differences,
+    images,
+    mean_square,
+    same_bits,
+    train,
+)
+
+
+def test_a_batch_norm_with_a_cumulative_average_is_refused_as_not_one_graph() -> None:
+    planned = shoal.compile(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=None)), budget=ROOMY)
+    with pytest.raises(CaptureError, match=r"batchnorm.py:\d+"):
+        planned(torch.randn(2, 3, 8, 8))
+
+
+def test_more_shapes_than_can_have_plans_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["shoal.capture.dynamo"], "MOST_CAPTURES", 2)
+    planned = compiled(nn.Sequential(*blocks(3, 8)))
+    with costs_that_do_not_matter():
+        train(planned, [*images(1, 2, 3, 4, 4), *images(1, 3, 3, 4, 4)])
+        with pytest.raises(
+            CaptureError,
+            match="more than 2 different shapes.*index 0. expected 3, actual 4.*pad or crop the batches",
+        ):
+            train(planned, images(1, 4, 3, 4, 4))
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        if y.sum() > 0:
+            return y
+        return 2 * y
+
+
+class Printing(Branching):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        torch._dynamo.graph_break()
+        return 2 * y
+
+
+@pytest.mark.parametrize(
+    ("model", "line", "text"), [(Branching, 2, "if y.sum() > 0:"), (Printing, 2, "torch._dynamo.graph_break()")]
+)
+def test_a_model_that_is_not_one_graph_is_refused_with_the_line_that_breaks_it(
+    model: type[nn.Module], line: int, text: str
+) -> None:
+    number = inspect.getsourcelines(model.forward)[1] + line
+    planned = shoal.compile(model(), budget=ROOMY)
+    with pytest.raises(CaptureError, match=re.escape(f"{Path(__file__).name}:{number} ({text})")) as caught:
+        planned(torch.randn(2, 3, 8, 8))
+    assert "\n" not in str(caught.value)
+    with torch.no_grad():
+        assert planned(torch.randn(2, 3, 8, 8)).shape == (2, 4, 6, 6)
+
+
+@pytest.mark.parametrize("budget", ["lots", "", "12 parsecs", "-1GiB", 0, -5, "0 MiB", 1.5, True, [1]])
+def test_a_budget_that_is_no_number_of_bytes_is_refused(budget: Any) -> None:
+    with pytest.raises(InputError, match=re.escape(f"budget={budget!r}")) as caught:
+        shoal.compile(nn.Conv2d(3, 4, 3), budget=budget)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"planner": "joined"}, "no planner is called 'joined'; did you mean 'joint'"),
+        ({"inner": "tvm"}, "inner='tvm' is unknown"),
+        ({"inner": None}, "inner=None is unknown"),
+        ({"planner": 3}, "planner"),
+        ({"optimizer": "adam"}, "optimizer"),
+        ({"plan": "plan.json"}, "plan"),
+    ],
+)
+def test_an_argument_that_is_none_of_those_listed_is_refused(wrong: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint) as caught:
+        shoal.compile(nn.Conv2d(3, 4, 3), budget=ROOMY, **wrong)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_modules_can_be_compiled() -> None:
+    with pytest.raises(InputError, match="model is a function; expected a torch.nn.Module"):
+        shoal.compile(mean_square, budget=ROOMY)
+
+
+def test_a_budget_below_parameters_gradients_and_optimizer_state_is_refused_at_once() -> None:
+    net = nn.Linear(100, 100, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+    need = 3 * 40_000  # weight, gradient, momentum
+    with pytest.raises(BudgetError, match="before any activation") as caught:
+        shoal.compile(net, budget=need - 1, optimizer=optimizer)
+    assert (caught.value.budget_bytes, caught.value.least_feasible_bytes) == (need - 1, None)
+    assert "\n" not in str(caught.value)
+    assert not hasattr(net, "shoal")
+    assert shoal.compile(net, budget=need, optimizer=optimizer) is net
+
+
+def test_an_infeasible_budget_names_what_would_do_and_nothing_is_run() -> None:
+    net, batches = classifier(3, 8, 8), images(2, 4, 3, 8, 8)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    generator = torch.get_rng_state()
+    planned = shoal.compile(copy.deepcopy(net), budget="30KiB", name="small net")
+    with pytest.raises(BudgetError, match="no plan of small net fits in 30.00 KiB") as caught:
+        planned(batches[0])
+    error = caught.value
+    assert not differences(planned.state_dict(), before)
+    assert same_bits(torch.get_rng_state(), generator)
+    assert "\n" not in str(error)
+    assert error.budget_bytes == 30 * 1024
+    assert error.op and error.layer in dict(net.named_modules())
+    assert len(error.largest) == 3
+    assert all(layer in dict(net.named_modules()) and nbytes > 0 for _, layer, nbytes in error.largest)
+
+    enough = shoal.compile(copy.deepcopy(net), budget=error.least_feasible_bytes)
+    enough(batches[0]).square().mean().backward()
+    assert enough.shoal.repairs == 0
+    assert enough.shoal.measured_peak_bytes <= error.least_feasible_bytes
+    less = shoal.compile(copy.deepcopy(net), budget=int(0.9 * error.least_feasible_bytes))
+    with pytest.raises(BudgetError):
+        less(batches[0])
+
+
+def test_a_batch_too_large_for_the_budget_is_refused_and_the_others_go_on() -> None:
+    net, batches, (large,) = nn.Sequential(*blocks(3, 8, 8)), images(3, 4, 3, 8, 8), images(1, 64, 3, 8, 8)
+    planned = compiled(net, budget="200KiB", planner="joint")
+    with costs_that_do_not_matter():
+        train(planned, batches)
+        with pytest.raises(BudgetError):
+            planned(large)
+        train(net, batches)
+        assert not differences(train(planned, batches), train(net, batches))

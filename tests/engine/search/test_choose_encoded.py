@@ -1,0 +1,167 @@
+"""Which storages are encoded: by made-up times, so that the answer is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import chain as joined
+from itertools import combinations
+
+import pytest
+
+from shoal.capture.encode_activations import encoded, offers
+from shoal.capture.step_reader import Captured
+from shoal.core.hardware import Link
+from shoal.core.lossy import Lossy
+from shoal.core.plan import Plan
+from shoal.core.step import Op, StepGraph
+from shoal.engine.search import choose_encoded as choosing
+from shoal.engine.search.choose_encoded import choose_encoded, encoded_by, error_on_normal_numbers
+from shoal.errors import BudgetError
+from shoal.planners.joint import estimate, joint
+from shoal.planners.keep_all import keep_all
+from tests.engine.lossy_steps import CODEC_OP, chain
+from tests.joint_graphs import batch, captured_step
+from tests.random_steps import HARDWARE
+
+LOSSY = Lossy("linear", 4096)
+
+
+@cache
+def step() -> Captured:
+    return captured_step(chain(3, 8, 8, 8, 8, 8), batch(32))
+
+
+def costs(codec_seconds: float) -> Callable[[Captured], StepGraph]:
+    """A second for each convolution, next to nothing for other ops, and so many seconds to encode or decode."""
+
+    def timed(op: Op) -> Op:
+        seconds = codec_seconds if CODEC_OP in op.target and "rectifier" not in op.target else 0.01
+        return replace(op, seconds=1.0 if "conv" in op.target else seconds)
+
+    def costed(captured: Captured) -> StepGraph:
+        return replace(captured.graph, ops=tuple(map(timed, captured.graph.ops)))
+
+    return costed
+
+
+def chosen_at(share: float, codec_seconds: float, link: Link | None = None, before: list[str] | None = None) -> Plan:
+    costed = costs(codec_seconds)
+    budget = int(share * plain_bytes())
+
+    def with_link(captured: Captured) -> StepGraph:
+        return replace(costed(captured), link=link)
+
+    captured, plan = choose_encoded(
+        step(), LOSSY, budget, with_link, lambda graph: joint(graph, HARDWARE, budget), before
+    )
+    assert captured.graph.fingerprint == plan.graph.fingerprint
+    assert plan.predicted_peak_bytes <= budget
+    return plan
+
+
+def plain_bytes() -> int:
+    return keep_all(step().graph, HARDWARE, 0).predicted_peak_bytes
+
+
+def test_where_everything_fits_nothing_is_encoded() -> None:
+    assert not chosen_at(1.0, codec_seconds=0.0).encoded
+
+
+def test_codecs_slower_than_a_convolution_are_not_used() -> None:
+    plan = chosen_at(0.6, codec_seconds=10.0)
+    assert not plan.encoded and plan.recomputed and plan.exact_graph is None
+
+
+@pytest.mark.parametrize("share", [0.6, 0.7, 0.85])
+def test_quick_codecs_are_used_no_more_than_the_budget_asks_for(share: float) -> None:
+    plan = chosen_at(share, codec_seconds=0.1)
+    exact = joint(costs(0.1)(step()), HARDWARE, plan.budget_bytes)
+    assert plan.encoded and plan.predicted_seconds < exact.predicted_seconds
+    assert plan.plain_seconds == pytest.approx(exact.plain_seconds)
+    assert plan.added_seconds == pytest.approx(plan.predicted_seconds - exact.plain_seconds)
+    assert 0.1 * 2 * len(plan.encoded) - 1e-9 <= plan.lower_bound_seconds <= plan.added_seconds + 1e-9
+    assert plan.codec_seconds == pytest.approx(0.1 * 2 * len(plan.encoded))
+
+
+@pytest.mark.parametrize("share", [0.6, 0.7])
+def test_no_other_set_is_faster(share: float) -> None:
+    """Against every subset, planned in full."""
+    budget = int(share * plain_bytes())
+    found = chosen_at(share, codec_seconds=0.1)
+    names = [offer.storage for offer in offers(step(), LOSSY)]
+    every = joined.from_iterable(combinations(names, size) for size in range(len(names) + 1))
+    times = []
+    for subset in every:
+        try:
+            times.append(joint(costs(0.1)(encoded(step(), subset, LOSSY)), HARDWARE, budget).predicted_seconds)
+        except BudgetError:
+            continue
+    assert found.predicted_seconds == pytest.approx(min(times))
+
+
+def test_over_a_link_what_travels_is_a_quarter() -> None:
+    """The link takes half a convolution's time for the exact values: too much, and an eighth for the encoded ones."""
+    nbytes = offers(step(), LOSSY)[0].nbytes
+    link = Link("slow", 2 * nbytes, 2 * nbytes, 0.0)
+    plan = chosen_at(0.6, codec_seconds=0.01, link=link)
+    payloads = {s.name for s in plan.offloaded if s.name.endswith("_encoded")}
+    exact = joint(replace(costs(0.01)(step()), link=link), HARDWARE, plan.budget_bytes)
+    assert plan.predicted_seconds <= exact.predicted_seconds
+    assert plan.encoded
+    assert all(plan.graph.storage_called[name].host_bytes < nbytes / 3 for name in payloads)
+
+
+def test_a_set_of_an_earlier_run_is_taken_again_if_it_fits() -> None:
+    names = [offer.storage for offer in offers(step(), LOSSY)]
+    assert [s.name for s in chosen_at(0.85, 0.1, before=names).encoded] == names
+    assert not chosen_at(0.85, 0.1, before=[]).encoded
+    assert chosen_at(0.6, 0.1, before=["nowhere"]).encoded, "chosen anew"
+
+
+def test_a_budget_that_nothing_fits_names_the_least_that_does() -> None:
+    tried: list[int] = []
+
+    def refused(graph: StepGraph) -> Plan:
+        tried.append(len(tried))
+        raise BudgetError("too small", budget_bytes=1, least_feasible_bytes=1000 - len(tried))
+
+    with pytest.raises(BudgetError) as caught:
+        choose_encoded(step(), LOSSY, 1, costs(0.1), refused)
+    assert caught.value.least_feasible_bytes == 1000 - len(tried)
+    assert len(tried) > 2
+
+
+def test_the_search_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "_ESTIMATING_SECONDS", 0.0)
+    monkeypatch.setattr(choosing, "_PLANNING_SECONDS", 0.0)
+    planned: list[StepGraph] = []
+
+    def plan(graph: StepGraph) -> Plan:
+        planned.append(graph)
+        return joint(graph, HARDWARE, budget)
+
+    budget = int(0.6 * plain_bytes())
+    _, made = choose_encoded(step(), LOSSY, budget, costs(0.1), plan)
+    assert len(planned) <= 1 + choosing._PLANNED and made.encoded
+
+
+def test_an_estimate_is_near_the_plan_and_tells_what_is_missing() -> None:
+    graph = costs(0.1)(step())
+    for share in (0.8, 1.0):
+        budget = int(share * plain_bytes())
+        over_bytes, seconds = estimate(graph, budget)
+        assert over_bytes == 0
+        assert seconds <= joint(graph, HARDWARE, budget).predicted_seconds + 1e-6
+    over_bytes, seconds = estimate(graph, 1000)
+    assert seconds == float("inf") and over_bytes > 0
+
+
+def test_a_plan_tells_how_it_encodes() -> None:
+    plan = chosen_at(0.6, 0.1)
+    assert encoded_by(plan) == (LOSSY, frozenset(storage.name for storage in plan.encoded))
+    assert encoded_by(chosen_at(1.0, 0.1)) is None
+    assert set(plan.errors) == {storage.name for storage in plan.encoded} and not plan.errors_measured
+    assert set(plan.errors.values()) == {error_on_normal_numbers(LOSSY)}
+    assert 0 < error_on_normal_numbers(LOSSY) < error_on_normal_numbers(Lossy("linear", 0)) < 0.05

@@ -1,0 +1,230 @@
+"""`shoal.plan` plans a step without taking it, and its plans run as they are."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.app import models
+from shoal.core import presets
+from shoal.core.plan import Plan
+from shoal.core.residence import Recompute
+from shoal.core.schedule import schedule
+from shoal.core.validate import check
+from shoal.errors import BudgetError, CaptureError, InputError, PlanError
+from shoal.memory.static_memory import distinct_bytes
+from tests.engine.training_laws import (
+    blocks,
+    classifier,
+    costs_that_do_not_matter,
+    differences,
+    images,
+    keep_nothing,
+    same_bits,
+    train,
+)
+
+BATCH = images(1, 4, 3, 16, 16)[0]
+P100 = "p100-nvlink"
+
+
+def test_a_bare_sequence_of_layers_can_be_planned() -> None:
+    """Worked out by hand, for its last op: the gradient of the convolution's weight."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU(), nn.Flatten())
+    plan = shoal.plan(net, torch.empty(2, 3, 8, 8), hardware=P100)
+    assert (plan.planner, plan.hardware, plan.graph.model, plan.budget_bytes) == ("keep_all", P100, "Sequential", 0)
+    weight, batch, output = 4 * 8 * 3 * 3 * 3, 4 * 2 * 3 * 8 * 8, 4 * 2 * 8 * 6 * 6
+    # The output, its gradient and that of the convolution's output are there, and both the weight and its gradient.
+    assert plan.predicted_peak_bytes == batch + 3 * output + 2 * weight
+
+
+def test_planning_runs_nothing_and_changes_nothing() -> None:
+    net = nn.Sequential(*blocks(3, 8, 8), nn.Dropout(0.5))
+    net[0][1].eval()
+    net.register_forward_hook(lambda module, arguments, output: output * 2)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    modes = [module.training for module in net.modules()]
+    generator = torch.get_rng_state()
+    shoal.plan(net, BATCH, hardware=P100)
+    shoal.plan(net, BATCH, "1GiB")  # profiled here
+    assert not differences(net.state_dict(), before)
+    assert [module.training for module in net.modules()] == modes
+    assert same_bits(torch.get_rng_state(), generator)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert torch.is_grad_enabled()
+    assert not hasattr(net, "shoal")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_model_is_planned_as_in_training_and_left_in_its_mode(training: bool) -> None:
+    net = nn.Sequential(*blocks(3, 8, 8)).train(training)
+    with torch.no_grad():
+        plan = shoal.plan(net, BATCH, hardware=P100)
+    assert all(module.training == training for module in net.modules())
+    assert any("batch_norm_backward" in op.target for op in plan.graph.ops)
+    assert plan.graph.fingerprint == shoal.plan(net.train(), BATCH, hardware=P100).graph.fingerprint
+
+
+def test_a_frozen_batch_norm_of_a_training_model_is_planned_frozen() -> None:
+    net = nn.Sequential(*blocks(3, 8, 8))
+    usual = shoal.plan(net, BATCH, hardware=P100)
+    net[0][1].eval()
+    assert shoal.plan(net, BATCH, hardware=P100).graph.fingerprint != usual.graph.fingerprint
+
+
+def test_a_plan_for_another_device_is_the_same_wherever_the_model_lies() -> None:
+    net = nn.Sequential(*blocks(3, 3, 3, 3), nn.Dropout(0.3), nn.MaxPool2d(2))
+    here = shoal.plan(net, BATCH, hardware=P100)
+    nowhere = shoal.plan(copy.deepcopy(net).to("meta"), BATCH.to("meta"), hardware=P100)
+    assert nowhere.graph.fingerprint == here.graph.fingerprint
+    assert nowhere.predicted_peak_bytes == here.predicted_peak_bytes
+    assert nowhere.residences == here.residences
+
+
+def test_networks_with_batch_norm_can_be_planned_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        net, batch = models.build("resnet18"), torch.empty(64, 3, 224, 224)
+    most = shoal.plan(net, batch, hardware=P100).predicted_peak_bytes
+    plan = shoal.plan(net, batch, int(0.7 * most), hardware=P100)
+    assert plan.offloaded and plan.predicted_peak_bytes <= int(0.7 * most)
+
+
+@pytest.mark.parametrize(("offload_to", "host_budget"), [(None, None), ("host", "8KiB")])
+def test_a_device_that_is_not_here_offloads_only_what_it_may(offload_to: str | None, host_budget: str | None) -> None:
+    net = classifier(3, 8, 8, 8, 8)
+    most = shoal.plan(net, BATCH, hardware=P100).predicted_peak_bytes
+    where = {"offload_to": offload_to, "host_budget": host_budget}
+    plan = shoal.plan(net, BATCH, int(0.7 * most), hardware=P100, **where)
+    assert plan.recomputed
+    assert plan.host_bytes <= (8192 if offload_to else 0)
+
+
+def test_a_network_too_large_for_this_machine_can_be_planned() -> None:
+    with torch.device("meta"):
+        net = models.build("vgg16")
+        batch = torch.empty(4096, 3, 224, 224)
+    plan = shoal.plan(net, batch, "151GiB", hardware=P100, planner="sqrt")
+    assert plan.plain_peak_bytes > 152 * 2**30
+    assert plan.predicted_peak_bytes <= 151 * 2**30
+    assert plan.recomputed
+
+
+@pytest.mark.parametrize("planner", ["joint", "chain", "sqrt"])
+def test_a_plan_is_inside_its_budget_by_the_independent_check(planner: str) -> None:
+    net = classifier(3, 8, 8, 8, 8)
+    most = shoal.plan(net, BATCH, hardware=P100).predicted_peak_bytes
+    plan = shoal.plan(net, BATCH, int(0.7 * most), hardware=P100, planner=planner)
+    assert plan.planner == planner and (plan.recomputed or plan.offloaded)
+    assert plan.budget_bytes == int(0.7 * most)
+    runs = schedule(plan.graph, plan.residences)
+    assert check(plan.graph, plan.residences, runs, plan.budget_bytes) == plan.predicted_peak_bytes
+
+
+def test_the_optimizers_state_is_part_of_the_peak() -> None:
+    net = classifier(3, 8, 8)
+    alone = shoal.plan(net, BATCH, hardware=P100)
+    momentum = shoal.plan(net, BATCH, hardware=P100, optimizer=torch.optim.SGD(net.parameters(), momentum=0.9))
+    assert momentum.predicted_peak_bytes - alone.predicted_peak_bytes == distinct_bytes(net.parameters())
+
+
+def test_hardware_may_be_a_preset_or_ones_own() -> None:
+    net = classifier(3, 8, 8)
+    by_name, by_hand, here = (shoal.plan(net, BATCH, hardware=hardware) for hardware in (P100, presets.get(P100), None))
+    assert by_name.predicted_seconds == by_hand.predicted_seconds > 0
+    assert here.hardware != P100 and here.predicted_seconds > 0
+
+
+def test_several_inputs_are_given_as_a_tuple() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Conv2d(3, 4, 3), nn.Conv2d(2, 4, 3)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.left(x) + self.right(y)
+
+    plan = shoal.plan(Sum(), (BATCH, BATCH[:, :2]), hardware=P100)
+    assert sorted(s.shape for s in plan.graph.storages if s.kind == "input") == [(4, 2, 16, 16), (4, 3, 16, 16)]
+
+
+def test_a_saved_plan_is_used_as_it_is(tmp_path: Path) -> None:
+    net, batches = nn.Sequential(*classifier(3, 8, 8), nn.Dropout(0.3)), images(2, 4, 3, 16, 16)
+    saved = shoal.plan(net, BATCH, budget="1GiB", planner=keep_nothing).save(tmp_path / "plan.json")
+    plan = Plan.load(saved)
+    assert any(isinstance(residence, Recompute) for residence in plan.residences.values())
+    planned = shoal.compile(copy.deepcopy(net), plan=plan)
+    with costs_that_do_not_matter():
+        assert not differences(train(planned, batches), train(net, batches))
+    assert planned.shoal.plan.residences == plan.residences
+    assert planned.shoal.plan.planner == "keep_nothing"
+
+
+@pytest.mark.parametrize(
+    ("other", "batch"),
+    [
+        (classifier(3, 8, 8), images(1, 5, 3, 16, 16)[0]),
+        (classifier(3, 8, 8), images(1, 4, 3, 8, 8)[0]),
+        (classifier(3, 8, 8, 8), BATCH),
+        (classifier(3, 8, 9), BATCH),
+    ],
+    ids=["other batch size", "other image size", "deeper", "wider"],
+)
+def test_a_plan_for_another_model_or_shape_is_refused(other: nn.Module, batch: torch.Tensor) -> None:
+    planned = shoal.compile(other, plan=shoal.plan(classifier(3, 8, 8), BATCH, hardware=P100))
+    with costs_that_do_not_matter(), pytest.raises(PlanError, match="the plan is for Sequential with inputs") as caught:
+        planned(batch)
+    assert str((4, 3, 16, 16)) in str(caught.value) and str(tuple(batch.shape)) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_budget_that_no_plan_fits_is_refused_with_the_least_that_one_does() -> None:
+    net = classifier(3, 8, 8)
+    with pytest.raises(BudgetError) as caught:
+        shoal.plan(net, BATCH, "20KiB", hardware=P100)
+    least = caught.value.least_feasible_bytes
+    assert shoal.plan(net, BATCH, least, hardware=P100).predicted_peak_bytes == least
+    with pytest.raises(BudgetError):
+        shoal.plan(net, BATCH, least - 1, hardware=P100)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"budget": "some"}, "budget='some' is not a size"),
+        ({"budget": 0}, "budget=0"),
+        ({"hardware": "p100-nvlnk"}, "hardware='p100-nvlnk' is no preset; did you mean 'p100-nvlink'"),
+        ({"planner": "sqrtt"}, "no planner is called 'sqrtt'; did you mean 'sqrt'"),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint) as caught:
+        shoal.plan(nn.Conv2d(3, 4, 3), BATCH, **wrong)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_modules_can_be_planned() -> None:
+    with pytest.raises(InputError, match="model is a str; expected a torch.nn.Module"):
+        shoal.plan("resnet18", BATCH)
+
+
+def test_a_model_without_trainable_parameters_has_no_step_to_plan() -> None:
+    with pytest.raises(CaptureError, match="no output of the model needs a gradient"):
+        shoal.plan(classifier(3, 8).requires_grad_(False), BATCH, hardware=P100)
+
+
+def test_a_model_that_is_not_one_graph_is_refused_and_left_in_its_mode() -> None:
+    class Branching(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y if y.sum() > 0 else 2 * y
+
+    net = Branching(3, 4, 3).eval()
+    with pytest.raises(CaptureError, match=r"test_planning\.py:\d+ \(return y if y\.sum\(\) > 0 else 2 \* y\)"):
+        shoal.plan(net, BATCH, hardware=P100)
+    assert not net.training

@@ -1,0 +1,262 @@
+"""The promise is measured: what was predicted is what is used, and a broken promise is repaired and told."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.app import models
+from shoal.core import validate_plan
+from shoal.core.plan import Plan
+from shoal.engine.metering import Window
+from shoal.engine.session import Session
+from shoal.engine.status import Status
+from shoal.errors import BudgetError, PlanError
+from shoal.lowlevel import allocations
+from shoal.memory.static_memory import Standing, distinct_bytes
+from shoal.memory.step_meter import Measured
+from shoal.planners.keep_all import keep_all
+from tests.engine.training_laws import classifier, differences, images, mean_square, train
+from tests.random_steps import HARDWARE, conv_bn_relu_chain
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the loss is metered only with a C++ compiler"
+)
+
+
+def large_enough() -> tuple[nn.Module, list[torch.Tensor]]:
+    """A network whose activations outweigh all that is small."""
+    return classifier(3, 16, 16, 16, 16), images(3, 8, 3, 32, 32)
+
+
+def peak_of_a_step(model: nn.Module, batch: torch.Tensor) -> int:
+    """What one more step uses at its peak by PyTorch's own memory events."""
+
+    def step() -> None:
+        mean_square(model(batch)).backward()
+
+    model.zero_grad()
+    step()
+    model.zero_grad()
+    resident_bytes = distinct_bytes([*model.parameters(), *model.buffers(), batch])
+    return resident_bytes + allocations.peak_bytes(allocations.record(step)[1])
+
+
+def momentum_bytes(model: nn.Module) -> int:
+    """What the optimizer of `train` holds from its first step on."""
+    return distinct_bytes(model.parameters())
+
+
+@needs_compiler
+def test_without_a_budget_the_step_keeps_everything_and_its_peak_is_reported() -> None:
+    net, batches = large_enough()
+    planned = shoal.compile(copy.deepcopy(net))
+    train(planned, batches)
+    status = planned.shoal
+    assert status.budget_bytes is None and status.repairs == 0
+    assert not status.plan.recomputed
+    assert status.measured_peak_bytes == pytest.approx(status.predicted_peak_bytes, rel=0.02)
+    held_bytes = momentum_bytes(net) + 4 * batches[0].shape[0] * 5  # and the outputs of the step before
+    assert status.measured_peak_bytes == pytest.approx(peak_of_a_step(planned, batches[0]) + held_bytes, rel=0.0001)
+    assert status.measured_peak_bytes <= peak_of_a_step(net, batches[0]) + held_bytes
+
+
+@needs_compiler
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_inside_a_budget_the_measured_peak_is_the_predicted_one_and_never_over(share: float) -> None:
+    net, batches = large_enough()
+    budget = int(share * peak_of_a_step(net, batches[0]))
+    planned = shoal.compile(copy.deepcopy(net), budget=budget)
+    assert not differences(train(planned, batches), train(net, batches))
+    status = planned.shoal
+    assert status.repairs == 0
+    assert status.measured_peak_bytes == pytest.approx(status.predicted_peak_bytes, rel=0.02)
+    assert max(status.predicted_peak_bytes, status.measured_peak_bytes) <= status.budget_bytes == budget
+    assert peak_of_a_step(planned, batches[0]) <= budget
+    assert status.planning_seconds > 0
+    assert 0 <= status.lower_bound_seconds <= status.plan.added_seconds + 1e-9
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_so_it_is_with_a_whole_network() -> None:
+    net, batches = models.build("resnet18_cifar", seed=0), images(2, 16, 3, 32, 32)
+    budget = int(0.8 * peak_of_a_step(copy.deepcopy(net), batches[0])) + momentum_bytes(net)
+    planned = shoal.compile(copy.deepcopy(net), budget=budget)
+    assert not differences(train(planned, batches), train(net, batches))
+    assert planned.shoal.repairs == 0
+    assert planned.shoal.measured_peak_bytes == pytest.approx(planned.shoal.predicted_peak_bytes, rel=0.02)
+    assert planned.shoal.measured_peak_bytes <= budget
+
+
+@needs_compiler
+@pytest.mark.parametrize("planner", ["chain", "sqrt"])
+def test_so_it_is_with_the_other_planners(planner: str) -> None:
+    net, batches = large_enough()
+    budget = int(0.8 * peak_of_a_step(net, batches[0]))
+    planned = shoal.compile(net, budget=budget, planner=planner)
+    train(planned, batches)
+    status = planned.shoal
+    assert (status.plan.planner, status.repairs) == (planner, 0)
+    assert status.measured_peak_bytes == pytest.approx(status.predicted_peak_bytes, rel=0.02)
+    assert status.measured_peak_bytes <= budget
+
+
+def test_what_the_step_does_not_read_counts_too() -> None:
+    net, (batch, *_) = large_enough()
+    shoal.compile(net)(batch)
+    before = net.shoal.predicted_peak_bytes
+    net.register_buffer("unread", torch.zeros(1000))
+    net.register_parameter("frozen", nn.Parameter(torch.zeros(3000), requires_grad=False))
+    shoal.compile(net)(batch)
+    assert net.shoal.predicted_peak_bytes - before == 4 * (1000 + 3000)
+
+
+def test_the_optimizers_state_counts_before_its_first_step() -> None:
+    net, (batch, *_) = large_enough()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    peaks = []
+    for known in (None, optimizer):
+        planned = shoal.compile(net, optimizer=known)
+        planned(batch)
+        peaks.append(planned.shoal.predicted_peak_bytes)
+    assert peaks[1] - peaks[0] == distinct_bytes(net.parameters())
+
+
+@needs_compiler
+def test_accumulated_gradients_count_while_they_are_there() -> None:
+    net, batches = large_enough()
+    planned = shoal.compile(net)
+    mean_square(planned(batches[0])).backward()
+    before = planned.shoal.predicted_peak_bytes
+    mean_square(planned(batches[1])).backward()
+    assert planned.shoal.predicted_peak_bytes - before == distinct_bytes(net.parameters())
+    assert planned.shoal.measured_peak_bytes == pytest.approx(planned.shoal.predicted_peak_bytes, rel=0.02)
+
+
+def test_where_gradients_of_an_earlier_step_fill_the_budget_the_error_says_how_to_drop_them() -> None:
+    net, batches = large_enough()
+    sized = shoal.compile(copy.deepcopy(net))
+    mean_square(sized(batches[0])).backward()
+    planned = shoal.compile(net, budget=sized.shoal.predicted_peak_bytes, planner="keep_all")
+    mean_square(planned(batches[0])).backward()
+    with pytest.raises(BudgetError, match=r"gradients of an earlier step take .*: call optimizer.zero_grad") as caught:
+        planned(batches[1])
+    assert caught.value.least_feasible_bytes > planned.shoal.budget_bytes
+    assert caught.value.op and caught.value.largest
+    planned.zero_grad()
+    mean_square(planned(batches[1])).backward()
+
+
+@needs_compiler
+def test_a_plan_with_accumulated_gradients_stays_in_force_beside_one_without() -> None:
+    net, batches = large_enough()
+    mean_square(net(batches[0])).backward()
+    planned = shoal.compile(net)
+    for batch in batches[:2]:
+        mean_square(planned(batch)).backward()
+        planned.zero_grad()
+    assert planned.shoal.predicted_peak_bytes == pytest.approx(planned.shoal.measured_peak_bytes, rel=0.001)
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Plans made while this many bytes of what is in use are overlooked."""
+    overlooked = 600_000
+    monkeypatch.delenv(validate_plan.SWITCH)  # it would tell that fewer than no bytes stay in use
+    truth = Standing.bytes_beside
+    monkeypatch.setattr(Standing, "bytes_beside", lambda self, graph: truth(self, graph) - overlooked)
+    return overlooked
+
+
+@needs_compiler
+def test_a_broken_promise_is_told_and_the_next_step_is_planned_with_what_was_learnt(
+    forgetful: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, batches = large_enough()
+    budget = int(0.65 * peak_of_a_step(net, batches[0]))
+    planned = shoal.compile(copy.deepcopy(net), budget=budget, name="forgetful net")
+    with caplog.at_level(logging.WARNING, "shoal"):
+        assert not differences(train(planned, batches * 2), train(net, batches * 2))
+    status = planned.shoal
+    assert status.repairs == 1
+    assert len(status.plans) == 1
+    assert status.measured_peak_bytes <= budget
+    assert status.measured_peak_bytes == pytest.approx(status.predicted_peak_bytes, rel=0.02)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "forgetful net" in told and "is over the budget" in told and "planning again" in told
+    assert "\n" not in told
+
+
+@needs_compiler
+def test_where_nothing_can_be_repaired_the_next_step_says_what_would_do(forgetful: int) -> None:
+    net, (batch, *_) = large_enough()
+    with pytest.raises(BudgetError) as caught:
+        shoal.compile(copy.deepcopy(net), budget="100KiB")(batch)
+    hoped = caught.value.least_feasible_bytes
+    planned = shoal.compile(net, budget=hoped)
+    mean_square(planned(batch)).backward()
+    planned.zero_grad()
+    with pytest.raises(BudgetError) as caught:
+        planned(batch)
+    assert caught.value.least_feasible_bytes == pytest.approx(hoped + forgetful, rel=0.001)
+
+
+@needs_compiler
+def test_a_plan_that_was_given_is_refused_where_it_is_over_the_budget() -> None:
+    net, batches = large_enough()
+    everything = shoal.plan(net, batches[0])
+    budget = everything.predicted_peak_bytes // 2
+    with pytest.raises(PlanError, match=f"over the budget of {budget}$"):
+        shoal.compile(copy.deepcopy(net), budget=budget, plan=everything)(batches[0])
+    planned = shoal.compile(net, plan=everything)
+    train(planned, batches)
+    status = planned.shoal
+    assert (status.repairs, status.plan.residences) == (0, everything.residences)
+
+
+def session_with(budget_bytes: int | None, plan: Plan) -> tuple[Session, list[str]]:
+    """A session with this plan in force, and the list of what it has asked for."""
+    asked: list[str] = []
+    session = Session(Status(budget_bytes, plans=(plan,)), name="net", on_repair=lambda: asked.append("repair"))
+    return session, asked
+
+
+def window(*measured: int) -> Window:
+    return Window(measured=Measured(*measured))
+
+
+PLAN = keep_all(conv_bn_relu_chain(3), HARDWARE, 0)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_the_peak_is_the_highest_part_of_the_highest_step(part: int) -> None:
+    session, asked = session_with(None, PLAN)
+    for peak in (500, 900, 700):
+        session.learn(window(*(peak if place == part else 3 for place in range(3))))
+    assert session.status.measured_peak_bytes == 900
+    assert not asked
+
+
+@pytest.mark.parametrize(("measured", "repairs"), [(999, 0), (1000, 0), (1001, 1)])
+def test_the_budget_itself_is_inside_the_budget(measured: int, repairs: int) -> None:
+    session, asked = session_with(1000, PLAN)
+    session.learn(window(0, measured, 0))
+    assert session.status.repairs == len(asked) == repairs
+    assert session.status.plans == (() if repairs else (PLAN,))
+    assert session.status.measured_peak_bytes == (None if repairs else measured)
+
+
+def test_the_plan_of_the_status_is_that_of_the_largest_step() -> None:
+    small, large = (keep_all(conv_bn_relu_chain(3, nbytes), HARDWARE, 0) for nbytes in (100, 1000))
+    for plans in ((small, large), (large, small)):
+        status = Status(None, plans)
+        assert status.plan is large
+        assert status.predicted_peak_bytes == large.predicted_peak_bytes
+    assert (Status(None).plan, Status(None).predicted_peak_bytes, Status(None).lower_bound_seconds) == (None,) * 3

@@ -1,0 +1,159 @@
+"""A convolution's gradients: that of its input needs no input, that of its weight may come in pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shoal.kernels.convolution import (
+    _pieces_repeat_bits,
+    _unread,
+    input_gradient,
+    weight_gradient,
+    weight_gradient_pieces,
+)
+from shoal.lowlevel import allocations
+
+aten = torch.ops.aten
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Any]]:
+    """Gradient, input, weight and options of a random convolution."""
+    dims = draw(st.sampled_from([1, 2, 2, 2, 3]))
+    groups = draw(st.sampled_from([1, 1, 2, 4]))
+    n_in, n_out = groups * draw(st.integers(1, 3)), groups * draw(st.integers(1, 3))
+    transposed = draw(st.booleans())
+    per_axis = lambda least, most: draw(st.lists(st.integers(least, most), min_size=dims, max_size=dims))  # noqa: E731
+    kernel, stride, padding, dilation = per_axis(1, 3), per_axis(1, 2), per_axis(0, 1), per_axis(1, 2)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]))
+    x = torch.randn(draw(st.integers(1, 2)), n_in, *per_axis(3, 8), generator=generator).to(dtype)
+    first, second = (n_in, n_out) if transposed else (n_out, n_in)
+    weight = torch.randn(first, second // groups, *kernel, generator=generator).to(dtype)
+    if dims > 1 and draw(st.booleans()):
+        layout = torch.channels_last if dims == 2 else torch.channels_last_3d
+        x, weight = x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
+    options = [stride, padding, dilation, transposed, [0] * dims, groups]
+    try:
+        result = aten.convolution(x, weight, None, *options)
+    except RuntimeError:  # the kernel is larger than the image
+        assume(False)
+    return torch.empty_like(result).copy_(torch.randn(result.shape, generator=generator)), x, weight, options
+
+
+@given(convolutions())
+def test_the_gradient_is_the_one_that_pytorch_gives_with_the_input(
+    convolution: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Any]],
+) -> None:
+    grad, x, weight, options = convolution
+    expected, _, _ = aten.convolution_backward(grad, x, weight, None, *options, [True, False, False])
+    found = input_gradient(grad, weight, list(x.shape), list(x.stride()), *options)
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
+
+
+@given(convolutions())
+def test_it_allocates_what_pytorch_allocates_and_not_the_input(
+    convolution: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Any]],
+) -> None:
+    grad, x, weight, options = convolution
+    _unread.cache_clear()
+    _, ours = allocations.record(lambda: input_gradient(grad, weight, list(x.shape), list(x.stride()), *options))
+    _, theirs = allocations.record(
+        lambda: aten.convolution_backward(grad, x, weight, None, *options, [True, False, False])
+    )
+    assert allocations.peak_bytes(ours) == allocations.peak_bytes(theirs)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_what_stands_in_for_the_input_has_its_shape_and_layout_and_no_memory(layout: torch.memory_format) -> None:
+    shape = (64, 64, 512, 512)  # 4 GiB
+    stride = torch.empty(shape, device="meta", memory_format=layout).stride()
+    stand_in, changes = allocations.record(lambda: _unread(shape, stride, torch.float32))
+    assert (stand_in.shape, stand_in.stride(), changes) == (shape, stride, [])
+    assert float(stand_in[63, 63, 511, 511]) == 0
+    _unread.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 4, 4), (0, 64, 224, 224), (2, 3, 0, 5), (0, 1, 1, 1)])
+def test_an_empty_batch_has_a_stand_in_and_a_gradient_too(shape: tuple[int, ...]) -> None:
+    stride = torch.empty(shape, device="meta").stride()
+    assert _unread(shape, stride, torch.float32).shape == shape
+    if shape[0] == 0:
+        weight = torch.randn(2, shape[1], 1, 1)
+        grad = torch.empty(0, 2, *shape[2:])
+        options = [[1, 1], [0, 0], [1, 1], False, [0, 0], 1]
+        assert input_gradient(grad, weight, list(shape), list(stride), *options).shape == shape
+
+
+@given(convolutions(), st.integers(1, 9), st.booleans())
+def test_a_weight_gradient_in_pieces_is_as_close_to_float64_as_the_whole(
+    convolution: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Any]], pieces: int, with_bias: bool
+) -> None:
+    grad, x, weight, options = convolution
+    assume(not options[3] and options[5] == 1)
+    rest = ([weight.shape[0]] if with_bias else None, *options, [False, True, with_bias])
+    exact = aten.convolution_backward(grad.double(), x.double(), weight.double(), *rest)[1:]
+    whole = aten.convolution_backward(grad, x, weight, *rest)[1:]
+    nothing, *found = weight_gradient(grad, x, weight, *rest, pieces)
+    assert nothing is None
+    assert (found[1] is None) == (not with_bias)
+    for ours, theirs, reference in zip(found, whole, exact, strict=True):
+        if ours is not None:
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+            tolerance = 8 * torch.finfo(ours.dtype).eps * max(1.0, float(reference.abs().max()))
+            assert (ours - reference).abs().max() <= (theirs - reference).abs().max() + tolerance
+
+
+def large_weight(channels: int = 512, groups: int = 1, device: str = "cpu") -> tuple[Any, ...]:
+    """A weight of 9 MiB on images of one pixel; the arguments of `weight_gradient` but for the pieces."""
+    generator = torch.Generator().manual_seed(channels)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(device)  # noqa: E731
+    options = ([1, 1], [1, 1], [1, 1], False, [0, 0], groups, [False, True, False])
+    return draw(4, channels, 1, 1), draw(4, 512, 1, 1), draw(channels, 512 // groups, 3, 3), None, *options
+
+
+def test_pieces_are_proposed_only_where_they_repeat_the_bits_and_save_the_bytes_of_the_result() -> None:
+    arguments = large_weight()
+    pieces = weight_gradient_pieces(*arguments)
+    if pieces is None:
+        pytest.skip("this processor's whole weight gradient takes no scratch worth saving, or other bits than pieces")
+    whole, theirs = allocations.record(lambda: aten.convolution_backward(*arguments)[1])
+    found, ours = allocations.record(lambda: weight_gradient(*arguments, pieces)[1])
+    assert torch.equal(found, whole)
+    assert allocations.peak_bytes(ours) <= allocations.peak_bytes(theirs) - whole.nbytes
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        large_weight(channels=16),  # a small weight
+        large_weight(groups=2),
+        large_weight(device="meta"),
+        (
+            torch.empty(4, 512, 64, 64),
+            torch.empty(4, 512, 64, 64),
+            *large_weight()[2:],
+        ),  # images larger than the weight
+    ],
+    ids=["small", "grouped", "elsewhere", "large images"],
+)
+def test_other_weight_gradients_come_whole_untried(arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.kernels.convolution._pieces_repeat_bits", lambda *_: pytest.fail("tried"))
+    assert weight_gradient_pieces(*arguments) is None
+
+
+def test_where_pieces_give_other_bits_the_whole_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pieces_repeat_bits.cache_clear()
+
+    def off_by_a_little(*arguments: Any) -> tuple[None, torch.Tensor, None]:
+        return None, aten.convolution_backward(*arguments[:-1])[1] + 1e-3, None
+
+    monkeypatch.setattr("shoal.kernels.convolution.weight_gradient", off_by_a_little)
+    assert weight_gradient_pieces(*large_weight()) is None
+    _pieces_repeat_bits.cache_clear()

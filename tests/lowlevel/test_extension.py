@@ -1,0 +1,59 @@
+"""C++ is compiled once and kept; what is in the way is told in one line."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import InputError
+from shoal.lowlevel import extension
+from shoal.lowlevel.extension import compiled
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="an extension needs a C++ compiler"
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "answer.cpp"
+    path.write_text('extern "C" int answer() { return 42; }')
+    return path
+
+
+@needs_compiler
+def test_a_library_is_built_once_and_again_when_its_source_changes(source: Path) -> None:
+    built = compiled(source, "an answer")
+    assert ctypes.CDLL(str(built)).answer() == 42
+    made = built.stat().st_mtime_ns
+    assert compiled(source, "an answer") == built
+    assert built.stat().st_mtime_ns == made
+    source.write_text('extern "C" int answer() { return 43; }')
+    assert ctypes.CDLL(str(compiled(source, "an answer"))).answer() == 43
+
+
+def test_no_compiler_is_said_in_one_line(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(InputError, match=r"an answer needs a C\+\+ compiler.*install g\+\+") as caught:
+        compiled(source, "an answer")
+    assert "\n" not in str(caught.value)
+
+
+@needs_compiler
+def test_an_error_of_the_compiler_is_said_in_one_line(source: Path) -> None:
+    source.write_text("int answer( {")
+    with pytest.raises(InputError, match="an answer did not compile with .*error") as caught:
+        compiled(source, "an answer")
+    assert "\n" not in str(caught.value)
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_said_in_one_line(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "cache_dir", lambda: source)
+    with pytest.raises(InputError, match="an answer cannot be built in"):
+        compiled(source, "an answer")

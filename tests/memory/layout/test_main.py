@@ -1,0 +1,56 @@
+"""`python -m shoal.memory.layout`: what it prints, what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+from typer.testing import CliRunner, Result
+
+from shoal.memory.layout.__main__ import main
+
+PROBLEM = "id,lower,upper,size\nshort,0,2,4\nlong,1,6,2\nlarge,2,4,6\n"
+
+
+APP = typer.Typer()
+APP.command()(main)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(APP, [str(argument) for argument in arguments])
+
+
+def test_as_typed_it_lays_out_a_file(tmp_path: Path) -> None:
+    (tmp_path / "problem.csv").write_text(PROBLEM)
+    command = [sys.executable, "-m", "shoal.memory.layout", str(tmp_path / "problem.csv")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "150.0 %" in done.stdout
+
+
+def test_it_lays_out_a_file_within_a_capacity_and_writes_the_offsets(tmp_path: Path) -> None:
+    problem, output = tmp_path / "problem.csv", tmp_path / "out.csv"
+    problem.write_text(PROBLEM)
+    done = run(problem, "--capacity", 8, "--time-limit", 60, "--output", output)
+    assert done.exit_code == 0, done.stderr
+    assert all(word in done.stdout for word in ("first fit", "best fit", "search", "150.0 %", "100.0 %"))
+    assert output.read_text().splitlines()[0] == "id,lower,upper,size,offset"
+    assert len(output.read_text().splitlines()) == 4
+
+
+def test_a_capacity_that_cannot_be_met_writes_nothing(tmp_path: Path) -> None:
+    problem, output = tmp_path / "problem.csv", tmp_path / "out.csv"
+    problem.write_text(PROBLEM)
+    done = run(problem, "--capacity", 7, "--output", output)
+    assert (done.exit_code, done.stderr) == (1, "shoal.memory.layout: no layout fits: that is proven\n")
+    assert not output.exists()
+
+
+def test_bad_input_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    for arguments in ((tmp_path / "absent.csv",), (__file__,), (tmp_path / "absent.csv", "--capacity", "lots")):
+        done = run(*arguments)
+        assert done.exit_code == 2
+        assert done.stderr.count("\n") == 1
+        assert done.stderr.startswith("shoal.memory.layout: ")

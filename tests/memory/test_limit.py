@@ -1,0 +1,230 @@
+"""A wall counts what torch allocates, byte for byte, and refuses what goes past it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from shoal.errors import InputError
+from shoal.memory.limit import lifted, wall
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's wall needs a C++ compiler"
+)
+MiB = 2**20
+
+
+def floats(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.float32)
+
+
+def a_training_step() -> Callable[[], None]:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(4096, 10),
+    )
+    images = torch.randn(4, 3, 32, 32)
+
+    def step() -> None:
+        model(images).square().sum().backward()
+        model.zero_grad()
+
+    return step
+
+
+def profiled_peak_bytes(step: Callable[[], None]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        step()
+    live = peak = 0
+    for event in sorted(run.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+@needs_compiler
+def test_a_step_peaks_at_what_the_profiler_reports() -> None:
+    step = a_training_step()
+    step()
+    with wall(None) as w:
+        step()
+        w.reset_peak()
+        before = w.live_bytes
+        step()
+        counted = w.peak_bytes - before
+        profiled_under_the_wall = profiled_peak_bytes(step)
+    assert counted == profiled_under_the_wall == profiled_peak_bytes(step)
+
+
+@needs_compiler
+@given(st.lists(st.integers(0, 100_000), max_size=8))
+def test_live_bytes_are_the_sum_of_what_is_held(sizes: list[int]) -> None:
+    with wall(None) as w:
+        before = w.live_bytes
+        held = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        assert w.live_bytes - before == sum(sizes)
+        assert w.peak_bytes - before == sum(sizes)
+        assert w.allocations == sum(size > 0 for size in sizes)
+        del held
+        assert w.live_bytes == before
+
+
+@needs_compiler
+def test_what_goes_past_the_limit_is_refused_and_what_reaches_it_is_not() -> None:
+    with wall(None) as w:
+        w.limit_bytes = w.live_bytes + 4000
+        held = floats(1000)
+        with pytest.raises(
+            torch.OutOfMemoryError, match=f"1 bytes requested while {w.live_bytes} are in use and the li"
+        ):
+            torch.empty(1, dtype=torch.uint8)
+        assert w.peak_bytes == w.limit_bytes
+        del held
+        floats(1000)
+
+
+@needs_compiler
+def test_training_goes_on_after_a_refused_step() -> None:
+    step = a_training_step()
+    with wall(None) as w:
+        step()
+        w.reset_peak()
+        before = w.live_bytes
+        step()
+        need = w.peak_bytes - before
+        w.limit_bytes = w.live_bytes + need - 1
+        with pytest.raises(torch.OutOfMemoryError):
+            step()
+        w.limit_bytes = w.live_bytes + need
+        step()
+
+
+@needs_compiler
+def test_a_tensor_may_outlive_its_wall_and_an_older_one_is_not_counted() -> None:
+    older = floats(1000)
+    with wall(None) as w:
+        before = w.live_bytes
+        w.limit_bytes = before + MiB
+        del older
+        assert w.live_bytes == before
+        younger = floats(2000)
+        assert w.live_bytes == before + 8000
+    younger.resize_(4000)
+    floats(10 * MiB)
+    del younger
+    with wall(None) as w:
+        assert w.live_bytes == before
+
+
+@needs_compiler
+def test_threads_are_counted_together() -> None:
+    refused: list[Exception] = []
+
+    def churn() -> None:
+        try:
+            for size in range(1, 400):
+                held = [floats(size) for _ in range(5)]
+                del held
+        except torch.OutOfMemoryError as error:
+            refused.append(error)
+
+    with wall(None) as w:
+        before = w.live_bytes
+        w.limit_bytes = before + 4 * 5 * 400 * 4
+        threads = [threading.Thread(target=churn) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not refused
+        assert w.live_bytes == before
+        assert w.allocations == 4 * 5 * 399
+        assert before + 4 * 399 <= w.peak_bytes <= w.limit_bytes
+
+
+@needs_compiler
+def test_of_nested_walls_the_lowest_holds() -> None:
+    with wall(None) as outer:
+        base = outer.live_bytes
+        outer.limit_bytes = base + 64 * MiB
+        with wall(base + MiB) as inner:
+            with pytest.raises(torch.OutOfMemoryError):
+                floats(MiB)
+            inner.limit_bytes = base + 2**30
+            floats(MiB)
+            with pytest.raises(torch.OutOfMemoryError):
+                floats(32 * MiB)
+            assert inner.peak_bytes == base + 4 * MiB
+        assert outer.peak_bytes == base + 4 * MiB
+        floats(8 * MiB)
+        assert outer.peak_bytes == base + 32 * MiB
+
+
+@needs_compiler
+def test_a_lifted_wall_bounds_nothing_and_counts_no_peak() -> None:
+    with wall(None) as w:
+        before = w.peak_bytes
+        w.limit_bytes = before + MiB
+        with lifted(), lifted():
+            floats(MiB)
+        assert w.peak_bytes == before
+        with pytest.raises(torch.OutOfMemoryError):
+            floats(MiB)
+        with lifted():
+            kept = floats(1000)
+        assert w.peak_bytes == before + kept.nbytes
+
+
+def test_lifting_where_no_wall_stands_is_nothing() -> None:
+    with lifted():
+        floats(10)
+
+
+@needs_compiler
+def test_a_tensor_that_is_held_until_the_process_ends_is_freed_in_peace() -> None:
+    program = """
+import torch
+from shoal.runtime.wall import wall
+with wall("1MiB"):
+    torch.held = torch.empty(1000)
+stack = wall(None)
+stack.__enter__()
+torch.held_too = torch.empty(1000)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("limit", "device"), [("lots", "cpu"), (-1, "cpu"), ("1MiB", "meta")])
+def test_a_wall_that_cannot_stand_is_refused(limit: int | str, device: str) -> None:
+    with pytest.raises(InputError), wall(limit, device):
+        pass
+
+
+@pytest.mark.gpu
+def test_a_wall_on_cuda_refuses_and_leaves_no_limit_behind() -> None:
+    before = torch.cuda.get_per_process_memory_fraction()
+    with wall("256MiB", "cuda") as w:
+        held = torch.empty(64 * MiB, dtype=torch.uint8, device="cuda")
+        assert w.live_bytes >= held.nbytes
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")
+        with lifted():
+            torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")
+        assert w.peak_bytes < 256 * MiB
+    assert torch.cuda.get_per_process_memory_fraction() == before

@@ -1,0 +1,132 @@
+"""Which batch norms are found invertible, by structure, and what is told of the others."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal.kernels.invertible_norm import inverted_batch_norm_reference
+from shoal.lowlevel import allocations
+from shoal.transforms.invert.invert_batchnorm import invert_batchnorm, restore_batchnorm
+from tests.engine.training_laws import conv_bn_relu
+from tests.inverted_networks import small_resnet, with_trained_layers
+
+
+def test_what_is_converted_and_what_is_not_is_told() -> None:
+    converted = invert_batchnorm(small_resnet(), slope=0.05)
+    assert [(site.layer, site.was, site.activation, site.slope) for site in converted.inverted] == [
+        ("1", "ReLU", "leaky_relu", 0.05),
+        ("3.bn1", "ReLU", "leaky_relu", 0.05),
+        ("6", "ELU", "elu", 1.0),
+    ]
+    assert [left.layer for left in converted.left] == ["3.bn2"]
+    told = converted.describe().splitlines()
+    assert told[0] == "3 of 4 batch norms inverted"
+    assert told[-1] == "3.bn2  kept: there is no ReLU, LeakyReLU or ELU behind it but add"
+
+
+class Functional(nn.Module):
+    """Activations as functions and methods, a slope of its own, and what cannot be converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for place in range(8):
+            self.add_module(f"bn{place}", nn.BatchNorm1d(4))
+        self.flat, self.clipped = nn.LeakyReLU(0.0), nn.ReLU6()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.bn0(x))
+        x = self.bn1(x).relu_()
+        x = F.leaky_relu(self.bn2(x), negative_slope=0.2)
+        x = F.elu(self.bn3(x), 0.5)
+        x = self.flat(self.bn4(x))
+        x = self.clipped(self.bn5(x))
+        x = self.bn6(x)
+        return torch.relu(x) + self.bn7(x)
+
+
+def test_activations_are_found_as_functions_methods_and_modules() -> None:
+    converted = invert_batchnorm(Functional())
+    assert [(site.layer, site.slope) for site in converted.inverted] == [
+        ("bn0", 0.01),
+        ("bn1", 0.01),
+        ("bn2", 0.2),
+        ("bn3", 0.5),
+    ]
+    reasons = {left.layer: left.reason for left in converted.left}
+    assert reasons["bn4"] == "the LeakyReLU(0) behind it has no inverse"
+    assert reasons["bn5"] == "there is no ReLU, LeakyReLU or ELU behind it but clipped (ReLU6)"
+    assert reasons["bn6"] == "its result has other readers: relu, bn7 (BatchNorm1d)"
+    assert converted(torch.randn(6, 4)).shape == (6, 4)
+
+
+class OwnBatchNorm(nn.BatchNorm2d):
+    pass
+
+
+def _hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("layer", "activation", "reason"),
+    [
+        (nn.SyncBatchNorm(4), nn.ReLU(), "it is a SyncBatchNorm, whose statistics are of all ranks"),
+        (OwnBatchNorm(4), nn.ReLU(), "it is a OwnBatchNorm, which may do more than batch norm"),
+        (_hooked(nn.BatchNorm2d(4)), nn.ReLU(), "it has hooks, which would not run"),
+        (nn.BatchNorm2d(4), _hooked(nn.ReLU()), "1 behind it has hooks, which would not run"),
+    ],
+)
+def test_layers_that_do_more_stay_as_they_are(layer: nn.Module, activation: nn.Module, reason: str) -> None:
+    converted = invert_batchnorm(nn.Sequential(layer, activation))
+    assert [left.reason for left in converted.left] == [reason]
+    assert converted.inverted == ()
+
+
+class Twice(nn.Module):
+    """One batch norm for two places."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        self.norm, self.relu, self.other = nn.BatchNorm2d(3), nn.ReLU(), other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.norm(self.second(self.relu(self.norm(self.first(x))))))
+
+
+def test_a_shared_batch_norm_is_converted_in_both_places_or_in_none() -> None:
+    net = with_trained_layers(Twice(nn.ReLU()))
+    weight = net.norm.weight.detach().clone()
+    plain = copy.deepcopy(net)
+    converted = invert_batchnorm(net, slope=1e-6)
+    x = torch.randn(4, 3, 8, 8)
+    for _ in range(2):
+        torch.testing.assert_close(converted(x), plain(x), rtol=1e-4, atol=1e-4)
+    assert converted.get_buffer("norm.num_batches_tracked") == 4
+    restore_batchnorm(converted)
+    torch.testing.assert_close(net.norm.weight, weight, rtol=1e-6, atol=0)
+    assert invert_batchnorm(Twice(nn.Sigmoid())).inverted == ()
+    assert [left.reason for left in invert_batchnorm(Twice(nn.ELU())).left] == [
+        "it is called with different activations behind it"
+    ]
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_convolution_s_result_is_written_over_in_eager_mode(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inverted_batch_norm_reference, "_PIECE_ELEMS", 1)
+    converted = invert_batchnorm(conv_bn_relu(3, 4, dims))
+    x = torch.randn(2, 3, *[8] * dims)
+    _, changes = allocations.record(lambda: converted(x).sum().backward())
+    one = 2 * 4 * 8**dims * 4
+    seen: list[Any] = []
+    converted.get_submodule("0").register_forward_hook(lambda *arguments: seen.append(arguments[2]))
+    result = converted(x)
+    assert seen[0].data_ptr() != result.data_ptr()  # a hook may keep what it sees
+    assert changes.count(one) == 2  # the convolution's result and its gradient

@@ -1,0 +1,186 @@
+"""Inverted networks compute and train what they should, with fewer bytes saved."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shoal
+from shoal.app import models
+from shoal.app.models.resnet import Bottleneck
+from shoal.core.plan import Plan
+from shoal.lowlevel import allocations
+from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
+from shoal.transforms.invert.inverted_model import InvertedModel
+from tests.engine.training_laws import assert_same_training, blocks, images, train
+from tests.inverted_networks import chain, small_resnet, with_leaky, with_trained_layers
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_inverted_network_is_the_one_with_leaky_activations(training: bool) -> None:
+    net = with_trained_layers(small_resnet())
+    net[4].p = 0.0
+    net.train(training)
+    expected = with_leaky(net)
+    converted = invert_batchnorm(net)
+    x = torch.randn(4, 3, 12, 12)
+    theirs, ours = expected(x), converted(x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    ours.square().mean().backward()
+    theirs.square().mean().backward()
+    gradients = dict(expected.named_parameters())
+    for name, parameter in converted.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-3, atol=1e-5, msg=name)
+    for mine, other in zip(converted.buffers(), expected.buffers(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_state_dicts_go_both_ways() -> None:
+    net = with_trained_layers(small_resnet())
+    state = copy.deepcopy(net.state_dict())
+    converted = invert_batchnorm(small_resnet())
+    converted.load_state_dict(state)
+    small_resnet().load_state_dict(converted.state_dict())
+    assert [name for name, _ in converted.named_parameters()] == [name for name, _ in net.named_parameters()]
+    x = torch.randn(2, 3, 12, 12)
+    torch.testing.assert_close(converted.eval()(x), with_leaky(net).eval()(x), rtol=1e-3, atol=1e-3)
+
+
+def test_dropout_and_statistics_follow_the_mode() -> None:
+    converted = invert_batchnorm(small_resnet())
+    x = torch.randn(4, 3, 12, 12)
+    converted.eval()
+    assert torch.equal(converted(x), converted(x))
+    assert converted.get_buffer("1.num_batches_tracked") == 0
+    converted.train()
+    assert not torch.equal(converted(x), converted(x))
+    assert converted.get_buffer("1.num_batches_tracked") == 2
+
+
+def test_training_reduces_the_loss_with_accumulated_gradients() -> None:
+    converted = invert_batchnorm(small_resnet())
+    optimizer = torch.optim.SGD(converted.parameters(), lr=0.1, momentum=0.9)
+    x, targets = torch.randn(10, 3, 12, 12), torch.arange(10) % 5
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        for half in (slice(0, 5), slice(5, 10)):
+            loss = F.cross_entropy(converted(x[half]), targets[half]) / 2
+            loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_copy_is_independent() -> None:
+    converted = invert_batchnorm(small_resnet())
+    twin = copy.deepcopy(converted)
+    with torch.no_grad():
+        twin.get_parameter("1.weight").zero_()
+    x = torch.randn(2, 3, 12, 12)
+    assert not torch.equal(twin.eval()(x), converted.eval()(x))
+    assert converted.get_parameter("1.weight").min() > 0.9
+
+
+def saved_bytes(plan: Plan) -> int:
+    graph = plan.graph
+    written = {storage for op in graph.ops[: graph.n_forward] for storage in op.writes}
+    read = {storage for op in graph.ops[graph.n_forward :] for storage in op.reads}
+    return sum(graph.storages[storage].nbytes for storage in written & read)
+
+
+def test_in_eager_mode_a_step_saves_and_needs_less() -> None:
+    x = torch.randn(4, 3, 32, 32)
+    one = 4 * 16 * 32 * 32 * 4
+
+    def cost(net: nn.Module) -> tuple[int, int]:
+        held: dict[int, int] = {}
+        known = {p.data_ptr() for p in (*net.parameters(), x)}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.data_ptr() not in known:
+                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = net(x).square().sum()
+        del loss
+        _, changes = allocations.record(lambda: net(x).square().sum().backward())
+        return sum(held.values()), allocations.peak_bytes(changes)
+
+    (plain_saved, plain_peak), (saved, peak) = cost(chain()), cost(invert_batchnorm(chain()))
+    assert plain_saved >= 6 * one
+    assert saved <= 3.1 * one
+    assert peak <= plain_peak - 2 * one
+
+
+def test_under_shoal_less_is_saved_and_the_prediction_holds() -> None:
+    x = torch.randn(4, 3, 32, 32)
+    plain, ours = shoal.plan(chain(), x), shoal.plan(invert_batchnorm(chain()), x)
+    one = 4 * 16 * 32 * 32 * 4
+    assert saved_bytes(plain) - saved_bytes(ours) >= 2 * one
+    assert saved_bytes(ours) <= 3.2 * one
+    assert ours.predicted_peak_bytes <= plain.predicted_peak_bytes - 2 * one
+    assert {op.layer for op in ours.graph.ops if "inverted" in op.target} == {"0.1", "1.1", "2.1"}
+    model = shoal.compile(invert_batchnorm(chain()))
+    for _ in range(2):
+        model(x).square().sum().backward()
+        model.zero_grad()
+    assert model.shoal.measured_peak_bytes == pytest.approx(model.shoal.predicted_peak_bytes, rel=0.02)
+
+
+def test_under_shoal_a_block_of_resnet_saves_one_tensor_for_a_pair_where_it_saved_two() -> None:
+    def block() -> nn.Sequential:
+        ahead = nn.Conv2d(3, 64, 3, padding=1)
+        return nn.Sequential(ahead, Bottleneck(64, 16, 1, None), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    x = torch.randn(2, 3, 12, 12)
+    plain, ours = shoal.plan(block(), x), shoal.plan(invert_batchnorm(block()), x)
+    (one, vector), pairs = (2 * 16 * 12 * 12 * 4, 16 * 4), 2
+    # Mean and inverse deviation, of which the inverted form saves the second.
+    assert saved_bytes(plain) - saved_bytes(ours) == pairs * (one + vector)
+    forward = [op.target for op in ours.graph.ops[: ours.graph.n_forward]]
+    assert forward.count("shoal.inverted_batch_norm.default") == pairs
+    kept = {s.layer: s.nbytes for s in ours.graph.storages if s.kind == "activation" and s.nbytes == one}
+    assert {"1.bn1", "1.bn2"} <= set(kept)
+
+
+def test_after_ten_steps_that_recompute_statistics_are_those_of_plain_batch_norm() -> None:
+    batches = images(10, 4, 3, 12, 12)
+    net = nn.Sequential(*blocks(3, 8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    plain = copy.deepcopy(net)
+    for part in plain[:2]:
+        part[2] = nn.LeakyReLU(0.01)
+    planned = assert_same_training(nn.Sequential(invert_batchnorm(net)), batches)
+    assert any("inverted" in op.target for op in planned.shoal.plan.graph.ops)
+    train(plain, batches)
+    for (name, ours), theirs in zip(planned.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
+        assert "tracked" not in name or ours == 10
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"around_forward": lambda: torch.autocast("cpu", torch.bfloat16)},
+        {"batches_a_step": 2},
+    ],
+)
+def test_planned_training_has_the_bits_of_eager_training(how: dict[str, Any]) -> None:
+    layout = torch.channels_last if "batches_a_step" in how else torch.contiguous_format
+    net = nn.Sequential(invert_batchnorm(small_resnet())).to(memory_format=layout)
+    assert_same_training(net, [batch.to(memory_format=layout) for batch in images(2, 4, 3, 12, 12)], **how)
+
+
+def test_networks_of_the_zoo_are_converted_or_left_and_run() -> None:
+    for name, inverted, size in (("resnet18_cifar", 9, 32), ("mobilenet_v2", 0, 32), ("densenet121", 120, 32)):
+        converted = invert_batchnorm(models.build(name, seed=0))
+        assert isinstance(converted, InvertedModel)
+        assert len(converted.inverted) >= inverted
+        assert converted.eval()(torch.randn(1, 3, size, size)).isfinite().all()
