@@ -24,7 +24,7 @@ from shoal.capture import inplace
 from shoal.capture.fx_nodes import is_view
 from shoal.capture.step_reader import Captured, read_joint
 from shoal.capture.symbolic_sizes import as_arguments, usual
-from shoal.core.lossy import Lossy
+from shoal.core.lossy import LossyOptions
 from shoal.core.residence import Encode, Residence
 from shoal.errors import CaptureError, PlanError
 from shoal.kernels.batch_norm import backward as batch_norm_backward
@@ -57,7 +57,7 @@ class Offer:
     layers: tuple[str, ...]
 
 
-def offers(captured: Captured, lossy: Lossy) -> tuple[Offer, ...]:
+def offers(captured: Captured, lossy: LossyOptions) -> tuple[Offer, ...]:
     """The storages of a step that may be encoded, in the order of their first computation.
 
     They are inputs of convolutions, dense, of float32, bfloat16 or float16, whose other backward readers (if any) are
@@ -83,7 +83,7 @@ def offers(captured: Captured, lossy: Lossy) -> tuple[Offer, ...]:
     return tuple(found)
 
 
-def encoded(captured: Captured, chosen: Collection[str], lossy: Lossy) -> Captured:
+def encoded(captured: Captured, chosen: Collection[str], lossy: LossyOptions) -> Captured:
     """The step with the chosen storages encoded; `captured` stays as it is.
 
     Raises:
@@ -111,7 +111,7 @@ def payload_name(storage: str) -> str:
 
 
 def encode_residences(
-    residences: Mapping[str, Residence], chosen: Collection[str], lossy: Lossy
+    residences: Mapping[str, Residence], chosen: Collection[str], lossy: LossyOptions
 ) -> dict[str, Residence]:
     """Residences of a step with encoded storages, in which these are said to be encoded."""
     said: dict[str, Residence] = dict(residences)
@@ -231,7 +231,7 @@ def _behind_a_convolution(captured: Captured) -> set[fx.Node]:
     return found
 
 
-def _encode(graph: fx.Graph, uses: _Uses, lossy: Lossy, backward: set[str]) -> None:
+def _encode(graph: fx.Graph, uses: _Uses, lossy: LossyOptions, backward: set[str]) -> None:
     base = uses.base
     value = base.meta["val"]
     # A reader that can write its result over the storage, its last one, has to come after what encodes it.

@@ -10,22 +10,21 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from shoal import planners
 from shoal.capture.step_reader import Captured
 from shoal.capture.traced_strides import Departure, with_copies
-from shoal.core.lossy import Lossy
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
-from shoal.engine.habits import Habits, dropped_bytes, hopeful, of_nothing_held
+from shoal.engine.habits import Habits, hopeful, of_nothing_held
+from shoal.engine.learning import habits_seen_in
 from shoal.engine.metering import Metered, Metering, Window
 from shoal.engine.optimizer_steps import tell
+from shoal.engine.options import CompileOptions
 from shoal.engine.status import Status
 from shoal.engine.step_planning import Planned, StepPlanning, Terms
 from shoal.errors import BudgetError, CaptureError, PlanError
 from shoal.memory.static_memory import Standing, distinct_bytes
-from shoal.memory.step_meter import Measured
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.policy import Offloading
 from shoal.offload.transfers import Transfers
@@ -42,26 +41,24 @@ class Session:
 
     Attributes:
         status: what users see.
-        planner: its name, or a function with the planners' signature.
+        options: what the model was compiled with.
         standing: what is in use beside the steps: the model and its optimizers, as far as they are known.
         name: the model's name for tables and errors.
         ready_plan: a plan to use as it is instead of planning.
         offloading: where saved storages may wait; None: on the device alone.
         on_repair: called when the plans in force do not hold; must make the next step be planned anew. None: nothing
             can.
-        lossy: how convolution inputs may be encoded; None where they may not.
         habits: what is known of the loop around the model.
         metering: runs the steps, and tells what they use.
     """
 
     status: Status
-    planner: str | planners.Planner = "joint"
+    options: CompileOptions = field(default_factory=CompileOptions)
     standing: Standing = field(default_factory=Standing)
     name: str = ""
     ready_plan: Plan | None = None
     offloading: Offloading | None = None
     on_repair: Callable[[], None] | None = None
-    lossy: Lossy | None = None
     habits: Habits = field(default_factory=Habits)
     metering: Metering = field(init=False)
     _learnt_bytes: dict[str, int] = field(default_factory=dict)
@@ -179,7 +176,9 @@ class Session:
         """
         started = time.perf_counter()
         self._state_bytes = self.standing.state_bytes()
-        terms = Terms(self.planner, self.status.budget_bytes, self.ready_plan, self.lossy, self.status.encoded)
+        terms = Terms(
+            self.options.planner, self.status.budget_bytes, self.ready_plan, self.options.lossy, self.status.encoded
+        )
         planning = StepPlanning(captured, device, terms, self.offloading, self._bytes_beside)
         try:
             made = planning.plan(self.habits, self.status.plans)
@@ -187,7 +186,8 @@ class Session:
             made = self._plan_in_hope(planning, self._with_hints(refused))
         captured, plan = made.captured, made.plan
         check_own_plan(plan.graph, plan.residences, self.status.budget_bytes or 0)
-        plan = replace(plan, planning_seconds=time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        plan = replace(plan, planning_seconds=seconds, options=self.options.to_json())
         step.plan, step.basis = plan, made.basis
         self._in_force.add(step)
         others = (p for p in self.status.plans if not _is_same_step(p.exact_step, plan.exact_step))
@@ -334,7 +334,7 @@ class Session:
                 )
             return
         before_bytes = _highest(window.steps)
-        self._adapt(self._habits_seen_in(window, measured))
+        self._adapt(habits_seen_in(window, measured, self.habits, gradients_pass=self.standing.gradients_pass))
         after_bytes = _highest(window.steps)
         if budget_bytes is None:
             return
@@ -352,37 +352,7 @@ class Session:
         What is encoded stays: it would change the numbers.
         """
         slowed = any(plan.added_seconds > _SLOWER * plan.plain_seconds for plan in self.status.plans)
-        return slowed and not self._improved and self.lossy is None
-
-    def _habits_seen_in(self, window: Window, measured: Measured) -> Habits:
-        habits = self.habits
-        released = frozenset(window.released - window.kept)
-        seen = replace(
-            habits,
-            learnt=True,
-            released=habits.released & released if habits.learnt else released,
-            tangents_pass=not window.tangents_stayed and (habits.tangents_pass or not habits.learnt),
-            drops_late=habits.drops_late and not (window.gradients_stayed and self.standing.gradients_pass),
-        )
-        loss_shares = [habits.loss_share] if habits.learnt else []
-        kept_shares = [habits.kept_share] if habits.learnt else []
-        for step in window.steps:
-            plan = step.plan and step.basis and step.basis.of(step.plan, replace(seen, kept_share=0.0))
-            at_loss = plan and next((m for m in plan.timeline.moments if m.phase == "loss"), None)
-            if not plan or not at_loss or not at_loss.error_bytes:
-                continue
-            rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
-            left_bytes = rest_bytes - dropped_bytes(plan.graph)
-            kept_bytes = max(0, measured.before_backward_bytes - left_bytes) if measured.before_backward_bytes else 0
-            kept_shares.append(kept_bytes / at_loss.error_bytes)
-            if measured.loss_bytes:
-                scratch_bytes = measured.loss_bytes - rest_bytes - kept_bytes
-                loss_shares.append(max(0, scratch_bytes) / at_loss.error_bytes)
-        return replace(
-            seen,
-            loss_share=max(loss_shares, default=habits.loss_share),
-            kept_share=max(kept_shares, default=habits.kept_share),
-        )
+        return slowed and not self._improved and self.options.lossy is None
 
     def _repair(self, steps: Sequence[Metered], measured_bytes: int, predicted_bytes: int, budget_bytes: int) -> None:
         over_bytes = max(0, measured_bytes - predicted_bytes)

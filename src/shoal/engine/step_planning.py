@@ -11,7 +11,7 @@ import torch
 from shoal import planners
 from shoal.capture.encode_activations import encoded
 from shoal.capture.step_reader import Captured
-from shoal.core.lossy import Lossy
+from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
@@ -45,7 +45,7 @@ class Terms:
     planner: str | planners.Planner
     budget_bytes: int | None
     ready_plan: Plan | None
-    lossy: Lossy | None
+    lossy: LossyOptions | None
     encoded: dict[str, tuple[str, ...]]
 
 

@@ -13,7 +13,7 @@ import pytest
 from shoal.capture.encode_activations import encoded, offers
 from shoal.capture.step_reader import Captured
 from shoal.core.hardware import Link
-from shoal.core.lossy import Lossy
+from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.step import Op, StepGraph
 from shoal.engine.search import choose_encoded as choosing
@@ -25,7 +25,7 @@ from tests.engine.lossy_steps import CODEC_OP, chain
 from tests.joint_graphs import batch, captured_step
 from tests.random_steps import HARDWARE
 
-LOSSY = Lossy("linear", 4096)
+LOSSY = LossyOptions("linear", 4096)
 
 
 @cache
@@ -164,4 +164,4 @@ def test_a_plan_tells_how_it_encodes() -> None:
     assert encoded_by(chosen_at(1.0, 0.1)) is None
     assert set(plan.errors) == {storage.name for storage in plan.encoded} and not plan.errors_measured
     assert set(plan.errors.values()) == {error_on_normal_numbers(LOSSY)}
-    assert 0 < error_on_normal_numbers(LOSSY) < error_on_normal_numbers(Lossy("linear", 0)) < 0.05
+    assert 0 < error_on_normal_numbers(LOSSY) < error_on_normal_numbers(LossyOptions("linear", 0)) < 0.05

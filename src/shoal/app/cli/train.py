@@ -69,7 +69,9 @@ def train(
     seed: Annotated[int, typer.Option(help="Of weights, order, augmentation and dropout.")] = 0,
     workers: Annotated[int, typer.Option(help="Processes that load images.")] = 0,
     image: Annotated[int | None, typer.Option(help="Pixels along each side.")] = None,
-    inner: Annotated[str, typer.Option(help="What runs the planned graphs: eager or inductor.")] = "eager",
+    kernels: Annotated[
+        str, typer.Option("--kernels", "--inner", help="What runs the planned graphs: eager or inductor.")
+    ] = "eager",
     amp: Annotated[str, typer.Option(help="Autocast: bf16, fp16 or none.")] = "none",
     channels_last: Annotated[
         bool, typer.Option("--channels-last/--contiguous", help="How images lie in memory.")
@@ -130,7 +132,7 @@ def train(
             seed=seed,
             workers=workers,
             image=image,
-            inner=inner,
+            kernels=kernels,
             amp=amp,
             channels_last=channels_last,
             root=root,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.app.training.batch_norm_form import check_form
-from shoal.capture.lossy_options import lossy_of
+from shoal.engine.options import CompileOptions, lossy_options
 from shoal.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", "none")
 OPTIMIZERS = ("sgd", "adamw")
 PRECISIONS = ("none", "bf16", "fp16")
-INNERS = ("eager", "inductor")
+KERNELS = ("eager", "inductor")
 WEIGHTS = ("host", "sharded")
 PRECISIONS_OF_WEIGHTS = ("8", "16", "24", "32", "bf16", "adaptive")
 PARALLEL = ("hybrid",)
 
 # What may differ between a run and its continuation without a number changing.
-_FREE = {"budget_bytes", "planner", "enforce", "arena", "workers", "inner", "root", "out", "resume"}
+_FREE = {"budget_bytes", "planner", "enforce", "arena", "workers", "kernels", "root", "out", "resume"}
 _FREE |= {"offload_to", "host_budget_bytes", "rehearse"}
 
 
@@ -44,7 +44,7 @@ class TrainOptions:
         seed: of the weights, the order, the augmentation and dropout.
         workers: processes that load images; 0 loads them in this one.
         image: pixels along each side; None for what the data set has.
-        inner: what runs the planned graphs, one of `INNERS`.
+        kernels: what runs the planned graphs, one of `KERNELS`.
         amp: autocast's type, one of `PRECISIONS`.
         channels_last: lay images out with channels innermost: faster, and convolutions need no scratch on the CPU.
         root: folder of the data set, None for its usual place.
@@ -81,7 +81,7 @@ class TrainOptions:
     seed: int = 0
     workers: int = 0
     image: int | None = None
-    inner: str = "eager"
+    kernels: str = "eager"
     amp: str = "none"
     channels_last: bool = True
     root: str | None = None
@@ -111,7 +111,7 @@ class TrainOptions:
             ("planner", PLANNERS),
             ("optimizer", OPTIMIZERS),
             ("amp", PRECISIONS),
-            ("inner", INNERS),
+            ("kernels", KERNELS),
         ):
             if getattr(self, name) not in known:
                 raise InputError(f"unknown {name} {getattr(self, name)!r}: give one of {', '.join(known)}")
@@ -132,10 +132,25 @@ class TrainOptions:
             raise InputError("planner 'none' is plain PyTorch, which offloads nothing; choose another planner")
         if self.ranks is not None and self.batch % self.ranks:
             raise InputError(f"batch={self.batch} over {self.ranks} ranks: give a multiple of {self.ranks}")
-        lossy_of(self.lossy, self.planner)
+        if self.planner == "none":
+            lossy_options(self.lossy, self.planner)  # refuses it
         self._check_travel()
         if self.budget_bytes is None and (self.enforce or self.planner != "none"):
             raise InputError("no budget was given; give --budget, such as 150MiB, or --planner none for plain PyTorch")
+        if self.planner != "none":
+            CompileOptions.of(**self.compile_keywords())
+
+    def compile_keywords(self) -> dict[str, Any]:
+        """Those of `shoal.compile`."""
+        return {
+            "budget": self.budget_bytes,
+            "planner": self.planner,
+            "kernels": self.kernels,
+            "offload_to": self.offload_to,
+            "host_budget": self.host_budget_bytes,
+            "rehearse": self.rehearse,
+            "lossy": self.lossy,
+        }
 
     def _check_travel(self) -> None:
         for name, known in (("weights", WEIGHTS), ("precision", PRECISIONS_OF_WEIGHTS), ("parallel", PARALLEL)):

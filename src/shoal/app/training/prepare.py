@@ -115,15 +115,4 @@ def compiled(options: TrainOptions, model: nn.Module, optimizer: torch.optim.Opt
     """The network under its budget; as it is for plain PyTorch."""
     if options.planner == "none":
         return model
-    return shoal.compile(
-        model,
-        budget=options.budget_bytes,
-        planner=options.planner,
-        offload_to=options.offload_to,
-        host_budget=options.host_budget_bytes,
-        rehearse=options.rehearse,
-        lossy=options.lossy,
-        optimizer=optimizer,
-        inner=options.inner,
-        name=options.model,
-    )
+    return shoal.compile(model, **options.compile_keywords(), optimizer=optimizer, name=options.model)
