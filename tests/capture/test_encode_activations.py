@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shoal import codecs
+from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import encode_residences, encoded, offers, payload_name
-from shoal.capture.step_reader import Captured
 from shoal.core.lossy import EXEMPTIONS, LossyOptions
 from shoal.core.residence import Encode, Offload
 from shoal.core.schedule import schedule

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from shoal.capture import inplace
-from shoal.capture.step_reader import Captured, is_view
+from shoal.capture.captured import Captured
+from shoal.capture.fx_nodes import is_view
 from shoal.core.schedule import schedule
 from shoal.kernels import batch_norm, dropout, encoded_activation, rectifier
 from tests.joint_graphs import NETWORKS, captured_step, operands, run_joint, run_lowered

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import encoded, offers
-from shoal.capture.step_reader import Captured
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.cost import profile as profiling

@@ -21,8 +21,9 @@ import torch
 from torch import fx
 
 from shoal.capture import inplace
+from shoal.capture.captured import Captured
 from shoal.capture.fx_nodes import is_view
-from shoal.capture.step_reader import Captured, read_joint
+from shoal.capture.step_reader import read_joint
 from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.core.lossy import LossyOptions
 from shoal.core.residence import Encode, Residence
@@ -102,7 +103,7 @@ def encoded(captured: Captured, chosen: Collection[str], lossy: LossyOptions) ->
     if unknown := set(chosen) - graph.storage_called.keys():
         raise PlanError(f"the plan encodes {sorted(unknown)[0]!r}, which this step does not have; plan this step anew")
     joint.graph.lint()
-    return read_joint(joint, backward, captured.terms)
+    return read_joint(joint, backward, captured.read_with)
 
 
 def payload_name(storage: str) -> str:

@@ -4,7 +4,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 
 - running statistics named by batch norm's backward, which does not read them in training mode, are not saved;
 - the input of max pooling, of which the backward pass reads only the shape, is not saved for it;
-- max-pool indices wait in 1 byte (the place within the window) instead of 8, which also tells where a ReLU before the
+- max-pool indices wait in 1 byte (the place within the window) instead of 8, which also says where a ReLU before the
   pooling lets no gradient through;
 - dropout on the CPU gives the bits of eager PyTorch, with a mask of 1 byte per element where that saves noise of 4;
 - copies that functional graphs no longer need (an in-place activation's) are dropped;
@@ -12,7 +12,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - a convolution's gradients of weight and input are two ops, the second without the input, so that the input can go
   before its gradient comes;
 - the gradient of a weight larger than its images comes a few output channels at a time where that saves scratch;
-- a ReLU whose output is saved for nothing but its own backward waits as one truth value per element, and one whose
+- a ReLU whose output is saved for nothing but its own backward waits as one boolean per element, and one whose
   output has other readers too becomes that when the last of them is done;
 - batch norm's backward runs in place, without the second gradient that PyTorch's kernel allocates;
 - the part of a concatenation's gradient that waits long for its reader (a U-Net's skip) waits as a copy of its own, so

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import fx
 
+from shoal.capture.captured import Captured
 from shoal.capture.op_counts import target_name
-from shoal.capture.step_reader import Captured
 from shoal.core.records import read_value
 from shoal.core.step import StepGraph
 from shoal.cost import measurement_cache

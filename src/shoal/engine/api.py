@@ -80,12 +80,12 @@ def compile(
             Parameters, gradients, optimizer state, buffers, the batch and workspaces count. None keeps everything and
             only reports.
         planner: "joint" (default), "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", or a
-            function (StepGraph, Hardware, budget_bytes) → Plan, whose plans are held against every rule of
+            function (StepGraph, Hardware, budget_bytes) → Plan, whose plans are validated by
             `shoal.core.validate` before they run.
         optimizer: the optimizer that will train the model, so that its state counts, also before its first step.
         kernels: what runs the planned graphs: "eager" (PyTorch's kernels, no compiler needed) or "inductor".
-        plan: a saved plan to use as it is instead of planning; see `shoal.plan`. It is held against the same rules,
-            and against `budget` where that is given too.
+        plan: a saved plan to use as it is instead of planning; see `shoal.plan`. It is validated likewise, and
+            compared with `budget` where that is given too.
         offload_to: where saved tensors may wait beside the device: "host" for host memory (pinned on CUDA), a folder on
             a local disk for a file there (CPU only), None for nowhere. "auto" is "host" on CUDA and None on the CPU,
             where device and host are one.
@@ -162,8 +162,8 @@ def compile(
     caller = _Caller(network, session, options.kernels, choose=options.split == AUTO)
     forget = weakref.WeakMethod(caller.forget)
     session.on_repair = lambda: (method := forget()) and method()
-    for told in (network, model):
-        object.__setattr__(told, "shoal", status)
+    for compiled in (network, model):
+        object.__setattr__(compiled, "shoal", status)
     object.__setattr__(network, "_compiled_call_impl", caller)
     object.__setattr__(network, "_call_impl", caller)  # what `model.compile()` compiles, and Dynamo looks for
     return model
@@ -184,7 +184,7 @@ class _Caller:
     """Stands in for the model's call: training steps run planned, everything else as it was.
 
     Gradients that are there when a step starts (accumulation) take room, so such steps have plans of their own. In a
-    function that is compiled around the model, a training step is a stretch that Dynamo leaves to run as it is.
+    function that is compiled around the model, a training step runs outside of Dynamo's graphs.
     """
 
     def __init__(self, model: nn.Module, session: Session, kernels: str, *, choose: bool = False) -> None:

@@ -20,7 +20,7 @@ from shoal.capture.traced_strides import Departure
 from shoal.core.plan import Plan
 from shoal.engine.first_run import checked
 from shoal.engine.graph_runner import Compiler, compiler
-from shoal.engine.habits import Basis
+from shoal.engine.loop_memory import Basis
 from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.options import CompileOptions
 from shoal.engine.session import Session
@@ -86,12 +86,12 @@ def compile_step(
 
 
 class PlannedStep:
-    """One step in the hands of AOTAutograd: partitioned by plan, compiled, metered while it is new."""
+    """One step as AOTAutograd compiles it: partitioned by plan, lowered, metered while it is new."""
 
     def __init__(self, session: Session, run_graphs: Compiler, inputs: Mapping[str, Any], *, aten_only: bool) -> None:
         self.session = session
         self.run_graphs = run_graphs
-        self.inputs = inputs  # what `capture` is told of them
+        self.inputs = inputs  # arguments of `capture`
         self.aten_only = aten_only
         self.plan: Plan | None = None
         self.basis: Basis | None = None
@@ -152,7 +152,7 @@ class PlannedStep:
         return forward
 
     def _measure_errors(self, run: Callable[..., Any], arguments: list[Any]) -> Any:
-        """The first step after those that are metered: its encodings are held against what they encode."""
+        """The first step after those that are metered: the error of each encoding is measured."""
         assert self.plan is not None
         self.errors_unknown = False
         with measured_errors() as errors:

@@ -1,4 +1,4 @@
-"""The first run of a planned graph: every tensor is held against the trace and put into its layout where it departs.
+"""The first run of a planned graph: every tensor is compared with the trace, and copied where its layout differs.
 
 Dynamo guards the strides of a step's inputs, and AOTAutograd gives those of the trace to its tangents: what comes out
 of one run comes out of the next. So the corrections that the first run needs are written into the graph, and later

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shoal.capture.capture_step import capture_step
+from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import Offer, encoded, offers
-from shoal.capture.step_reader import Captured
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.presets import get as preset

@@ -13,7 +13,7 @@ from torch import nn
 
 from shoal import planners
 from shoal.capture.capture_step import capture_step
-from shoal.capture.step_reader import Captured
+from shoal.capture.captured import Captured
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
 from shoal.core.plan import Plan

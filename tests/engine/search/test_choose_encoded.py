@@ -10,8 +10,8 @@ from itertools import combinations
 
 import pytest
 
+from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import encoded, offers
-from shoal.capture.step_reader import Captured
 from shoal.core.hardware import Link
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan

@@ -20,8 +20,8 @@ from functools import lru_cache
 
 import torch
 
+from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import Offer, encode_residences, encoded, offers
-from shoal.capture.step_reader import Captured
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.residence import Encode

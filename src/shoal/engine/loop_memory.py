@@ -1,4 +1,4 @@
-"""What the training loop around a model does with memory, learnt from its metered steps; a step as it is under that."""
+"""Memory that the training loop around a model holds, learnt from metered steps, and a step with that counted."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ KEPT_OF_LOSS = "kept_of_the_loss"
 
 
 @dataclass(frozen=True)
-class Habits:
-    """What is known of the loop.
+class LoopMemory:
+    """What is known of the memory that a training loop holds.
 
     Attributes:
-        learnt: whether a step has been metered; before that, all is taken for the worst.
+        learnt: whether a step has been metered; before that, the worst case is assumed.
         calls_at_once: how many calls come before a backward pass.
         held_result_bytes: outputs of the step before that the loop holds until the forward pass returns new ones. None:
             not known yet, and taken for as many as the step's own.
@@ -31,7 +31,7 @@ class Habits:
         small_bytes: room for the loss itself and other small tensors of the loop, all step.
         kept_share: what the loss keeps for the whole backward pass, as a multiple of the outputs' gradients. 1 is
             `F.mse_loss`, whose mean lies in the storage of all squares.
-        loss_share: its scratch besides, as such a multiple.
+        loss_share: its workspace besides, as such a multiple.
     """
 
     learnt: bool = False
@@ -48,7 +48,7 @@ class Habits:
 
 @dataclass(frozen=True)
 class Basis:
-    """The step that a plan was made for, by itself.
+    """The step that a plan was made for, without the loop around it.
 
     Attributes:
         graph, exact_graph: as of `Plan`, with costs.
@@ -63,16 +63,16 @@ class Basis:
     others_bytes: int
     fingerprint: str
 
-    def of(self, plan: Plan, habits: Habits) -> Plan:
-        """The plan's residences in a loop with these habits."""
+    def of(self, plan: Plan, loop: LoopMemory) -> Plan:
+        """The plan's residences in such a loop."""
 
         def now(graph: StepGraph) -> StepGraph:
-            graph = under_habits(graph, habits, self.outputs)
+            graph = in_loop(graph, loop, self.outputs)
             return replace(graph, standing_bytes=graph.standing_bytes + self.others_bytes)
 
         return replace(plan, graph=now(self.graph), exact_graph=self.exact_graph and now(self.exact_graph))
 
-    def with_standing(self, more_bytes: int) -> Basis:
+    def with_static(self, more_bytes: int) -> Basis:
         """With so many bytes more in use all step."""
 
         def more(graph: StepGraph) -> StepGraph:
@@ -81,11 +81,11 @@ class Basis:
         return replace(self, graph=more(self.graph), exact_graph=self.exact_graph and more(self.exact_graph))
 
 
-def hopeful(habits: Habits, places: Collection[int]) -> Habits:
-    """As much as the loop may turn out to save: it drops every output when the loss is known, as
-    `F.cross_entropy(model(x), y).backward()` does, whose scratch is as large as those outputs."""
+def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:
+    """The loop that holds least: it drops every output when the loss is known, as
+    `F.cross_entropy(model(x), y).backward()` does, whose workspace is as large as those outputs."""
     return replace(
-        habits,
+        loop,
         released=frozenset(places),
         held_result_bytes=0,
         tangents_pass=True,
@@ -94,32 +94,32 @@ def hopeful(habits: Habits, places: Collection[int]) -> Habits:
     )
 
 
-def of_nothing_held() -> Habits:
-    """What a plan that was made elsewhere and is run as it is was made for: the step alone."""
-    return Habits(held_result_bytes=0, small_bytes=0, kept_share=0.0)
+def step_alone() -> LoopMemory:
+    """A loop that holds nothing: what a given plan, which is run as it is, was made for."""
+    return LoopMemory(held_result_bytes=0, small_bytes=0, kept_share=0.0)
 
 
-def under_habits(graph: StepGraph, habits: Habits, outputs: Mapping[int, str]) -> StepGraph:
-    """The step as it is in such a loop.
+def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> StepGraph:
+    """The step with the memory that the loop holds.
 
     Args:
         graph: the step by itself.
-        habits: what the loop does.
+        loop: what the loop holds.
         outputs: names of the storages that the caller gets, by their places among the outputs.
     """
-    released = {outputs[place] for place in habits.released if place in outputs}
+    released = {outputs[place] for place in loop.released if place in outputs}
     saved = {graph.storages[storage].name for storage in graph.saved}
     tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")
 
     def seen(storage: Storage) -> Storage:
         if storage.kind == "output" and storage.name in released - saved:
             return replace(storage, kind="activation")
-        if storage.kind == "tangent" and habits.tangents_pass:
+        if storage.kind == "tangent" and loop.tangents_pass:
             return replace(storage, kind="error")
         return storage
 
     storages = list(map(seen, graph.storages))
-    scratch_bytes = math.ceil(habits.loss_share * tangent_bytes)
+    scratch_bytes = math.ceil(loop.loss_share * tangent_bytes)
     tangents = {s.id for s in graph.storages if s.kind == "tangent"}
 
     def run(op: Op) -> Op:
@@ -130,28 +130,28 @@ def under_habits(graph: StepGraph, habits: Habits, outputs: Mapping[int, str]) -
         return op
 
     ops = list(map(run, graph.ops))
-    kept_bytes = math.ceil(habits.kept_share * tangent_bytes)
+    kept_bytes = math.ceil(loop.kept_share * tangent_bytes)
     if kept_bytes and any(op.phase == "loss" for op in ops):
         kept = Storage(len(storages), KEPT_OF_LOSS, kept_bytes, "error", "", (kept_bytes,), "uint8", (KEPT_OF_LOSS,))
         ops[-1] = replace(ops[-1], reads=(*ops[-1].reads, kept.id))
         ops = [replace(op, writes=(*op.writes, kept.id)) if op.phase == "loss" else op for op in ops]
         storages.append(kept)
-    if ops and habits.held_gradient_bytes:
+    if ops and loop.held_gradient_bytes:
         last = next((op for op in reversed(ops) if op.phase != "backward"), ops[0])
-        ops, storages = _with_held(ops, storages, HELD_GRADIENTS, habits.held_gradient_bytes, last)
-    result_bytes = habits.held_result_bytes
+        ops, storages = _with_held(ops, storages, HELD_GRADIENTS, loop.held_gradient_bytes, last)
+    result_bytes = loop.held_result_bytes
     if result_bytes is None:
         names = set(outputs.values())
         result_bytes = sum(s.nbytes for s in graph.storages if s.kind == "output" and s.name in names)
     if ops and result_bytes:
         last = next((op for op in reversed(ops) if op.phase == "forward"), ops[0])
         ops, storages = _with_held(ops, storages, HELD_RESULTS, result_bytes, last)
-    standing_bytes = graph.standing_bytes + habits.small_bytes
+    standing_bytes = graph.standing_bytes + loop.small_bytes
     return replace(graph, ops=tuple(ops), storages=tuple(storages), standing_bytes=standing_bytes)
 
 
 def by_itself(graph: StepGraph) -> StepGraph:
-    """What is computed in the step, whatever the loop it is seen in, and whatever autograd does with its gradients."""
+    """The step without what a loop holds and without autograd's copies of gradients: only what is computed."""
     ops = [op for op in graph.ops if op.name not in (HELD_RESULTS, HELD_GRADIENTS, ACCUMULATE)]
     held = {s.id for s in graph.storages if s.name in (HELD_RESULTS, HELD_GRADIENTS, KEPT_OF_LOSS)}
     kinds: dict[int, StorageKind] = {}

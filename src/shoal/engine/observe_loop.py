@@ -1,33 +1,33 @@
-"""What a metered step shows of the training loop around a model."""
+"""What a metered step shows of the memory that the training loop holds."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.engine.habits import Habits, dropped_bytes
+from shoal.engine.loop_memory import LoopMemory, dropped_bytes
 from shoal.engine.metering import Window
 from shoal.memory.step_meter import Measured
 
 
-def habits_seen_in(window: Window, measured: Measured, habits: Habits, *, gradients_pass: bool) -> Habits:
-    """The loop's habits as they are known after one more metered step; the worst of all steps, per habit.
+def observe_loop(window: Window, measured: Measured, loop: LoopMemory, *, gradients_pass: bool) -> LoopMemory:
+    """What is known of the loop after one more metered step: the worst of all steps, attribute by attribute.
 
     Args:
         window: the steps that ran, and what became of their outputs and gradients.
         measured: bytes in use meanwhile.
-        habits: as they were known before.
+        loop: what was known before.
         gradients_pass: whether gradients of the step before were there when the first forward pass began.
     """
     released = frozenset(window.released - window.kept)
     seen = replace(
-        habits,
+        loop,
         learnt=True,
-        released=habits.released & released if habits.learnt else released,
-        tangents_pass=not window.tangents_stayed and (habits.tangents_pass or not habits.learnt),
-        drops_late=habits.drops_late and not (window.gradients_stayed and gradients_pass),
+        released=loop.released & released if loop.learnt else released,
+        tangents_pass=not window.tangents_stayed and (loop.tangents_pass or not loop.learnt),
+        drops_late=loop.drops_late and not (window.gradients_stayed and gradients_pass),
     )
-    loss_shares = [habits.loss_share] if habits.learnt else []
-    kept_shares = [habits.kept_share] if habits.learnt else []
+    loss_shares = [loop.loss_share] if loop.learnt else []
+    kept_shares = [loop.kept_share] if loop.learnt else []
     for step in window.steps:
         plan = step.plan and step.basis and step.basis.of(step.plan, replace(seen, kept_share=0.0))
         at_loss = plan and next((m for m in plan.timeline.moments if m.phase == "loss"), None)
@@ -42,6 +42,6 @@ def habits_seen_in(window: Window, measured: Measured, habits: Habits, *, gradie
             loss_shares.append(max(0, scratch_bytes) / at_loss.error_bytes)
     return replace(
         seen,
-        loss_share=max(loss_shares, default=habits.loss_share),
-        kept_share=max(kept_shares, default=habits.kept_share),
+        loss_share=max(loss_shares, default=loop.loss_share),
+        kept_share=max(kept_shares, default=loop.kept_share),
     )
