@@ -12,15 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal import codecs
-from shoal.codecs import table_codes_native as native
-from shoal.codecs import table_codes_reference as reference
-from shoal.codecs.levels_native import LEVEL_VARIABLE
 from shoal.codecs.table import Table, table_of
 from shoal.codecs.table_codes import blocks_of
-from shoal.errors import CodecError
+from shoal.errors import CodecError, InputError
+from shoal.lowlevel.dispatch import TABLE, VARIABLE
 from shoal.lowlevel.native import LEVELS, levels
 from tests.codecs.native_levels import at_level, off_by_one, same_bits
 
+OP = TABLE["table_codes"]
+native, reference = OP.functions("native"), OP.functions("reference")
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
 each_level = pytest.mark.parametrize("level", levels())
 
@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_refused_before_an_address_is_passed_on() -> None:
 
 
 def test_a_level_this_machine_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LEVEL_VARIABLE, "mmx")
-    with pytest.raises(CodecError, match=f"{LEVEL_VARIABLE}=mmx: this machine runs portable"):
+    monkeypatch.setenv(VARIABLE, "mmx")
+    with pytest.raises(InputError, match=f"{VARIABLE}=mmx: expected words of reference"):
         native.encode_blocks(torch.ones(1), TABLES["linear"], None, torch.empty(1), torch.empty(1, dtype=torch.uint8))
     assert set(levels()) <= set(LEVELS)

@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 
-from shoal.codecs import table_codes_native
 from shoal.codecs.codec import Encoded, Properties
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, part_of, read_floats, write_floats
-from shoal.codecs.kernels import kernel
 from shoal.codecs.memory_order import flat
 from shoal.codecs.option_checks import real_number, whole_number
 from shoal.codecs.table import Table
-from shoal.codecs.table_codes import as_float32, blocks_of, decode_blocks, encode_blocks
+from shoal.codecs.table_codes import NATIVE, as_float32, blocks_of, decode_blocks, encode_blocks, native_runs
 from shoal.errors import CodecError
 
 BLOCK_ELEMS = 4096
@@ -129,7 +127,7 @@ class TableCodec(FloatCodec):
     def mean(
         self, values: torch.Tensor, payloads: Sequence[torch.Tensor], divisor: int, out: torch.Tensor
     ) -> torch.Tensor:
-        if kernel("table_codes", values, out, *payloads) is not table_codes_native:
+        if not native_runs(values, out, *payloads):
             return super().mean(values, payloads, divisor, out)
         dense, out = self._ready(values, out)
         for payload in payloads:
@@ -138,7 +136,7 @@ class TableCodec(FloatCodec):
         first = FLOAT_BYTES * blocks
         messages = [(read_floats(one, blocks), part_of(one, first, values.numel())) for one in payloads]
         scales, codes = floats_to_write(out, blocks), part_of(out, first, values.numel())
-        table_codes_native.mean_blocks(
+        NATIVE.mean_blocks(
             flat(dense), messages, divisor, self.codes, self.block, scales, codes, scale=self.fixed_scale
         )
         write_floats(out, scales)

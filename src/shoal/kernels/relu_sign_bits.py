@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 
 import torch
 
-from shoal.codecs import kernels
-from shoal.codecs.levels_native import are_here, threads_for
+from shoal.codecs.launch import are_here, threads_for
 from shoal.codecs.table import SIGN
 from shoal.lowlevel import native
+from shoal.lowlevel.dispatch import Implementation, choose, register
 
 _PIECE_ELEMS = 1 << 16
-_LEAST_ELEMS = 1 << 15  # a thread is not worth waking for less
+_MIN_ELEMS = 1 << 15  # of a thread that is worth waking
 
 
 def note_closed(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
@@ -28,9 +27,10 @@ def note_closed(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
         codes: (n,) uint8, dense, of `x`; their sign bits are written.
         above: as said.
     """
-    if _native_takes(x, codes):
-        _note_natively(x, codes, above)
-        return
+    choose(_OP, x, codes)(x, codes, above)
+
+
+def _reference(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
     closed = torch.empty(min(_PIECE_ELEMS, x.numel()), dtype=torch.bool, device=x.device)
     clipped = torch.empty_like(closed) if math.isfinite(above) else None
     for start in range(0, x.numel(), _PIECE_ELEMS):
@@ -42,17 +42,11 @@ def note_closed(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
         code.bitwise_and_(SIGN - 1).bitwise_or_(shut.view(torch.uint8).mul_(SIGN))
 
 
-def _native_takes(x: torch.Tensor, codes: torch.Tensor) -> bool:
-    return (
-        os.environ.get(kernels.VARIABLE) in (None, "", "native")
-        and x.dtype == torch.float32
-        and codes.dtype == torch.uint8
-        and x.numel() == codes.numel()
-        and are_here(x, codes)
-    )
+def _native_applies(x: torch.Tensor, codes: torch.Tensor) -> bool:
+    return x.dtype == torch.float32 and codes.dtype == torch.uint8 and x.numel() == codes.numel() and are_here(x, codes)
 
 
-def _note_natively(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
+def _native(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
     library = native.library()
     assert library is not None
     library.shoal_note_closed.restype = None
@@ -60,6 +54,9 @@ def _note_natively(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
         ctypes.c_void_p(x.data_ptr()),
         ctypes.c_int64(x.numel()),
         ctypes.c_float(above if math.isfinite(above) else math.nan),  # which nothing reaches
-        ctypes.c_int32(threads_for(x.numel(), _LEAST_ELEMS)),
+        ctypes.c_int32(threads_for(x.numel(), _MIN_ELEMS)),
         ctypes.c_void_p(codes.data_ptr()),
     )
+
+
+_OP = register("relu_sign_bits", _reference, Implementation("native", _native, _native_applies))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from shoal.kernels.norm import norm_conv_native, norm_weight_grad
+from shoal.kernels.norm import norm_conv as norm_conv_module
+from shoal.kernels.norm import norm_conv_native
 from shoal.kernels.norm.norm_conv import norm_conv
 from shoal.kernels.norm.norm_conv_native import Window
 from shoal.lowlevel.native import levels
@@ -145,8 +147,11 @@ def test_the_numbers_are_the_same_whoever_computes(
     found = []
     for whole, weight_alone in ((True, False), (False, False), (False, True), (None, None)):
         if whole is not None:
-            monkeypatch.setattr(norm_conv_native, "pays", lambda *_, pays=whole, **__: pays)
-            monkeypatch.setattr(norm_weight_grad, "pays", lambda *_, pays=weight_alone, **__: pays)
+            for name, pays in (("_FORWARD", whole), ("_BACKWARD", whole), ("_WEIGHT_GRAD", weight_alone)):
+                op = getattr(norm_conv_module, name)
+                (native_kernel,) = op.implementations
+                said = replace(native_kernel, pays=lambda *_, pays=pays: pays)
+                monkeypatch.setattr(norm_conv_module, name, replace(op, implementations=(said,)))
         else:
             monkeypatch.undo()
         x, weight = (

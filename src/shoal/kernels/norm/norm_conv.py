@@ -5,12 +5,13 @@ convolution, and the normalisation happens where the next one reads. The backwar
 again, so that none is ever kept. Gradients of the statistics are summed over all their readers by autograd and reach
 the producer as two vectors, one affine map for all.
 
-The reference here is PyTorch's own kernels around its convolution; `norm_conv_native` is called where it applies.
+The reference here is PyTorch's own kernels around its convolution; `norm_conv_native` runs where it applies and pays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,11 +20,29 @@ from torch.utils.flop_counter import register_flop_formula
 from shoal.kernels.norm import norm_conv_native, norm_weight_grad
 from shoal.kernels.norm.norm_act import activated, activated_backward, joined, parted, parted_fake
 from shoal.kernels.norm.norm_conv_native import Window
-from shoal.kernels.norm.norm_rows import pitch
+from shoal.kernels.norm.norm_rows import row_stride
 from shoal.kernels.norm.statistics import laid_out, layout_of, measure, strides_layout, whole_gradient, wide
 from shoal.lowlevel.direct_call import direct_call
+from shoal.lowlevel.dispatch import Implementation, Op, choose, register
 
 _aten = torch.ops.aten
+
+_FORWARD: Op[ModuleType | None] = register(
+    "norm_conv",
+    None,
+    Implementation("native", norm_conv_native, norm_conv_native.applies, norm_conv_native.forward_pays),
+)
+_BACKWARD: Op[ModuleType | None] = register(
+    "norm_conv_backward",
+    None,
+    Implementation("native", norm_conv_native, norm_conv_native.applies, norm_conv_native.backward_pays),
+)
+# Of the backward pass where that one does not run.
+_WEIGHT_GRAD: Op[ModuleType | None] = register(
+    "norm_conv_weight_grad",
+    None,
+    Implementation("native", norm_weight_grad, norm_weight_grad.applies, norm_weight_grad.pays),
+)
 
 
 def norm_conv(
@@ -92,9 +111,10 @@ def convolve(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`norm_conv` of one tensor without autograd; the result goes to `out` where there is one."""
-    if _is_native(x, weight, bias, window):
-        rows = out if out is not None and pitch(out) is not None else None
-        y, mean_y, variance_y = norm_conv_native.forward(
+    native = choose(_FORWARD, x, weight, bias, window)
+    if native is not None:
+        rows = out if out is not None and row_stride(out) is not None else None
+        y, mean_y, variance_y = native.forward(
             x, mean, scale, shift, rectify, weight, bias, window, statistics, out=rows
         )
         return y if out is None or out is rows else out.copy_(y), mean_y, variance_y
@@ -108,8 +128,9 @@ def convolve(
     return y if out is None else out.copy_(y), mean_y, variance_y
 
 
-def _is_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
-    return norm_conv_native.applies(x, weight, bias, window) and norm_conv_native.pays(x, weight, backward=False)
+def runs_winograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
+    """Whether `convolve` is native here and uses Winograd's algorithm."""
+    return choose(_FORWARD, x, weight, bias, window) is not None and norm_conv_native.winograd_pays(x, weight)
 
 
 def _forward(
@@ -129,7 +150,7 @@ def _forward(
     window = Window(stride, padding, dilation, groups)
     x = joined(xs)
     y, mean_y, variance_y = convolve(x, mean, scale, shift, rectify, weight, bias, window, statistics)
-    if _is_native(x, weight, bias, window):
+    if choose(_FORWARD, x, weight, bias, window) is not None:
         read = layout_of(x) if rectify or mean is not None else strides_layout(x)
         y = laid_out(y, strides_layout(weight) if read == torch.contiguous_format else read)
     return y, mean_y, variance_y
@@ -210,9 +231,10 @@ def convolve_backward(
         grad_x: the gradient of x is added to it and it is returned; None: a new tensor.
         The others as for `norm_conv_native.backward`.
     """
-    if norm_conv_native.applies(x, weight, None, window) and norm_conv_native.pays(x, weight, backward=True):
-        rows = grad_x if grad_x is not None and pitch(grad_x) is not None else None
-        of_input, *others = norm_conv_native.backward(
+    native = choose(_BACKWARD, x, weight, None, window)
+    if native is not None:
+        rows = grad_x if grad_x is not None and row_stride(grad_x) is not None else None
+        of_input, *others = native.backward(
             grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, rectify, weight, window, needs, grad_x=rows
         )
         if grad_x is not None and grad_x is not rows and of_input is not None:
@@ -220,9 +242,9 @@ def convolve_backward(
         return of_input, *others
     if y is not None and mean_y is not None and of_mean is not None and of_variance is not None:
         grad = whole_gradient(grad, y, mean_y, of_mean, of_variance, y.dtype)
-    alone = needs[2] and norm_weight_grad.applies(x, weight, window) and norm_weight_grad.pays(weight)
+    alone = choose(_WEIGHT_GRAD, x, weight, window) if needs[2] else None
     # The gradient of its input needs but the shape of what was convolved, and the ReLU's the signs.
-    a = x if alone else activated(x, mean, scale, shift, rectify, weight.dtype)
+    a = x if alone is not None else activated(x, mean, scale, shift, rectify, weight.dtype)
     through = needs[0] or needs[1]
     da, of_weight, of_bias = _aten.convolution_backward(
         grad,
@@ -235,10 +257,10 @@ def convolve_backward(
         False,
         [0] * len(window.stride),
         window.groups,
-        [through, needs[2] and not alone, needs[3]],
+        [through, needs[2] and alone is None, needs[3]],
     )
-    if alone:
-        of_weight = norm_weight_grad.weight_grad(grad, x, mean, scale, shift, rectify, weight, window)
+    if alone is not None:
+        of_weight = alone.weight_grad(grad, x, mean, scale, shift, rectify, weight, window)
     del grad
     of_x = da
     vectors: tuple[torch.Tensor | None, ...] | None = None

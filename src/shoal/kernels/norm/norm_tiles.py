@@ -83,22 +83,22 @@ def laid_out(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Grid, list[
         rows = min(power(pixels), 128)
         columns = min(power(channels), _TILE_ELEMS // rows)
     grid = Grid(channels_last, images, pixels, channels, rows, columns, _most_parts(x.device))
-    return grid, [0 if t is None else pitch(t, channels_last) or 0 for t in (x, *others)]
+    return grid, [0 if t is None else leading_stride(t, channels_last) or 0 for t in (x, *others)]
 
 
 def is_channels_last(*tensors: torch.Tensor) -> bool | None:
     """Which of the two layouts all have; None for neither."""
     if tensors[0].dim() < 2 or not tensors[0].numel():
         return None
-    return next((way for way in (True, False) if all(pitch(x, way) for x in tensors)), None)
+    return next((way for way in (True, False) if all(leading_stride(x, way) for x in tensors)), None)
 
 
-def pitch(x: torch.Tensor, channels_last: bool) -> int | None:
+def leading_stride(x: torch.Tensor, channels_last: bool) -> int | None:
     """Elements from pixel to pixel in channels_last, from image to image else; None where that is not the layout.
 
-    >>> pitch(torch.ones(2, 3, 4, 5), False), pitch(torch.ones(2, 3, 4, 5)[:, :2], False)
+    >>> leading_stride(torch.ones(2, 3, 4, 5), False), leading_stride(torch.ones(2, 3, 4, 5)[:, :2], False)
     (60, 60)
-    >>> pitch(torch.ones(2, 3, 4, 5), True)
+    >>> leading_stride(torch.ones(2, 3, 4, 5), True)
     """
     images, channels, *sides = x.shape
     over_images, over_channels, *over_sides = x.stride()

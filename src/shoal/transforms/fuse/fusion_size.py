@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from shoal.kernels.norm import norm_conv_native
+from shoal.kernels.norm.norm_conv import runs_winograd
 from shoal.kernels.norm.norm_conv_native import Window
 from shoal.lowlevel.direct_call import watched
 
@@ -83,8 +83,7 @@ class FusionSize:
         found = (
             len(xs) == 1
             and x.numel() * weight.shape[0] * 9 >= LEAST_PRODUCTS
-            and norm_conv_native.applies(x, weight, bias, window)
-            and norm_conv_native.by_squares(x, weight)
+            and runs_winograd(x, weight, bias, window)
             and not torch.is_autocast_enabled("cpu")
         )
         self.fusions += found

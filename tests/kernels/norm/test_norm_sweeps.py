@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import InputError
-from shoal.kernels.norm import norm_pass_native as passes
+from shoal.kernels.norm.norm_sweeps import NATIVE as passes
 from shoal.lowlevel.native import levels
 from tests.norm_reference import assert_no_worse, row
 
