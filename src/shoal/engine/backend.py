@@ -32,7 +32,7 @@ from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import CaptureError, InputError
 from shoal.kernels.encoded_activation import measured_errors
-from shoal.lowlevel.eager_kernels import eager_kernels
+from shoal.lowlevel.torch_internals import eager_kernels
 from shoal.memory.limit import lifted
 from shoal.memory.static_memory import Standing
 from shoal.offload.policy import AUTO, Offloading, offloading

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from shoal.lowlevel.undisturbed import undisturbed
+from shoal.lowlevel.torch_internals import isolated
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in the second cache through its sweeps
 _CHANNELS_ELEMS = 1 << 19  # and twice that where a piece is copied out and back, but no less than 16 pieces
@@ -117,7 +117,7 @@ def backward_repeats_bits(
     dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool
 ) -> bool:
     """Whether `backward` gives the bits of batch norm's backward here, found out on random data of odd size."""
-    with undisturbed(device):
+    with isolated(device):
         layout = torch.contiguous_format
         if channels_last:
             layout = torch.channels_last if dims == 4 else torch.channels_last_3d
@@ -141,7 +141,7 @@ def repeats_bits(
     dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool, affine: bool
 ) -> bool:
     """Whether `normalise` gives the bits of batch norm here, found out on random data of odd size."""
-    with undisturbed(device):
+    with isolated(device):
         x = _draw(1, (3, channels, *(7, 5, 3)[: dims - 2]), dtype, device)
         if channels_last:
             x = x.contiguous(memory_format=torch.channels_last if dims == 4 else torch.channels_last_3d)

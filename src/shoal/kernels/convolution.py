@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from shoal.lowlevel import allocations
-from shoal.lowlevel.undisturbed import undisturbed
+from shoal.lowlevel.torch_internals import isolated
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 
@@ -112,7 +112,7 @@ def weight_gradient_pieces(grad: torch.Tensor, x: torch.Tensor, weight: torch.Te
 def _pieces_repeat_bits(
     layouts: tuple[_Layout, ...], dtype: torch.dtype, options: tuple[Any, ...], pieces: int
 ) -> bool:
-    with undisturbed(torch.device("cpu")):
+    with isolated(torch.device("cpu")):
         operands = [_draw(seed, layout, dtype) for seed, layout in enumerate(layouts)]
         arguments: tuple[Any, ...] = (*operands, *options)
         whole, changes = allocations.record(lambda: torch.ops.aten.convolution_backward(*arguments))
