@@ -141,7 +141,7 @@ class Codec(ABC):
     def encode(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> Encoded:
         """Encode a tensor of any shape.
 
-        A tensor without gaps in memory, such as a channels_last one, is encoded in memory order and decodes to its own
+        A dense (non-overlapping) tensor, such as a channels_last one, is encoded in memory order and decodes to its own
         strides; another decodes to a contiguous one. float16 and bfloat16 are computed in float32 and come back.
 
         Args:
@@ -207,7 +207,7 @@ class Codec(ABC):
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
         """How far each value may come back from itself at most, as float64 of the tensor's shape; 0 if lossless.
 
-        Infinite where the value comes back as no number or an infinity.
+        Infinite where the value comes back as NaN or an infinity.
         """
         return torch.zeros_like(tensor, dtype=torch.float64)
 

@@ -111,8 +111,8 @@ class TableCodec(FloatCodec):
         Args:
             tensor: of one of `dtypes`.
             out: as there.
-            seed: round up or down at random, by this seed and each element's place in memory order, so that what comes
-                back is right in the mean; None: round to the nearest. Decoding needs no seed.
+            seed: round up or down at random, by this seed and each element's place in memory order, so that what is
+                decoded is unbiased; None: round to the nearest. Decoding needs no seed.
 
         >>> from shoal.codecs import get
         >>> get("dynamic_tree", block=None).encode(torch.tensor([0.5, -1.0, 0.0])).payload.tolist()

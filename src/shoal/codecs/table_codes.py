@@ -69,8 +69,8 @@ def encode_blocks(
         scales: (blocks,) float32, written.
         codes: (n,) uint8, written.
         scale: of every block, > 0, rounded to float32; greater magnitudes get the last code.
-        seed: rounds up or down at random instead of to the nearest, so that decoding gives the value in the mean; the
-            same seed and element number give the same outcome.
+        seed: stochastic rounding instead of to the nearest, so that decoding is unbiased; the same seed and element
+            number give the same outcome.
         first_elem: the number of x[0] in the tensor it is a part of: what `seed` draws by.
 
     Raises:
@@ -176,7 +176,7 @@ class _Reference:
                 number = torch.arange(elements.start, elements.stop, device=x.device).view_as(part) + first_elem
                 up = uniform(number, seed) < (share - low) / (high - low)
                 index += up & (index < MAGNITUDES - 1)
-            index.masked_fill_(~(of_block > 0), 0)  # nothing but zeros, or no number
+            index.masked_fill_(~(of_block > 0), 0)  # nothing but zeros, or NaN
             codes[elements] = index.add_(part.signbit(), alpha=SIGN).to(torch.uint8).view(-1)
 
     def decode_blocks(

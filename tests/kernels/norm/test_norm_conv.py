@@ -25,17 +25,17 @@ def _leaf(*shape: int, seed: int = 0, dtype: torch.dtype = _DOUBLE) -> torch.Ten
     return drawn.to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("rectify", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("statistics", [False, True])
 @pytest.mark.parametrize("normalises", [False, True])
-def test_gradcheck(rectify: bool, statistics: bool, normalises: bool) -> None:
+def test_gradcheck(relu: bool, statistics: bool, normalises: bool) -> None:
     operands = [_leaf(2, 2, 4, 3, seed=1), _leaf(2, 2, 4, 3, seed=2), _leaf(4, 2, 3, 2, seed=3), _leaf(4, seed=4)]
     vectors = [_leaf(4, seed=seed) for seed in (5, 6, 7)] if normalises else []
 
     def call(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *rest: torch.Tensor) -> Any:
         mean, scale, shift = rest or (None, None, None)
         window = Window([2, 1], [1, 0], [1, 1], 2)
-        results = norm_conv([a, b], mean, scale, shift, rectify, weight, bias, window, statistics)
+        results = norm_conv([a, b], mean, scale, shift, relu, weight, bias, window, statistics)
         return results if statistics else results[0]
 
     assert torch.autograd.gradcheck(call, [*operands, *vectors])

@@ -51,7 +51,7 @@ def drawn(
     size: tuple[int, int],
     *,
     seed: int = 0,
-    rectify: bool = True,
+    relu: bool = True,
     offset: float = 0.3,
     statistics: bool = True,
     normalise: bool = True,
@@ -72,7 +72,7 @@ def drawn(
         shift=draw(inner) if normalise else None,
         weight=draw(outer, inner, kernel, kernel) / (inner * kernel * kernel) ** 0.5,
         bias=draw(outer) if bias else None,
-        rectify=rectify,
+        relu=relu,
         grads=(
             channels_last(draw(images, outer, *size)),
             draw(outer) if statistics else None,
@@ -96,7 +96,7 @@ def native(
     assert norm_conv_native.applies(x, case.weight, case.bias, moved)
     vectors = (case.mean, case.scale, case.shift)
     y, mean_y, variance_y = norm_conv_native.forward(
-        x, *vectors, case.rectify, case.weight, case.bias, moved, statistics, out=out, winograd=winograd, level=level
+        x, *vectors, case.relu, case.weight, case.bias, moved, statistics, out=out, winograd=winograd, level=level
     )
     assert mean_y.numel() == variance_y.numel() == (outer if statistics else 0)
     needs = [True, case.mean is not None, True, case.bias is not None]
@@ -108,7 +108,7 @@ def native(
         x,
         *kept,
         *vectors,
-        case.rectify,
+        case.relu,
         case.weight,
         moved,
         needs,
@@ -138,7 +138,7 @@ def expect(case: Case, level: str | None = None, gap: int = 0, winograd: bool | 
     channels=st.tuples(st.integers(1, 70), st.integers(1, 70)),
     size=st.tuples(st.integers(1, 17), st.integers(1, 17)),
     seed=st.integers(0, 999),
-    rectify=st.booleans(),
+    relu=st.booleans(),
     statistics=st.booleans(),
     normalise=st.booleans(),
     bias=st.booleans(),
@@ -158,7 +158,7 @@ def test_it_is_as_exact_as_plain_float32(
     channels: tuple[int, int],
     size: tuple[int, int],
     seed: int,
-    rectify: bool,
+    relu: bool,
     statistics: bool,
     normalise: bool,
     bias: bool,
@@ -172,7 +172,7 @@ def test_it_is_as_exact_as_plain_float32(
         channels,
         size,
         seed=seed,
-        rectify=rectify,
+        relu=relu,
         statistics=statistics,
         normalise=normalise,
         bias=bias,
@@ -285,7 +285,7 @@ def test_winograd_gives_smaller_errors_than_a_direct_convolution(level: str) -> 
 
 @pytest.mark.parametrize("at", [(5, 5), (0, 0), (4, 11), (11, 6)])
 def test_a_nan_reaches_what_it_does_in_a_direct_convolution(at: tuple[int, int]) -> None:
-    case = drawn(3, 1, (16, 16), (12, 12), statistics=False, normalise=False, rectify=False, bias=False)
+    case = drawn(3, 1, (16, 16), (12, 12), statistics=False, normalise=False, relu=False, bias=False)
     case.x[0, 3, at[0], at[1]] = torch.nan
     direct, transformed = (native(case, winograd=winograd)[0] for winograd in (False, True))
     assert direct is not None and transformed is not None

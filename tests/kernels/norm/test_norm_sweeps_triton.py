@@ -56,9 +56,9 @@ def test_statistics_survive_a_mean_of_a_thousand_deviations(
 @on_device
 @with_triton
 @each_shape
-@pytest.mark.parametrize(("rectify", "adds", "offset"), [(True, False, 0.0), (True, True, 1e3), (False, True, 0.0)])
+@pytest.mark.parametrize(("relu", "adds", "offset"), [(True, False, 0.0), (True, True, 1e3), (False, True, 0.0)])
 def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
-    device: str, shape: tuple[int, ...], layout: str, gap: int, rectify: bool, adds: bool, offset: float
+    device: str, shape: tuple[int, ...], layout: str, gap: int, relu: bool, adds: bool, offset: float
 ) -> None:
     x, grad = drawn(shape, layout, 0, device, gap, offset), drawn(shape, layout, 1, device, gap)
     residual = drawn(shape, layout, 2, device, gap) if adds else None
@@ -70,14 +70,14 @@ def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
         leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in kept]
         z = (leaves[0] - broad(leaves[1], x)) * broad(leaves[2], x) + broad(leaves[3], x)
         z = z + leaves[4] if adds else z
-        z = z.relu() if rectify else z
+        z = z.relu() if relu else z
         return [z.detach(), *torch.autograd.grad(z, leaves, grad.to(dtype))]
 
     z, of_x, masked = (drawn(shape, layout, 3, device, gap) for _ in range(3))
     assert TRITON.applies(x, grad, z, of_x, masked)
-    TRITON.norm_act(x, mean, scale, shift, residual, rectify, z)
+    TRITON.norm_act(x, mean, scale, shift, residual, relu, z)
     of_scale, of_shift = TRITON.norm_act_backward(
-        grad, z if adds else None, x, mean, scale, shift, rectify, of_x, masked if adds else None
+        grad, z if adds else None, x, mean, scale, shift, relu, of_x, masked if adds else None
     )
     ours = [z, of_x, -scale * of_shift, of_scale, of_shift, *([masked] if adds else [])]
     names = ("z", "x", "mean", "scale", "shift", "residual")[: len(ours)]
@@ -198,7 +198,7 @@ def test_they_compile_for_a_device_that_is_not_here(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from shoal.kernels.norm import norm_triton_kernels
 
-    fixed = {"RECTIFY": True, "CHANNELS_LAST": True, "ROWS": 32, "COLUMNS": 64, "PARTS": 32, "z": None}
+    fixed = {"RELU": True, "CHANNELS_LAST": True, "ROWS": 32, "COLUMNS": 64, "PARTS": 32, "z": None}
     kinds = {**dict.fromkeys(("x", "residual", "out", "grad", "grad_x", "masked"), "*bf16"), "counts": "*i32"}
     ptx = compiled(getattr(norm_triton_kernels, name), fixed, kinds)
     assert "ld.global.v4" in ptx  # 16 bytes at a time

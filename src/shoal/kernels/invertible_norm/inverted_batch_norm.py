@@ -30,7 +30,7 @@ _SCHEMA = (
     " -> (Tensor, Tensor, Tensor)"
 )
 _BACKWARD_SCHEMA = (
-    "(Tensor grad, Tensor y, Tensor? weight, Tensor? bias, Tensor inverse_deviation, bool frozen, float eps,"
+    "(Tensor grad, Tensor y, Tensor? weight, Tensor? bias, Tensor invstd, bool frozen, float eps,"
     " str activation, float slope) -> (Tensor, Tensor, Tensor)"
 )
 
@@ -98,7 +98,7 @@ def inverted_batch_norm_backward(
     y: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    inverse_deviation: torch.Tensor,
+    invstd: torch.Tensor,
     frozen: bool,
     eps: float,
     activation: str,
@@ -110,13 +110,13 @@ def inverted_batch_norm_backward(
         grad: of the result, (N, C, ...).
         y: the result.
         weight, bias, eps, activation, slope: as there.
-        inverse_deviation: (C,), 1 / sqrt(variance + eps).
+        invstd: (C,), 1 / sqrt(variance + eps).
         frozen: whether the statistics were given; otherwise they depend on the input.
 
     Returns:
         Gradients of x, in the layout of `y`, and of weight and bias, (C,) of their dtypes.
     """
-    return _backward_anew(grad, y, weight, bias, inverse_deviation, frozen, eps, activation, slope)
+    return _backward_anew(grad, y, weight, bias, invstd, frozen, eps, activation, slope)
 
 
 def backward_(
@@ -124,14 +124,14 @@ def backward_(
     y: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    inverse_deviation: torch.Tensor,
+    invstd: torch.Tensor,
     frozen: bool,
     eps: float,
     activation: str,
     slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`inverted_batch_norm_backward` that writes the gradient of x over `grad`, which has the layout of `y`."""
-    return grad, *_backward(grad, grad, y, weight, bias, inverse_deviation, frozen, eps, activation, slope)
+    return grad, *_backward(grad, grad, y, weight, bias, invstd, frozen, eps, activation, slope)
 
 
 def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overwrite: bool = False) -> torch.Tensor:
@@ -292,18 +292,18 @@ def _backward(
     y: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    inverse_deviation: torch.Tensor,
+    invstd: torch.Tensor,
     frozen: bool,
     eps: float,
     activation: str,
     slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = inverse_deviation.dtype
-    ones = torch.ones_like(inverse_deviation)
+    wide = invstd.dtype
+    ones = torch.ones_like(invstd)
     scale = ones if weight is None else kept_from_zero(weight.to(wide), eps)
     shift = torch.zeros_like(ones) if bias is None else bias.to(wide)
     of_weight, of_bias = sweeps(grad, y, activation).backward_into(
-        grad, result, y, scale, shift, inverse_deviation, frozen, activation, slope
+        grad, result, y, scale, shift, invstd, frozen, activation, slope
     )
     return (
         of_weight.to(wide if weight is None else weight.dtype),
@@ -325,9 +325,9 @@ def _gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None, None, None]:
     if grad is None:
         return (None,) * 8
-    y, weight, bias, inverse_deviation = ctx.saved_tensors
+    y, weight, bias, invstd = ctx.saved_tensors
     gradients = _backward_anew if _is_eager(grad) else inverted_batch_norm_backward
-    of_x, of_weight, of_bias = gradients(grad, y, weight, bias, inverse_deviation, ctx.frozen, *ctx.options)
+    of_x, of_weight, of_bias = gradients(grad, y, weight, bias, invstd, ctx.frozen, *ctx.options)
     vectors = of_weight if weight is not None else None, of_bias if bias is not None else None
     return of_x, *vectors, None, None, None, None, None
 
@@ -345,10 +345,10 @@ def _(
     y: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    inverse_deviation: torch.Tensor,
+    invstd: torch.Tensor,
     *unused: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    vectors = (torch.empty_like(inverse_deviation if one is None else one) for one in (weight, bias))
+    vectors = (torch.empty_like(invstd if one is None else one) for one in (weight, bias))
     of_weight, of_bias = vectors
     return torch.empty_like(y), of_weight, of_bias
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from shoal.kernels.norm import norm_sweeps
 from shoal.kernels.norm.norm_rows import vector
-from shoal.kernels.norm.norm_tiles import laid_out
+from shoal.kernels.norm.norm_tiles import grid_of
 from shoal.lowlevel import native
 from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
 from shoal.lowlevel.triton_launch import on_device
@@ -64,7 +64,7 @@ class Sweeps(Protocol):
         y: torch.Tensor,
         scale: torch.Tensor,
         shift: torch.Tensor,
-        inverse_deviation: torch.Tensor,
+        invstd: torch.Tensor,
         frozen: bool,
         activation: str,
         slope: float,
@@ -73,7 +73,7 @@ class Sweeps(Protocol):
 
         Args:
             grad, result, y: (N, C, ...) of one dtype and layout.
-            scale, shift, inverse_deviation: (C,), float32, or float64 for a float64 `y`.
+            scale, shift, invstd: (C,), float32, or float64 for a float64 `y`.
             frozen: whether the statistics were given.
             activation, slope: as for `inverted_batch_norm`.
 
@@ -113,7 +113,7 @@ class _Reference:
         y: torch.Tensor,
         scale: torch.Tensor,
         shift: torch.Tensor,
-        inverse_deviation: torch.Tensor,
+        invstd: torch.Tensor,
         frozen: bool,
         activation: str,
         slope: float,
@@ -132,15 +132,15 @@ class _Reference:
             of_shift += of_z.sum(dims)
             of_scale += normalised.mul_(of_z).sum(dims)
         rows = y.numel() // y.shape[1]
-        slide, tilt = (of_shift / rows).to(wide), (of_scale / rows).to(wide)
-        steep = scale * inverse_deviation
+        mean_grad, mean_grad_xhat = (of_shift / rows).to(wide), (of_scale / rows).to(wide)
+        gamma_invstd = scale * invstd
         for (y_piece, shape), (grad_piece, _), (target, _) in zip(
             _pieces(y), _pieces(grad), _pieces(result), strict=True
         ):
             normalised, of_z = undone(y_piece, grad_piece)
             if not frozen:
-                of_z = of_z.sub_(slide.view(shape)).sub_(normalised.mul_(tilt.view(shape)))
-            target.copy_(of_z.mul_(steep.view(shape)))
+                of_z = of_z.sub_(mean_grad.view(shape)).sub_(normalised.mul_(mean_grad_xhat.view(shape)))
+            target.copy_(of_z.mul_(gamma_invstd.view(shape)))
         return of_scale, of_shift
 
 
@@ -200,7 +200,7 @@ class _Call(ctypes.Structure):
         ("slope", ctypes.c_float),
         ("frozen", ctypes.c_int32),
         *((name, ctypes.c_void_p) for name in ("grad", "y", "shift", "sum", "centred", "workspace")),
-        *((name, ctypes.c_void_p) for name in ("slide", "tilt", "steep", "result")),
+        *((name, ctypes.c_void_p) for name in ("mean", "mean_grad_xhat", "scale", "result")),
     )
 
 
@@ -229,7 +229,7 @@ class _Native:
         assert library is not None
         mean, scale, shift = mean.contiguous(), scale.contiguous(), shift.contiguous()
         call = _call(x, y, activation, slope, level)
-        call.slide, call.shift, call.steep = mean.data_ptr(), shift.data_ptr(), scale.data_ptr()
+        call.mean, call.shift, call.scale = mean.data_ptr(), shift.data_ptr(), scale.data_ptr()
         library.shoal_inverted_batch_norm_forward(ctypes.byref(call))
 
     def backward_into(
@@ -239,7 +239,7 @@ class _Native:
         y: torch.Tensor,
         scale: torch.Tensor,
         shift: torch.Tensor,
-        inverse_deviation: torch.Tensor,
+        invstd: torch.Tensor,
         frozen: bool,
         activation: str,
         slope: float,
@@ -258,10 +258,12 @@ class _Native:
         of_shift = sums[0]
         of_scale = sums[1] / scale
         rows = y.numel() // channels
-        slide, tilt = (of_shift / rows).float(), (of_scale / rows / scale).float()
-        steep = scale * inverse_deviation
+        mean_grad = (of_shift / rows).float()
+        mean_grad_xhat = (of_scale / rows / scale).float()  # over gamma: it is multiplied by gamma * xhat
+        gamma_invstd = scale * invstd
         call.frozen = frozen
-        call.slide, call.tilt, call.steep = slide.data_ptr(), tilt.data_ptr(), steep.data_ptr()
+        call.mean, call.scale = mean_grad.data_ptr(), gamma_invstd.data_ptr()
+        call.mean_grad_xhat = mean_grad_xhat.data_ptr()
         library.shoal_inverted_batch_norm_result(ctypes.byref(call))
         return of_scale, of_shift
 
@@ -304,7 +306,7 @@ class _Triton:
         slope: float,
     ) -> None:
         """As `Sweeps.forward_into`."""
-        grid, (of_x, of_y) = laid_out(x, y)
+        grid, (of_x, of_y) = grid_of(x, y)
         with on_device(x.device):
             _triton_kernels().forward[grid.by_block](
                 x, of_x, *map(vector, (mean, scale, shift)), y, of_y, slope, *grid.extent, activation, *grid.tile
@@ -317,15 +319,15 @@ class _Triton:
         y: torch.Tensor,
         scale: torch.Tensor,
         shift: torch.Tensor,
-        inverse_deviation: torch.Tensor,
+        invstd: torch.Tensor,
         frozen: bool,
         activation: str,
         slope: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Sweeps.backward_into`."""
-        grid, (of_y, of_grad, of_result) = laid_out(y, grad, result)
+        grid, (of_y, of_grad, of_result) = grid_of(y, grad, result)
         parts = y.new_empty((2, grid.parts, grid.channels), dtype=torch.float32)
-        scale, shift, inverse_deviation = map(vector, (scale, shift, inverse_deviation))
+        scale, shift, invstd = map(vector, (scale, shift, invstd))
         with on_device(y.device):
             _triton_kernels().sums[grid.by_part](
                 grad, of_grad, y, of_y, shift, *parts, slope, *grid.extent, *grid.shares, activation, *grid.tile
@@ -341,7 +343,7 @@ class _Triton:
                 of_result,
                 scale,
                 shift,
-                inverse_deviation,
+                invstd,
                 of_scale,
                 of_shift,
                 float(y.numel() // grid.channels),

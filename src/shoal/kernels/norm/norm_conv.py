@@ -1,4 +1,4 @@
-"""`shoal::norm_conv`: a convolution that normalises and rectifies what it reads and measures what it writes.
+"""`shoal::norm_conv`: a convolution that applies batch norm and ReLU to what it reads and measures what it writes.
 
 Batch norm split in two (Jung et al., MLSys'19, section 3): the statistics of a convolution's result come from the
 convolution, and the normalisation happens where the next one reads. The backward pass makes the normalised tensor
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
 from shoal.kernels.norm import norm_conv_native, norm_weight_grad
 from shoal.kernels.norm.norm_act import activated, activated_backward, joined, parted, parted_fake
 from shoal.kernels.norm.norm_conv_native import Window
 from shoal.kernels.norm.norm_rows import row_stride
-from shoal.kernels.norm.statistics import laid_out, layout_of, measure, strides_layout, whole_gradient, wide
+from shoal.kernels.norm.statistics import measure, whole_gradient, wide
 from shoal.lowlevel.direct_call import direct_call
 from shoal.lowlevel.dispatch import Implementation, Op, choose, register
 
@@ -50,7 +51,7 @@ def norm_conv(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     window: Window,
@@ -61,7 +62,7 @@ def norm_conv(
     Args:
         xs: tensors of (N, C_i, ...) that are read as one of C = sum of C_i channels; they are saved as they are.
         mean, scale, shift: (C,), in float32 or float64; all None: nothing is normalised.
-        rectify: whether a ReLU comes before the convolution.
+        relu: whether a ReLU comes before the convolution.
         weight, bias: of the convolution; its dtype is that of the result.
         window: of the convolution.
         statistics: whether mean and biased variance of the result's channels are wanted.
@@ -86,7 +87,7 @@ def norm_conv(
         mean,
         scale,
         shift,
-        rectify,
+        relu,
         weight,
         bias,
         window.stride,
@@ -103,7 +104,7 @@ def convolve(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     window: Window,
@@ -114,11 +115,9 @@ def convolve(
     native = choose(_FORWARD, x, weight, bias, window)
     if native is not None:
         rows = out if out is not None and row_stride(out) is not None else None
-        y, mean_y, variance_y = native.forward(
-            x, mean, scale, shift, rectify, weight, bias, window, statistics, out=rows
-        )
+        y, mean_y, variance_y = native.forward(x, mean, scale, shift, relu, weight, bias, window, statistics, out=rows)
         return y if out is None or out is rows else out.copy_(y), mean_y, variance_y
-    a = activated(x, mean, scale, shift, rectify, weight.dtype)
+    a = activated(x, mean, scale, shift, relu, weight.dtype)
     y = torch.convolution(
         a, weight, bias, window.stride, window.padding, window.dilation, False, [0] * len(window.stride), window.groups
     )
@@ -138,7 +137,7 @@ def _forward(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     stride: list[int],
@@ -149,10 +148,10 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     window = Window(stride, padding, dilation, groups)
     x = joined(xs)
-    y, mean_y, variance_y = convolve(x, mean, scale, shift, rectify, weight, bias, window, statistics)
+    y, mean_y, variance_y = convolve(x, mean, scale, shift, relu, weight, bias, window, statistics)
     if choose(_FORWARD, x, weight, bias, window) is not None:
-        read = layout_of(x) if rectify or mean is not None else strides_layout(x)
-        y = laid_out(y, strides_layout(weight) if read == torch.contiguous_format else read)
+        read = memory_format_of(x) if relu or mean is not None else suggested_memory_format(x)
+        y = dense_in_format(y, suggested_memory_format(weight) if read == torch.contiguous_format else read)
     return y, mean_y, variance_y
 
 
@@ -161,7 +160,7 @@ def _forward_fake(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     stride: list[int],
@@ -171,8 +170,8 @@ def _forward_fake(
     statistics: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     a = joined(xs).to(weight.dtype)
-    if rectify or mean is not None:
-        a = torch.empty_like(a, memory_format=layout_of(a))
+    if relu or mean is not None:
+        a = torch.empty_like(a, memory_format=memory_format_of(a))
     # In the layout that PyTorch's own has, which depends on dtype, sizes and the kernel that it chooses.
     y = torch.convolution(a, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
     channels = y.shape[1] if statistics else 0
@@ -189,7 +188,7 @@ def _backward(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     stride: list[int],
     padding: list[int],
@@ -200,11 +199,11 @@ def _backward(
     """`needs`: of xs, of the vectors, of the weight, of the bias. What is needed comes in that order."""
     window = Window(stride, padding, dilation, groups)
     of_x, *of_vectors, of_weight, of_bias = convolve_backward(
-        grad, of_mean, of_variance, joined(xs), y, mean_y, mean, scale, shift, rectify, weight, window, needs
+        grad, of_mean, of_variance, joined(xs), y, mean_y, mean, scale, shift, relu, weight, window, needs
     )
     found = [] if of_x is None else parted(of_x, xs)
     if of_weight is not None:
-        of_weight = laid_out(of_weight, strides_layout(weight))
+        of_weight = dense_in_format(of_weight, suggested_memory_format(weight))
     return found + [gradient for gradient in (*of_vectors, of_weight, of_bias) if gradient is not None]
 
 
@@ -218,7 +217,7 @@ def convolve_backward(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     window: Window,
     needs: Sequence[bool],
@@ -235,7 +234,7 @@ def convolve_backward(
     if native is not None:
         rows = grad_x if grad_x is not None and row_stride(grad_x) is not None else None
         of_input, *others = native.backward(
-            grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, rectify, weight, window, needs, grad_x=rows
+            grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, relu, weight, window, needs, grad_x=rows
         )
         if grad_x is not None and grad_x is not rows and of_input is not None:
             of_input = grad_x.add_(of_input)
@@ -244,7 +243,7 @@ def convolve_backward(
         grad = whole_gradient(grad, y, mean_y, of_mean, of_variance, y.dtype)
     alone = choose(_WEIGHT_GRAD, x, weight, window) if needs[2] else None
     # The gradient of its input needs but the shape of what was convolved, and the ReLU's the signs.
-    a = x if alone is not None else activated(x, mean, scale, shift, rectify, weight.dtype)
+    a = x if alone is not None else activated(x, mean, scale, shift, relu, weight.dtype)
     through = needs[0] or needs[1]
     da, of_weight, of_bias = _aten.convolution_backward(
         grad,
@@ -260,14 +259,14 @@ def convolve_backward(
         [through, needs[2] and alone is None, needs[3]],
     )
     if alone is not None:
-        of_weight = alone.weight_grad(grad, x, mean, scale, shift, rectify, weight, window)
+        of_weight = alone.weight_grad(grad, x, mean, scale, shift, relu, weight, window)
     del grad
     of_x = da
     vectors: tuple[torch.Tensor | None, ...] | None = None
     if through and mean is not None and scale is not None and shift is not None:
         del a
-        of_x, vectors = activated_backward(da, x, mean, scale, shift, rectify, needs[:2])
-    elif through and rectify:
+        of_x, vectors = activated_backward(da, x, mean, scale, shift, relu, needs[:2])
+    elif through and relu:
         of_x = _aten.threshold_backward(da, a, 0)
     del da
     if grad_x is not None and of_x is not None:
@@ -290,7 +289,7 @@ def _backward_fake(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     stride: list[int],
     padding: list[int],
@@ -305,8 +304,8 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    xs, mean, scale, shift, rectify, weight, _, *window, statistics = inputs
-    ctx.n, ctx.rectify, ctx.window = len(xs), rectify, window
+    xs, mean, scale, shift, relu, weight, _, *window, statistics = inputs
+    ctx.n, ctx.relu, ctx.window = len(xs), relu, window
     ctx.normalises, ctx.statistics = mean is not None, statistics
     vectors = [mean, scale, shift] if ctx.normalises else []
     ctx.save_for_backward(*xs, weight, *vectors, *(output[:2] if statistics else ()))
@@ -328,7 +327,7 @@ def _differentiate(ctx: Any, grad: torch.Tensor, of_mean: torch.Tensor, of_varia
         y,
         mean_y,
         *vectors,
-        ctx.rectify,
+        ctx.relu,
         weight,
         *ctx.window,
         needs,
@@ -342,14 +341,14 @@ def _differentiate(ctx: Any, grad: torch.Tensor, of_mean: torch.Tensor, of_varia
 
 torch.library.define(
     "shoal::norm_conv",
-    "(Tensor[] xs, Tensor? mean, Tensor? scale, Tensor? shift, bool rectify, Tensor weight, Tensor? bias,"
+    "(Tensor[] xs, Tensor? mean, Tensor? scale, Tensor? shift, bool relu, Tensor weight, Tensor? bias,"
     " SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, bool statistics)"
     " -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "shoal::norm_conv_backward",
     "(Tensor grad, Tensor? of_mean, Tensor? of_variance, Tensor[] xs, Tensor? y, Tensor? mean_y, Tensor? mean,"
-    " Tensor? scale, Tensor? shift, bool rectify, Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation,"
+    " Tensor? scale, Tensor? shift, bool relu, Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation,"
     " SymInt groups, bool[] needs) -> Tensor[]",
 )
 torch.library.impl("shoal::norm_conv", "CompositeExplicitAutograd", _forward)

@@ -1,4 +1,4 @@
-"""`norm_conv` in one native pass: normalise, rectify, convolve and measure while the pixels are in the cache.
+"""`norm_conv` in one native pass: normalise, apply ReLU, convolve and measure while the pixels are in the cache.
 
 Batch norm split in two (Jung et al., MLSys'19): `csrc/norm_conv.cpp` normalises a strip of pixels into a small panel,
 feeds register tiles from it and sums up what they write. The backward pass makes the panel again from the saved input,
@@ -46,7 +46,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("images", "height", "width", "in_channels", "out_channels")),
-        *((name, ctypes.c_int32) for name in ("kernel", "rectify", "threads", "level")),
+        *((name, ctypes.c_int32) for name in ("kernel", "relu", "threads", "level")),
         ("x", ctypes.c_void_p),
         ("ld_x", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("mean", "scale", "shift", "weight")),
@@ -121,7 +121,7 @@ def forward(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     window: Window,
@@ -136,7 +136,7 @@ def forward(
     Args:
         x: (N, C, H, W), float32, as `applies` wants it.
         mean, scale, shift: (C,); all None: nothing is normalised.
-        rectify: whether a ReLU comes before the convolution.
+        relu: whether a ReLU comes before the convolution.
         weight, bias: (K, C, 1, 1) or (K, C, 3, 3); (K,) or None.
         window: of the convolution; `applies` says which.
         statistics: whether mean and biased variance of y are wanted.
@@ -155,7 +155,7 @@ def forward(
     found = [torch.empty(weight.shape[0] if statistics else 0) for _ in range(2)]
     own_bias = None if bias is None else vector(bias)
     vectors = _vectors(x, mean, scale, shift)
-    call = _call(x, vectors, rectify, weight, winograd, level)
+    call = _call(x, vectors, relu, weight, winograd, level)
     call.bias, call.y, call.ld_y = address(own_bias), y.data_ptr(), ld_y
     if statistics:
         call.mean_y, call.variance_y = found[0].data_ptr(), found[1].data_ptr()
@@ -175,7 +175,7 @@ def backward(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     window: Window,
     needs: Sequence[bool],
@@ -206,7 +206,7 @@ def backward(
     of_weight = torch.empty_like(weight, memory_format=torch.channels_last)
     of_scale, of_shift = torch.empty(channels), torch.empty(channels)
     vectors = _vectors(x, mean, scale, shift)
-    call = _call(x, vectors, rectify, weight, winograd, level)
+    call = _call(x, vectors, relu, weight, winograd, level)
     call.grad_y, call.ld_grad_y = grad.data_ptr(), row_stride(grad)
     call.grad_x, call.ld_grad_x, call.accumulate = into.data_ptr(), ld_into, grad_x is not None
     call.grad_weight, call.grad_scale, call.grad_shift = (t.data_ptr() for t in (of_weight, of_scale, of_shift))
@@ -241,7 +241,7 @@ def _vectors(
 def _call(
     x: torch.Tensor,
     vectors: tuple[torch.Tensor, ...],
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     winograd: bool | None,
     level: str | None,
@@ -258,7 +258,7 @@ def _call(
         in_channels=channels,
         out_channels=weight.shape[0],
         kernel=kernel,
-        rectify=rectify,
+        relu=relu,
         threads=torch.get_num_threads(),
         level=level_number(level),
         winograd=kernel == 3 and (winograd_pays(x, weight) if winograd is None else winograd),

@@ -17,7 +17,7 @@ import torch
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_rows import row_stride, vector, workspace
-from shoal.kernels.norm.norm_tiles import is_channels_last, laid_out, power
+from shoal.kernels.norm.norm_tiles import grid_of, is_channels_last, power
 from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
 from shoal.lowlevel.native import levels, run_native
 from shoal.lowlevel.triton_launch import TritonKernels, on_device
@@ -38,7 +38,7 @@ class Sweeps(Protocol):
         scale: torch.Tensor,
         shift: torch.Tensor,
         residual: torch.Tensor | None,
-        rectify: bool,
+        relu: bool,
         out: torch.Tensor,
     ) -> None:
         """Write relu((x - mean) * scale + shift + residual) into `out`, in its dtype.
@@ -47,7 +47,7 @@ class Sweeps(Protocol):
             x: (N, C, ...).
             mean, scale, shift: (C,); used in float32.
             residual: of the shape of x, or None.
-            rectify: whether a ReLU follows.
+            relu: whether a ReLU follows.
             out: of the shape of x.
         """
 
@@ -59,7 +59,7 @@ class Sweeps(Protocol):
         mean: torch.Tensor,
         scale: torch.Tensor,
         shift: torch.Tensor,
-        rectify: bool,
+        relu: bool,
         grad_x: torch.Tensor | None,
         masked: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,8 +67,8 @@ class Sweeps(Protocol):
 
         Args:
             grad: of the result.
-            z: the result, read where `rectify` is set; None: made again from x, nothing was added.
-            x, mean, scale, shift, rectify: as for `norm_act`.
+            z: the result, read where `relu` is set; None: made again from x, nothing was added.
+            x, mean, scale, shift, relu: as for `norm_act`.
             grad_x: where the gradient of x is written; None: it is not wanted.
             masked: where `grad` is written as the ReLU lets it through; None: it is not wanted.
         """
@@ -79,7 +79,7 @@ class _Pass(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "channels")),
-        *((name, ctypes.c_int32) for name in ("rectify", "threads", "level", "unused")),
+        *((name, ctypes.c_int32) for name in ("relu", "threads", "level", "unused")),
         ("x", ctypes.c_void_p),
         ("ld_x", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("mean", "scale", "shift", "residual")),
@@ -126,7 +126,7 @@ class _Native:
         scale: torch.Tensor,
         shift: torch.Tensor,
         residual: torch.Tensor | None,
-        rectify: bool,
+        relu: bool,
         out: torch.Tensor,
         *,
         level: str | None = None,
@@ -134,7 +134,7 @@ class _Native:
         """As `Sweeps.norm_act`; tensors for which `applies` is true, `level` as for `statistics`."""
         vectors = list(map(vector, (mean, scale, shift)))
         call = _call(x, level)
-        call.rectify = rectify
+        call.relu = relu
         call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
         call.residual, call.ld_residual = _rows(residual, x)
         call.out, call.ld_out = _rows(out, x)
@@ -148,7 +148,7 @@ class _Native:
         mean: torch.Tensor,
         scale: torch.Tensor,
         shift: torch.Tensor,
-        rectify: bool,
+        relu: bool,
         grad_x: torch.Tensor | None,
         masked: torch.Tensor | None,
         *,
@@ -158,7 +158,7 @@ class _Native:
         of_scale, of_shift = torch.empty(x.shape[1]), torch.empty(x.shape[1])
         vectors = list(map(vector, (mean, scale, shift)))
         call = _call(x, level)
-        call.rectify = rectify
+        call.relu = relu
         call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
         call.grad, call.ld_grad = _rows(grad, x)
         call.out, call.ld_out = _rows(z, x)
@@ -211,7 +211,7 @@ class _Triton:
 
     def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Sweeps.statistics`; a tensor for which `applies` is true."""
-        grid, (at,) = laid_out(x)
+        grid, (at,) = grid_of(x)
         moments = x.new_empty((3, grid.parts, grid.channels), dtype=torch.float32)
         counts = x.new_empty(grid.parts, dtype=torch.int32)
         # An op's results: none may be a view.
@@ -231,11 +231,11 @@ class _Triton:
         scale: torch.Tensor,
         shift: torch.Tensor,
         residual: torch.Tensor | None,
-        rectify: bool,
+        relu: bool,
         out: torch.Tensor,
     ) -> None:
         """As `Sweeps.norm_act`; tensors for which `applies` is true together."""
-        grid, at = laid_out(x, residual, out)
+        grid, at = grid_of(x, residual, out)
         with on_device(x.device):
             TRITON_KERNELS.found().activate[grid.by_block](
                 x,
@@ -246,7 +246,7 @@ class _Triton:
                 out,
                 at[2],
                 *grid.extent,
-                rectify,
+                relu,
                 *grid.tile,
             )
 
@@ -258,12 +258,12 @@ class _Triton:
         mean: torch.Tensor,
         scale: torch.Tensor,
         shift: torch.Tensor,
-        rectify: bool,
+        relu: bool,
         grad_x: torch.Tensor | None,
         masked: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Sweeps.norm_act_backward`; tensors for which `applies` is true together."""
-        grid, at = laid_out(x, grad, z, grad_x, masked)
+        grid, at = grid_of(x, grad, z, grad_x, masked)
         sums = x.new_empty((2, grid.parts, grid.channels), dtype=torch.float32)
         with on_device(x.device):
             TRITON_KERNELS.found().activate_backward[grid.by_part](
@@ -281,7 +281,7 @@ class _Triton:
                 *sums,
                 *grid.extent,
                 *grid.shares,
-                rectify,
+                relu,
                 *grid.tile,
             )
         of_scale, of_shift = sums.sum(1)

@@ -66,7 +66,7 @@ class Grid:
         return self.channels_last, self.rows, self.columns
 
 
-def laid_out(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Grid, list[int]]:
+def grid_of(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Grid, list[int]]:
     """The grid, and `ld` of each tensor as the kernels want it; 0 for None."""
     given = [other for other in others if other is not None]
     if any(other.shape != x.shape for other in given):

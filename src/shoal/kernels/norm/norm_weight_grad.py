@@ -28,7 +28,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("images", "height", "width", "out_height", "out_width")),
         *((name, ctypes.c_int64) for name in ("in_channels", "out_channels")),
-        *((name, ctypes.c_int32) for name in ("kernel", "stride", "rectify", "threads", "level", "unused")),
+        *((name, ctypes.c_int32) for name in ("kernel", "stride", "relu", "threads", "level", "unused")),
         ("x", ctypes.c_void_p),
         ("ld_x", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("mean", "scale", "shift", "grad_y")),
@@ -71,7 +71,7 @@ def weight_grad(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     window: Window,
     *,
@@ -83,7 +83,7 @@ def weight_grad(
         grad: of y, (N, K, H', W'), whole.
         x: (N, C, H, W), float32, as `applies` wants it.
         mean, scale, shift: (C,); all None: nothing is normalised.
-        rectify: whether a ReLU comes before the convolution.
+        relu: whether a ReLU comes before the convolution.
         weight: (K, C, 1, 1) or (K, C, 3, 3); only its shape is read.
         window: of the convolution.
         level: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says.
@@ -114,7 +114,7 @@ def weight_grad(
         out_channels=weight.shape[0],
         kernel=weight.shape[2],
         stride=window.stride[0],
-        rectify=rectify,
+        relu=relu,
         threads=torch.get_num_threads(),
         level=level_number(level),
         x=x.data_ptr(),
