@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal import codecs
-from shoal.codecs.table import Table, table_of
 from shoal.codecs.table_codes import blocks_of
+from shoal.codecs.tables import Table, table_of
 from shoal.errors import CodecError, InputError
 from shoal.lowlevel.dispatch import TABLE, VARIABLE
 from shoal.lowlevel.native import LEVELS, levels

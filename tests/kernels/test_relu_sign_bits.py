@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.kernels.relu_sign_bits import note_closed
+from shoal.kernels.relu import note_closed
 from shoal.lowlevel import native
 from shoal.lowlevel.dispatch import VARIABLE
 

@@ -11,7 +11,7 @@ import torch
 from shoal.errors import InputError
 from shoal.kernels.invertible_norm import inverted_batch_norm
 from shoal.kernels.norm import norm_conv
-from shoal.kernels.relu_sign_bits import note_closed
+from shoal.kernels.relu import note_closed
 from shoal.lowlevel import dispatch
 from shoal.lowlevel.dispatch import KINDS, TABLE, VARIABLE, Implementation, Kind, Op, allowed, choose, level_number
 from shoal.lowlevel.native import LEVELS, levels

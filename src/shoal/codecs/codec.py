@@ -18,7 +18,7 @@ import torch
 
 from shoal.codecs import wire
 from shoal.codecs.memory_order import dims_by_stride, same_places, strides_without_gaps, without_gaps
-from shoal.codecs.table import Table
+from shoal.codecs.tables import Table
 from shoal.errors import CodecError, brief
 
 

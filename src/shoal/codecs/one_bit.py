@@ -17,14 +17,13 @@ import torch
 from torch.nn.functional import pad
 
 from shoal.codecs.bit_packing import bytes_of, pack_bits, unpack_bits
+from shoal.codecs.checks import check_flat, check_length, whole_number
 from shoal.codecs.codec import Encoded, Properties
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, read_floats, write_floats
 from shoal.codecs.launch import Bits, are_here, bits_call, block_tiles, triton_applies, triton_kernels
 from shoal.codecs.memory_order import flat, same_places
-from shoal.codecs.option_checks import whole_number
 from shoal.codecs.pieces import PIECE_ELEMS, pieces
-from shoal.codecs.raw import check_flat, check_length
 from shoal.codecs.table_codes import blocks_of
 from shoal.errors import CodecError, brief
 from shoal.lowlevel.dispatch import Implementation, Op, choose, register
@@ -221,7 +220,6 @@ class _Reference:
     """Plain torch: the definition that every implementation equals bit for bit."""
 
     def encode_blocks(self, x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> None:
-        """As `one_bit.encode_blocks`, on any device."""
         for first, rows in _whole_blocks(x, block_elems or max(x.numel(), 1)):
             nan = rows.new_zeros(len(rows), dtype=torch.bool)
             for part in _parts(rows):
@@ -236,7 +234,6 @@ class _Reference:
     def decode_blocks(
         self, bits: torch.Tensor, means: torch.Tensor, block_elems: int | None, out: torch.Tensor
     ) -> None:
-        """As `one_bit.decode_blocks`, on any device."""
         for elements, blocks, columns in pieces(out.numel(), block_elems):
             negative = torch.empty(elements.stop - elements.start, dtype=torch.bool, device=out.device)
             unpack_bits(bits[bytes_of(elements)], negative)
@@ -284,13 +281,11 @@ class _Native:
     """`csrc/codec_bits.cpp`, on the CPU."""
 
     def encode_blocks(self, x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> None:
-        """As `one_bit.encode_blocks`, for tensors that `applies` takes."""
         run_native("shoal_one_bit_encode", _bits_call(x, block_elems, means, bits))
 
     def decode_blocks(
         self, bits: torch.Tensor, means: torch.Tensor, block_elems: int | None, out: torch.Tensor
     ) -> None:
-        """As `one_bit.decode_blocks`, for tensors that `applies` takes."""
         run_native("shoal_one_bit_decode", _bits_call(out, block_elems, means, bits))
 
 
@@ -313,7 +308,6 @@ class _Triton:
     """`kernels_triton`: a program adds the lanes of a few runs, a second kernel adds the runs of a block."""
 
     def encode_blocks(self, x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> None:
-        """As `one_bit.encode_blocks`; tensors for which `applies` is true."""
         elems = x.numel()
         if not elems:
             return
@@ -345,7 +339,6 @@ class _Triton:
     def decode_blocks(
         self, bits: torch.Tensor, means: torch.Tensor, block_elems: int | None, out: torch.Tensor
     ) -> None:
-        """As `one_bit.decode_blocks`; tensors for which `applies` is true."""
         elems = out.numel()
         programs, rows, columns, parts = block_tiles(elems, block_elems)
         if not programs:

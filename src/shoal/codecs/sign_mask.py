@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 
 from shoal.codecs.bit_packing import bytes_of, pack_bits, unpack_bits
+from shoal.codecs.checks import check_flat, check_length
 from shoal.codecs.codec import Codec, Encoded, Properties
 from shoal.codecs.float_codec import FLOATS
 from shoal.codecs.launch import TILE_ELEMS, are_here, bits_call, tiles, triton_applies, triton_kernels
 from shoal.codecs.memory_order import flat
 from shoal.codecs.pieces import pieces
-from shoal.codecs.raw import check_flat, check_length
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import Implementation, Op, choose, register
 from shoal.lowlevel.native import run_native
@@ -116,12 +116,10 @@ class _Reference:
     """Plain torch: the definition that every implementation equals bit for bit."""
 
     def encode(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """As `sign_mask.encode`, on any device, in any dtype."""
         for elements, _, _ in pieces(x.numel(), None):
             pack_bits(x[elements] > 0, out[bytes_of(elements)])
 
     def decode(self, mask: torch.Tensor, out: torch.Tensor) -> None:
-        """As `sign_mask.decode`, on any device."""
         for elements, _, _ in pieces(out.numel(), None):
             unpack_bits(mask[bytes_of(elements)], out[elements])
 
@@ -130,7 +128,6 @@ class _Native:
     """`csrc/codec_bits.cpp`, for float32 on the CPU."""
 
     def encode(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """As `sign_mask.encode`, for tensors that `applies` takes."""
         call = bits_call(x.numel(), out, x)
         if x.dtype != torch.float32:
             raise CodecError(f"got values of {x.dtype}, expected float32; use encode")
@@ -138,7 +135,6 @@ class _Native:
         run_native("shoal_sign_mask_encode", call)
 
     def decode(self, mask: torch.Tensor, out: torch.Tensor) -> None:
-        """As `sign_mask.decode`, for tensors that `applies` takes."""
         call = bits_call(out.numel(), mask, out)
         if out.dtype != torch.bool:
             raise CodecError(f"got an output of {out.dtype}, expected bool; use sign_mask.decode")
@@ -150,14 +146,12 @@ class _Triton:
     """`kernels_triton`, of any dtype that is taken."""
 
     def encode(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """As `sign_mask.encode`; tensors for which `applies` is true."""
         if x.numel():
             with on_device(x.device):
                 bits, largest = _AS[x.dtype]
                 triton_kernels().sign_mask[tiles(x.numel())](x.view(bits), out, x.numel(), largest, TILE_ELEMS)
 
     def decode(self, mask: torch.Tensor, out: torch.Tensor) -> None:
-        """As `sign_mask.decode`; tensors for which `applies` is true."""
         if out.numel():
             with on_device(out.device):
                 triton_kernels().unpack_flags[tiles(out.numel())](mask, out.view(torch.uint8), out.numel(), TILE_ELEMS)

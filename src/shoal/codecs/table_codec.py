@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from shoal.codecs.checks import real_number, whole_number
 from shoal.codecs.codec import Encoded, Properties
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, part_of, read_floats, write_floats
 from shoal.codecs.memory_order import flat
-from shoal.codecs.option_checks import real_number, whole_number
-from shoal.codecs.table import Table
 from shoal.codecs.table_codes import NATIVE, as_float32, blocks_of, decode_blocks, encode_blocks, native_runs
+from shoal.codecs.tables import Table
 from shoal.errors import CodecError
 
 BLOCK_ELEMS = 4096
@@ -28,7 +28,7 @@ BLOCK_ELEMS = 4096
 _OPTIONS = struct.Struct("<QB3x4s")
 _LARGEST, _SCALE, _OFFSET = range(3)
 _STEP = 2.0**-23
-_MOST_OFFSET = 30
+_MAX_OFFSET = 30
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class TableCodec(FloatCodec):
         if self.exponent_offset is not None and self.unit is None:
             raise CodecError(f"{self.name} has no exponent offset; give scale=, or take static_tree or mantissa")
         if self.exponent_offset is not None:
-            expected = f"a whole number from -{_MOST_OFFSET} to {_MOST_OFFSET}"
+            expected = f"a whole number from -{_MAX_OFFSET} to {_MAX_OFFSET}"
             offset = whole_number(
-                self.name, "exponent_offset", self.exponent_offset, expected, -_MOST_OFFSET, _MOST_OFFSET
+                self.name, "exponent_offset", self.exponent_offset, expected, -_MAX_OFFSET, _MAX_OFFSET
             )
             object.__setattr__(self, "exponent_offset", offset)
         if self.exponent_offset is not None and self.scale is not None:
@@ -203,7 +203,7 @@ def read_options(codes: Table, wire_id: int, unit: float | None, options: bytes)
 def greatest_errors(codes: Table) -> tuple[float, float]:
     """Of shares of the scale from 0.1 to 1, relative to themselves; of all from 0 to 1, as a share of the scale.
 
-    >>> from shoal.codecs.linear import LINEAR
+    >>> from shoal.codecs.tables import LINEAR
     >>> [round(error, 5) for error in greatest_errors(LINEAR)]
     [0.03704, 0.00394]
     """

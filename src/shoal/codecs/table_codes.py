@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from shoal.codecs.checks import check_flat, check_length
 from shoal.codecs.launch import are_here, threads_for, triton_applies
 from shoal.codecs.pieces import pieces
-from shoal.codecs.raw import check_flat, check_length
-from shoal.codecs.table import MAGNITUDES, SIGN, Table
 from shoal.codecs.table_codes_triton import TableCodesTriton
+from shoal.codecs.tables import MAGNITUDES, SIGN, Table
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
 from shoal.lowlevel.native import library, run_native
@@ -76,7 +76,7 @@ def encode_blocks(
     Raises:
         CodecError: a tensor has another dtype, length or layout.
 
-    >>> from shoal.codecs.linear import LINEAR
+    >>> from shoal.codecs.tables import LINEAR
     >>> scales, codes = torch.empty(1), torch.empty(3, dtype=torch.uint8)
     >>> encode_blocks(torch.tensor([0.0, -2.54, 1.0]), LINEAR, None, scales, codes)
     >>> codes.tolist(), round(scales.item(), 2)
@@ -104,7 +104,7 @@ def decode_blocks(
     Raises:
         CodecError: a tensor has another dtype, length or layout.
 
-    >>> from shoal.codecs.linear import LINEAR
+    >>> from shoal.codecs.tables import LINEAR
     >>> out = torch.empty(2)
     >>> decode_blocks(torch.tensor([255, 50], dtype=torch.uint8), torch.tensor([2.54]), LINEAR, None, out)
     >>> out
@@ -160,7 +160,6 @@ class _Reference:
         seed: int | None = None,
         first_elem: int = 0,
     ) -> None:
-        """As `table_codes.encode_blocks`, on any device."""
         scales.copy_(_scales(x, block_elems or max(x.numel(), 1), scale))
         thresholds = table.thresholds.to(x.device)
         magnitudes = table.magnitudes.to(x.device)
@@ -182,7 +181,6 @@ class _Reference:
     def decode_blocks(
         self, codes: torch.Tensor, scales: torch.Tensor, table: Table, block_elems: int | None, out: torch.Tensor
     ) -> None:
-        """As `table_codes.decode_blocks`, on any device."""
         magnitudes = table.magnitudes.to(out.device)
         for elements, blocks, columns in pieces(out.numel(), block_elems):
             code = codes[elements].view(-1, columns)
@@ -275,7 +273,6 @@ class _Native:
         seed: int | None = None,
         first_elem: int = 0,
     ) -> None:
-        """As `table_codes.encode_blocks`, for tensors that `applies` takes."""
         call = _native_call(x, table, block_elems, scales, codes)
         call.x = x.data_ptr()
         if scale is not None:
@@ -288,7 +285,6 @@ class _Native:
     def decode_blocks(
         self, codes: torch.Tensor, scales: torch.Tensor, table: Table, block_elems: int | None, out: torch.Tensor
     ) -> None:
-        """As `table_codes.decode_blocks`, for tensors that `applies` takes."""
         call = _native_call(out, table, block_elems, scales, codes)
         call.out = out.data_ptr()
         run_native("shoal_table_decode", call)

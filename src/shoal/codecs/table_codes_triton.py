@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from shoal.codecs.launch import block_tiles, triton_kernels
-from shoal.codecs.table import Table
+from shoal.codecs.tables import Table
 from shoal.errors import CodecError
 from shoal.lowlevel.triton_launch import on_device
 
@@ -87,7 +87,6 @@ class TableCodesTriton:
         seed: int | None = None,
         first_elem: int = 0,
     ) -> None:
-        """As `table_codes.encode_blocks`; tensors for which `applies` is true."""
         grid, rows, columns, parts = block_tiles(x.numel(), block_elems)
         if not grid:
             return
@@ -121,7 +120,6 @@ class TableCodesTriton:
     def decode_blocks(
         self, codes: torch.Tensor, scales: torch.Tensor, table: Table, block_elems: int | None, out: torch.Tensor
     ) -> None:
-        """As `table_codes.decode_blocks`; tensors for which `applies` is true."""
         grid, rows, columns, parts = block_tiles(out.numel(), block_elems)
         if not grid:
             return

@@ -19,7 +19,7 @@ from shoal.lowlevel.torch_internals import isolated
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 through its passes
 _CHANNELS_ELEMS = 1 << 19  # and twice that where a piece is copied out and back, but no less than 16 pieces
-_LEAST_PIECES = 16
+_MIN_PIECES = 16
 WORTH_PIECES_BYTES = 4 << 20  # contiguous tensors below this are small change
 
 
@@ -61,7 +61,7 @@ def backward_(
     if x.shape[2:].numel() == 1:  # PyTorch adds single pixels up in another order on a few channels than on all
         return _whole_backward(grad, x, weight, mean, invstd)
     if x.is_contiguous() and grad.is_contiguous():
-        return _backward_by_channels(grad, x, weight, mean, invstd, min(_CHANNELS_ELEMS, x.numel() // _LEAST_PIECES))
+        return _backward_by_channels(grad, x, weight, mean, invstd, min(_CHANNELS_ELEMS, x.numel() // _MIN_PIECES))
     layout = channels_last_format(x.dim())
     if not (grad.is_contiguous(memory_format=layout) and x.is_contiguous(memory_format=layout)):
         return _whole_backward(grad, x, weight, mean, invstd)

@@ -22,8 +22,7 @@ import torch
 
 from shoal import codecs
 from shoal.codecs.table_codes import decode_blocks, encode_blocks
-from shoal.kernels.relu import where_above, where_above_
-from shoal.kernels.relu_sign_bits import note_closed
+from shoal.kernels.relu import note_closed, where_above, where_above_
 
 SCALE_BYTES = 4
 _PIECE_ELEMS = 1 << 17

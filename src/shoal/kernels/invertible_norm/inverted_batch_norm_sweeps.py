@@ -95,7 +95,6 @@ class _Reference:
         activation: str,
         slope: float,
     ) -> None:
-        """As `Sweeps.forward_into`."""
         for (source, _), (target, per_channel) in zip(_pieces(x), _pieces(y), strict=True):
             if x.dtype == scale.dtype:
                 torch.sub(source, mean.view(per_channel), out=target)
@@ -118,7 +117,6 @@ class _Reference:
         activation: str,
         slope: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Sweeps.backward_into`."""
         wide, inverse_scale = scale.dtype, scale.reciprocal()
         of_shift, of_scale = (torch.zeros_like(scale, dtype=torch.float64) for _ in range(2))
 
@@ -205,7 +203,7 @@ class _Call(ctypes.Structure):
 
 
 class _Native:
-    """`csrc/inverted_batch_norm.cpp`."""
+    """`csrc/inverted_batch_norm.cpp`; `level`: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says."""
 
     def applies(self, source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
         """Whether it reads `source`, and reads or writes `y`, here."""
@@ -224,7 +222,6 @@ class _Native:
         slope: float,
         level: str | None = None,
     ) -> None:
-        """As `Sweeps.forward_into`; `level` as for `backward_into`."""
         library = native.library()
         assert library is not None
         mean, scale, shift = mean.contiguous(), scale.contiguous(), shift.contiguous()
@@ -245,7 +242,6 @@ class _Native:
         slope: float,
         level: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Sweeps.backward_into`; `level`: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says."""
         library = native.library()
         assert library is not None
         scale, shift = scale.contiguous(), shift.contiguous()
@@ -305,7 +301,6 @@ class _Triton:
         activation: str,
         slope: float,
     ) -> None:
-        """As `Sweeps.forward_into`."""
         grid, (of_x, of_y) = grid_of(x, y)
         with on_device(x.device):
             _triton_kernels().forward[grid.by_block](
@@ -324,7 +319,6 @@ class _Triton:
         activation: str,
         slope: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Sweeps.backward_into`."""
         grid, (of_y, of_grad, of_result) = grid_of(y, grad, result)
         parts = y.new_empty((2, grid.parts, grid.channels), dtype=torch.float32)
         scale, shift, invstd = map(vector, (scale, shift, invstd))

@@ -39,7 +39,7 @@ def _undone(y, grad, slope, ACTIVATION: tl.constexpr):
     if ACTIVATION == "leaky_relu":
         return tl.where(y > 0.0, y, y * (1.0 / slope)), tl.where(y > 0.0, grad, grad * slope)
     elif ACTIVATION == "elu":
-        # Rounded to -alpha, the result has no inverse: the least that has one stands for it. A NaN stays one.
+        # Rounded to -alpha, the result has no inverse: the smallest that has one stands for it. A NaN stays one.
         w = tl.where(y > 0.0, 0.0, y * (1.0 / slope))
         w = tl.where(w < -0.99999994, -0.99999994, w)
         return tl.where(y > 0.0, y, _log1p(w)), tl.where(y > 0.0, grad, grad * (y + slope))

@@ -98,19 +98,14 @@ class _Pass(ctypes.Structure):
 
 
 class _Native:
-    """`csrc/norm_pass.cpp`."""
+    """`csrc/norm_pass.cpp`; `level`: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says."""
 
     def applies(self, *tensors: torch.Tensor) -> bool:
         """Whether it reads and writes such tensors, (N, C, H, W), here; all of one shape but for their channels."""
         return bool(levels()) and all(row_stride(x) is not None for x in tensors)
 
     def statistics(self, x: torch.Tensor, *, level: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Sweeps.statistics`. Sums are taken around a pivot in every block of rows and put together in doubles.
-
-        Args:
-            x: (N, C, H, W), for which `applies` is true.
-            level: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says.
-        """
+        """Sums are taken around a pivot in every block of rows and added up in doubles."""
         mean, variance = torch.empty(x.shape[1]), torch.empty(x.shape[1])
         call = _call(x, level)
         call.statistic_mean, call.statistic_variance = mean.data_ptr(), variance.data_ptr()
@@ -131,7 +126,6 @@ class _Native:
         *,
         level: str | None = None,
     ) -> None:
-        """As `Sweeps.norm_act`; tensors for which `applies` is true, `level` as for `statistics`."""
         vectors = list(map(vector, (mean, scale, shift)))
         call = _call(x, level)
         call.relu = relu
@@ -154,7 +148,6 @@ class _Native:
         *,
         level: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Sweeps.norm_act_backward`; tensors for which `applies` is true, `level` as for `statistics`."""
         of_scale, of_shift = torch.empty(x.shape[1]), torch.empty(x.shape[1])
         vectors = list(map(vector, (mean, scale, shift)))
         call = _call(x, level)
@@ -210,7 +203,6 @@ class _Triton:
         return is_channels_last(*tensors) is not None
 
     def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Sweeps.statistics`; a tensor for which `applies` is true."""
         grid, (at,) = grid_of(x)
         moments = x.new_empty((3, grid.parts, grid.channels), dtype=torch.float32)
         counts = x.new_empty(grid.parts, dtype=torch.int32)
@@ -234,7 +226,6 @@ class _Triton:
         relu: bool,
         out: torch.Tensor,
     ) -> None:
-        """As `Sweeps.norm_act`; tensors for which `applies` is true together."""
         grid, at = grid_of(x, residual, out)
         with on_device(x.device):
             TRITON_KERNELS.found().activate[grid.by_block](
@@ -262,7 +253,6 @@ class _Triton:
         grad_x: torch.Tensor | None,
         masked: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Sweeps.norm_act_backward`; tensors for which `applies` is true together."""
         grid, at = grid_of(x, grad, z, grad_x, masked)
         sums = x.new_empty((2, grid.parts, grid.channels), dtype=torch.float32)
         with on_device(x.device):

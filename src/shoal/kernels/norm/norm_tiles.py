@@ -14,7 +14,7 @@ import torch
 from shoal.errors import InputError
 
 _TILE_ELEMS = 2048
-_MOST = 2**31  # elements that a tile's addresses may span
+_MAX_SPAN_ELEMS = 2**31  # elements that a tile's addresses may span
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Grid:
     channels: int
     rows: int
     columns: int
-    most_parts: int
+    max_parts: int
 
     @property
     def blocks_an_image(self) -> int:
@@ -39,7 +39,7 @@ class Grid:
 
     @property
     def blocks_a_part(self) -> int:
-        return -(-self.blocks // max(1, self.most_parts // -(-self.channels // self.columns)))
+        return -(-self.blocks // max(1, self.max_parts // -(-self.channels // self.columns)))
 
     @property
     def parts(self) -> int:
@@ -82,7 +82,7 @@ def grid_of(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Grid, list[i
     else:
         rows = min(power(pixels), 128)
         columns = min(power(channels), _TILE_ELEMS // rows)
-    grid = Grid(channels_last, images, pixels, channels, rows, columns, _most_parts(x.device))
+    grid = Grid(channels_last, images, pixels, channels, rows, columns, _max_parts(x.device))
     return grid, [0 if t is None else leading_stride(t, channels_last) or 0 for t in (x, *others)]
 
 
@@ -107,12 +107,12 @@ def leading_stride(x: torch.Tensor, channels_last: bool) -> int | None:
             return None
         step = _step([images, *sides], [over_images, *over_sides])
         found = channels if step == 0 else step
-        return found if found is not None and channels <= found < _MOST // _TILE_ELEMS else None
+        return found if found is not None and channels <= found < _MAX_SPAN_ELEMS // _TILE_ELEMS else None
     pixels = prod(sides)
     if _step(sides, over_sides) not in (0, 1) or (channels > 1 and over_channels != pixels):
         return None
     found = over_images if images > 1 else channels * pixels
-    return found if channels * pixels <= found and channels * pixels < _MOST else None
+    return found if channels * pixels <= found and channels * pixels < _MAX_SPAN_ELEMS else None
 
 
 def _step(sizes: list[int], strides: list[int]) -> int | None:
@@ -135,6 +135,6 @@ def power(number: int) -> int:
 
 
 @cache
-def _most_parts(device: torch.device) -> int:
+def _max_parts(device: torch.device) -> int:
     # Enough to fill the device a few times over; few on the CPU, so that each has several blocks there too.
     return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
