@@ -24,7 +24,7 @@ from shoal.errors import CodecError, brief
 
 @dataclass(frozen=True)
 class Properties:
-    """What a codec promises; the tests hold every codec to its sheet.
+    """What a codec guarantees; the tests check every codec against it.
 
     Attributes:
         bits_per_value: of the payload, without the scales of blocks.
@@ -114,7 +114,7 @@ class Codec(ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What makes it again: `get(codec.name, **codec.options)` equals it."""
+        """What constructs it: `get(codec.name, **codec.options)` equals it."""
         return {}
 
     def __str__(self) -> str:

@@ -187,7 +187,7 @@ def read_options(wire_id: int, options: bytes) -> OneBitCodec:
     """The codec whose `wire_options` these are.
 
     Raises:
-        CodecError: they are nobody's.
+        CodecError: no codec has written them.
     """
     if len(options) != _OPTIONS.size:
         raise CodecError(f"one_bit: got {len(options)} bytes of options, expected {_OPTIONS.size}; write it anew")

@@ -1,7 +1,7 @@
 """Max-pool indices in one byte each: how far the winner lies from its window's corner, not its place in the image.
 
 PyTorch's max pooling saves, for every output, the flat int64 place of the winner in its input. The winner lies in a
-window of known corner and at most 255 places, so a byte tells which: the distance along the flat image itself where no
+window of known corner and at most 255 places, so a byte says which: the distance along the flat image itself where no
 distance in the window passes 254, else the number of the place. Lossless by construction. The byte that is left over
 is for windows of no winner, whose gradient goes nowhere.
 """

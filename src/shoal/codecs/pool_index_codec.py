@@ -129,7 +129,7 @@ def read_options(wire_id: int, options: bytes) -> PoolIndexCodec:
     """The codec whose `wire_options` these are.
 
     Raises:
-        CodecError: they are nobody's.
+        CodecError: no codec has written them.
     """
     dims = options[0] if options else 0
     if not 1 <= dims <= 3 or len(options) != 1 + 4 * (5 * dims + 2):

@@ -186,7 +186,7 @@ def read_options(codes: Table, wire_id: int, unit: float | None, options: bytes)
     """The codec whose `wire_options` these are.
 
     Raises:
-        CodecError: they are nobody's.
+        CodecError: no codec has written them.
     """
     if len(options) != _OPTIONS.size:
         raise CodecError(f"{codes.name}: got {len(options)} bytes of options, expected {_OPTIONS.size}; write it anew")

@@ -1,7 +1,7 @@
-"""Batch norm in fewer bytes and the same bits: its result made again from its statistics, its gradient in place.
+"""Batch norm in fewer bytes and the same bits: its result recomputed from its statistics, its gradient in place.
 
 PyTorch's CPU kernel normalises as `x * scale + shift` with `scale = invstd * weight` and `shift = bias - mean * scale`,
-each a fused multiply-add: `torch.addcmul` does the same arithmetic in one sweep, over the input if that dies. Its
+each a fused multiply-add: `torch.addcmul` does the same arithmetic in one pass, over the input where that is dead. Its
 backward kernel allocates the gradient twice over. In channels_last it is asked for the two sums alone, which allocates
 nothing, and what is left is elementwise, piece by piece over the incoming gradient. In the contiguous layout channels
 do not meet, so it runs on a few channels at a time. `repeats_bits` and `backward_repeats_bits` try that on this machine
@@ -20,7 +20,7 @@ from shoal.lowlevel.torch_internals import isolated
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 through its passes
 _CHANNELS_ELEMS = 1 << 19  # and twice that where a piece is copied out and back, but no less than 16 pieces
 _MIN_PIECES = 16
-WORTH_PIECES_BYTES = 4 << 20  # contiguous tensors below this are small change
+WORTH_PIECES_BYTES = 4 << 20  # contiguous tensors below this are not worth pieces
 
 
 def normalise(

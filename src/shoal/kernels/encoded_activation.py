@@ -67,7 +67,7 @@ def decode(
     block_elems: int,
     closed_above: float | None,
 ) -> torch.Tensor:
-    """The activation that `encode` made `payload` of, as far as its codes tell, with its shape, strides and dtype."""
+    """The activation that `encode` made `payload` of, as its codes approximate it."""
     out = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=payload.device)
     n_elems = out.numel()
     scales, codes = _parts(payload, _scales(n_elems, block_elems))

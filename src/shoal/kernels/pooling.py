@@ -1,6 +1,6 @@
 """Max pooling that saves one byte per output, a few images at a time: no int64 index of the whole batch exists.
 
-Where its input comes from a ReLU, the byte also tells whether the ReLU lets the gradient through: it does where the
+Where its input comes from a ReLU, the byte also says whether the ReLU lets the gradient through: it does where the
 maximum is not zero.
 """
 

@@ -64,7 +64,7 @@ def note_closed(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
     Args:
         x: (n,) dense, what a ReLU gave that is clipped at `above` (infinity: not clipped).
         codes: (n,) uint8, dense, of `x`; their sign bits are written.
-        above: as said.
+        above: where the ReLU is clipped.
     """
     choose(_OP, x, codes)(x, codes, above)
 

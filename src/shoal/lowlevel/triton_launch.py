@@ -32,7 +32,7 @@ class TritonKernels:
         module: its name; it has an attribute INTERPRETED.
         instead: what does the work where there are none, for the message.
         error: what `found` raises.
-        try_on: starts a small kernel on a CUDA device, and raises whatever hinders it.
+        try_on: starts a small kernel on a CUDA device, and raises where it does not run.
     """
 
     module: str
@@ -81,7 +81,7 @@ def _run_on(kernels: TritonKernels, device: torch.device) -> bool:
         return bool(kernels.found().INTERPRETED)
     try:
         kernels.try_on(device)
-    except Exception as error:  # whatever the compiler raises: the others remain
+    except Exception as error:  # whatever the compiler raises: other implementations remain
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(f"Triton does not run on {device} ({reason}); {VARIABLE}=native spares the attempt", stacklevel=2)
         return False

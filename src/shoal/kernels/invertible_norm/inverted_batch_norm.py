@@ -24,6 +24,7 @@ from shoal.kernels.batch_norm_vectors import move_statistics
 from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps
 from shoal.kernels.norm import norm_sweeps
 from shoal.kernels.norm.statistics import wide as wide_of
+from shoal.lowlevel.direct_call import in_functorch, needs_dispatch
 
 _SCHEMA = (
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? variance, float eps, str activation, float slope)"
@@ -152,14 +153,14 @@ def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overw
         ValueError: as the layer: `x` has another number of dimensions, or one value per channel in training mode.
     """
     layer._check_input_dim(x)
-    if x.numel() == 0 or _transformed():
+    if x.numel() == 0 or in_functorch():  # for which the op has no rules
         return _plainly(layer, x, activation, slope)
     by_batch = layer.training or layer.running_mean is None
     if by_batch:
         torch.nn.functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
     given = (None, None) if by_batch else (layer.running_mean, layer.running_var)
     arguments = (layer.weight, layer.bias, *given, layer.eps, activation, slope)
-    if _is_eager(x):
+    if not needs_dispatch((x,)):
         overwrite = (
             overwrite and not x._is_view() and not (x.is_leaf and x.requires_grad)
         )  # as torch's own in-place ops
@@ -180,7 +181,7 @@ def reconstruction_error(
     dtype: torch.dtype,
     spread: float = 4.0,
 ) -> torch.Tensor:
-    """How far a normalised input that is made again from the result can be from what it was.
+    """How far a normalised input that is recomputed from the result can be from what it was.
 
     The result is rounded to its dtype, and that is all that is lost. A LeakyReLU keeps its relative accuracy whatever
     the slope; undoing the shift costs |bias| / |scale|, so that a channel whose scale is small beside its shift is
@@ -213,11 +214,6 @@ def reconstruction_error(
     return error / scale
 
 
-def _transformed() -> bool:
-    """Whether a transform of `torch.func` looks on, for which the op has no rules."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def _plainly(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
     """The same function by PyTorch's own ops, which save more."""
     scale = {} if layer.weight is None else {"weight": kept_from_zero(layer.weight, layer.eps)}
@@ -225,13 +221,6 @@ def _plainly(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float) 
     if activation == "identity":
         return z
     return F.elu(z, slope) if activation == "elu" else F.leaky_relu(z, slope)
-
-
-def _is_eager(x: torch.Tensor) -> bool:
-    """Whether nobody looks on who reads functional ops: no compiler, no transform, no mode, no fake tensor."""
-    if type(x) is not torch.Tensor or x.is_meta or torch.compiler.is_compiling():
-        return False
-    return not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
 
 
 def _forward_anew(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -326,7 +315,7 @@ def _gradients(
     if grad is None:
         return (None,) * 8
     y, weight, bias, invstd = ctx.saved_tensors
-    gradients = _backward_anew if _is_eager(grad) else inverted_batch_norm_backward
+    gradients = inverted_batch_norm_backward if needs_dispatch((grad,)) else _backward_anew
     of_x, of_weight, of_bias = gradients(grad, y, weight, bias, invstd, ctx.frozen, *ctx.options)
     vectors = of_weight if weight is not None else None, of_bias if bias is not None else None
     return of_x, *vectors, None, None, None, None, None

@@ -1,7 +1,7 @@
 """`shoal::norm_act`: normalise, add a residual, apply ReLU; for a batch norm that others than one convolution read.
 
 Saved for the backward pass: what was normalised and vectors. The normalised tensor is not; the result is only where a
-residual was added before the ReLU, since then nothing else tells which elements were cut off.
+residual was added before the ReLU, since nothing else then says which elements are zero.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def activated_backward(
     """From the gradient of `activated`: that of x, and those of mean, scale and shift.
 
     Args:
-        grad: of what `activated` returned, which is not needed: it is made again from x.
+        grad: of what `activated` returned, which is not needed: it is recomputed from x.
         needs: whether the gradient of x is wanted, and those of the vectors.
     """
     of_x, of_vectors, _ = _gradients(grad, [x], mean, scale, shift, None, relu, [*needs, False])

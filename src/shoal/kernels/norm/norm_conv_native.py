@@ -1,7 +1,7 @@
 """`norm_conv` in one native pass: normalise, apply ReLU, convolve and measure while the pixels are in the cache.
 
 Batch norm split in two (Jung et al., MLSys'19): `csrc/norm_conv.cpp` normalises a strip of pixels into a small panel,
-feeds register tiles from it and sums up what they write. The backward pass makes the panel again from the saved input,
+feeds register tiles from it and sums up what they write. The backward pass recomputes the panel from the saved input,
 so no normalised tensor is ever in memory. 1 x 1 and 3 x 3, stride 1, one group, float32, channels_last.
 
 A 3 x 3 uses Winograd's F(2x2, 3x3) (Lavin and Gray, CVPR'16): 16 products where a direct convolution takes 36, and

@@ -29,7 +29,7 @@ def row_stride(x: torch.Tensor) -> int | None:
     over_images, over_channels, over_rows, over_columns = x.stride()
     if channels > 1 and over_channels != 1:
         return None
-    # A dimension of size one may have any stride: the first that is longer tells.
+    # A dimension of size one may have any stride: the first longer one decides.
     if width > 1:
         found = over_columns
     elif height > 1:

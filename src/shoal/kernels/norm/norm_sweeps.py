@@ -67,7 +67,7 @@ class Sweeps(Protocol):
 
         Args:
             grad: of the result.
-            z: the result, read where `relu` is set; None: made again from x, nothing was added.
+            z: the result, read where `relu` is set; None: recomputed from x, nothing was added.
             x, mean, scale, shift, relu: as for `norm_act`.
             grad_x: where the gradient of x is written; None: it is not wanted.
             masked: where `grad` is written as the ReLU lets it through; None: it is not wanted.

@@ -182,7 +182,7 @@ def activate_backward(
 ):
     """With da = grad where z > 0: grad_x = da * scale, masked = da, and each part's sums of da * (x - mean) and da.
 
-    z, grad_x and masked may be None; z is then made again from x.
+    z, grad_x and masked may be None; z is then recomputed from x.
     """
     part = tl.program_id(0)
     rows = tl.arange(0, ROWS)

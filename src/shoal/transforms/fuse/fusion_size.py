@@ -12,7 +12,7 @@ import torch
 
 from shoal.kernels.norm.norm_conv import runs_winograd
 from shoal.kernels.norm.norm_conv_native import Window
-from shoal.lowlevel.direct_call import watched
+from shoal.lowlevel.direct_call import needs_dispatch
 
 When = Literal["pays", "always"]
 WHENS: tuple[When, ...] = ("pays", "always")
@@ -62,7 +62,7 @@ class FusionSize:
         if torch.compiler.is_compiling():
             return True
         enough = (x.numel() if elems is None else elems) >= (LEAST_ELEMS if least is None else least)
-        found = self.when == "always" or enough or not x.is_cpu or watched((x,))
+        found = self.when == "always" or enough or not x.is_cpu or needs_dispatch((x,))
         self.fusions += found
         return found
 
