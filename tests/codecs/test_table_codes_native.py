@@ -90,7 +90,7 @@ def test_every_exponent_and_mantissas_at_random(level: str, name: str) -> None:
     bits = torch.randint(-(2**31), 2**31, (40_000,), generator=generator, dtype=torch.int64).int()
     x = bits.view(torch.float32)
     with at_level(level):
-        both(x, TABLES[name], 64)  # most blocks hold what is no number
+        both(x, TABLES[name], 64)  # most blocks hold a NaN
         finite = x[x.isfinite()]
         both(finite, TABLES[name], 1)
         both(finite, TABLES[name], 64)

@@ -160,9 +160,9 @@ def test_a_layer_s_gradients_are_off_by_no_more_than_plain_float32_s_and_what_th
     inexact = reconstruction_error(layer.weight, layer.bias, layer.eps, activation, slope, torch.float32)
     # What each channel's gradients can be off where each normalised input is off by that.
     summed = weights.abs().double().sum(dims)
-    steep = kept_from_zero(wide.weight.detach(), layer.eps).abs() / x.double().std(dims, correction=0)
+    gamma_invstd = kept_from_zero(wide.weight.detach(), layer.eps).abs() / x.double().std(dims, correction=0)
     none = torch.zeros(1, device=device)
-    told = [none, steep * inexact * (exact[2].abs() + 6 * summed) / rows, inexact * summed, none, none, none]
+    told = [none, gamma_invstd * inexact * (exact[2].abs() + 6 * summed) / rows, inexact * summed, none, none, none]
     names = ("y", "x", "weight", "bias", "mean", "variance")
     for name, mine, other, right, bound in zip(names, ours, theirs, exact, told, strict=True):
         allowed = (other.double() - right).abs().max() + 4e-6 * right.abs().max()
