@@ -187,7 +187,7 @@ def test_a_payload_is_what_waits_a_quarter_and_a_scale_for_each_block() -> None:
 def test_the_mask_of_a_relu_is_read_from_the_codes() -> None:
     _, rewritten, _ = step_of("chain")
     reading = nodes_reading(rewritten, payload_name("relu"))
-    assert [target.rpartition(".")[2] for target in reading] == ["decode", "rectifier_backward"]
+    assert [target.rpartition(".")[2] for target in reading] == ["decode", "relu_backward"]
     assert not any(target.endswith("ne.Scalar") for target in nodes_reading(rewritten, "relu"))
 
 

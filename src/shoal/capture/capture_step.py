@@ -23,7 +23,7 @@ from shoal.capture.dynamo import (
 from shoal.capture.fx_nodes import input_layers, parameter_places
 from shoal.capture.step_reader import capture
 from shoal.errors import CaptureError
-from shoal.lowlevel.eager_kernels import eager_kernels
+from shoal.lowlevel.torch_internals import eager_kernels
 
 
 def capture_step(

@@ -30,8 +30,8 @@ from shoal.core.residence import Encode, Residence
 from shoal.errors import CaptureError, PlanError
 from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.convolution import weight_gradient
-from shoal.kernels.encoded_activation import decode, encode, payload_bytes, rectifier_backward
-from shoal.kernels.rectifier import backward as from_mask
+from shoal.kernels.encoded_activation import decode, encode, payload_bytes, relu_backward
+from shoal.kernels.relu import backward as from_mask
 
 _aten = torch.ops.aten
 _WEIGHT_GRADIENTS = (_aten.convolution_backward.default, weight_gradient)
@@ -255,7 +255,7 @@ def _encode(graph: fx.Graph, uses: _Uses, lossy: LossyOptions, backward: set[str
     for node in uses.rectifiers:
         with graph.inserting_before(node):
             shape, stride = as_arguments(graph, value.shape), as_arguments(graph, value.stride())
-        node.target, node.args = rectifier_backward, (node.args[0], payload, shape, stride, lossy.block_elems)
+        node.target, node.args = relu_backward, (node.args[0], payload, shape, stride, lossy.block_elems)
     for node in uses.masks:
         graph.erase_node(node)
         backward.discard(node.name)

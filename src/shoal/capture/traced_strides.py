@@ -18,7 +18,7 @@ from shoal.capture.captured import Captured
 from shoal.capture.fx_nodes import is_view
 from shoal.capture.step_reader import needed_by, read_joint
 from shoal.capture.symbolic_sizes import as_arguments
-from shoal.kernels.traced_layout import copied
+from shoal.kernels.memory_format import copied
 
 _JOINT_NAME = "joint_name"  # in a node's meta: what it is called in the joint graph, whatever lowering calls it
 _PLACE = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr")

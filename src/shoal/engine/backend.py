@@ -27,7 +27,7 @@ from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
-from shoal.lowlevel.eager_kernels import eager_kernels
+from shoal.lowlevel.torch_internals import eager_kernels
 from shoal.memory.limit import lifted
 from shoal.memory.static_memory import Standing
 from shoal.transforms.split.split import CUTS_ARGUMENT

@@ -19,7 +19,7 @@ from shoal.capture.symbolic_sizes import Numbers, at_numbers, numbers_of
 from shoal.capture.traced_strides import Departure, is_put_right, joint_name
 from shoal.engine.graph_runner import Compiler
 from shoal.errors import CaptureError
-from shoal.kernels.traced_layout import in_traced_layout, is_same_order, is_writable
+from shoal.kernels.memory_format import in_traced_layout, is_same_order, is_writable
 from shoal.offload.transfers import Transfers
 
 

@@ -37,7 +37,7 @@ def costs(codec_seconds: float) -> Callable[[Captured], StepGraph]:
     """A second for each convolution, next to nothing for other ops, and so many seconds to encode or decode."""
 
     def timed(op: Op) -> Op:
-        seconds = codec_seconds if CODEC_OP in op.target and "rectifier" not in op.target else 0.01
+        seconds = codec_seconds if CODEC_OP in op.target and "relu_backward" not in op.target else 0.01
         return replace(op, seconds=1.0 if "conv" in op.target else seconds)
 
     def costed(captured: Captured) -> StepGraph:

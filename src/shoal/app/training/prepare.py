@@ -19,6 +19,7 @@ from shoal.app.training.options import TrainOptions
 from shoal.app.training.ranks import Ranks
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
+from shoal.kernels.memory_format import channels_last_format
 from shoal.memory.arena import Arena
 from shoal.memory.arena_cuda import CudaArena
 from shoal.memory.limit import Wall, wall
@@ -108,7 +109,7 @@ def layout(options: TrainOptions, shape: tuple[int, ...]) -> torch.memory_format
     """Of images and weights. A three-dimensional network has another channels-last than a two-dimensional one."""
     if not options.channels_last:
         return torch.preserve_format
-    return torch.channels_last_3d if len(shape) == 5 else torch.channels_last
+    return channels_last_format(len(shape))
 
 
 def compiled(options: TrainOptions, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:

@@ -30,7 +30,7 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.errors import BudgetError, PlanError
 from shoal.kernels.encoded_activation import encode, measured_errors
-from shoal.lowlevel.undisturbed import undisturbed
+from shoal.lowlevel.torch_internals import isolated
 from shoal.planners.joint import estimate
 from shoal.planners.recompute_choice import recompute_choice
 
@@ -105,7 +105,7 @@ def encoded_by(plan: Plan) -> tuple[LossyOptions, frozenset[str]] | None:
 @lru_cache(maxsize=32)
 def error_on_normal_numbers(lossy: LossyOptions) -> float:
     """||decoded - x|| / ||x|| of a ReLU's output on normal numbers: what to expect before a step has been measured."""
-    with undisturbed(torch.device("cpu")), measured_errors() as errors:
+    with isolated(torch.device("cpu")), measured_errors() as errors:
         drawn = torch.randn(_NORMAL_ELEMS, generator=torch.Generator().manual_seed(0))
         encode(drawn.relu_(), lossy.codec, lossy.block_elems, lossy.seed, math.inf)
     return errors[0]

@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.kernels.invertible_norm import inverted_batch_norm_reference as reference
 from shoal.kernels.invertible_norm.inverted_batch_norm import kept_from_zero
-from shoal.kernels.invertible_norm.inverted_batch_norm_native import BEST, applies, backward_into, forward_into
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import NATIVE
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import REFERENCE as reference
 from shoal.lowlevel import native
 from tests.kernels.threads import threads_of_torch
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native library is not built")
-LEVELS = (0, 1, BEST)
+LEVELS = native.levels()
+applies, forward_into, backward_into = NATIVE.applies, NATIVE.forward_into, NATIVE.backward_into
 ACTIVATIONS = [("leaky_relu", 0.01), ("leaky_relu", 0.5), ("elu", 1.0), ("elu", 0.3), ("identity", 1.0)]
 
 
@@ -52,7 +53,7 @@ def operands(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def test_it_is_as_close_to_float64_as_the_reference(
     pair: tuple[torch.Tensor, torch.Tensor],
-    level: int,
+    level: str,
     activation: tuple[str, float],
     least_scale: float,
     frozen: bool,
@@ -82,7 +83,7 @@ def test_it_is_as_close_to_float64_as_the_reference(
 @settings(max_examples=50)
 @given(operands(), st.sampled_from(LEVELS), st.sampled_from(ACTIVATIONS), st.booleans(), st.integers(1, 3))
 def test_forward_is_the_plain_formula(
-    pair: tuple[torch.Tensor, torch.Tensor], level: int, activation: tuple[str, float], over: bool, threads: int
+    pair: tuple[torch.Tensor, torch.Tensor], level: str, activation: tuple[str, float], over: bool, threads: int
 ) -> None:
     x = pair[0]
     generator = torch.Generator().manual_seed(1)
@@ -98,7 +99,7 @@ def test_forward_is_the_plain_formula(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
-def test_elu_and_its_inverse_are_within_an_ulp_of_their_own_size(level: int, alpha: float) -> None:
+def test_elu_and_its_inverse_are_within_an_ulp_of_their_own_size(level: str, alpha: float) -> None:
     z = -torch.arange(0x20000000, 0x41900000, 997, dtype=torch.int32).view(torch.float32)  # -1e-19 to -18
     zero, one, y = torch.zeros_like(z), torch.ones_like(z), torch.empty_like(z)
     forward_into(z[None], y[None], zero, one, zero, "elu", alpha, level)
@@ -118,7 +119,7 @@ def test_elu_and_its_inverse_are_within_an_ulp_of_their_own_size(level: int, alp
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_what_is_not_finite_passes_as_in_torch(
-    level: int, activation: tuple[str, float], frozen: bool, channels_last: bool
+    level: str, activation: tuple[str, float], frozen: bool, channels_last: bool
 ) -> None:
     layout = torch.channels_last if channels_last else torch.contiguous_format
     generator = torch.Generator().manual_seed(3)
@@ -160,7 +161,7 @@ def test_without_the_library_torch_does_it(activation: str, slope: float, monkey
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_gradients_that_are_all_alike_add_up_to_their_number(level: int, layout: torch.memory_format) -> None:
+def test_gradients_that_are_all_alike_add_up_to_their_number(level: str, layout: torch.memory_format) -> None:
     """Those of a mean over an image: what rounding does to one partial sum it would do to all of the same length."""
     y = torch.randn(2, 3, 40, 40).contiguous(memory_format=layout)
     grad = torch.full_like(y, 0.1, memory_format=torch.preserve_format)

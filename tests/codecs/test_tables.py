@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal import codecs
-from shoal.codecs.table import Table, table_of
+from shoal.codecs.tables import Table, table_of
 
 TYPES = ("dynamic_tree", "dynamic_tree_even", "static_tree", "mantissa", "linear")
 

@@ -12,8 +12,8 @@ from torch import nn
 import shoal
 from shoal.capture.capture_step import capture_step
 from shoal.engine.loop_memory import by_itself
-from shoal.lowlevel import eager_kernels as module
-from shoal.lowlevel.eager_kernels import eager_kernels
+from shoal.lowlevel import torch_internals as module
+from shoal.lowlevel.torch_internals import eager_kernels
 from tests.engine.training_laws import assert_same_training
 from tests.joint_graphs import batch
 

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import InputError
-from shoal.kernels.norm import norm_pass_native as passes
+from shoal.kernels.norm.norm_sweeps import NATIVE as passes
 from shoal.lowlevel.native import levels
 from tests.norm_reference import assert_no_worse, row
 
@@ -53,7 +53,7 @@ def test_statistics_survive_a_mean_of_a_thousand_deviations(
     shapes, st.integers(0, 999), st.sampled_from([0, 1, 16]), st.booleans(), st.booleans(), st.sampled_from([0.0, 1e3])
 )
 def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
-    level: str, shape: tuple[int, int, int, int], seed: int, gap: int, rectify: bool, adds: bool, offset: float
+    level: str, shape: tuple[int, int, int, int], seed: int, gap: int, relu: bool, adds: bool, offset: float
 ) -> None:
     x, grad = pixels(shape, seed, gap, offset), pixels(shape, seed + 1, gap)
     residual = pixels(shape, seed + 2, 0) if adds else None
@@ -67,20 +67,20 @@ def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
         leaves = [None if tensor is None else tensor.detach().to(dtype).requires_grad_() for tensor in kept]
         z = (leaves[0] - row(leaves[1])) * row(leaves[2]) + row(leaves[3])  # type: ignore[arg-type]
         z = z if leaves[4] is None else z + leaves[4]
-        z = z.relu() if rectify else z
+        z = z.relu() if relu else z
         gradients = torch.autograd.grad(z, [leaf for leaf in leaves if leaf is not None], grad.to(dtype))
         return [z.detach(), *gradients, *([] if adds else [None])]
 
     z, of_x, of_residual = (pixels(shape, seed, gap) for _ in range(3))
-    passes.norm_act(x, mean, scale, shift, residual, rectify, z, level=level)
+    passes.norm_act(x, mean, scale, shift, residual, relu, z, level=level)
     of_scale, of_shift = passes.norm_act_backward(
         grad,
-        z if rectify and adds else None,
+        z if relu and adds else None,
         x,
         mean,
         scale,
         shift,
-        rectify,
+        relu,
         of_x,
         of_residual if adds else None,
         level=level,

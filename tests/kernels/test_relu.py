@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.kernels import rectifier
-from shoal.kernels.rectifier import backward, backward_
+from shoal.kernels import relu
+from shoal.kernels.relu import backward, backward_
 from shoal.lowlevel import allocations
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -47,7 +47,7 @@ def test_the_mask_gives_the_gradient_that_the_output_gives(
     kept = grad.clone()
     positive = LAYOUTS[layout_of_mask](torch.relu(before) != 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rectifier, "_PIECE_ELEMS", piece_elems)
+        patch.setattr(relu, "_PIECE_ELEMS", piece_elems)
         found = backward(grad, positive)
     assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
     assert torch.equal(found.isnan(), expected.isnan())
@@ -68,7 +68,7 @@ def test_written_over_the_gradient_it_gives_the_same(
     expected = torch.where(positive, grad, torch.zeros((), dtype=grad.dtype)).nan_to_num(7)
     taken = LAYOUTS[layout](grad)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rectifier, "_PIECE_ELEMS", piece_elems)
+        patch.setattr(relu, "_PIECE_ELEMS", piece_elems)
         assert backward_(taken, positive).data_ptr() == taken.data_ptr()
     assert torch.equal(taken.nan_to_num(7), expected)
 
@@ -82,7 +82,7 @@ def test_only_the_neighbours_of_what_it_writes_stay_as_they_were() -> None:
 
 
 def test_over_the_gradient_it_allocates_a_piece_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rectifier, "_PIECE_ELEMS", 64)
+    monkeypatch.setattr(relu, "_PIECE_ELEMS", 64)
     grad = torch.randn(4, 8, 16, 16)
     positive = torch.randn(4, 8, 16, 16) > 0
     _, changes = allocations.record(lambda: backward_(grad, positive))

@@ -11,11 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.kernels.invertible_norm import (
-    inverted_batch_norm_native,
-    inverted_batch_norm_reference,
-    inverted_batch_norm_triton,
-)
 from shoal.kernels.invertible_norm.inverted_batch_norm import (
     backward_,
     forward_,
@@ -23,7 +18,7 @@ from shoal.kernels.invertible_norm.inverted_batch_norm import (
     reconstruction_error,
     run,
 )
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import NATIVE, REFERENCE, TRITON, sweeps
 from shoal.lowlevel import allocations, native
 from tests.interpreter import (
     INTERPRETED,
@@ -87,8 +82,8 @@ def test_forward_is_as_exact_as_plain_float32(
     whole = torch.full((shape[0], shape[1] + gap, *shape[2:]), 7.0, device=device)
     whole = whole.contiguous(memory_format=LAYOUTS[layout])
     y = whole[:, gap // 2 : gap // 2 + shape[1]]
-    assert inverted_batch_norm_triton.applies(x, y, activation)
-    inverted_batch_norm_triton.forward_into(x, y, mean, scale, shift, activation, slope)
+    assert TRITON.applies(x, y, activation)
+    TRITON.forward_into(x, y, mean, scale, shift, activation, slope)
 
     def expected(dtype: torch.dtype) -> torch.Tensor:
         middle, factor, added = (v.to(dtype).view(1, -1, *[1] * (x.dim() - 2)) for v in (mean, scale, shift))
@@ -97,8 +92,8 @@ def test_forward_is_as_exact_as_plain_float32(
     assert_no_worse(["y"], [y], [expected(torch.float32)], [expected(torch.float64)])
     assert (whole == 7).sum() >= whole.numel() - y.numel()  # the channels beside it stay
     over = x.clone(memory_format=torch.preserve_format)
-    assert inverted_batch_norm_triton.applies(over, over, activation)
-    inverted_batch_norm_triton.forward_into(over, over, mean, scale, shift, activation, slope)
+    assert TRITON.applies(over, over, activation)
+    TRITON.forward_into(over, over, mean, scale, shift, activation, slope)
     assert torch.equal(over, y)
 
 
@@ -118,19 +113,17 @@ def test_the_gradient_is_as_exact_as_plain_float32(
     def expected(dtype: torch.dtype) -> list[torch.Tensor]:
         operands = [t.to(dtype).contiguous() for t in (grad, y, scale, shift, deviation)]
         result = torch.empty_like(operands[1])
-        of_vectors = inverted_batch_norm_reference.backward_into(
-            operands[0], result, *operands[1:], frozen, activation, slope
-        )
+        of_vectors = REFERENCE.backward_into(operands[0], result, *operands[1:], frozen, activation, slope)
         return [result, *of_vectors]
 
     over = grad.clone(memory_format=torch.preserve_format)
     of_x = drawn(shape, layout, 2, device, gap)
     arguments = (y, scale, shift, deviation, frozen, activation, slope)
-    ours = [of_x, *inverted_batch_norm_triton.backward_into(grad, of_x, *arguments)]
+    ours = [of_x, *TRITON.backward_into(grad, of_x, *arguments)]
     assert ours[1].dtype == ours[2].dtype == torch.float64
     terms = {"scale": (y.numel() / shape[1]) ** 0.5 * float((1 / scale).abs().max()), "shift": 1.0}
     assert_no_worse(["x", "scale", "shift"], ours, expected(torch.float32), expected(torch.float64), terms)
-    again = inverted_batch_norm_triton.backward_into(over, over, *arguments)
+    again = TRITON.backward_into(over, over, *arguments)
     assert all(torch.equal(a, b) for a, b in zip((over, *again), ours, strict=True))
 
 
@@ -167,9 +160,9 @@ def test_a_layer_s_gradients_are_off_by_no_more_than_plain_float32_s_and_what_th
     inexact = reconstruction_error(layer.weight, layer.bias, layer.eps, activation, slope, torch.float32)
     # What each channel's gradients can be off where each normalised input is off by that.
     summed = weights.abs().double().sum(dims)
-    steep = kept_from_zero(wide.weight.detach(), layer.eps).abs() / x.double().std(dims, correction=0)
+    gamma_invstd = kept_from_zero(wide.weight.detach(), layer.eps).abs() / x.double().std(dims, correction=0)
     none = torch.zeros(1, device=device)
-    told = [none, steep * inexact * (exact[2].abs() + 6 * summed) / rows, inexact * summed, none, none, none]
+    told = [none, gamma_invstd * inexact * (exact[2].abs() + 6 * summed) / rows, inexact * summed, none, none, none]
     names = ("y", "x", "weight", "bias", "mean", "variance")
     for name, mine, other, right, bound in zip(names, ours, theirs, exact, told, strict=True):
         allowed = (other.double() - right).abs().max() + 4e-6 * right.abs().max()
@@ -185,13 +178,11 @@ def test_a_layer_s_gradients_are_off_by_no_more_than_plain_float32_s_and_what_th
 def test_elu_and_its_inverse_keep_relative_accuracy_near_zero(device: str, alpha: float) -> None:
     z = torch.cat([-torch.logspace(-30, 0.9, 800), torch.linspace(-0.51, -0.49, 95)]).to(device)
     zero, one, y = torch.zeros_like(z), torch.ones_like(z), torch.empty_like(z)
-    inverted_batch_norm_triton.forward_into(z[None], y[None], zero, one, zero, "elu", alpha)
+    TRITON.forward_into(z[None], y[None], zero, one, zero, "elu", alpha)
     torch.testing.assert_close(y.double(), alpha * torch.expm1(z.double()), rtol=5e-7, atol=0)
     # A single row: the sums are what is made again, times its gradient.
     of_x, of_scale = torch.empty_like(z), None
-    of_scale, of_shift = inverted_batch_norm_triton.backward_into(
-        one[None], of_x[None], y[None], one, zero, one, True, "elu", alpha
-    )
+    of_scale, of_shift = TRITON.backward_into(one[None], of_x[None], y[None], one, zero, one, True, "elu", alpha)
     again = torch.log1p(y.double() / alpha)
     torch.testing.assert_close(of_shift, y.double() + alpha, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(of_scale / of_shift, again, rtol=1e-6, atol=0)
@@ -208,17 +199,15 @@ def test_narrow_tensors_are_rounded_once(
     x, grad = (drawn((3, 37, 9, 7), layout, seed, device).to(dtype) for seed in range(2))
     mean, scale, shift, deviation = vectors(37, device)
     y, of_x = torch.empty_like(x), torch.empty_like(x)
-    inverted_batch_norm_triton.forward_into(x, y, mean, scale, shift, activation, slope)
+    TRITON.forward_into(x, y, mean, scale, shift, activation, slope)
     right = torch.empty_like(x, dtype=torch.float64)
-    inverted_batch_norm_reference.forward_into(
-        x.double(), right, *(v.double() for v in (mean, scale, shift)), activation, slope
-    )
+    REFERENCE.forward_into(x.double(), right, *(v.double() for v in (mean, scale, shift)), activation, slope)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), right, rtol=eps, atol=1e-6)
     rest = (y.float(), scale, shift, deviation, False, activation, slope)
     exact = torch.empty_like(x, dtype=torch.float32)
-    expected = inverted_batch_norm_reference.backward_into(grad.float(), exact, *rest)
-    found = inverted_batch_norm_triton.backward_into(grad, of_x, y, *rest[1:])
+    expected = REFERENCE.backward_into(grad.float(), exact, *rest)
+    found = TRITON.backward_into(grad, of_x, y, *rest[1:])
     torch.testing.assert_close(of_x.float(), exact, rtol=eps, atol=1e-5)
     for ours, other in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-3)
@@ -231,7 +220,7 @@ def test_narrow_tensors_are_rounded_once(
 def test_only_the_result_and_vectors_are_saved(device: str, layout: str, overwrite: bool) -> None:
     x = drawn((4, 8, 6, 6), layout, 0, device).requires_grad_() * 1.0
     layer, saved = nn.BatchNorm2d(8).to(device), []
-    assert sweeps(x, x, "elu") is inverted_batch_norm_triton
+    assert sweeps(x, x, "elu") is TRITON
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         y = run(layer, x, "elu", 1.0, overwrite)
     assert sorted(t.numel() for t in saved) == [8, 8, 8, y.numel()]
@@ -274,13 +263,11 @@ def test_the_ops_call_them_and_agree_with_pytorchs_own(
 
     asked: list[str] = []
     for name in ("forward_into", "backward_into"):
-        real = getattr(inverted_batch_norm_triton, name)
-        monkeypatch.setattr(
-            inverted_batch_norm_triton, name, lambda *a, real=real, name=name: asked.append(name) or real(*a)
-        )
+        real = getattr(TRITON, name)
+        monkeypatch.setattr(TRITON, name, lambda *a, real=real, name=name: asked.append(name) or real(*a))
     ours = step()
     assert set(asked) == {"forward_into", "backward_into"}
-    monkeypatch.setenv("SHOAL_TRITON", "0")
+    monkeypatch.setenv("SHOAL_KERNELS", "native")
     for own, other in zip(ours, step(), strict=True):
         assert own.stride() == other.stride()
         torch.testing.assert_close(own, other, rtol=1e-5, atol=2e-5)
@@ -293,13 +280,11 @@ def test_a_nan_stays_one(device: str) -> None:
     one = torch.ones(1, device=device)
     for activation, slope in ACTIVATIONS:
         y, of_x = torch.empty_like(x), torch.empty_like(x)
-        inverted_batch_norm_triton.forward_into(x, y, 0 * one, one, 0 * one, activation, slope)
+        TRITON.forward_into(x, y, 0 * one, one, 0 * one, activation, slope)
         assert y.isnan().tolist() == [[[False, True, False]]]
-        inverted_batch_norm_triton.backward_into(x, of_x, y, one, 0 * one, one, True, activation, slope)
+        TRITON.backward_into(x, of_x, y, one, 0 * one, one, True, activation, slope)
         assert of_x.isnan().tolist() == [[[False, True, False]]]
-        found = inverted_batch_norm_triton.backward_into(
-            torch.ones_like(x), of_x, y, one, 0 * one, one, False, activation, slope
-        )
+        found = TRITON.backward_into(torch.ones_like(x), of_x, y, one, 0 * one, one, False, activation, slope)
         assert found[0].isnan().all() and of_x.isnan().all()
 
 
@@ -308,20 +293,19 @@ def test_a_nan_stays_one(device: str) -> None:
 def test_what_they_do_not_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     x = drawn((2, 3, 4, 5), "contiguous", 0, device)
     other = drawn((2, 3, 4, 5), "channels_last", 0, device)
-    applies = inverted_batch_norm_triton.applies
+    applies = TRITON.applies
     assert applies(x, x, "elu") and applies(x.half(), x.half(), "identity")
     assert not applies(x, other, "elu") and not applies(x.double(), x.double(), "elu")
     assert not applies(x.transpose(2, 3), x.transpose(2, 3), "elu") and not applies(x[:0], x[:0], "elu")
-    assert sweeps(x.double(), x.double(), "elu") is inverted_batch_norm_reference
-    monkeypatch.setenv("SHOAL_TRITON", "0")
-    assert not applies(x, x, "elu")
-    assert sweeps(x.half(), x.half(), "elu") is inverted_batch_norm_reference
+    assert sweeps(x.double(), x.double(), "elu") is REFERENCE
+    monkeypatch.setenv("SHOAL_KERNELS", "native")
+    assert sweeps(x.half(), x.half(), "elu") is REFERENCE
 
 
 @not_interpreted
 def test_the_cpu_has_its_own() -> None:
     x = torch.randn(2, 3, 4, 5)
-    own = inverted_batch_norm_native if native.library() is not None else inverted_batch_norm_reference
+    own = NATIVE if native.library() is not None else REFERENCE
     assert sweeps(x, x, "leaky_relu") is sweeps(x, x, "elu") is own
 
 
