@@ -199,7 +199,7 @@ def test_lifting_where_no_wall_stands_is_nothing() -> None:
 def test_a_tensor_that_is_held_until_the_process_ends_is_freed_in_peace() -> None:
     program = """
 import torch
-from shoal.runtime.wall import wall
+from shoal.memory.limit import wall
 with wall("1MiB"):
     torch.held = torch.empty(1000)
 stack = wall(None)

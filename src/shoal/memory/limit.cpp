@@ -162,12 +162,6 @@ WALL_API void wall_uninstall() {
   if (c10::GetCPUAllocator() == &counting()) replace_with(inner_allocator().load());
 }
 
-// Whom requests are handed on to, null where no wall is installed. What it gave out before goes back to its giver.
-WALL_API void* wall_beneath() {
-  return c10::GetCPUAllocator() == &counting() ? inner_allocator().load() : nullptr;
-}
-WALL_API void wall_set_beneath(void* allocator) { inner_allocator().store(static_cast<c10::Allocator*>(allocator)); }
-
 // A negative limit is none.
 WALL_API void wall_set_limit(std::int64_t limit) { counters().limit.store(limit < 0 ? kNoLimit : limit); }
 WALL_API void wall_set_peak(std::int64_t peak) { counters().peak.store(peak); }

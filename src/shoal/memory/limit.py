@@ -175,12 +175,6 @@ def lifted() -> Iterator[None]:
         _enforce(memory)
 
 
-def cpu_wall() -> _CpuMemory | None:
-    """The memory of the walls that stand on the CPU, for an allocator that wants its place beneath them."""
-    memory = _standing[-1]._memory if _standing else None
-    return memory if isinstance(memory, _CpuMemory) else None
-
-
 def _enforce(memory: _Memory) -> None:
     limits = [standing.limit_bytes for standing in _standing if standing.limit_bytes is not None]
     memory.set_limit(_NO_LIMIT if _lifted or not limits else min(limits))
@@ -248,8 +242,6 @@ class _CpuMemory:
 
     def __init__(self) -> None:
         library = ctypes.CDLL(str(compiled(_SOURCE, "a wall on the CPU")))
-        library.wall_beneath.restype = ctypes.c_void_p
-        library.wall_set_beneath.argtypes = [ctypes.c_void_p]
         library.wall_is_fresh.argtypes = [ctypes.c_void_p]
         for name in ("wall_live", "wall_peak", "wall_fresh_peak", "wall_allocations"):
             getattr(library, name).restype = ctypes.c_int64
@@ -290,12 +282,3 @@ class _CpuMemory:
 
     def allocations(self) -> int:
         return int(self._library.wall_allocations())
-
-    @property
-    def beneath(self) -> int | None:
-        """Address of the `c10::Allocator` that requests are handed on to; None where no wall is installed."""
-        return self._library.wall_beneath()
-
-    @beneath.setter
-    def beneath(self, allocator: int) -> None:
-        self._library.wall_set_beneath(allocator)

@@ -12,7 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -27,12 +27,10 @@ from shoal.app.training import checkpoint, prepare
 from shoal.app.training.arrangement import Arrangement
 from shoal.app.training.arrangements import arranged
 from shoal.app.training.optimizers import learning_rate
-from shoal.app.training.options import ArenaOutcome, Outcome, Progress, TrainOptions
+from shoal.app.training.options import Outcome, Progress, TrainOptions
 from shoal.app.training.ranks import Ranks, lost_ranks_told
 from shoal.app.training.results import check_writable, versions
 from shoal.app.training.stop import Stop, asked_to_stop
-from shoal.memory.arena import Arena
-from shoal.memory.arena_cuda import CudaArena
 from shoal.memory.limit import Wall
 from shoal.transforms.split.split import SplitModule
 
@@ -81,9 +79,6 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
         )
         model.to(device=device, memory_format=layout)  # type: ignore[call-overload]  # its stub knows no memory_format
         model = prepare.divided(options, model)
-        arena = prepare.open_arena(device) if options.arena else None
-        if arena is not None:
-            stack.callback(arena.close)
         if ranks.count > 1:
             # Of 1 x 1 kernels, whose strides say the same in two ways.
             stack.enter_context(warnings.catch_warnings())
@@ -91,7 +86,7 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
         arrangement = arranged(options, model, ranks, data.train.batches)
         # Closing is a collective call: not where a rank is gone.
         stack.push(lambda kind, *_: arrangement.close() if kind is None or ranks.count == 1 else None)
-        run = _Run(options, device, arrangement, data, layout, meter, arena, watcher, ranks)
+        run = _Run(options, device, arrangement, data, layout, meter, watcher, ranks)
         if options.resume:
             run.resume()
         if options.enforce and meter is not None:
@@ -112,7 +107,6 @@ class _Run:
         data: Data,
         layout: torch.memory_format,
         meter: Wall | None,
-        arena: Arena | CudaArena | None,
         watcher: Watcher,
         ranks: Ranks,
     ) -> None:
@@ -121,7 +115,6 @@ class _Run:
         self.data = data
         self.layout = layout
         self.meter = meter
-        self.arena = arena
         self.watcher = watcher
         self.ranks = ranks
         self.arrangement = arrangement
@@ -182,17 +175,15 @@ class _Run:
         for group in arrangement.optimizer.param_groups:
             group["lr"] = rate
         whole = self.data.train.order.whole(at.step)
-        # An epoch's short last batch makes a sequence of allocations of its own.
-        with nullcontext() if self.arena is None else self.arena.step(images.shape):
-            with self._autocast():
-                outputs = arrangement.called(images)
-                loss = nn.functional.cross_entropy(outputs, labels)
-            # The ranks' gradients are averaged: where shares differ, each counts as much as it has images.
-            fair = loss if len(images) * self.ranks.count == whole else loss * (len(images) * self.ranks.count / whole)
-            self.scaler.scale(fair).backward()
-            self.scaler.step(arrangement.optimizer)
-            self.scaler.update()
-            arrangement.optimizer.zero_grad(set_to_none=True)
+        with self._autocast():
+            outputs = arrangement.called(images)
+            loss = nn.functional.cross_entropy(outputs, labels)
+        # The ranks' gradients are averaged: where shares differ, each counts as much as it has images.
+        fair = loss if len(images) * self.ranks.count == whole else loss * (len(images) * self.ranks.count / whole)
+        self.scaler.scale(fair).backward()
+        self.scaler.step(arrangement.optimizer)
+        self.scaler.update()
+        arrangement.optimizer.zero_grad(set_to_none=True)
         right = int((outputs.argmax(1) == labels).sum())
         self._read_peak()
         self._count(loss.item(), right, labels.numel(), whole, len(images) / (time.perf_counter() - began))
@@ -298,7 +289,6 @@ class _Run:
             checkpoint=self.checkpoint,
             signal=self.stopped_by if self.position.epoch < self.options.epochs else 0,
             versions=versions(self.options),
-            arena=self._arena_outcome(),
             travel=self.arrangement.explain(),
             traffic=None if (traffic := self.arrangement.traffic) is None else traffic.to_json(),
             **self._drawing(),
@@ -312,9 +302,3 @@ class _Run:
         image, _ = self.data.test.dataset[0]
         shown = picture(image.numpy()) if image.dim() == 3 and len(image) in (1, 3) else ""
         return {"patches": network.patch_map(image.shape[1:]), "image": shown}
-
-    def _arena_outcome(self) -> ArenaOutcome | None:
-        arena = self.arena
-        if arena is None:
-            return None
-        return ArenaOutcome(arena.bytes, arena.fragmentation, arena.departures, arena.replayed_steps)

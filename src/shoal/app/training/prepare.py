@@ -1,4 +1,4 @@
-"""What a run is made of, by its options: data, network, memory layout, wall and arena."""
+"""What a run is made of, by its options: data, network, memory layout and memory limit."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from shoal.app.training.options import TrainOptions
 from shoal.app.training.ranks import Ranks
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
-from shoal.memory.arena import Arena
-from shoal.memory.arena_cuda import CudaArena
 from shoal.memory.limit import Wall, wall
 from shoal.transforms.split.split import SplitModule
 
@@ -41,11 +39,6 @@ def raise_wall(stack: ExitStack, device: torch.device, enforce: bool) -> Wall | 
         if enforce:
             raise
         return None
-
-
-def open_arena(device: torch.device) -> Arena | CudaArena:
-    """An arena for the steps of a run."""
-    return CudaArena(device) if device.type == "cuda" else Arena(device)
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:
