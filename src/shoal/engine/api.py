@@ -41,7 +41,7 @@ from shoal.engine.search.choose_split import choose_split
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, CaptureError, InputError
-from shoal.memory.static_memory import Standing, distinct_bytes, optimizer_state_bytes
+from shoal.memory.static_memory import StaticMemory, distinct_bytes, optimizer_state_bytes
 from shoal.offload.policy import AUTO, rehearsed
 
 log = logging.getLogger("shoal")
@@ -151,7 +151,7 @@ def compile(
     pace = _pace(rehearse, device_type) if rehearse is not None else None
     leaves = wanted_offloading(inner, offload_to, host_budget, device_type=device_type, pace=pace)
     status = Status(None if budget is None else parse_bytes(budget))
-    session = Session(status, planner, Standing(network, optimizer), name or type(network).__name__, plan, leaves)
+    session = Session(status, planner, StaticMemory(network, optimizer), name or type(network).__name__, plan, leaves)
     session.lossy = permitted
     weakref.finalize(network, session.close)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:

@@ -33,8 +33,8 @@ from shoal.engine.status import Status
 from shoal.errors import CaptureError, InputError
 from shoal.kernels.encoded_activation import measured_errors
 from shoal.lowlevel.eager_kernels import eager_kernels
-from shoal.memory.limit import lifted
-from shoal.memory.static_memory import Standing
+from shoal.memory.limit import no_memory_limit
+from shoal.memory.static_memory import StaticMemory
 from shoal.offload.policy import AUTO, Offloading, offloading
 from shoal.transforms.split.split import CUTS_ARGUMENT
 
@@ -78,7 +78,7 @@ def _compile_as_asked(
     leaves = wanted_offloading(inner, offload_to, host_budget, device_type="cuda" if "cuda" in devices else "cpu")
     reject_needless_lossy(lossy, inner, budget)
     status = Status(None if budget is None else parse_bytes(budget))
-    session = Session(status, planner, Standing(optimizer=optimizer), offloading=leaves, lossy=lossy)
+    session = Session(status, planner, StaticMemory(optimizer=optimizer), offloading=leaves, lossy=lossy)
     return compile_step(session, inner, gm, example_inputs)
 
 
@@ -161,7 +161,7 @@ class PlannedStep:
         **unused: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan the joint graph and split it as planned."""
-        with lifted():  # what is tried out on this machine is not part of a step
+        with no_memory_limit():  # what is tried out on this machine is not part of a step
             captured = capture(
                 joint,
                 num_fwd_outputs,

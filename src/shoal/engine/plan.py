@@ -28,7 +28,7 @@ from shoal.cost.roofline import roofline
 from shoal.engine.backend import reject_needless_lossy
 from shoal.engine.search.choose_encoded import choose_encoded
 from shoal.errors import InputError
-from shoal.memory.static_memory import Standing
+from shoal.memory.static_memory import StaticMemory
 from shoal.offload.policy import AUTO, offloading
 
 
@@ -97,7 +97,7 @@ def plan(
     started = time.perf_counter()
     captured, device = capture_step(model, example, name=name or type(model).__name__, runs_here=target is None)
     device = torch.device("cpu") if device.type == "meta" else device
-    standing_bytes = Standing(model, optimizer).bytes_beside(captured.graph)
+    standing_bytes = StaticMemory(model, optimizer).bytes_beside(captured.graph)
     link, hardware = _link_and_hardware(target, device, offload_to, host_budget)
 
     def costed(step: Captured) -> StepGraph:

@@ -24,7 +24,7 @@ from shoal.engine.optimizer_steps import tell
 from shoal.engine.status import Status
 from shoal.engine.step_planning import Planned, StepPlanning, Terms
 from shoal.errors import BudgetError, CaptureError, PlanError
-from shoal.memory.static_memory import Standing, distinct_bytes
+from shoal.memory.static_memory import StaticMemory, distinct_bytes
 from shoal.memory.step_meter import Measured
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.policy import Offloading
@@ -56,7 +56,7 @@ class Session:
 
     status: Status
     planner: str | planners.Planner = "joint"
-    standing: Standing = field(default_factory=Standing)
+    standing: StaticMemory = field(default_factory=StaticMemory)
     name: str = ""
     ready_plan: Plan | None = None
     offloading: Offloading | None = None

@@ -1,4 +1,4 @@
-"""The loop trains, meets its wall, and goes on after an interruption as if there had been none."""
+"""The loop trains, meets its memory limit, and goes on after an interruption as if there had been none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.app.training.tiny import put_in_place
 from tests.engine.lossy_steps import codecs_of_no_time
 
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's wall needs a C++ compiler"
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
 )
 Options = Callable[..., TrainOptions]
 ROOMY = 2**30

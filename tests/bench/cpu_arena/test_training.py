@@ -1,4 +1,4 @@
-"""A training in an arena has the same losses, and the memory that profiler and wall see is the same."""
+"""A training in an arena has the same losses, and the memory that a profiler and a memory limit see is the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from bench.cpu_arena.arena import Arena
-from shoal.memory.limit import wall
+from shoal.memory.limit import memory_limit
 from tests.bench.cpu_arena.training import Training, batches, needs_compiler
 
 pytestmark = needs_compiler
@@ -116,7 +116,7 @@ def test_a_limit_inside_an_arena_counts_and_refuses_as_without_one() -> None:
     def peaks(arena: Arena | None) -> list[int]:
         training = Training()
         found = []
-        with wall(None) as w:
+        with memory_limit(None) as w:
             training.run(steps[:1])  # momentum is made once and stays
             live = w.live_bytes
             for batch in steps[1:]:

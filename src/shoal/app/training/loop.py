@@ -1,4 +1,4 @@
-"""The training loop behind `shoal train`: an ordinary PyTorch loop, the wall around it, and what a resumed run needs.
+"""The training loop behind `shoal train`: an ordinary PyTorch loop, its memory limit, and what a resumed run needs.
 
 Two runs with the same deciding arguments give the same losses bit for bit on the CPU, whatever their planner and
 however often they were interrupted: order and augmentation depend on seed, epoch and image alone, and a checkpoint
@@ -31,7 +31,7 @@ from shoal.app.training.options import Outcome, Progress, TrainOptions
 from shoal.app.training.ranks import Ranks, lost_ranks_told
 from shoal.app.training.results import check_writable, versions
 from shoal.app.training.stop import Stop, asked_to_stop
-from shoal.memory.limit import Wall
+from shoal.memory.limit import MemoryLimit
 from shoal.transforms.split.split import SplitModule
 
 _FAR_APART = 1_000_003  # seeds of ranks, which draw dropout each for itself
@@ -59,7 +59,7 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
 
     Raises:
         TransferError: another rank is gone, did not answer in time, or has other options.
-        torch.OutOfMemoryError: a step went past the wall of `options.enforce`, or past the device.
+        torch.OutOfMemoryError: a step needs more than the limit of `options.enforce`, or than the device has.
         ShoalError: an argument, a file or the data is wrong, no plan fits the budget, the model cannot be captured.
     """
     ranks = ranks or Ranks()
@@ -72,8 +72,8 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
     data = prepare.open_data(options, ranks)
     layout = prepare.layout(options, prepare.check_fits(options, data))
     with ExitStack() as stack:
-        # Raised before the model is made, so that its parameters count.
-        meter = prepare.raise_wall(stack, device, options.enforce)
+        # Entered before the model is made, so that its parameters count.
+        meter = prepare.open_memory_limit(stack, device, options.enforce)
         model = shoal.app.models.build(
             options.model, num_classes=data.num_classes, in_channels=data.in_channels, seed=options.seed
         )
@@ -106,7 +106,7 @@ class _Run:
         arrangement: Arrangement,
         data: Data,
         layout: torch.memory_format,
-        meter: Wall | None,
+        meter: MemoryLimit | None,
         watcher: Watcher,
         ranks: Ranks,
     ) -> None:
@@ -263,7 +263,7 @@ class _Run:
         return sum(rights) / max(1, sum(counts))
 
     def _batches(self, loader: Loader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        # On the CPU the loader's own batch is device memory that the wall counts, unless it comes from a worker.
+        # On the CPU the loader's own batch is device memory that the limit counts, unless it comes from a worker.
         copy = self.options.workers > 0
         for images, labels in loader:
             images = images.to(self.device, copy=copy, memory_format=self.layout)

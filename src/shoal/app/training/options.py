@@ -34,10 +34,10 @@ class TrainOptions:
     Attributes:
         model, data: names for `shoal.app.models.build` and `shoal.app.data.open`.
         batch: images per step, over all ranks.
-        budget_bytes: for planning and for the wall; None only for the planner "none" without a wall.
+        budget_bytes: for planning and for `enforce`; None only for the planner "none" without `enforce`.
         planner: one of `PLANNERS`; "none" trains with plain PyTorch.
         epochs: passes over the training images.
-        enforce: raise a wall at `budget_bytes`.
+        enforce: train within a memory limit of `budget_bytes`.
         lr: the highest learning rate; see `shoal.app.training.optimizers.learning_rate`.
         momentum, weight_decay, optimizer: of the optimizer, one of `OPTIMIZERS`; momentum is SGD's.
         seed: of the weights, the order, the augmentation and dropout.

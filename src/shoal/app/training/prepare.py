@@ -19,7 +19,7 @@ from shoal.app.training.options import TrainOptions
 from shoal.app.training.ranks import Ranks
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
-from shoal.memory.limit import Wall, wall
+from shoal.memory.limit import MemoryLimit, memory_limit
 from shoal.transforms.split.split import SplitModule
 
 
@@ -30,11 +30,11 @@ def device(name: str) -> torch.device:
     return device_of(name)
 
 
-def raise_wall(stack: ExitStack, device: torch.device, enforce: bool) -> Wall | None:
-    """A wall without a limit yet, which counts; None where it is not asked for and cannot be had."""
+def open_memory_limit(stack: ExitStack, device: torch.device, enforce: bool) -> MemoryLimit | None:
+    """A counter of device bytes, whose limit is set later; None where there can be none and none is asked for."""
     gc.collect()  # what an earlier run in this process has left would count
     try:
-        return stack.enter_context(wall(None, device))
+        return stack.enter_context(memory_limit(None, device))
     except InputError:
         if enforce:
             raise
