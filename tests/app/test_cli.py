@@ -33,7 +33,7 @@ PLAIN = [*SMALL, "--planner", "none"]
 IN_A_PROCESS = """
 from pathlib import Path
 import pytest
-from shoal.cli import main
+from shoal.app.cli import main
 from tests.training.tiny import put_in_place
 put_in_place(pytest.MonkeyPatch(), Path())
 """
@@ -145,7 +145,7 @@ def test_a_run_of_shoal_tells_its_plan_and_writes_everything(here: Path) -> None
 
 
 @needs_compiler
-def test_a_run_that_offloads_to_a_file_trains_behind_its_wall(here: Path) -> None:
+def test_a_run_that_offloads_to_a_file_trains_within_its_limit(here: Path) -> None:
     told = ["--offload-to", ".", "--out", "run", "--json", "result.json"]
     command, where = process("main()", "train", *SMALL, "--planner", "hmms", "--budget", "1200KiB", "--enforce", *told)
     # In a process of its own: a memory limit counts what earlier tests have left in this one.
@@ -170,7 +170,7 @@ def test_a_rehearsal_runs_with_the_link_of_the_target(here: Path) -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("tiny")
-def test_plain_pytorch_that_meets_its_wall_ends_with_exit_code_3(here: Path) -> None:
+def test_plain_pytorch_that_meets_its_limit_ends_with_exit_code_3(here: Path) -> None:
     done = invoke("train", *PLAIN, "--budget", "1MiB", "--enforce")
     assert done.exit_code == 3
     assert done.stderr.startswith("shoal: out of memory: plain PyTorch does not fit a memory limit of 1.000 MiB")
