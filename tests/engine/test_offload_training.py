@@ -20,7 +20,7 @@ import shoal
 from shoal.app import models
 from shoal.core.hardware import Device, Hardware, Link
 from shoal.errors import InputError, PlanError, TransferError
-from shoal.memory.limit import wall
+from shoal.memory.limit import memory_limit
 from shoal.offload.links import file, host
 from tests.engine.training_laws import (
     assert_same_training,
@@ -180,10 +180,10 @@ def test_a_step_that_runs_out_of_device_memory_harms_no_later_one() -> None:
         train(planned, [batch])
         train(net, [batch])
         planned.zero_grad()
-        with wall(1), pytest.raises(torch.OutOfMemoryError):
+        with memory_limit(1), pytest.raises(torch.OutOfMemoryError):
             planned(batch)
         loss = mean_square(planned(batch))
-        with wall(1), pytest.raises(torch.OutOfMemoryError):
+        with memory_limit(1), pytest.raises(torch.OutOfMemoryError):
             loss.backward()
         del loss
         net(batch)  # the failed forward pass moved no statistics, the one whose backward pass failed did

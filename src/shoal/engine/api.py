@@ -41,7 +41,7 @@ from shoal.engine.search.choose_split import choose_split
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, CaptureError, InputError
-from shoal.memory.static_memory import Standing, distinct_bytes, optimizer_state_bytes
+from shoal.memory.static_memory import StaticMemory, distinct_bytes, optimizer_state_bytes
 from shoal.offload.policy import AUTO
 
 log = logging.getLogger("shoal")
@@ -155,7 +155,7 @@ def compile(
     leaves = options.offloading(device_type)
     status = Status(options.budget_bytes)
     status.describes(network, _under_plan, options.lossy)
-    session = Session(status, options, Standing(network, optimizer), name or type(network).__name__, plan, leaves)
+    session = Session(status, options, StaticMemory(network, optimizer), name or type(network).__name__, plan, leaves)
     weakref.finalize(network, session.close)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
         _reject_hopeless(network, optimizer, session)

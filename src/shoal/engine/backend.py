@@ -28,8 +28,8 @@ from shoal.engine.status import Status
 from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
 from shoal.lowlevel.torch_internals import eager_kernels
-from shoal.memory.limit import lifted
-from shoal.memory.static_memory import Standing
+from shoal.memory.limit import no_memory_limit
+from shoal.memory.static_memory import StaticMemory
 from shoal.transforms.split.split import CUTS_ARGUMENT
 
 _METERED_STEPS = 2  # of each plan: the first, and one with everything warm
@@ -60,7 +60,7 @@ def _compile_as_asked(
     session = Session(
         Status(options.budget_bytes),
         options,
-        Standing(optimizer=optimizer),
+        StaticMemory(optimizer=optimizer),
         offloading=options.offloading("cuda" if "cuda" in devices else "cpu"),
     )
     return compile_step(session, options.kernels, gm, example_inputs)
@@ -113,7 +113,7 @@ class PlannedStep:
         **unused: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan the joint graph and split it as planned."""
-        with lifted():  # what is tried out on this machine is not part of a step
+        with no_memory_limit():  # what is tried out on this machine is not part of a step
             captured = capture(
                 joint,
                 num_fwd_outputs,

@@ -26,7 +26,7 @@ from shoal.cost.roofline import roofline
 from shoal.engine.options import CompileOptions, check_optimizer
 from shoal.engine.search.choose_encoded import choose_encoded
 from shoal.errors import InputError
-from shoal.memory.static_memory import Standing
+from shoal.memory.static_memory import StaticMemory
 from shoal.offload.policy import AUTO
 
 
@@ -96,7 +96,7 @@ def plan(
     started = time.perf_counter()
     captured, device = capture_step(model, example, name=name or type(model).__name__, runs_here=target is None)
     device = torch.device("cpu") if device.type == "meta" else device
-    standing_bytes = Standing(model, optimizer).bytes_beside(captured.graph)
+    standing_bytes = StaticMemory(model, optimizer).bytes_beside(captured.graph)
     link, hardware = _link_and_hardware(target, device, options)
 
     def costed(step: Captured) -> StepGraph:

@@ -24,7 +24,7 @@ from shoal.engine.options import CompileOptions
 from shoal.engine.status import Status
 from shoal.engine.step_planning import Planned, StepPlanning
 from shoal.errors import BudgetError, CaptureError, PlanError
-from shoal.memory.static_memory import Standing, distinct_bytes
+from shoal.memory.static_memory import StaticMemory, distinct_bytes
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.policy import Offloading
 from shoal.offload.transfers import Transfers
@@ -54,7 +54,7 @@ class Session:
 
     status: Status
     options: CompileOptions = field(default_factory=CompileOptions)
-    standing: Standing = field(default_factory=Standing)
+    standing: StaticMemory = field(default_factory=StaticMemory)
     name: str = ""
     ready_plan: Plan | None = None
     offloading: Offloading | None = None

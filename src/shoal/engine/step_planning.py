@@ -25,7 +25,7 @@ from shoal.engine.overlapping import plan_overlapping
 from shoal.engine.search.choose_encoded import choose_encoded, encoded_by
 from shoal.errors import BudgetError, PlanError
 from shoal.kernels.generator import state_bytes
-from shoal.memory.limit import lifted
+from shoal.memory.limit import no_memory_limit
 from shoal.offload.policy import Offloading
 
 log = logging.getLogger("shoal")
@@ -69,7 +69,7 @@ class StepPlanning:
         self._options = options
         self._ready_plan = ready_plan
         self._encoded = encoded
-        with lifted():
+        with no_memory_limit():
             profiled = profile_step(captured, device)
             self._hardware = measure(device)
             self._link = link_to(offloading, device) if offloading is not None else None
@@ -157,7 +157,7 @@ class StepPlanning:
     def _costs_of(self, step: Captured) -> StepGraph:
         known = next((graph for one, graph in self._costed if one is step), None)
         if known is None:
-            with lifted():
+            with no_memory_limit():
                 known = self._complete(profile_step(step, self._device))
             self._costed.append((step, known))
         return known

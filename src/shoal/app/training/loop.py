@@ -1,4 +1,4 @@
-"""The training loop behind `shoal train`: an ordinary PyTorch loop, the wall around it, and what a resumed run needs.
+"""The training loop behind `shoal train`: an ordinary PyTorch loop, its memory limit, and what a resumed run needs.
 
 Two runs with the same deciding arguments give the same losses bit for bit on the CPU, whatever their planner and
 however often they were interrupted: order and augmentation depend on seed, epoch and image alone, and a checkpoint
@@ -12,7 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -27,13 +27,11 @@ from shoal.app.training import checkpoint, prepare
 from shoal.app.training.arrangement import Arrangement
 from shoal.app.training.arrangements import arranged
 from shoal.app.training.optimizers import learning_rate
-from shoal.app.training.options import ArenaOutcome, Outcome, Progress, TrainOptions
+from shoal.app.training.options import Outcome, Progress, TrainOptions
 from shoal.app.training.ranks import Ranks, lost_ranks_told
 from shoal.app.training.results import check_writable, versions
 from shoal.app.training.stop import Stop, asked_to_stop
-from shoal.memory.arena import Arena
-from shoal.memory.arena_cuda import CudaArena
-from shoal.memory.limit import Wall
+from shoal.memory.limit import MemoryLimit
 from shoal.transforms.split.split import SplitModule
 
 _FAR_APART = 1_000_003  # seeds of ranks, which draw dropout each for itself
@@ -61,7 +59,7 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
 
     Raises:
         TransferError: another rank is gone, did not answer in time, or has other options.
-        torch.OutOfMemoryError: a step went past the wall of `options.enforce`, or past the device.
+        torch.OutOfMemoryError: a step needs more than the limit of `options.enforce`, or than the device has.
         ShoalError: an argument, a file or the data is wrong, no plan fits the budget, the model cannot be captured.
     """
     ranks = ranks or Ranks()
@@ -74,16 +72,13 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
     data = prepare.open_data(options, ranks)
     layout = prepare.layout(options, prepare.check_fits(options, data))
     with ExitStack() as stack:
-        # Raised before the model is made, so that its parameters count.
-        meter = prepare.raise_wall(stack, device, options.enforce)
+        # Entered before the model is made, so that its parameters count.
+        meter = prepare.open_memory_limit(stack, device, options.enforce)
         model = shoal.app.models.build(
             options.model, num_classes=data.num_classes, in_channels=data.in_channels, seed=options.seed
         )
         model.to(device=device, memory_format=layout)  # type: ignore[call-overload]  # its stub knows no memory_format
         model = prepare.divided(options, model)
-        arena = prepare.open_arena(device) if options.arena else None
-        if arena is not None:
-            stack.callback(arena.close)
         if ranks.count > 1:
             # Of 1 x 1 kernels, whose strides say the same in two ways.
             stack.enter_context(warnings.catch_warnings())
@@ -91,7 +86,7 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
         arrangement = arranged(options, model, ranks, data.train.batches)
         # Closing is a collective call: not where a rank is gone.
         stack.push(lambda kind, *_: arrangement.close() if kind is None or ranks.count == 1 else None)
-        run = _Run(options, device, arrangement, data, layout, meter, arena, watcher, ranks)
+        run = _Run(options, device, arrangement, data, layout, meter, watcher, ranks)
         if options.resume:
             run.resume()
         if options.enforce and meter is not None:
@@ -111,8 +106,7 @@ class _Run:
         arrangement: Arrangement,
         data: Data,
         layout: torch.memory_format,
-        meter: Wall | None,
-        arena: Arena | CudaArena | None,
+        meter: MemoryLimit | None,
         watcher: Watcher,
         ranks: Ranks,
     ) -> None:
@@ -121,7 +115,6 @@ class _Run:
         self.data = data
         self.layout = layout
         self.meter = meter
-        self.arena = arena
         self.watcher = watcher
         self.ranks = ranks
         self.arrangement = arrangement
@@ -182,17 +175,15 @@ class _Run:
         for group in arrangement.optimizer.param_groups:
             group["lr"] = rate
         whole = self.data.train.order.whole(at.step)
-        # An epoch's short last batch makes a sequence of allocations of its own.
-        with nullcontext() if self.arena is None else self.arena.step(images.shape):
-            with self._autocast():
-                outputs = arrangement.called(images)
-                loss = nn.functional.cross_entropy(outputs, labels)
-            # The ranks' gradients are averaged: where shares differ, each counts as much as it has images.
-            fair = loss if len(images) * self.ranks.count == whole else loss * (len(images) * self.ranks.count / whole)
-            self.scaler.scale(fair).backward()
-            self.scaler.step(arrangement.optimizer)
-            self.scaler.update()
-            arrangement.optimizer.zero_grad(set_to_none=True)
+        with self._autocast():
+            outputs = arrangement.called(images)
+            loss = nn.functional.cross_entropy(outputs, labels)
+        # The ranks' gradients are averaged: where shares differ, each counts as much as it has images.
+        fair = loss if len(images) * self.ranks.count == whole else loss * (len(images) * self.ranks.count / whole)
+        self.scaler.scale(fair).backward()
+        self.scaler.step(arrangement.optimizer)
+        self.scaler.update()
+        arrangement.optimizer.zero_grad(set_to_none=True)
         right = int((outputs.argmax(1) == labels).sum())
         self._read_peak()
         self._count(loss.item(), right, labels.numel(), whole, len(images) / (time.perf_counter() - began))
@@ -272,7 +263,7 @@ class _Run:
         return sum(rights) / max(1, sum(counts))
 
     def _batches(self, loader: Loader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        # On the CPU the loader's own batch is device memory that the wall counts, unless it comes from a worker.
+        # On the CPU the loader's own batch is device memory that the limit counts, unless it comes from a worker.
         copy = self.options.workers > 0
         for images, labels in loader:
             images = images.to(self.device, copy=copy, memory_format=self.layout)
@@ -298,7 +289,6 @@ class _Run:
             checkpoint=self.checkpoint,
             signal=self.stopped_by if self.position.epoch < self.options.epochs else 0,
             versions=versions(self.options),
-            arena=self._arena_outcome(),
             travel=self.arrangement.explain(),
             traffic=None if (traffic := self.arrangement.traffic) is None else traffic.to_json(),
             **self._drawing(),
@@ -312,9 +302,3 @@ class _Run:
         image, _ = self.data.test.dataset[0]
         shown = picture(image.numpy()) if image.dim() == 3 and len(image) in (1, 3) else ""
         return {"patches": network.patch_map(image.shape[1:]), "image": shown}
-
-    def _arena_outcome(self) -> ArenaOutcome | None:
-        arena = self.arena
-        if arena is None:
-            return None
-        return ArenaOutcome(arena.bytes, arena.fragmentation, arena.departures, arena.replayed_steps)

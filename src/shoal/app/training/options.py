@@ -23,7 +23,7 @@ PRECISIONS_OF_WEIGHTS = ("8", "16", "24", "32", "bf16", "adaptive")
 PARALLEL = ("hybrid",)
 
 # What may differ between a run and its continuation without a number changing.
-_FREE = {"budget_bytes", "planner", "enforce", "arena", "workers", "kernels", "root", "out", "resume"}
+_FREE = {"budget_bytes", "planner", "enforce", "workers", "kernels", "root", "out", "resume"}
 _FREE |= {"offload_to", "host_budget_bytes", "rehearse"}
 
 
@@ -34,11 +34,10 @@ class TrainOptions:
     Attributes:
         model, data: names for `shoal.app.models.build` and `shoal.app.data.open`.
         batch: images per step, over all ranks.
-        budget_bytes: for planning and for the wall; None only for the planner "none" without a wall.
+        budget_bytes: for planning and for `enforce`; None only for the planner "none" without `enforce`.
         planner: one of `PLANNERS`; "none" trains with plain PyTorch.
         epochs: passes over the training images.
-        enforce: raise a wall at `budget_bytes`.
-        arena: serve each step's allocations at planned addresses in one block (`shoal.memory.arena`).
+        enforce: train within a memory limit of `budget_bytes`.
         lr: the highest learning rate; see `shoal.app.training.optimizers.learning_rate`.
         momentum, weight_decay, optimizer: of the optimizer, one of `OPTIMIZERS`; momentum is SGD's.
         seed: of the weights, the order, the augmentation and dropout.
@@ -73,7 +72,6 @@ class TrainOptions:
     planner: str = "joint"
     epochs: int = 3
     enforce: bool = False
-    arena: bool = False
     lr: float = 0.02
     momentum: float = 0.9
     weight_decay: float = 5e-4
@@ -163,9 +161,8 @@ class TrainOptions:
             raise InputError(
                 f"a plan inside a budget needs whole weights on the device; give {what} with --planner none"
             )
-        if what and (self.arena or self.amp == "fp16"):
-            other = "--arena" if self.arena else "--amp fp16; --amp bf16 is possible"
-            raise InputError(f"{what} cannot be combined with {other}")
+        if what and self.amp == "fp16":
+            raise InputError(f"{what} cannot be combined with --amp fp16; --amp bf16 is possible")
         if self.precision and not self.weights:
             raise InputError(
                 f"precision {self.precision!r} is of weights that travel; give --weights host or sharded too"
@@ -218,23 +215,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class ArenaOutcome:
-    """What came of an arena.
-
-    Attributes:
-        bytes: of the arena; 0 if no two steps were alike.
-        fragmentation: over the most bytes in use in it at once.
-        departures: allocations of replayed steps that did not get their planned address.
-        replayed_steps: how many there were.
-    """
-
-    bytes: int
-    fragmentation: float
-    departures: int
-    replayed_steps: int
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What came of a run.
 
@@ -248,7 +228,6 @@ class Outcome:
         checkpoint: the file to resume from.
         signal: what stopped the run before its end, 0 for nothing.
         versions: torch, python, shoal, and the threads and seed the run had.
-        arena: what its arena came to; None without one.
         patches: where the patches of a split network lie in its images.
         image: the first test image as an address that begins with "data:", to draw them over.
         traffic: bytes that rank 0 put on the wire, as of `Traffic.to_json`; None where nothing travels.
@@ -266,7 +245,6 @@ class Outcome:
     checkpoint: Path
     signal: int
     versions: dict[str, Any]
-    arena: ArenaOutcome | None = None
     patches: PatchMap | None = None
     image: str = ""
     traffic: dict[str, Any] | None = None

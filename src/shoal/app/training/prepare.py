@@ -1,4 +1,4 @@
-"""What a run is made of, by its options: data, network, memory layout, wall and arena."""
+"""What a run is made of, by its options: data, network, memory layout and memory limit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from shoal.app.training.ranks import Ranks
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
 from shoal.kernels.memory_format import channels_last_format
-from shoal.memory.arena import Arena
-from shoal.memory.arena_cuda import CudaArena
-from shoal.memory.limit import Wall, wall
+from shoal.memory.limit import MemoryLimit, memory_limit
 from shoal.transforms.split.split import SplitModule
 
 
@@ -33,20 +31,15 @@ def device(name: str) -> torch.device:
     return device_of(name)
 
 
-def raise_wall(stack: ExitStack, device: torch.device, enforce: bool) -> Wall | None:
-    """A wall without a limit yet, which counts; None where it is not asked for and cannot be had."""
+def open_memory_limit(stack: ExitStack, device: torch.device, enforce: bool) -> MemoryLimit | None:
+    """A counter of device bytes, whose limit is set later; None where there can be none and none is asked for."""
     gc.collect()  # what an earlier run in this process has left would count
     try:
-        return stack.enter_context(wall(None, device))
+        return stack.enter_context(memory_limit(None, device))
     except InputError:
         if enforce:
             raise
         return None
-
-
-def open_arena(device: torch.device) -> Arena | CudaArena:
-    """An arena for the steps of a run."""
-    return CudaArena(device) if device.type == "cuda" else Arena(device)
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:

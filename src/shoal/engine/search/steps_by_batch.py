@@ -14,7 +14,7 @@ from shoal.core.step import StepGraph
 from shoal.cost.roofline import roofline
 from shoal.engine.search.scaled_step import scaled_step
 from shoal.errors import CaptureError
-from shoal.memory.static_memory import Standing
+from shoal.memory.static_memory import StaticMemory
 
 _SMALLEST = 4  # batch whose step stands for others: that of one image is often of another form
 _APART = 4
@@ -57,7 +57,7 @@ class StepsByBatch:
         self._model = model
         self._shape_of = shape_of
         self._hardware = hardware
-        self._standing = Standing(model, optimizer)
+        self._standing = StaticMemory(model, optimizer)
         self._name = name or type(model).__name__
         self._rewrites = rewrites
         self._captured: dict[int, StepGraph] = {}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.memory.arena import Arena
+from bench.cpu_arena.arena import Arena
 
 
 @pytest.fixture

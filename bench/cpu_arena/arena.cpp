@@ -240,20 +240,15 @@ void replace_with(c10::Allocator* allocator) {
 
 #define ARENA_API extern "C" __attribute__((visibility("default")))
 
-ARENA_API void* arena_allocator() { return &replaying(); }
-
-// Hands requests on to `beneath`, or, where it is null, to the allocator whose place it takes. False where that one
-// cannot be handed on to.
-ARENA_API bool arena_install(void* beneath) {
-  auto* allocator = beneath != nullptr ? static_cast<c10::Allocator*>(beneath) : c10::GetCPUAllocator();
+// Takes the place of torch's allocator and hands on to it. False where that one cannot be handed on to.
+ARENA_API bool arena_install() {
+  auto* allocator = c10::GetCPUAllocator();
   if (allocator == &replaying()) return true;
   if (allocator->raw_deleter() == nullptr) return false;
   arenas().beneath.store(allocator);
-  if (beneath == nullptr) replace_with(&replaying());
+  replace_with(&replaying());
   return true;
 }
-
-ARENA_API void* arena_beneath() { return arenas().beneath.load(); }
 
 ARENA_API void arena_uninstall() {
   if (c10::GetCPUAllocator() == &replaying()) replace_with(arenas().beneath.load());

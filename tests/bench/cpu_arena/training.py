@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.memory.arena import Arena
+from bench.cpu_arena.arena import Arena
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's arena needs a C++ compiler"

@@ -1,4 +1,4 @@
-"""What the link carries, held against second-by-second counting."""
+"""The use of the link, compared with second-by-second counting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.core.plan import Plan
 from shoal.core.timeline import Moment, Timeline, Transfer
-from shoal.report.traffic import WAYS, busy_seconds, busy_share, traffic
+from shoal.report.link_use import WAYS, busy_seconds, busy_share, link_use
 
 
 def copy(start: float, seconds: float) -> Transfer:
@@ -23,14 +23,14 @@ def test_the_link_is_busy_in_every_second_in_which_something_runs(times: list[tu
 
 def test_each_direction_carries_every_offloaded_byte_once(offload_plan: Plan) -> None:
     for way in WAYS:
-        carried = traffic(offload_plan.timeline, way)
+        carried = link_use(offload_plan.timeline, way)
         offloaded = offload_plan.offloaded
         assert (carried.count, carried.nbytes) == (len(offloaded), sum(s.nbytes for s in offloaded))
 
 
 def test_both_directions_at_once_count_once(offload_plan: Plan) -> None:
     timeline = offload_plan.timeline
-    shares = [traffic(timeline, way).busy_share for way in WAYS]
+    shares = [link_use(timeline, way).busy_share for way in WAYS]
     assert 0 < max(shares) <= busy_share(timeline) <= sum(shares) + 1e-9
     both = Timeline(
         "", timeline.moments, 0, tuple(Transfer("x", "", way, 8, 0.0, timeline.seconds / 4) for way in WAYS)

@@ -1,4 +1,4 @@
-"""What the link between device and host carries in a step: how much, how often, and how long it is busy."""
+"""Use of the link between device and host in a step: bytes, number of copies, busy time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ WAYS: tuple[TransferWay, ...] = ("to host", "to device")
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """One direction of the link over a step. `busy_share` of the step's time, in 0..1."""
+class LinkUse:
+    """One direction of the link over a step; `busy_share` is the busy part of the step's time, in 0..1."""
 
     way: TransferWay
     count: int
@@ -21,16 +21,16 @@ class Traffic:
     busy_share: float
 
 
-def traffic(timeline: Timeline, way: TransferWay) -> Traffic:
-    """What one direction of the link carries."""
+def link_use(timeline: Timeline, way: TransferWay) -> LinkUse:
+    """The use of one direction of the link."""
     transfers = [transfer for transfer in timeline.transfers if transfer.way == way]
     busy = busy_seconds(transfers)
     nbytes = sum(transfer.nbytes for transfer in transfers)
-    return Traffic(way, len(transfers), nbytes, busy, share_of_step(timeline, busy))
+    return LinkUse(way, len(transfers), nbytes, busy, share_of_step(timeline, busy))
 
 
 def busy_share(timeline: Timeline) -> float:
-    """For which share of the step at least one direction carries something, in 0..1."""
+    """The part of the step in which at least one direction is busy, in 0..1."""
     return share_of_step(timeline, busy_seconds(timeline.transfers))
 
 
@@ -45,5 +45,5 @@ def busy_seconds(transfers: Iterable[Transfer]) -> float:
 
 
 def share_of_step(timeline: Timeline, seconds: float) -> float:
-    """`seconds` as a share of the step, 0 for a step without times."""
+    """`seconds` as a part of the step, 0 for a step without times."""
     return seconds / timeline.seconds if timeline.seconds else 0.0

@@ -10,9 +10,9 @@ import threading
 import pytest
 import torch
 
+from bench.cpu_arena.arena import Arena
 from shoal.errors import InputError
-from shoal.memory.arena import Arena
-from tests.memory.arena.training import MiB, addresses_of_a_step, needs_compiler
+from tests.bench.cpu_arena.training import MiB, addresses_of_a_step, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -139,7 +139,7 @@ def test_a_device_without_an_arena_is_refused(device: str) -> None:
 
 
 def test_no_compiler_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.memory import arena as module
+    from bench.cpu_arena import arena as module
 
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -152,7 +152,7 @@ def test_no_compiler_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_tensor_in_an_arena_is_freed_in_peace_when_the_process_ends() -> None:
     program = """
 import torch
-from shoal.runtime.arena import Arena
+from bench.cpu_arena.arena import Arena
 arena = Arena()
 for _ in range(4):
     with arena.step():

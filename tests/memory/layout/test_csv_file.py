@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 
 from shoal.errors import InputError
-from shoal.memory.layout.best_fit import best_fit
-from shoal.memory.layout.check import check
-from shoal.memory.layout.first_fit import first_fit
-from shoal.memory.layout.problem import Block, Problem
+from shoal.memory.layout.csv_file import read_problem, write_layout
+from shoal.memory.layout.fit import best_fit, first_fit
+from shoal.memory.layout.problem import Block, Problem, check_layout
 from shoal.memory.layout.search import search
-from shoal.memory.layout.table import read_problem, write_layout
 from tests.engine.compile.wrong_values import in_one_short_line
 from tests.memory.layout.problems import problems
 
@@ -86,6 +84,6 @@ def test_a_file_with_anything_in_it_is_a_problem_or_refused_in_one_line(tmp_path
             refused += 1
         else:
             layout = first_fit(problem)
-            check(layout)
+            check_layout(layout)
             assert search(problem, layout.arena_bytes, time_limit_seconds=1).layout is not None
     assert refused > len(contents) // 4

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from shoal.memory.layout.best_fit import best_fit
-from shoal.memory.layout.check import check
-from shoal.memory.layout.problem import Block, Problem
-from shoal.memory.layout.reorder import reorder
+from bench.cpu_arena.reorder import reorder
+from shoal.memory.layout.fit import best_fit
+from shoal.memory.layout.problem import Block, Problem, check_layout
 from tests.memory.layout.problems import problems, smallest_arena_bytes
 
 
@@ -15,14 +14,14 @@ from tests.memory.layout.problems import problems, smallest_arena_bytes
 def test_a_layout_is_sound_and_within_what_was_enough_if_time_was(problem: Problem) -> None:
     best_bytes = best_fit(problem).arena_bytes
     layout = reorder(problem, enough_bytes=best_bytes, time_limit_seconds=5)
-    check(layout)
+    check_layout(layout)
     assert layout.arena_bytes <= best_bytes
 
 
 def test_it_ends_in_time_where_enough_is_impossible() -> None:
     problem = Problem((Block("a", 0, 2, 5), Block("b", 1, 3, 4)))
     layout = reorder(problem, enough_bytes=8, time_limit_seconds=0.05)
-    check(layout)
+    check_layout(layout)
     assert layout.arena_bytes == 9
 
 

@@ -7,10 +7,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 
-from shoal.memory.layout.best_fit import best_fit
-from shoal.memory.layout.check import check
-from shoal.memory.layout.first_fit import first_fit
-from shoal.memory.layout.problem import Block, Layout, Problem
+from shoal.memory.layout.fit import best_fit, first_fit
+from shoal.memory.layout.problem import Block, Layout, Problem, check_layout
 from tests.memory.layout.problems import problems
 
 
@@ -20,7 +18,7 @@ def test_every_layout_is_sound_and_at_least_the_bytes_in_use(
     lay_out: Callable[[Problem], Layout], problem: Problem
 ) -> None:
     layout = lay_out(problem)
-    check(layout)
+    check_layout(layout)
     assert problem.highest_live_bytes <= layout.arena_bytes <= sum(block.size_bytes for block in problem.blocks)
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.cpu_arena.recorded_step import ALIGNMENT_BYTES, ELSEWHERE, RecordedStep, arena_problem
 from shoal.errors import InputError
-from shoal.memory.layout.best_fit import best_fit
-from shoal.memory.layout.recorded_step import ALIGNMENT_BYTES, ELSEWHERE, RecordedStep, arena_problem
+from shoal.memory.layout.fit import best_fit
 
 
 @st.composite

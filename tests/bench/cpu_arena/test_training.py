@@ -1,4 +1,4 @@
-"""A training in an arena has the same losses, and the memory that profiler and wall see is the same."""
+"""A training in an arena has the same losses, and the memory that a profiler and a memory limit see is the same."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from shoal.memory.arena import Arena
-from shoal.memory.limit import wall
-from tests.memory.arena.training import Training, batches, needs_compiler
+from bench.cpu_arena.arena import Arena
+from shoal.memory.limit import memory_limit
+from tests.bench.cpu_arena.training import Training, batches, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -110,43 +110,29 @@ def test_other_threads_neither_disturb_the_sequence_nor_are_served(arena: Arena)
     assert arena.departures == 0
 
 
-@pytest.mark.parametrize("first", ["wall", "arena"])
-@pytest.mark.parametrize("gone_first", ["wall", "arena"])
-def test_a_wall_counts_and_refuses_as_without_an_arena(first: str, gone_first: str) -> None:
+def test_a_limit_inside_an_arena_counts_and_refuses_as_without_one() -> None:
     steps = batches([8] * 6)
 
-    def peaks(with_arena: bool) -> list[int]:
+    def peaks(arena: Arena | None) -> list[int]:
         training = Training()
         found = []
-        opened = {}
-        for name in (first, "arena" if first == "wall" else "wall"):
-            if name == "wall":
-                standing = wall(None)
-                w = standing.__enter__()
-            elif with_arena:
-                opened["arena"] = Arena()
-        arena = opened.get("arena")
-        training.run(steps[:1])  # momentum is made once and stays
-        live = w.live_bytes
-        for batch in steps[1:]:
-            w.reset_peak()
-            training.run([batch], arena)
-            found.append(w.peak_bytes - live)
-        assert w.live_bytes == live
-        w.limit_bytes = live + found[-1] - 1
-        with pytest.raises(torch.OutOfMemoryError, match="limit is"):
-            training.run(steps[:1], arena)
-        training.optimizer.zero_grad()
-        gc.collect()
-        w.limit_bytes = None
-        if arena:
-            assert arena.departures == 0
-            assert arena.replayed_steps >= 3
-        for name in (gone_first, "arena" if gone_first == "wall" else "wall"):
-            if name == "wall":
-                standing.__exit__(None, None, None)
-            elif arena:
-                arena.close()
+        with memory_limit(None) as w:
+            training.run(steps[:1])  # momentum is made once and stays
+            live = w.live_bytes
+            for batch in steps[1:]:
+                w.reset_peak()
+                training.run([batch], arena)
+                found.append(w.peak_bytes - live)
+            assert w.live_bytes == live
+            w.limit_bytes = live + found[-1] - 1
+            with pytest.raises(torch.OutOfMemoryError, match="limit is"):
+                training.run(steps[:1], arena)
+            training.optimizer.zero_grad()
+            gc.collect()
         return found
 
-    assert peaks(with_arena=True) == peaks(with_arena=False)
+    with Arena() as arena:
+        inside = peaks(arena)
+        assert arena.departures == 0
+        assert arena.replayed_steps >= 3
+    assert inside == peaks(None)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from shoal.memory.layout.best_fit import best_fit
-from shoal.memory.layout.first_fit import first_fit
+from bench.cpu_arena.reorder import reorder
+from shoal.memory.layout.fit import best_fit, first_fit
 from shoal.memory.layout.problem import Layout, Problem
-from shoal.memory.layout.reorder import reorder
 from shoal.memory.layout.search import search
 
 PAGE_BYTES = 4096

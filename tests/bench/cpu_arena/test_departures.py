@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.memory.arena import Arena
-from tests.memory.arena.training import Training, batches, needs_compiler
+from bench.cpu_arena.arena import Arena
+from tests.bench.cpu_arena.training import Training, batches, needs_compiler
 
 pytestmark = needs_compiler
 

@@ -14,9 +14,8 @@ to torch's own allocator, is counted and said (logger "shoal"). Three departing 
 What is not served: tensors that outlive their successors of the next step (a loss that is kept), allocations outside of
 steps and on other threads, and what oneDNN, NumPy or Python allocate for themselves.
 
-Walls (`shoal.memory.limit`) count the allocations served here one by one as ever, whichever of the two was there first:
-the arena lies beneath. So a measured peak is what tensors use; the arena holds `fragmentation` times as much, and holds
-it between steps too.
+A memory limit (`shoal.memory.limit`) inside an arena counts its allocations one by one. So a measured peak is what
+tensors use; the arena holds `fragmentation` times as much, and holds it between steps too.
 """
 
 from __future__ import annotations
@@ -36,14 +35,12 @@ from typing import NamedTuple
 
 import torch
 
+from bench.cpu_arena.recorded_step import ArenaProblem, RecordedStep, arena_problem
+from bench.cpu_arena.two_tiers import two_tiers
 from shoal.core.sizes import format_bytes
 from shoal.errors import InputError
 from shoal.lowlevel.extension import compiled
-from shoal.memory.layout.check import check
-from shoal.memory.layout.problem import Layout
-from shoal.memory.layout.recorded_step import ArenaProblem, RecordedStep, arena_problem
-from shoal.memory.layout.two_tiers import two_tiers
-from shoal.memory.limit import cpu_wall
+from shoal.memory.layout.problem import Layout, check_layout
 
 log = logging.getLogger("shoal")
 
@@ -105,14 +102,15 @@ class Arena:
     ...     arena.bytes, arena.highest_live_bytes, arena.departures
     (8064, 8000, 0)
 
-    Known limits: the sequence is of one thread, so a backward pass that runs on a thread of its own is not served; the
-    block is held until `close`; what is forked inside a step shares pages with it until they are written.
+    Known limits: open and close it while no memory limit stands. The sequence is of one thread, so a backward pass that
+    runs on a thread of its own is not served. The block is held until `close`. What is forked inside a step shares
+    pages with it until they are written.
     """
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
         if self.device.type != "cpu":
-            raise InputError(f"no arena can be made on {self.device}: expected 'cpu'; on CUDA there is CudaArena")
+            raise InputError(f"no arena can be made on {self.device}: expected 'cpu'")
         if sys.platform == "win32":
             raise InputError("an arena needs mmap, which Windows does not have; train without one")
         self._library = _library()
@@ -173,7 +171,7 @@ class Arena:
         self._closed = True
         _open.remove(self)
         if not _open:
-            _uninstall(self._library)
+            self._library.arena_uninstall()
         self._library.arena_close(self._handle)
 
     def __enter__(self) -> Arena:
@@ -265,7 +263,7 @@ class Arena:
         started = time.perf_counter()
         sequence.planned = arena_problem((twin, RecordedStep(last.sizes_bytes, died)))
         layout = two_tiers(sequence.planned.problem, time_limit_seconds=_SEARCH_SECONDS)
-        check(layout)
+        check_layout(layout)
         sequence.layout = layout
         count = len(last.sizes_bytes)
         column = ctypes.c_int64 * count
@@ -316,22 +314,10 @@ def _why(told: _Told) -> str:
 
 
 def _install(library: ctypes.CDLL) -> None:
-    """Beneath the walls that stand, else in the place of torch's allocator."""
-    standing = cpu_wall()
-    if not library.arena_install(standing.beneath if standing else None):
+    if not library.arena_install():
         raise InputError(
             "torch's CPU allocator was replaced by one without a raw deleter; an arena cannot lie above it"
         )
-    if standing:
-        standing.beneath = library.arena_allocator()
-
-
-def _uninstall(library: ctypes.CDLL) -> None:
-    standing = cpu_wall()
-    if standing and standing.beneath == library.arena_allocator():
-        standing.beneath = library.arena_beneath()
-    else:
-        library.arena_uninstall()
 
 
 @cache
@@ -340,9 +326,7 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(compiled(_SOURCE, "an arena on the CPU")))
     handle, number, numbers = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64)
     for name, result, arguments in (
-        ("arena_allocator", handle, []),
-        ("arena_install", ctypes.c_bool, [handle]),
-        ("arena_beneath", handle, []),
+        ("arena_install", ctypes.c_bool, []),
         ("arena_uninstall", None, []),
         ("arena_open", handle, []),
         ("arena_close", None, [handle]),
