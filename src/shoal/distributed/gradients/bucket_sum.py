@@ -14,9 +14,8 @@ import torch
 from shoal.codecs.float_codec import FloatCodec
 from shoal.distributed.comm.buffers import Buffers
 from shoal.distributed.comm.exchange import Exchange
-from shoal.distributed.gradients.feedback import Feedback
-from shoal.distributed.gradients.layout import Segment
-from shoal.distributed.gradients.segments import (
+from shoal.distributed.gradients.bucket_segments import (
+    Segment,
     Segments,
     add,
     mean_one,
@@ -26,6 +25,7 @@ from shoal.distributed.gradients.segments import (
     unpack,
     unpack_one,
 )
+from shoal.distributed.gradients.error_feedback import ErrorFeedback
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class CodedBucket:
         codec: of the encoded segments.
         rank: of this process.
         ranks: how many.
-        feedback: what is owed, or None to owe nothing.
-        unsettled: what is owed of the rank's own shard, to be added once.
+        feedback: residuals, or None to keep none.
+        unflushed: segments of the rank's own shard whose residuals are still to be added.
     """
 
     what: str
@@ -47,8 +47,8 @@ class CodedBucket:
     codec: FloatCodec
     rank: int
     ranks: int
-    feedback: Feedback | None = None
-    unsettled: set[Segment] = field(default_factory=set)
+    feedback: ErrorFeedback | None = None
+    unflushed: set[Segment] = field(default_factory=set)
 
 
 class Mean(Protocol):
@@ -107,7 +107,7 @@ class ShardedMean:
         self._give(self._sending)
         own = bucket.shards[bucket.rank]
         if bucket.feedback is not None:
-            bucket.feedback.settle(values, bucket.unsettled)
+            bucket.feedback.flush(values, bucket.unflushed)
         others = [message for r, message in enumerate(self._received) if r != bucket.rank]
         mean = self._means[bucket.rank]
         # One segment after the other, while its values are in the caches.

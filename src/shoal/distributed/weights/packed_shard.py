@@ -14,7 +14,7 @@ import torch
 
 from shoal.codecs.codec import Codec, Encoded
 from shoal.distributed.comm.traffic import Traffic
-from shoal.distributed.weights.widths import RAW_BYTES
+from shoal.distributed.weights.weight_codecs import RAW_BYTES
 from shoal.errors import TransferError
 
 

@@ -12,12 +12,12 @@ from torch import nn
 
 from shoal.distributed.comm.agreement import agree, fingerprint
 from shoal.distributed.comm.exchange import Exchange
-from shoal.distributed.comm.fsdp_records import parameter_groups, sharded_modules
 from shoal.distributed.comm.traffic import Traffic
 from shoal.distributed.weights.packed_shard import PackedShard, ShardWire, ToldAllGather, packed
 from shoal.distributed.weights.precision import AdaptivePrecision, packable
-from shoal.distributed.weights.widths import Widths
+from shoal.distributed.weights.weight_codecs import WeightCodecs
 from shoal.errors import InputError
+from shoal.lowlevel.fsdp_records import parameter_groups, sharded_modules
 
 
 class ShardedWeights:
@@ -62,8 +62,8 @@ class ShardedWeights:
         one_byte: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        self._widths = Widths(precision, rounding, one_byte)
-        self.adaptive = self._widths.adaptive
+        self._weight_codecs = WeightCodecs(precision, rounding, one_byte)
+        self.adaptive = self._weight_codecs.adaptive
         self.traffic = Traffic()
         self._model = model
         _gather_nothing(model)
@@ -75,10 +75,12 @@ class ShardedWeights:
         self._group = mesh.get_group(mesh.ndim - 1)
         self._ranks = mesh.size(mesh.ndim - 1)
         packs = set(packable(model))
-        self._codecs = {name: partial(self._widths.codec, name) if name in packs else _raw for name in self._sharded}
+        self._codecs = {
+            name: partial(self._weight_codecs.codec, name) if name in packs else _raw for name in self._sharded
+        }
         exchange = Exchange(self._group, timeout_seconds=timeout_seconds)
         parameters = [(name, sharded.sharded_param) for name, sharded in self._sharded.items()]
-        agree(exchange, "ShardedWeights", **self._widths.settings(), model=fingerprint(parameters))
+        agree(exchange, "ShardedWeights", **self._weight_codecs.settings(), model=fingerprint(parameters))
         self._exchange: Exchange | None = exchange
         if self.adaptive is None:  # nothing is exchanged later
             exchange.close()
@@ -92,7 +94,7 @@ class ShardedWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """What the model's and the optimizer's states do not hold: AWP's, plain numbers, the same on all ranks."""
-        return self._widths.state_dict()
+        return self._weight_codecs.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called.
@@ -100,7 +102,7 @@ class ShardedWeights:
         Raises:
             InputError: the state is of other layers, or of a run with another kind of precision.
         """
-        self._widths.load_state_dict(state)
+        self._weight_codecs.load_state_dict(state)
         self._state_loaded = True
         _gather_nothing(self._model)
 
@@ -152,7 +154,7 @@ class ShardedWeights:
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         if self._state_loaded and self._exchange is not None:
             self._state_loaded = False
-            agree(self._exchange, "the loaded state of ShardedWeights", **self._widths.settings())
+            agree(self._exchange, "the loaded state of ShardedWeights", **self._weight_codecs.settings())
         # Loading with assign=True puts other tensors there.
         if not all(isinstance(sharded.sharded_param._local_tensor, PackedShard) for sharded in self._sharded.values()):
             _gather_nothing(model)

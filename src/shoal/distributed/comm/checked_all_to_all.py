@@ -20,7 +20,7 @@ _Message = tuple[int, torch.Tensor, int]  # peer, bytes, tag
 
 
 @dataclass(eq=False)
-class Round:
+class CheckedAllToAll:
     """
     Attributes:
         group, members: the process group, and its ranks' numbers in the world.

@@ -17,7 +17,7 @@ _VERBS = {"cut": "truncate", "nearest": "round"}
 _FIXED_BITS = (8, 16, 24, 32)
 
 
-class Widths:
+class WeightCodecs:
     """Read what a caller asks for.
 
     Args:
@@ -33,9 +33,9 @@ class Widths:
         InputError: one of them is none of these.
         CodecError: there is no such codec.
 
-    >>> Widths(16).codec("conv.weight").name, Widths(32).codec("conv.weight")
+    >>> WeightCodecs(16).codec("conv.weight").name, WeightCodecs(32).codec("conv.weight")
     ('truncate2', None)
-    >>> Widths(8, one_byte="dynamic_tree").codec("conv.weight").name
+    >>> WeightCodecs(8, one_byte="dynamic_tree").codec("conv.weight").name
     'dynamic_tree'
     """
 
@@ -71,7 +71,7 @@ class Widths:
     def settings(self) -> dict[str, object]:
         """What all ranks must have alike, AWP's state included, in words.
 
-        >>> Widths(16).settings()
+        >>> WeightCodecs(16).settings()
         {'precision': 'truncate2()'}
         """
         if self.adaptive is None:
@@ -103,7 +103,7 @@ class Widths:
         if self.adaptive is not None and found is not None:
             self.adaptive.load_state_dict(found)
 
-    def most_bytes(self, elems: int) -> int:
+    def max_bytes(self, elems: int) -> int:
         """Of any payload of so many weights, whatever is decided later."""
         codecs = list(self._by_bytes.values()) if self.adaptive is not None else [self._fixed]
         return max((codec.payload_bytes(elems) for codec in codecs if codec is not None), default=0)

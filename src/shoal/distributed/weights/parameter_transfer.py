@@ -16,7 +16,7 @@ from shoal.offload.links.open_link import OpenLink
 
 
 @dataclass(eq=False)
-class Lane:
+class ParameterTransfer:
     """Where one parameter lies on both sides, and what of it is under way.
 
     Attributes:
