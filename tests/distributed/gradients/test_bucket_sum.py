@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from shoal import codecs
 from shoal.codecs.codec import Codec
-from shoal.distributed.comm.buffers import Buffers
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.gradients.bucket_segments import ParameterGrad, cut, in_chunks
-from shoal.distributed.gradients.bucket_sum import CodedBucket, LocalExactMean, ShardedMean
+from shoal.distributed.gradients.bucket_sum import Buffers, CodedBucket, LocalExactMean, ShardedMean
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.errors import InputError
 from tests.distributed.gradients.test_bucket_segments import FLOAT_CODECS

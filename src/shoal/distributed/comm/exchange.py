@@ -1,4 +1,4 @@
-"""Bytes between ranks, checked: every rank gets what every other sent for it, or an error that says who failed.
+"""Bytes between ranks, checked: every rank gets what every other sent for it, or an error that names who failed.
 
 Replaces `torch.distributed.all_to_all_single` and `all_gather_into_tensor` on uint8, where a peer's other size ends
 the process (gloo) or hangs (NCCL), and a damaged or late message is taken for the right one.
@@ -26,7 +26,7 @@ class Exchange:
     """A process group of its own over the ranks of another, so that its messages meet no others.
 
     Making one is a collective call. All exchanges are made by one thread at a time, in the same order on every rank.
-    After an error an exchange is spent: every later call raises it again. The other ranks are told of it, so that they
+    After an error an exchange is spent: every later call raises it again. The other ranks are notified, so that they
     raise at their next exchange instead of when their time is up (not where NCCL is the only backend).
 
     Args:

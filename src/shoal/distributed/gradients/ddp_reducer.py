@@ -13,11 +13,10 @@ from torch.autograd import Variable
 from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FloatCodec
 from shoal.distributed.comm.agreement import agree, described, short_hash
-from shoal.distributed.comm.buffers import Buffers
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.traffic import Traffic, ring_all_reduce_bytes
 from shoal.distributed.gradients.bucket_segments import ParameterGrad, Segment, cut, in_chunks
-from shoal.distributed.gradients.bucket_sum import CodedBucket, LocalExactMean, ShardedMean
+from shoal.distributed.gradients.bucket_sum import Buffers, CodedBucket, LocalExactMean, ShardedMean
 from shoal.distributed.gradients.choose_codec import Decision
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.reduction_threads import Job, ReductionThreads
@@ -76,7 +75,7 @@ class DdpReducer:
         self._closed = False
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The bucket's mean over the ranks. An error is raised when the backward pass ends: DDP would not tell it."""
+        """The bucket's mean over the ranks. An error is raised when the backward pass ends: DDP would not report it."""
         buffer = bucket.buffer()
         in_backward = self._watch_backward()
         if self._failure is not None:
@@ -226,7 +225,7 @@ class DdpReducer:
         return sum(exchange.sent_bytes for exchange in self._exchanges)
 
     def _fail(self, error: BaseException) -> None:
-        """Any thread: no bucket is reduced from now on, and the other ranks are told."""
+        """Any thread: no bucket is reduced from now on, and the other ranks are notified."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -250,8 +249,8 @@ def _failed(error: BaseException) -> torch.futures.Future[torch.Tensor]:
 
 
 def _lost(number: int, error: RuntimeError) -> TransferError:
-    said = str(error).splitlines()[0]
+    reason = str(error).splitlines()[0]
     return TransferError(
-        f"gradients of bucket {number}, as they are: got an error of torch.distributed: {said}; "
+        f"gradients of bucket {number}, as they are: got an error of torch.distributed: {reason}; "
         "see the other ranks' logs, then start all from the last checkpoint"
     )

@@ -23,7 +23,7 @@ class ShardWire:
 
     Args:
         sharded: FSDP2's own record of the parameter.
-        codec: tells the codec of the moment, the same on all ranks; None for float32 as it is.
+        codec: returns the current codec, the same on all ranks; None for float32 as it is.
         traffic: where bytes are counted.
         ranks: that the parameter is sharded over.
     """
@@ -99,7 +99,7 @@ class PackedShard(torch.Tensor):
 
 
 class ToldAllGather:
-    """FSDP2's own all-gather of a module's weights, whose failure says who failed and what to do.
+    """FSDP2's own all-gather of a module's weights, whose failure names who failed and what to do.
 
     Args:
         comm: what FSDP2 gathers with.

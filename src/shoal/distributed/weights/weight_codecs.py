@@ -1,4 +1,4 @@
-"""In which codec each parameter's weights travel: a fixed width, a codec by name, or what `AdaptivePrecision` says."""
+"""The codec of each parameter's weights: a fixed width, a codec by name, or what `AdaptivePrecision` decides."""
 
 from __future__ import annotations
 
