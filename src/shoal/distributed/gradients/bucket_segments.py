@@ -216,10 +216,10 @@ def add(message: torch.Tensor, segments: Segments, codec: Codec, into: torch.Ten
     """Add the values of these segments, in float32, to what lies in `into`."""
     _check(into, segments, codec, message)
     longest = max((segment.elems for segment in segments), default=0)
-    came = torch.empty(longest, device=into.device)
+    decoded = torch.empty(longest, device=into.device)
     for segment, place in zip(segments, places(segments, codec), strict=True):
-        unpack_one(message[place], segment, codec, came[: segment.elems])
-        into[segment.values].add_(came[: segment.elems])
+        unpack_one(message[place], segment, codec, decoded[: segment.elems])
+        into[segment.values].add_(decoded[: segment.elems])
 
 
 def mean_one(

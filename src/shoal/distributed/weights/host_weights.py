@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal.codecs.codec import Codec
 from shoal.codecs.registry import get
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
@@ -26,7 +27,7 @@ from shoal.distributed.comm.traffic import Traffic
 from shoal.distributed.weights.first_use import FirstUse
 from shoal.distributed.weights.parameter_transfer import ParameterTransfer, own_storage
 from shoal.distributed.weights.precision import AdaptivePrecision, packable
-from shoal.distributed.weights.weight_codecs import WeightCodecs
+from shoal.distributed.weights.weight_codecs import WeightCodecs, explained
 from shoal.errors import InputError
 from shoal.offload.links.host import HostSlab
 from shoal.offload.links.open_link import OpenLink, open_link
@@ -155,17 +156,8 @@ class HostWeights:
 
     def explain(self) -> str:
         """In a few lines: how wide each weight travels, and the bytes of the last step."""
-        by_codec: dict[str, int] = {}
-        for transfer in self._transfers:
-            codec = self._weight_codecs.codec(transfer.name) if transfer.packs else None
-            kind = "float32" if codec is None else codec.name
-            by_codec[kind] = by_codec.get(kind, 0) + transfer.parameter.numel()
-        elems = sum(by_codec.values())
-        lines = [f"{kind}: {100 * share / elems:.1f} % of {elems} weights" for kind, share in by_codec.items()]
-        for kind in self.traffic.kinds:
-            sent = self.traffic.last_step(kind)
-            lines.append(f"{kind}: {sent.sent_bytes} bytes in the last step, {100 * sent.share:.1f} % of float32's")
-        return "\n".join(lines)
+        weights = ((self._codec_of(transfer), transfer.parameter.numel()) for transfer in self._transfers)
+        return explained(weights, self.traffic, self.traffic.kinds)
 
     def close(self) -> None:
         """Put plain training back: the masters' values in the model, its parameters in the optimizer. Twice is once."""
@@ -256,10 +248,12 @@ class HostWeights:
         self._link.begin_step()
         began = time.perf_counter()
         for transfer in self._order:
-            codec = self._weight_codecs.codec(transfer.name) if transfer.packs else None
-            self.traffic.add("weights", transfer.send(self._link, codec), transfer.raw_bytes)
+            self.traffic.add("weights", transfer.send(self._link, self._codec_of(transfer)), transfer.raw_bytes)
         self._next.pack += time.perf_counter() - began
         self._stale = False
+
+    def _codec_of(self, transfer: ParameterTransfer) -> Codec | None:
+        return self._weight_codecs.codec(transfer.name) if transfer.packs else None
 
     def _receive(self, transfers: Iterable[ParameterTransfer]) -> None:
         for transfer in transfers:

@@ -98,7 +98,7 @@ class PackedShard(torch.Tensor):
         return whole, (whole,)
 
 
-class ToldAllGather:
+class CheckedAllGather:
     """FSDP2's own all-gather of a module's weights, whose failure names who failed and what to do.
 
     Args:

@@ -13,9 +13,9 @@ from torch import nn
 from shoal.distributed.comm.agreement import agree, fingerprint
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.traffic import Traffic
-from shoal.distributed.weights.packed_shard import PackedShard, ShardWire, ToldAllGather, packed
+from shoal.distributed.weights.packed_shard import CheckedAllGather, PackedShard, ShardWire, packed
 from shoal.distributed.weights.precision import AdaptivePrecision, packable
-from shoal.distributed.weights.weight_codecs import WeightCodecs
+from shoal.distributed.weights.weight_codecs import WeightCodecs, explained
 from shoal.errors import InputError
 from shoal.lowlevel.fsdp_records import parameter_groups, sharded_modules
 
@@ -108,19 +108,8 @@ class ShardedWeights:
 
     def explain(self) -> str:
         """In a few lines: how wide each weight travels, and the bytes of the last step."""
-        elems: dict[str, int] = {}
-        for name, sharded in self._sharded.items():
-            codec = self._codecs[name]()
-            kind = "float32" if codec is None else codec.name
-            elems[kind] = elems.get(kind, 0) + sharded._orig_size.numel()
-        total = sum(elems.values())
-        sent = self.traffic.last_step("weights")
-        return "\n".join(
-            [
-                *(f"{kind}: {100 * share / total:.1f} % of {total} weights" for kind, share in elems.items()),
-                f"weights: {sent.sent_bytes} bytes in the last step, {100 * sent.share:.1f} % of float32's",
-            ]
-        )
+        weights = ((self._codecs[name](), sharded._orig_size.numel()) for name, sharded in self._sharded.items())
+        return explained(weights, self.traffic, ("weights",))
 
     def close(self) -> None:
         """Put plain FSDP2 back. Call it on every rank; twice is once."""
@@ -133,7 +122,7 @@ class ShardedWeights:
             if isinstance(local, PackedShard):
                 _replace(sharded, local.as_subclass(torch.Tensor))
         for group in _groups(self._model):
-            if isinstance(group._all_gather_comm, ToldAllGather):
+            if isinstance(group._all_gather_comm, CheckedAllGather):
                 group._all_gather_comm = group._all_gather_comm.comm
         if self._exchange is not None:
             self._exchange.close()
@@ -145,8 +134,8 @@ class ShardedWeights:
             if not isinstance(local, PackedShard):
                 _replace(sharded, packed(local, ShardWire(sharded, self._codecs[name], self.traffic, self._ranks)))
         for group in _groups(self._model):
-            if not isinstance(group._all_gather_comm, ToldAllGather):
-                group._all_gather_comm = ToldAllGather(group._all_gather_comm)
+            if not isinstance(group._all_gather_comm, CheckedAllGather):
+                group._all_gather_comm = CheckedAllGather(group._all_gather_comm)
         if self.adaptive is not None:
             shards = {name: sharded.sharded_param._local_tensor for name, sharded in self._sharded.items()}
             self.adaptive.watch(shards, self._sum_up)
