@@ -1,4 +1,4 @@
-"""What a training run is asked to do, and what came of it, as plain data."""
+"""The options of a training run, its progress and its results, as plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.capture.lossy_options import lossy_of
 from shoal.errors import InputError
 
 if TYPE_CHECKING:
-    from shoal.core.plan import Plan
+    from shoal import Plan
     from shoal.transforms.split.patch_map import PatchMap
 
 PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", "none")
@@ -34,10 +34,10 @@ class TrainOptions:
     Attributes:
         model, data: names for `shoal.app.models.build` and `shoal.app.data.open`.
         batch: images per step, over all ranks.
-        budget_bytes: for planning and for the wall; None only for the planner "none" without a wall.
+        budget_bytes: for planning and as the memory limit; None only for the planner "none" without `enforce`.
         planner: one of `PLANNERS`; "none" trains with plain PyTorch.
         epochs: passes over the training images.
-        enforce: raise a wall at `budget_bytes`.
+        enforce: raise OutOfMemoryError above `budget_bytes`.
         arena: serve each step's allocations at planned addresses in one block (`shoal.memory.arena`).
         lr: the highest learning rate; see `shoal.app.training.optimizers.learning_rate`.
         momentum, weight_decay, optimizer: of the optimizer, one of `OPTIMIZERS`; momentum is SGD's.
@@ -58,7 +58,7 @@ class TrainOptions:
         compress_gradients: the codec in which gradients travel, "auto" for what measures fastest, None for float32.
         weights: "host" keeps weights and optimizer on the host, "sharded" a share of them on each rank; None: whole on
             every rank.
-        precision: of `weights` on their way: "8", "16", "24" or "32" bits, "bf16", or "adaptive" (AWP).
+        precision: in which `weights` are sent: "8", "16", "24" or "32" bits, "bf16", or "adaptive" (AWP).
         one_byte: the codec that stands in for 8 bits of them, such as "dynamic_tree"; None: a float's top byte.
         awp_threshold, awp_interval: AWP's T, and its INTERVAL in batches, None for those of an epoch.
         parallel: "hybrid" for data parallel convolutions and model parallel linear layers; None for data parallel.
@@ -115,10 +115,10 @@ class TrainOptions:
         ):
             if getattr(self, name) not in known:
                 raise InputError(f"unknown {name} {getattr(self, name)!r}: give one of {', '.join(known)}")
-        for name, least in (("batch", 1), ("epochs", 1), ("workers", 0), ("image", 1), ("seed", 0)):
+        for name, minimum in (("batch", 1), ("epochs", 1), ("workers", 0), ("image", 1), ("seed", 0)):
             number = getattr(self, name)
-            if number is not None and number < least:
-                raise InputError(f"{name}={number}: it must be at least {least}")
+            if number is not None and number < minimum:
+                raise InputError(f"{name}={number}: it must be at least {minimum}")
         for name in ("lr", "momentum", "weight_decay"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InputError(f"{name}={getattr(self, name)}: it must be a finite number of at least 0")
@@ -204,7 +204,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class ArenaOutcome:
-    """What came of an arena.
+    """The results of an arena.
 
     Attributes:
         bytes: of the arena; 0 if no two steps were alike.
@@ -221,7 +221,7 @@ class ArenaOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
+    """The results of a run.
 
     Attributes:
         losses: one per training step, earlier parts of a resumed run included.
@@ -233,7 +233,7 @@ class Outcome:
         checkpoint: the file to resume from.
         signal: what stopped the run before its end, 0 for nothing.
         versions: torch, python, shoal, and the threads and seed the run had.
-        arena: what its arena came to; None without one.
+        arena: the results of its arena; None without one.
         patches: where the patches of a split network lie in its images.
         image: the first test image as an address that begins with "data:", to draw them over.
         traffic: bytes that rank 0 put on the wire, as of `Traffic.to_json`; None where nothing travels.
