@@ -1,4 +1,4 @@
-"""What a training run is asked to do, and what came of it, as plain data."""
+"""The options of a training run, its progress and its results, as plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.engine.options import CompileOptions, lossy_options
 from shoal.errors import InputError
 
 if TYPE_CHECKING:
-    from shoal.core.plan import Plan
+    from shoal import Plan
     from shoal.transforms.split.patch_map import PatchMap
 
 PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", "none")
@@ -57,7 +57,7 @@ class TrainOptions:
         compress_gradients: the codec in which gradients travel, "auto" for what measures fastest, None for float32.
         weights: "host" keeps weights and optimizer on the host, "sharded" a share of them on each rank; None: whole on
             every rank.
-        precision: of `weights` on their way: "8", "16", "24" or "32" bits, "bf16", or "adaptive" (AWP).
+        precision: in which `weights` are sent: "8", "16", "24" or "32" bits, "bf16", or "adaptive" (AWP).
         one_byte: the codec that stands in for 8 bits of them, such as "dynamic_tree"; None: a float's top byte.
         awp_threshold, awp_interval: AWP's T, and its INTERVAL in batches, None for those of an epoch.
         parallel: "hybrid" for data parallel convolutions and model parallel linear layers; None for data parallel.
@@ -113,10 +113,10 @@ class TrainOptions:
         ):
             if getattr(self, name) not in known:
                 raise InputError(f"unknown {name} {getattr(self, name)!r}: give one of {', '.join(known)}")
-        for name, least in (("batch", 1), ("epochs", 1), ("workers", 0), ("image", 1), ("seed", 0)):
+        for name, minimum in (("batch", 1), ("epochs", 1), ("workers", 0), ("image", 1), ("seed", 0)):
             number = getattr(self, name)
-            if number is not None and number < least:
-                raise InputError(f"{name}={number}: it must be at least {least}")
+            if number is not None and number < minimum:
+                raise InputError(f"{name}={number}: it must be at least {minimum}")
         for name in ("lr", "momentum", "weight_decay"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InputError(f"{name}={getattr(self, name)}: it must be a finite number of at least 0")
@@ -216,7 +216,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
+    """The results of a run.
 
     Attributes:
         losses: one per training step, earlier parts of a resumed run included.

@@ -54,7 +54,7 @@ class Affine(nn.Module):
     Args:
         layer: the batch norm.
         rectify: whether a ReLU comes right after it.
-        size: says which maps are too small.
+        size: decides which maps are too small.
     """
 
     def __init__(self, layer: _BatchNorm, rectify: bool, size: FusionSize) -> None:
@@ -130,7 +130,7 @@ class Convolve(nn.Module):
         layer: the convolution.
         rectify: whether a ReLU comes before it.
         readers: batch norms that read its result.
-        size: says which maps are too small.
+        size: decides which maps are too small.
     """
 
     def __init__(self, layer: _ConvNd, rectify: bool, readers: Iterable[_BatchNorm], size: FusionSize) -> None:
@@ -168,7 +168,7 @@ class DenseBlock(nn.Module):
 
     Args:
         layers: batch norms and convolutions of each.
-        size: says which maps are too small.
+        size: decides which maps are too small.
     """
 
     def __init__(self, layers: Sequence[Sequence[tuple[Affine, Convolve]]], size: FusionSize) -> None:
@@ -218,7 +218,7 @@ class DenseBlock(nn.Module):
         return (
             all(memory_format_of(x) == layout for x in xs)
             and layout != torch.channels_last_3d
-            and self.size.fuses(xs[0], self._elems(xs[0]), fusion_size.LEAST_BLOCK_ELEMS)
+            and self.size.fuses(xs[0], self._elems(xs[0]), fusion_size.MIN_BLOCK_ELEMS)
             and (xs[0].is_meta or not torch.is_autocast_enabled(device.type))
             and all(x.dtype == kind for x in xs)
             and xs[0].numel() > xs[0].shape[1]

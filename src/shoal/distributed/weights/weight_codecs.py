@@ -1,14 +1,15 @@
-"""In which codec each parameter's weights travel: a fixed width, a codec by name, or what `AdaptivePrecision` says."""
+"""The codec of each parameter's weights: a fixed width, a codec by name, or what `AdaptivePrecision` decides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.registry import get
 from shoal.distributed.comm.agreement import described, short_hash
+from shoal.distributed.comm.traffic import Kind, Traffic
 from shoal.distributed.weights.precision import AdaptivePrecision
 from shoal.errors import InputError
 
@@ -17,7 +18,7 @@ _VERBS = {"cut": "truncate", "nearest": "round"}
 _FIXED_BITS = (8, 16, 24, 32)
 
 
-class Widths:
+class WeightCodecs:
     """Read what a caller asks for.
 
     Args:
@@ -33,9 +34,9 @@ class Widths:
         InputError: one of them is none of these.
         CodecError: there is no such codec.
 
-    >>> Widths(16).codec("conv.weight").name, Widths(32).codec("conv.weight")
+    >>> WeightCodecs(16).codec("conv.weight").name, WeightCodecs(32).codec("conv.weight")
     ('truncate2', None)
-    >>> Widths(8, one_byte="dynamic_tree").codec("conv.weight").name
+    >>> WeightCodecs(8, one_byte="dynamic_tree").codec("conv.weight").name
     'dynamic_tree'
     """
 
@@ -71,7 +72,7 @@ class Widths:
     def settings(self) -> dict[str, object]:
         """What all ranks must have alike, AWP's state included, in words.
 
-        >>> Widths(16).settings()
+        >>> WeightCodecs(16).settings()
         {'precision': 'truncate2()'}
         """
         if self.adaptive is None:
@@ -103,10 +104,33 @@ class Widths:
         if self.adaptive is not None and found is not None:
             self.adaptive.load_state_dict(found)
 
-    def most_bytes(self, elems: int) -> int:
+    def max_bytes(self, elems: int) -> int:
         """Of any payload of so many weights, whatever is decided later."""
         codecs = list(self._by_bytes.values()) if self.adaptive is not None else [self._fixed]
         return max((codec.payload_bytes(elems) for codec in codecs if codec is not None), default=0)
+
+
+def explained(weights: Iterable[tuple[Codec | None, int]], traffic: Traffic, kinds: Iterable[Kind]) -> str:
+    """How wide weights travel, and the bytes of the last step, a line each.
+
+    Args:
+        weights: the codec of each parameter, None for float32 as it is, and how many values it has.
+        traffic: of them.
+        kinds: of the traffic, to list.
+
+    >>> explained([(get("bf16"), 300), (None, 100)], Traffic(), ())
+    'bf16: 75.0 % of 400 weights\\nfloat32: 25.0 % of 400 weights'
+    """
+    by_codec: dict[str, int] = {}
+    for codec, elems in weights:
+        name = "float32" if codec is None else codec.name
+        by_codec[name] = by_codec.get(name, 0) + elems
+    total = sum(by_codec.values())
+    lines = [f"{name}: {100 * elems / total:.1f} % of {total} weights" for name, elems in by_codec.items()]
+    for kind in kinds:
+        sent = traffic.last_step(kind)
+        lines.append(f"{kind}: {sent.sent_bytes} bytes in the last step, {100 * sent.share:.1f} % of float32's")
+    return "\n".join(lines)
 
 
 def _of_8_bits(name: str) -> Codec:

@@ -1,4 +1,4 @@
-"""The ways in which `shoal train` lets weights and gradients lie and travel, by its options."""
+"""The strategies of `shoal train`: weights on the host, in shards, hybrid or data parallel, by its options."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.app.training.arrangement import Arrangement, DataParallel
 from shoal.app.training.optimizers import optimizer_of
 from shoal.app.training.options import TrainOptions
 from shoal.app.training.prepare import compiled
 from shoal.app.training.ranks import Ranks
+from shoal.app.training.strategy import DataParallel, Strategy
 from shoal.distributed import AdaptivePrecision, HostWeights, ShardedWeights, compress_gradients
 from shoal.distributed.comm.traffic import Sent, Traffic
 from shoal.errors import InputError
@@ -20,7 +20,7 @@ from shoal.errors import InputError
 _THRESHOLD = -2e-3  # the paper's for VGG
 
 
-def arranged(options: TrainOptions, network: nn.Module, ranks: Ranks, steps: int) -> Arrangement:
+def strategy_of(options: TrainOptions, network: nn.Module, ranks: Ranks, steps: int) -> Strategy:
     """The network and its optimizer, compiled and among the ranks as asked; every rank calls it.
 
     Args:
@@ -49,11 +49,11 @@ def arranged(options: TrainOptions, network: nn.Module, ranks: Ranks, steps: int
     optimizer = _optimizer(options, network)
     network = compiled(options, network, optimizer)
     if not ranks.grouped:
-        return Arrangement(network, optimizer, ranks)
+        return Strategy(network, optimizer, ranks)
     return DataParallel(network, optimizer, ranks, options.compress_gradients)
 
 
-class WeightsOnHost(Arrangement):
+class WeightsOnHost(Strategy):
     """Weights and optimizer on the host; each step's weights reach the device packed (`HostWeights`)."""
 
     def __init__(self, options: TrainOptions, network: nn.Module, ranks: Ranks, steps: int) -> None:
@@ -69,7 +69,7 @@ class WeightsOnHost(Arrangement):
         super().__init__(network, optimizer, ranks, weights)
 
 
-class WeightsInShards(Arrangement):
+class WeightsInShards(Strategy):
     """A share of weights, gradients and optimizer on each rank; weights are gathered packed (`ShardedWeights`).
 
     Gradients are reduced as `compress_gradients` does.
@@ -140,7 +140,7 @@ class WeightsInShards(Arrangement):
         self._reduced = reduced
 
 
-class HybridParallel(Arrangement):
+class HybridParallel(Strategy):
     """Data parallel convolutions, model parallel linear layers (`shoal.distributed.hybrid`)."""
 
     def __init__(self, options: TrainOptions, network: nn.Module, ranks: Ranks) -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.distributed.comm import round as rounds
+from shoal.distributed.comm import checked_all_to_all
 from shoal.distributed.comm.message import checksum
-from shoal.distributed.gradients.gradients import compress_gradients
+from shoal.distributed.gradients.compress_gradients import compress_gradients
 from shoal.errors import TransferError
 from tests.distributed.reused_weights import batch, loss_of, network
 from tests.ranks import run_on_ranks
@@ -54,7 +54,7 @@ def stall() -> None:
 
 
 def damage() -> None:
-    rounds.checksum = lambda message: checksum(message) ^ 1
+    checked_all_to_all.checksum = lambda message: checksum(message) ^ 1
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -1,4 +1,4 @@
-"""One parameter's way between host and device: its master, its packed bytes and its gradient in host memory."""
+"""One parameter's transfers between host and device: its master, packed bytes and gradient in host memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shoal.offload.links.slab import Copy
 
 
 @dataclass(eq=False)
-class Lane:
+class ParameterTransfer:
     """Where one parameter lies on both sides, and what of it is under way.
 
     Attributes:
         name: of the parameter in the model.
         parameter: on the device, alone in its storage.
         packs: whether its weights and gradients may be encoded.
-        packed_bytes: most bytes of its encoded weights.
+        packed_bytes: of its encoded weights, at most.
         used_early: something reads it before, or without, its module being called.
     """
 
@@ -144,7 +144,7 @@ class Lane:
 
 
 def own_storage(parameter: torch.nn.Parameter) -> None:
-    """Let a parameter be alone in its storage, without gaps; its values stay, and its strides if they can."""
+    """Let a parameter be alone in its storage, dense; its values stay, and its strides if they can."""
     if not _is_alone(parameter.data):
         parameter.data = without_gaps(parameter.data).clone(memory_format=torch.preserve_format)
 

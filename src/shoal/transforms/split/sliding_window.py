@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """A window operation along one dimension. All lengths are in elements.
 
     Attributes:
@@ -44,7 +44,7 @@ class Window:
     def out_length(self, length: int) -> int:
         """How many windows an input of `length` has.
 
-        >>> Window(3, 2, begin=1, end=1).out_length(224)
+        >>> SlidingWindow(3, 2, begin=1, end=1).out_length(224)
         112
         """
         span = length + self.begin + self.end - self.reach
@@ -59,25 +59,25 @@ class Window:
 
     @property
     def cuts(self) -> tuple[int, int]:
-        """The least and the most of I - s*O that lose nothing, for an output cut at O and an input cut at I."""
+        """The minimum and the maximum of I - s*O that lose nothing, for an output cut at O and an input cut at I."""
         before, after = -self.begin, self.reach - self.stride - self.begin
         return min(before, after), max(before, after)
 
     def bounds(self, cut: int) -> tuple[int, int]:
         """Where the input may be cut for an output cut at `cut`: the paper's lb and ub, ascending.
 
-        >>> Window(3, 1, begin=1, end=1).bounds(8)
+        >>> SlidingWindow(3, 1, begin=1, end=1).bounds(8)
         (7, 9)
-        >>> Window(1, 2).bounds(8)
+        >>> SlidingWindow(1, 2).bounds(8)
         (15, 16)
         """
-        least, most = self.cuts
-        return cut * self.stride + least, cut * self.stride + most
+        low, high = self.cuts
+        return cut * self.stride + low, cut * self.stride + high
 
     def padding(self, inputs: tuple[int, int], outputs: tuple[int, int]) -> tuple[int, int]:
         """Padding of the patch that reads `inputs` and writes `outputs`, both from..to; negative is cropping.
 
-        >>> Window(3, 2, begin=1, end=1).padding((16, 32), (8, 16))
+        >>> SlidingWindow(3, 2, begin=1, end=1).padding((16, 32), (8, 16))
         (1, 0)
         """
         begin = inputs[0] + self.begin - outputs[0] * self.stride
@@ -87,7 +87,7 @@ class Window:
     def reads(self, outputs: tuple[int, int], length: int) -> tuple[int, int]:
         """The rows of an input of `length` that `outputs` read.
 
-        >>> Window(3, 1, begin=1, end=1).reads((8, 16), 16)
+        >>> SlidingWindow(3, 1, begin=1, end=1).reads((8, 16), 16)
         (7, 16)
         """
         first = outputs[0] * self.stride - self.begin

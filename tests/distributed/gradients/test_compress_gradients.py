@@ -14,11 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from shoal import codecs
 from shoal.distributed.comm.message import HEADER_BYTES
-from shoal.distributed.gradients.gradients import compress_gradients
-from shoal.distributed.gradients.layout import Piece, cut, in_chunks
-from shoal.distributed.gradients.segments import message_bytes
+from shoal.distributed.gradients.bucket_segments import ParameterGrad, cut, in_chunks, message_bytes
+from shoal.distributed.gradients.compress_gradients import compress_gradients
 from shoal.errors import CodecError, InputError
-from tests.distributed.gradients.test_segments import FLOAT_CODECS
+from tests.distributed.gradients.test_bucket_segments import FLOAT_CODECS
 from tests.distributed.reused_weights import batch, loss_of, network
 from tests.ranks import run_on_ranks
 
@@ -110,7 +109,7 @@ def grads_of_a_large_layer() -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 def test_a_large_bucket_travels_in_chunks_and_every_rank_has_the_same_bits() -> None:
-    pieces = [Piece("bias", LARGE[1], False), Piece("weight", LARGE[0] * LARGE[1], True)]
+    pieces = [ParameterGrad("bias", LARGE[1], False), ParameterGrad("weight", LARGE[0] * LARGE[1], True)]
     shards = cut(pieces, 2)
     chunks = in_chunks(shards)
     assert len(chunks) == 2
@@ -264,7 +263,7 @@ def test_traffic_is_what_the_layout_says() -> None:
     results: list[Any] = run_on_ranks(count, 3)
     codec = codecs.get("dynamic_tree")
     for rank, (traffic, decisions, explained, sizes) in enumerate(results):
-        shards = cut([Piece(*size) for size in sizes], 3)
+        shards = cut([ParameterGrad(*size) for size in sizes], 3)
         messages = [message_bytes(shard, codec) for shard in shards]
         expected = sum(messages) + messages[rank] + 4 * HEADER_BYTES
         assert traffic["steps"] == 2
@@ -301,7 +300,7 @@ def resume(steps: int, stop_after: int | None) -> list[torch.Tensor]:
 def test_owed_errors_survive_new_buckets_and_a_checkpoint() -> None:
     whole = run_on_ranks(resume, 2, 5, None)
     parts = run_on_ranks(resume, 2, 5, 3)
-    # A new DDP cuts its first step's buckets anew, which moves blocks: what is owed stays owed.
+    # A new DDP cuts its first step's buckets anew, which moves blocks: residuals stay.
     for first, second in zip(whole, parts, strict=True):
         for got, expected in zip(second, first, strict=True):
             assert got.shape == expected.shape

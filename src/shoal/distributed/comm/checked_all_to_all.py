@@ -14,13 +14,13 @@ from shoal.distributed.comm.message import HEADER_BYTES, Header, body_tag, check
 from shoal.errors import TransferError
 
 HEADER_TAG = 1
-# What gloo says of a peer that ended.
+# In gloo's errors where a peer has ended.
 _GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket closed")
 _Message = tuple[int, torch.Tensor, int]  # peer, bytes, tag
 
 
 @dataclass(eq=False)
-class Round:
+class CheckedAllToAll:
     """
     Attributes:
         group, members: the process group, and its ranks' numbers in the world.
@@ -68,7 +68,7 @@ class Round:
         return self.received[self.rank].device.type == "cpu"
 
     def expect(self) -> None:
-        """Start to receive. A sender of gloo's waits until it is told that there is a buffer: the sooner the better.
+        """Start to receive. A sender on gloo waits until the receiver has announced a buffer: the sooner the better.
 
         Raises:
             TransferError: a rank died.
@@ -144,7 +144,7 @@ class Round:
         return dict(zip(peers[: len(receives)], works, strict=False))
 
     def _start_together(self, receives: list[_Message], sends: list[_Message]) -> list[Any]:
-        """NCCL must be told of all at once; for gloo this takes longer than the messages' start."""
+        """NCCL needs all of them in one group; for gloo this takes longer than starting each."""
         ops = [dist.P2POp(dist.irecv, data, self.members[r], self.group, tag) for r, data, tag in receives]
         ops += [dist.P2POp(dist.isend, data, self.members[r], self.group, tag) for r, data, tag in sends]
         works = dist.batch_isend_irecv(ops)
@@ -190,12 +190,12 @@ class Round:
     def _lost(self, peer: int | None, error: RuntimeError) -> TransferError:
         who = "a rank" if peer is None else f"rank {peer}"
         if any(words in str(error) for words in _GONE):
-            said = f"got a closed connection from {who}, expected its message {self.sequence}: it ended or was killed"
+            reason = f"got a closed connection from {who}, expected its message {self.sequence}: it ended or was killed"
         elif "imed out" in str(error) or "timeout" in str(error):
-            said = (
+            reason = (
                 f"got nothing from {who} for {self.timeout_seconds:g} seconds, expected its message {self.sequence}: "
                 "it or the link hangs"
             )
         else:
-            said = f"got an error of the link to {who}: {str(error).splitlines()[0]}"
-        return TransferError(f"{self.what}: {said}; see its log, then start all ranks from the last checkpoint")
+            reason = f"got an error of the link to {who}: {str(error).splitlines()[0]}"
+        return TransferError(f"{self.what}: {reason}; see its log, then start all ranks from the last checkpoint")

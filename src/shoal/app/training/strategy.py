@@ -1,4 +1,4 @@
-"""How a run's weights and gradients lie and travel: what is called in each step, and what a checkpoint holds of it."""
+"""Where a run's weights and gradients lie and how they travel: what a step calls, and what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Carrier(Protocol):
     traffic: Traffic
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank alone has of it, such as what earlier roundings left."""
+        """What this rank alone has of it, such as the residuals of error feedback."""
 
     def load_state_dict(self, state: Any) -> None:
         """Put back what `state_dict` gave."""
@@ -30,7 +30,7 @@ class Carrier(Protocol):
         """Give back what it holds."""
 
 
-class Arrangement:
+class Strategy:
     """One process with all of the network; the others change what differs.
 
     Args:
@@ -68,7 +68,7 @@ class Arrangement:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def own_state(self) -> dict[str, Any]:
-        """What this rank alone has of the way things travel, such as what earlier roundings left."""
+        """What this rank alone has, such as the residuals of error feedback."""
         return {} if self._carrier is None else self._carrier.state_dict()
 
     def load_own_state(self, state: dict[str, Any]) -> None:
@@ -81,16 +81,16 @@ class Arrangement:
         self._ranks.share_buffers(self.network)
 
     def explain(self) -> str:
-        """How things travel and why, for people; empty where there is nothing to tell."""
+        """How things travel and why, for people; empty where nothing travels."""
         return "" if self._carrier is None else self._carrier.explain()
 
     def close(self) -> None:
-        """Give back what the arrangement holds."""
+        """Give back what the strategy holds."""
         if self._carrier is not None:
             self._carrier.close()
 
 
-class DataParallel(Arrangement):
+class DataParallel(Strategy):
     """Each rank has all of the network and a share of the batch; gradients are averaged.
 
     Args:
@@ -107,21 +107,21 @@ class DataParallel(Arrangement):
 
         wrapped = DistributedDataParallel(network, gradient_as_bucket_view=True)
         if ranks.count > 2 or codec is not None:
-            settle_buckets(wrapped)
+            build_buckets(wrapped)
         gradients = compress_gradients(wrapped, codec, timeout_seconds=ranks.timeout_seconds)
         super().__init__(network, optimizer, ranks, gradients)
         self.called = wrapped
 
 
-def settle_buckets(wrapped: DistributedDataParallel) -> None:
-    """Let the wrapper group its gradients for good, before the first step; a collective call.
+def build_buckets(wrapped: DistributedDataParallel) -> None:
+    """Let DDP build its buckets for good, before the first step; a collective call.
 
-    It would group them anew after the first step, in the order in which gradients came. A sum over three ranks or more
-    is rounded by the place of a number in its group, and so is a code, so a resumed run, whose first step is another
-    one, would differ in last bits. Zeros in the order of the last parameter to the first stand in for that step.
+    It would rebuild them after the first step, in the order in which gradients came. A sum over three ranks or more is
+    rounded by the place of a number in its bucket, and so is a code. So a resumed run, whose first step is another one,
+    would differ in last bits. Zero gradients from the last parameter to the first stand in for that step.
     """
     wrapped.reducer.prepare_for_backward([])
     for parameter in reversed(list(wrapped.module.parameters())):
         if parameter.requires_grad:
             (parameter * 0).sum().backward()
-    wrapped.zero_grad()  # after all of them: the last makes every gradient a view of its group
+    wrapped.zero_grad()  # after all of them: the last makes every gradient a view of its bucket

@@ -16,15 +16,13 @@ from shoal.distributed.comm.agreement import agree, described, fingerprint, shor
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.message import HEADER_BYTES
 from shoal.distributed.comm.traffic import Traffic, ring_all_reduce_bytes
+from shoal.distributed.gradients.bucket_segments import CHUNK_ELEMS, ParameterGrad, cut, message_bytes
 from shoal.distributed.gradients.choose_codec import Chooser, Decision
-from shoal.distributed.gradients.ddp_buckets import DEFAULT_BUCKET_BYTES, expected_buckets
-from shoal.distributed.gradients.ddp_hook import shoal_gradients_hook
+from shoal.distributed.gradients.ddp_buckets import DEFAULT_BUCKET_BYTES, expected_buckets, shoal_gradients_hook
 from shoal.distributed.gradients.ddp_reducer import DdpReducer
 from shoal.distributed.gradients.decisions import decide, explained
-from shoal.distributed.gradients.feedback import Feedback
-from shoal.distributed.gradients.layout import CHUNK_ELEMS, Piece, cut
+from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.measure_rates import measure_choice
-from shoal.distributed.gradients.segments import message_bytes
 from shoal.distributed.gradients.sharded_gradients import CompressedShards, is_sharded
 from shoal.errors import InputError
 
@@ -107,7 +105,7 @@ def compress_gradients(
         # 2 ranks: 11.2 MiB of gradients a step instead of 44.6 MiB (0.251)
         # bucket 0, 11164362 values: dynamic_tree, as asked
 
-    Limits: what is owed (error feedback) is in units of GradScaler's scale of its step. float64 travels as it is.
+    Limits: residuals of error feedback are in units of GradScaler's scale of its step. float64 travels as it is.
     Where all buckets travel as they are, no hook is set, and errors of other ranks are torch.distributed's.
     """
     sharded = isinstance(ddp_model, torch.nn.Module) and is_sharded(ddp_model)
@@ -160,7 +158,7 @@ class CompressedGradients:
         self._broadcast_every = broadcast_every if local == "exact" else 0
         self._steps = 0
         self._steps_loaded = self._broadcast_due = False
-        self._feedback = Feedback(self.ranks, self.rank) if error_feedback else None
+        self._feedback = ErrorFeedback(self.ranks, self.rank) if error_feedback else None
         self._reducer: DdpReducer | None = None
         self._handles: list[Any] = []
         self._parameters = dict(model.module.named_parameters())
@@ -187,9 +185,9 @@ class CompressedGradients:
         return explained(self.traffic, self.ranks, lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank: steps, and what it owes; to be saved by every rank beside the model's."""
-        owed = None if self._feedback is None else self._feedback.state_dict()
-        return {"steps": self._steps, "feedback": owed}
+        """Steps and residuals of this rank; to be saved by every rank beside the model's."""
+        residuals = None if self._feedback is None else self._feedback.state_dict()
+        return {"steps": self._steps, "feedback": residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
@@ -243,12 +241,16 @@ class CompressedGradients:
         self._model.register_comm_hook(self._reducer, shoal_gradients_hook)
         # A budget counts it: `shoal.memory.static_memory` asks the wrapper that calls the compiled network.
         self._model.hook_bytes = hook_bytes(  # type: ignore[assignment]
-            [Piece(name, p.numel(), encoded=p.dim() > 1) for name, p in self._parameters.items() if p.requires_grad],
+            [
+                ParameterGrad(name, p.numel(), encoded=p.dim() > 1)
+                for name, p in self._parameters.items()
+                if p.requires_grad
+            ],
             len(self._expected_buckets()),
             registry.get(_WIDEST) if self._codec is None else self._codec,
             self.ranks,
             self._way,
-            owes=self._feedback is not None,
+            error_feedback=self._feedback is not None,
         )
         self._handles.append(self._model.register_forward_pre_hook(self._raise_failure))
         if self._broadcast_every:
@@ -280,8 +282,8 @@ class CompressedGradients:
         cap_bytes = int(getattr(self._model, "bucket_bytes_cap", DEFAULT_BUCKET_BYTES))
         return expected_buckets([(p.numel(), p.dim() >= 2) for p in trained], cap_bytes)
 
-    def _decide(self, pieces: tuple[Piece, ...], dtype: torch.dtype) -> tuple[Decision, Codec | None]:
-        return decide(pieces, dtype, self.ranks, self._codec, self._chooser)
+    def _decide(self, gradients: tuple[ParameterGrad, ...], dtype: torch.dtype) -> tuple[Decision, Codec | None]:
+        return decide(gradients, dtype, self.ranks, self._codec, self._chooser)
 
     def _step_ended(self) -> None:
         self._steps += 1
@@ -312,19 +314,21 @@ class CompressedGradients:
             self.traffic.end_step()
 
 
-def hook_bytes(pieces: Sequence[Piece], buckets: int, codec: Codec, ranks: int, way: str, *, owes: bool) -> int:
-    """What the hook holds at most for gradients of these parameters: messages and their headers, and what is owed.
+def hook_bytes(
+    gradients: Sequence[ParameterGrad], buckets: int, codec: Codec, ranks: int, way: str, *, error_feedback: bool
+) -> int:
+    """What the hook holds at most for gradients of these parameters: messages and their headers, and residuals.
 
-    >>> weight = Piece("weight", 1_000_000, encoded=True)
-    >>> hook_bytes([weight], 1, registry.get("dynamic_tree"), 2, "all_reduce", owes=False)
+    >>> weight = ParameterGrad("weight", 1_000_000, encoded=True)
+    >>> hook_bytes([weight], 1, registry.get("dynamic_tree"), 2, "all_reduce", error_feedback=False)
     2002992
     """
     # At most all is under way: to the ranks that sum it, from the others for the own sum, and the means of all; or,
     # where the own part stays exact, all of every rank's.
     to_all = way == "all_gather"
-    whole_bytes = sum(message_bytes(shard, codec) for shard in cut(pieces, 1 if to_all else ranks))
+    whole_bytes = sum(message_bytes(shard, codec) for shard in cut(gradients, 1 if to_all else ranks))
     messages = ranks if to_all else 2 * (ranks - 1) / ranks + 1
-    elems = sum(piece.elems for piece in pieces)
-    rounds = (1 if to_all else 2) * (buckets + elems // CHUNK_ELEMS)
-    owed_bytes = 6.2 * elems if owes else 0  # a value each, and a rank's share of the means
-    return int(messages * whole_bytes + 2 * (ranks - 1) * HEADER_BYTES * rounds + owed_bytes)
+    elems = sum(gradient.elems for gradient in gradients)
+    exchanges = (1 if to_all else 2) * (buckets + elems // CHUNK_ELEMS)
+    residual_bytes = 6.2 * elems if error_feedback else 0  # a value each, and a rank's share of the means
+    return int(messages * whole_bytes + 2 * (ranks - 1) * HEADER_BYTES * exchanges + residual_bytes)
