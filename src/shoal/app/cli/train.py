@@ -31,7 +31,7 @@ def train(
     budget: Annotated[str | None, typer.Option(help="Device bytes a step may use, such as 150MiB.")] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 3,
     enforce: Annotated[bool, typer.Option("--enforce", help="Raise OutOfMemoryError above the budget.")] = False,
-    arena: Annotated[bool, typer.Option("--arena", help="Allocate each step in one block of memory.")] = False,
+    arena: Annotated[bool, typer.Option("--arena", help="Serve each step from one block of memory.")] = False,
     planner: Annotated[
         str,
         typer.Option(
@@ -102,10 +102,9 @@ def train(
 ) -> None:
     """Train a network inside a budget.
 
-    With --enforce and --planner none, plain PyTorch has the same memory limit: it should run out of memory, with exit
-    code 3. Wrong arguments end with exit code 2. Ctrl-C finishes the step, writes a checkpoint and ends with exit
-    code 130; --resume then continues bit for bit. With --arena each allocation of a step has its address in one block:
-    faster where malloc maps and unmaps large tensors in every step.
+    With --enforce and --planner none, plain PyTorch trains within the same memory limit: it is expected to run out of
+    memory, with exit code 3. Wrong arguments end with exit code 2. Ctrl-C finishes the step, writes a checkpoint and
+    ends with exit code 130; --resume then continues bit for bit.
 
     Under torchrun every rank trains on its share of each batch, inside a budget of its own. Rank 0 shows the run and
     writes its files; a signal to one rank ends all after the same step, and an error on one names its rank.
@@ -200,7 +199,7 @@ def _out_of_memory(options: TrainOptions, reason: str) -> str:
     reason = reason.strip().splitlines()[0].removeprefix("out of memory: ")
     who = "plain PyTorch" if options.planner == "none" else f"the plan of {options.planner}"
     where = (
-        f"the memory limit of {format_bytes(options.budget_bytes)}"
+        f"a memory limit of {format_bytes(options.budget_bytes)}"
         if options.enforce and options.budget_bytes
         else "the device's memory"
     )

@@ -34,10 +34,10 @@ class TrainOptions:
     Attributes:
         model, data: names for `shoal.app.models.build` and `shoal.app.data.open`.
         batch: images per step, over all ranks.
-        budget_bytes: for planning and as the memory limit; None only for the planner "none" without `enforce`.
+        budget_bytes: for planning and for `enforce`; None only for the planner "none" without `enforce`.
         planner: one of `PLANNERS`; "none" trains with plain PyTorch.
         epochs: passes over the training images.
-        enforce: raise OutOfMemoryError above `budget_bytes`.
+        enforce: train within a memory limit of `budget_bytes`.
         arena: serve each step's allocations at planned addresses in one block (`shoal.memory.arena`).
         lr: the highest learning rate; see `shoal.app.training.optimizers.learning_rate`.
         momentum, weight_decay, optimizer: of the optimizer, one of `OPTIMIZERS`; momentum is SGD's.
@@ -204,7 +204,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class ArenaOutcome:
-    """The results of an arena.
+    """What came of an arena.
 
     Attributes:
         bytes: of the arena; 0 if no two steps were alike.
@@ -233,7 +233,7 @@ class Outcome:
         checkpoint: the file to resume from.
         signal: what stopped the run before its end, 0 for nothing.
         versions: torch, python, shoal, and the threads and seed the run had.
-        arena: the results of its arena; None without one.
+        arena: what its arena came to; None without one.
         patches: where the patches of a split network lie in its images.
         image: the first test image as an address that begins with "data:", to draw them over.
         traffic: bytes that rank 0 put on the wire, as of `Traffic.to_json`; None where nothing travels.

@@ -1,4 +1,4 @@
-"""What a run is made of, by its options: data, network, memory format, memory limit and arena."""
+"""What a run is made of, by its options: data, network, memory layout, wall and arena."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def device(name: str) -> torch.device:
 
 
 def raise_wall(stack: ExitStack, device: torch.device, enforce: bool) -> Wall | None:
-    """What counts device bytes, without a limit yet; None where that is not asked for and not possible."""
+    """A wall without a limit yet, which counts; None where it is not asked for and cannot be had."""
     gc.collect()  # what an earlier run in this process has left would count
     try:
         return stack.enter_context(wall(None, device))
