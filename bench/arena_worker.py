@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from bench.cpu_arena.arena import Arena
 from bench.workload import make_workload
-from shoal.memory.arena import Arena
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ class Contender:
         title: what tables call it.
         make: the network (which becomes the contender's own) → what is called.
         compiles: whether its first step compiles for seconds to minutes.
-        arena: whether its steps run in an arena, as `shoal train --arena` runs them.
+        arena: whether its steps run in an arena (`bench.cpu_arena`).
         fuses: whether only PyTorch's ops around fused kernels run: then it is held in float64 too.
     """
 

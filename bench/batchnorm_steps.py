@@ -23,13 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import shoal
 from bench.batchnorm_contenders import CONTENDERS, EAGER, INDUCTOR, Asked, Contender
 from bench.conditions import conditions
+from bench.cpu_arena.arena import Arena
 from bench.pool_first import pool_first
 from bench.reference import WrongTraining
 from bench.same_training import FLOAT32, FLOAT64, Start, Trained, hold
 from bench.workload import Forward, Workload, make_workload, turns
 from shoal.app import models
 from shoal.errors import InputError, ShoalError
-from shoal.memory.arena import Arena
 
 _SMALL_BATCH, _SMALL_IMAGES, _SMALL_VOLUMES = 4, 64, 32  # images and pixels along each side: of the check in float64
 _ARENA_STEPS = 4  # until an arena replays: two alike are recorded, then it is laid out

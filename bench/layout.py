@@ -30,12 +30,10 @@ from shoal.core.files import write_json
 from shoal.core.sizes import format_bytes
 from shoal.errors import BudgetError, InputError
 from shoal.lowlevel import native
-from shoal.memory.layout.best_fit import best_fit
-from shoal.memory.layout.check import check
-from shoal.memory.layout.first_fit import first_fit
-from shoal.memory.layout.problem import Problem
+from shoal.memory.layout.csv_file import read_problem
+from shoal.memory.layout.fit import best_fit, first_fit
+from shoal.memory.layout.problem import Problem, check_layout
 from shoal.memory.layout.search import Answer, search, smallest
-from shoal.memory.layout.table import read_problem
 
 HARDWARE = "p100-nvlink"
 TARGET = 1.02  # arena over the most bytes in use, for every step
@@ -60,7 +58,7 @@ def _run(asked: argparse.Namespace) -> int:
     out = make_folder(asked.out)
     console = tables.console()
     console.print(describe(found_conditions), highlight=False, markup=False)
-    console.print("native search" if native.library() else "search in Python: the native library is not built")
+    console.print("native search" if native.library() else "no native library: best fit serves")
     seconds = QUICK_SECONDS if asked.quick else STEP_SECONDS
     rows = [_step_row(name, problem, seconds) for name, problem in _steps(asked.networks, quick=asked.quick)]
     console.print(_table("Training steps", rows))
@@ -120,7 +118,7 @@ def _row(name: str, problem: Problem, look: Callable[[], Answer]) -> dict[str, A
         seconds = time.perf_counter() - started
         layout = made.layout if isinstance(made, Answer) else made
         if layout is not None:
-            check(layout)
+            check_layout(layout)
         row[method] = {
             "arena_bytes": layout and layout.arena_bytes,
             "fragmentation": layout and layout.fragmentation,

@@ -13,7 +13,7 @@ from bench.layout_step_blocks import step_blocks
 from shoal.core.residence import Offload, Residence, exact_residence
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
-from shoal.memory.layout.first_fit import first_fit
+from shoal.memory.layout.fit import first_fit
 from shoal.memory.layout.problem import Block, Layout, Problem
 
 

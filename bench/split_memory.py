@@ -7,10 +7,10 @@
 Two parts. *Simulated*: VGG-19 and ResNet-18 at 224 pixels on the paper's machine (the calibrated roofline of
 `bench.hmms`), depth 75 %, 2 x 2 patches. Plain is the step with the storages that PyTorch has; the others are Shoal's.
 The paper's ResNet-18 recomputes its batch norms, as `hmms_recompute` does. *Rehearsed*: the same on this CPU at a
-reduced size behind a wall: the largest batch of which plain PyTorch and Shoal's plans each run whole steps inside as
-many bytes, the plans with 5 % of added time or less and up to eight times the plain batch, and images a second. `exact`
-is `halo="exact"`, the unsplit network's function. The threads that copy need a core: run it with OMP_NUM_THREADS one
-below the number of cores.
+reduced size within a memory limit: the largest batch of which plain PyTorch and Shoal's plans each run whole steps in
+as many bytes, the plans with 5 % of added time or less and up to eight times the plain batch, and images a second.
+`exact` is `halo="exact"`, the unsplit network's function. The threads that copy need a core: run it with
+OMP_NUM_THREADS one below the number of cores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shoal.core.validate import check
 from shoal.engine.search.max_batch import largest_batch
 from shoal.engine.search.steps_by_batch import StepsByBatch
 from shoal.errors import BudgetError, InputError
-from shoal.memory.limit import wall
+from shoal.memory.limit import memory_limit
 
 PAPER = {"vgg19": (6.0, 1.5), "resnet18": (2.0, 4.9)}  # times the plain batch, loss of throughput in percent
 DEPTH, GRID = 0.75, (2, 2)
@@ -54,7 +54,7 @@ CONTENDERS = (  # name, how it is split (None for not), planner
     ("split, joint", {}, "joint"),
 )
 EXACT = ("exact, joint", {"halo": "exact"}, "joint")
-REHEARSED = {"vgg19_cifar": (32, 64), "resnet18_cifar": (32, 64)}  # pixels, plain batch that sets the wall
+REHEARSED = {"vgg19_cifar": (32, 64), "resnet18_cifar": (32, 64)}  # pixels, plain batch that sets the limit
 REHEARSED_WAYS: tuple[tuple[str, dict[str, Any] | None, str | None], ...] = (
     ("plain PyTorch", None, None),
     ("split, hmms", {}, "hmms"),
@@ -123,11 +123,11 @@ def rehearsed(
     first: int | None = None,
     exact: bool = False,
 ) -> dict[str, Any]:
-    """The largest batches that run whole steps behind the wall that plain PyTorch just passes with `plain_batch`.
+    """The largest batches that run whole steps within the limit that plain PyTorch just meets with `plain_batch`.
 
     `ways` names the contenders of `REHEARSED_WAYS` beside plain PyTorch; none: all. The search begins with `first`
     images, without it with as many as the best way before. Saved tensors may leave over the
-    paper's link, as much slower as this CPU computes slower. Steps are timed afterwards, without the wall, all
+    paper's link, as much slower as this CPU computes slower. Steps are timed afterwards, without the limit, all
     contenders taking turns.
     """
     plain = make_workload(name, plain_batch, image)
@@ -167,25 +167,25 @@ def rehearsed(
 def largest_that_runs(
     at: Callable[[int], tuple[Workload, Forward]], limit_bytes: int, first: int, apart: int, most: int
 ) -> int:
-    """The largest batch that runs behind a wall, by a plan that adds no more than 5 %; 0 for none.
+    """The largest batch that runs within a memory limit, by a plan that adds no more than 5 %; 0 for none.
 
     Args:
         at: batch → the step, and what runs its forward pass.
-        limit_bytes: of the wall, with what was there before it was raised.
+        limit_bytes: of the limit, with what was there before it began.
         first, apart, most: as for `largest_of`.
     """
 
     def runs(batch: int) -> bool:
         workload, forward = at(batch)
-        inside = limit_bytes - workload.resident_bytes  # which was allocated before the wall
+        inside = limit_bytes - workload.resident_bytes  # which was allocated before the limit
         try:
-            with wall(inside if inside > 0 else 1):
+            with memory_limit(inside if inside > 0 else 1):
                 for _ in range(_STEPS_BEHIND_THE_WALL):
                     workload.seconds(forward)
         except (BudgetError, torch.OutOfMemoryError):
             return False
         finally:
-            workload.reset()  # gradients made behind this wall would count behind the next one
+            workload.reset()  # gradients made within this limit would count in the next one
         plan = getattr(getattr(forward, "shoal", None), "plan", None)
         return plan is None or plan.added_seconds <= _MOST_ADDED * plan.plain_seconds
 
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pixels, batch = REHEARSED[name]
         ran = rehearsed(name, pixels, batch, ways=ways, first=asked.first, exact=asked.exact)
         result["rehearsed"].append(ran)
-        title = f"{name}, {pixels} pixels, run on this CPU behind a wall of {format_bytes(ran['limit_bytes'])}"
+        title = f"{name}, {pixels} pixels, run on this CPU within a limit of {format_bytes(ran['limit_bytes'])}"
         console.print(table(title, ran["rows"], None))
     console.print(
         f"Figures in {write_json(out / file_name('split_memory', torch.device('cpu')), result)}", highlight=False

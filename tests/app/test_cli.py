@@ -26,7 +26,7 @@ from shoal.engine.search.max_batch import largest_batches
 from tests.app.training.tiny import put_in_place
 
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's wall needs a C++ compiler"
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
 )
 SMALL = ["--model", "mobilenet_v2", "--data", "synthetic", "--batch", "8", "--image", "16", "--epochs", "1"]
 PLAIN = [*SMALL, "--planner", "none"]
@@ -145,10 +145,10 @@ def test_a_run_of_shoal_tells_its_plan_and_writes_everything(here: Path) -> None
 
 
 @needs_compiler
-def test_a_run_that_offloads_to_a_file_trains_behind_its_wall(here: Path) -> None:
+def test_a_run_that_offloads_to_a_file_trains_within_its_limit(here: Path) -> None:
     told = ["--offload-to", ".", "--out", "run", "--json", "result.json"]
     command, where = process("main()", "train", *SMALL, "--planner", "hmms", "--budget", "1200KiB", "--enforce", *told)
-    # In a process of its own: a wall counts what earlier tests have left in this one.
+    # In a process of its own: a memory limit counts what earlier tests have left in this one.
     done = subprocess.run(command, capture_output=True, text=True, env=where)
     assert done.returncode == 0, done.stderr
     assert "offloaded" in done.stdout
@@ -170,7 +170,7 @@ def test_a_rehearsal_runs_with_the_link_of_the_target(here: Path) -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("tiny")
-def test_plain_pytorch_that_meets_its_wall_ends_with_exit_code_3(here: Path) -> None:
+def test_plain_pytorch_that_meets_its_limit_ends_with_exit_code_3(here: Path) -> None:
     done = invoke("train", *PLAIN, "--budget", "1MiB", "--enforce")
     assert done.exit_code == 3
     assert done.stderr.startswith("shoal: out of memory: plain PyTorch does not fit a memory limit of 1.000 MiB")

@@ -11,7 +11,7 @@ from bench.layout_pools import three_pools
 from bench.layout_step_blocks import step_blocks
 from shoal.core.residence import Offload
 from shoal.core.step import StepGraph
-from shoal.memory.layout.check import check
+from shoal.memory.layout.problem import check_layout
 from tests.random_steps import SLOW_LINK, offloads, plain_chain, steps
 
 
@@ -21,7 +21,7 @@ def test_no_addresses_overlap_and_no_block_is_lost(graph: StepGraph, data: st.Da
     residences = data.draw(offloads(graph))
     pools = three_pools(graph, residences)
     for layout in (pools.host, pools.parameters, pools.general):
-        check(layout)
+        check_layout(layout)
     gradients = sum(s.kind == "gradient" for s in graph.storages)
     assert len(pools.general.problem.blocks) == len(step_blocks(graph, residences).blocks) - gradients
     offloaded = [s.nbytes for s in graph.storages if isinstance(residences.get(s.name), Offload)]

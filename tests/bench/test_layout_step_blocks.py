@@ -14,8 +14,8 @@ from shoal.core.residence import Keep, Recompute
 from shoal.core.schedule import schedule
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
-from shoal.memory.layout.best_fit import best_fit
-from shoal.memory.layout.check import check
+from shoal.memory.layout.fit import best_fit
+from shoal.memory.layout.problem import check_layout
 from shoal.planners.just_in_time import just_in_time
 from tests.random_steps import SLOW_LINK, conv_bn_relu_chain, densenet_like, offloads, resnet_like, steps, unet_like
 
@@ -55,5 +55,5 @@ def test_what_is_recomputed_has_a_block_each_time_and_what_is_written_over_has_o
 def test_best_fit_wastes_little_of_a_step(build: Callable[[], StepGraph], keep: bool) -> None:
     graph = build()
     layout = best_fit(step_blocks(graph, {} if keep else just_in_time(graph, ())))
-    check(layout)
+    check_layout(layout)
     assert layout.fragmentation <= 1.1

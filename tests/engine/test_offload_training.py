@@ -20,7 +20,7 @@ import shoal
 from shoal.app import models
 from shoal.core.hardware import Device, Hardware, Link
 from shoal.errors import InputError, PlanError, TransferError
-from shoal.memory.limit import wall
+from shoal.memory.limit import memory_limit
 from shoal.offload.links import file, host
 from tests.engine.training_laws import (
     assert_same_training,
@@ -180,10 +180,10 @@ def test_a_step_that_runs_out_of_device_memory_harms_no_later_one() -> None:
         train(planned, [batch])
         train(net, [batch])
         planned.zero_grad()
-        with wall(1), pytest.raises(torch.OutOfMemoryError):
+        with memory_limit(1), pytest.raises(torch.OutOfMemoryError):
             planned(batch)
         loss = mean_square(planned(batch))
-        with wall(1), pytest.raises(torch.OutOfMemoryError):
+        with memory_limit(1), pytest.raises(torch.OutOfMemoryError):
             loss.backward()
         del loss
         net(batch)  # the failed forward pass moved no statistics, the one whose backward pass failed did
@@ -258,7 +258,7 @@ def test_a_plan_that_offloads_is_refused_where_nothing_may_leave_the_device() ->
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        ({"offload_to": "host", "inner": "inductor"}, "inner='eager'"),
+        ({"offload_to": "host", "kernels": "inductor"}, "kernels='eager'"),
         ({"offload_to": "/no/such/folder"}, "is no folder"),
         ({"host_budget": "1GiB"}, "nothing is offloaded"),
         ({"offload_to": "host", "host_budget": "lots"}, "lots"),

@@ -19,7 +19,7 @@ from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, PlanError
 from shoal.lowlevel import allocations
-from shoal.memory.static_memory import Standing, distinct_bytes
+from shoal.memory.static_memory import StaticMemory, distinct_bytes
 from shoal.memory.step_meter import Measured
 from shoal.planners.keep_all import keep_all
 from tests.engine.training_laws import classifier, differences, images, mean_square, train
@@ -170,8 +170,8 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> int:
     """Plans made while this many bytes of what is in use are overlooked."""
     overlooked = 600_000
     monkeypatch.delenv(validate_plan.SWITCH)  # it would tell that fewer than no bytes stay in use
-    truth = Standing.bytes_beside
-    monkeypatch.setattr(Standing, "bytes_beside", lambda self, graph: truth(self, graph) - overlooked)
+    truth = StaticMemory.bytes_beside
+    monkeypatch.setattr(StaticMemory, "bytes_beside", lambda self, graph: truth(self, graph) - overlooked)
     return overlooked
 
 

@@ -1,4 +1,4 @@
-"""A wall counts what torch allocates, byte for byte, and refuses what goes past it."""
+"""A memory limit counts what torch allocates, byte for byte, and refuses what goes past it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from shoal.errors import InputError
-from shoal.memory.limit import lifted, wall
+from shoal.memory.limit import memory_limit, no_memory_limit
 
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's wall needs a C++ compiler"
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
 )
 MiB = 2**20
 
@@ -61,20 +61,20 @@ def profiled_peak_bytes(step: Callable[[], None]) -> int:
 def test_a_step_peaks_at_what_the_profiler_reports() -> None:
     step = a_training_step()
     step()
-    with wall(None) as w:
+    with memory_limit(None) as w:
         step()
         w.reset_peak()
         before = w.live_bytes
         step()
         counted = w.peak_bytes - before
-        profiled_under_the_wall = profiled_peak_bytes(step)
-    assert counted == profiled_under_the_wall == profiled_peak_bytes(step)
+        profiled_within_the_limit = profiled_peak_bytes(step)
+    assert counted == profiled_within_the_limit == profiled_peak_bytes(step)
 
 
 @needs_compiler
 @given(st.lists(st.integers(0, 100_000), max_size=8))
 def test_live_bytes_are_the_sum_of_what_is_held(sizes: list[int]) -> None:
-    with wall(None) as w:
+    with memory_limit(None) as w:
         before = w.live_bytes
         held = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         assert w.live_bytes - before == sum(sizes)
@@ -86,7 +86,7 @@ def test_live_bytes_are_the_sum_of_what_is_held(sizes: list[int]) -> None:
 
 @needs_compiler
 def test_what_goes_past_the_limit_is_refused_and_what_reaches_it_is_not() -> None:
-    with wall(None) as w:
+    with memory_limit(None) as w:
         w.limit_bytes = w.live_bytes + 4000
         held = floats(1000)
         with pytest.raises(
@@ -101,7 +101,7 @@ def test_what_goes_past_the_limit_is_refused_and_what_reaches_it_is_not() -> Non
 @needs_compiler
 def test_training_goes_on_after_a_refused_step() -> None:
     step = a_training_step()
-    with wall(None) as w:
+    with memory_limit(None) as w:
         step()
         w.reset_peak()
         before = w.live_bytes
@@ -115,9 +115,9 @@ def test_training_goes_on_after_a_refused_step() -> None:
 
 
 @needs_compiler
-def test_a_tensor_may_outlive_its_wall_and_an_older_one_is_not_counted() -> None:
+def test_a_tensor_may_outlive_its_limit_and_an_older_one_is_not_counted() -> None:
     older = floats(1000)
-    with wall(None) as w:
+    with memory_limit(None) as w:
         before = w.live_bytes
         w.limit_bytes = before + MiB
         del older
@@ -127,7 +127,7 @@ def test_a_tensor_may_outlive_its_wall_and_an_older_one_is_not_counted() -> None
     younger.resize_(4000)
     floats(10 * MiB)
     del younger
-    with wall(None) as w:
+    with memory_limit(None) as w:
         assert w.live_bytes == before
 
 
@@ -143,7 +143,7 @@ def test_threads_are_counted_together() -> None:
         except torch.OutOfMemoryError as error:
             refused.append(error)
 
-    with wall(None) as w:
+    with memory_limit(None) as w:
         before = w.live_bytes
         w.limit_bytes = before + 4 * 5 * 400 * 4
         threads = [threading.Thread(target=churn) for _ in range(4)]
@@ -158,11 +158,11 @@ def test_threads_are_counted_together() -> None:
 
 
 @needs_compiler
-def test_of_nested_walls_the_lowest_holds() -> None:
-    with wall(None) as outer:
+def test_of_nested_limits_the_lowest_holds() -> None:
+    with memory_limit(None) as outer:
         base = outer.live_bytes
         outer.limit_bytes = base + 64 * MiB
-        with wall(base + MiB) as inner:
+        with memory_limit(base + MiB) as inner:
             with pytest.raises(torch.OutOfMemoryError):
                 floats(MiB)
             inner.limit_bytes = base + 2**30
@@ -176,22 +176,22 @@ def test_of_nested_walls_the_lowest_holds() -> None:
 
 
 @needs_compiler
-def test_a_lifted_wall_bounds_nothing_and_counts_no_peak() -> None:
-    with wall(None) as w:
+def test_a_suspended_limit_bounds_nothing_and_counts_no_peak() -> None:
+    with memory_limit(None) as w:
         before = w.peak_bytes
         w.limit_bytes = before + MiB
-        with lifted(), lifted():
+        with no_memory_limit(), no_memory_limit():
             floats(MiB)
         assert w.peak_bytes == before
         with pytest.raises(torch.OutOfMemoryError):
             floats(MiB)
-        with lifted():
+        with no_memory_limit():
             kept = floats(1000)
         assert w.peak_bytes == before + kept.nbytes
 
 
-def test_lifting_where_no_wall_stands_is_nothing() -> None:
-    with lifted():
+def test_suspending_without_a_limit_does_nothing() -> None:
+    with no_memory_limit():
         floats(10)
 
 
@@ -199,10 +199,10 @@ def test_lifting_where_no_wall_stands_is_nothing() -> None:
 def test_a_tensor_that_is_held_until_the_process_ends_is_freed_in_peace() -> None:
     program = """
 import torch
-from shoal.runtime.wall import wall
-with wall("1MiB"):
+from shoal.memory.limit import memory_limit
+with memory_limit("1MiB"):
     torch.held = torch.empty(1000)
-stack = wall(None)
+stack = memory_limit(None)
 stack.__enter__()
 torch.held_too = torch.empty(1000)
 """
@@ -211,20 +211,20 @@ torch.held_too = torch.empty(1000)
 
 
 @pytest.mark.parametrize(("limit", "device"), [("lots", "cpu"), (-1, "cpu"), ("1MiB", "meta")])
-def test_a_wall_that_cannot_stand_is_refused(limit: int | str, device: str) -> None:
-    with pytest.raises(InputError), wall(limit, device):
+def test_an_impossible_limit_is_refused(limit: int | str, device: str) -> None:
+    with pytest.raises(InputError), memory_limit(limit, device):
         pass
 
 
 @pytest.mark.gpu
-def test_a_wall_on_cuda_refuses_and_leaves_no_limit_behind() -> None:
+def test_a_limit_on_cuda_refuses_and_is_gone_afterwards() -> None:
     before = torch.cuda.get_per_process_memory_fraction()
-    with wall("256MiB", "cuda") as w:
+    with memory_limit("256MiB", "cuda") as w:
         held = torch.empty(64 * MiB, dtype=torch.uint8, device="cuda")
         assert w.live_bytes >= held.nbytes
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")
-        with lifted():
+        with no_memory_limit():
             torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")
         assert w.peak_bytes < 256 * MiB
     assert torch.cuda.get_per_process_memory_fraction() == before

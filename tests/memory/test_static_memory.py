@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.core.step import StepGraph, Storage
-from shoal.memory.static_memory import Standing, distinct_bytes, optimizer_state_bytes
+from shoal.memory.static_memory import StaticMemory, distinct_bytes, optimizer_state_bytes
 
 EMPTY = StepGraph("empty", (), ())
 Parameters = Iterable[Any]
@@ -118,10 +118,10 @@ def step_with(*storages: tuple[str, int]) -> StepGraph:
 def test_beside_the_step_is_what_of_the_model_the_step_does_not_hold() -> None:
     model = network()
     own = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    assert Standing(model).bytes_beside(EMPTY) == own
+    assert StaticMemory(model).bytes_beside(EMPTY) == own
     partly = step_with(("parameter", 300), ("buffer", 40), ("input", 7), ("activation", 9), ("constant", 5))
-    assert Standing(model).bytes_beside(partly) == own - 340
-    assert Standing(model).bytes_beside(step_with(("parameter", 2 * own))) == 0
+    assert StaticMemory(model).bytes_beside(partly) == own - 340
+    assert StaticMemory(model).bytes_beside(step_with(("parameter", 2 * own))) == 0
 
 
 def test_gradients_that_are_there_and_the_optimizers_state_count_beside_the_step() -> None:
@@ -129,26 +129,26 @@ def test_gradients_that_are_there_and_the_optimizers_state_count_beside_the_step
     whole = step_with(("parameter", distinct_bytes([*model.parameters(), *model.buffers()])))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
     parameter_bytes = distinct_bytes(model.parameters())
-    assert Standing(model, optimizer).bytes_beside(whole) == parameter_bytes
+    assert StaticMemory(model, optimizer).bytes_beside(whole) == parameter_bytes
     take_step(model, optimizer)
-    assert Standing(model, optimizer).bytes_beside(whole) == 2 * parameter_bytes
-    assert Standing(model).bytes_beside(whole) == parameter_bytes
-    assert Standing(optimizer=optimizer).bytes_beside(whole) == parameter_bytes
+    assert StaticMemory(model, optimizer).bytes_beside(whole) == 2 * parameter_bytes
+    assert StaticMemory(model).bytes_beside(whole) == parameter_bytes
+    assert StaticMemory(optimizer=optimizer).bytes_beside(whole) == parameter_bytes
     optimizer.zero_grad()
-    assert Standing(model, optimizer).bytes_beside(whole) == parameter_bytes
-    assert Standing().bytes_beside(whole) == 0
+    assert StaticMemory(model, optimizer).bytes_beside(whole) == parameter_bytes
+    assert StaticMemory().bytes_beside(whole) == 0
 
 
 def test_shared_parameters_count_once() -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     model[1].weight = model[0].weight
-    assert Standing(model).bytes_beside(EMPTY) == 4 * (25 + 5 + 5)
+    assert StaticMemory(model).bytes_beside(EMPTY) == 4 * (25 + 5 + 5)
 
 
 def test_the_tensors_in_use_are_those_of_model_gradients_and_optimizer() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
-    standing = Standing(model, optimizer)
+    standing = StaticMemory(model, optimizer)
     own = distinct_bytes([*model.parameters(), *model.buffers()])
     assert distinct_bytes(standing.tensors()) == own
     take_step(model, optimizer)
@@ -158,7 +158,7 @@ def test_the_tensors_in_use_are_those_of_model_gradients_and_optimizer() -> None
 def test_neither_model_nor_optimizer_is_kept_alive() -> None:
     model = copy.deepcopy(network())
     optimizer = torch.optim.Adam(model.parameters())
-    standing = Standing(model, optimizer)
+    standing = StaticMemory(model, optimizer)
     gone = weakref.ref(model), weakref.ref(optimizer)
     del model, optimizer
     gc.collect()

@@ -14,30 +14,29 @@ from torch import nn
 
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
-from shoal.memory import limit as wall_module
+from shoal.memory import limit as limit_module
 from shoal.memory import step_meter
-from shoal.memory.held import HeldStorage
-from shoal.memory.limit import wall
-from shoal.memory.step_meter import Measured, StepMeter
+from shoal.memory.limit import memory_limit
+from shoal.memory.step_meter import Measured, StepMeter, WeakStorage
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's wall needs a C++ compiler"
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
 )
-COUNTERS = [pytest.param("wall", marks=needs_compiler), "profiler"]
+COUNTERS = [pytest.param("allocator", marks=needs_compiler), "profiler"]
 
 
-def no_wall(*_: Any) -> Any:
+def no_limit(*_: Any) -> Any:
     raise InputError("there is no compiler")
 
 
 @pytest.fixture(params=COUNTERS)
 def counter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "profiler":
-        monkeypatch.setattr(step_meter, "wall", no_wall)
+        monkeypatch.setattr(step_meter, "memory_limit", no_limit)
     yield request.param
     assert not allocations.is_busy()
-    assert not wall_module._standing
+    assert not limit_module._active
 
 
 def bytes_of(count: int) -> torch.Tensor:
@@ -55,7 +54,7 @@ def test_each_part_has_its_own_peak_on_top_of_what_was_there(counter: str) -> No
     bytes_of(20)
     del kept
     bytes_of(300)
-    of_the_loss, then = (100 + 1000 + 700, 100 + 1000) if counter == "wall" else (0, 0)
+    of_the_loss, then = (100 + 1000 + 700, 100 + 1000) if counter == "allocator" else (0, 0)
     measured = meter.end()
     assert measured == Measured(100 + 1000 + 5000, of_the_loss, 100 + 1000 + 20, then)
     assert measured.peak_bytes == 6100
@@ -122,7 +121,7 @@ def test_a_step_of_several_passes_is_metered_as_one(counter: str) -> None:
 @needs_compiler
 def test_what_passes_counts_in_the_parts_that_it_lives_to_see_and_a_late_batch_from_then_on() -> None:
     meter, there, old, batch = StepMeter(CPU), bytes_of(100), bytes_of(3000), bytes_of(70)
-    meter.begin([there], [HeldStorage(old), HeldStorage(there)])
+    meter.begin([there], [WeakStorage(old), WeakStorage(there)])
     saved = bytes_of(1000)
     meter.pause()
     del old
@@ -159,7 +158,7 @@ def test_both_counters_agree_on_a_real_step(monkeypatch: pytest.MonkeyPatch) -> 
 
     measure()  # kernels that are chosen once
     counted = measure()
-    monkeypatch.setattr(step_meter, "wall", no_wall)
+    monkeypatch.setattr(step_meter, "memory_limit", no_limit)
     listed = measure()
     assert (counted.forward_bytes, counted.backward_bytes) == (listed.forward_bytes, listed.backward_bytes)
     assert listed.loss_bytes == 0 < counted.loss_bytes
@@ -192,7 +191,7 @@ def test_an_error_in_a_metered_part_is_forgotten(counter: str, stage: Callable[[
             meter.abandon()
             raise
     assert not allocations.is_busy()
-    assert not wall_module._standing
+    assert not limit_module._active
     assert meter.end() is None
     meter.begin([])
     bytes_of(10)
@@ -230,7 +229,7 @@ def test_what_was_never_begun_is_not_measured() -> None:
 def test_where_a_profiler_is_in_the_way_of_the_profiler_the_step_is_not_metered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_meter, "wall", no_wall)
+    monkeypatch.setattr(step_meter, "memory_limit", no_limit)
     meter = StepMeter(CPU)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert not meter.begin([])
@@ -242,7 +241,7 @@ def test_where_a_profiler_is_in_the_way_of_the_profiler_the_step_is_not_metered(
 
 @needs_compiler
 def test_within_a_wall_the_meter_counts_what_is_resident_once() -> None:
-    with wall(None):
+    with memory_limit(None):
         there = bytes_of(1000)
         meter = StepMeter(CPU)
         meter.begin([there])

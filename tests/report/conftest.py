@@ -206,7 +206,7 @@ def offload_plan() -> Plan:
 
 @pytest.fixture(scope="session")
 def report(plan: Plan) -> Report:
-    """Of a finished run that kept its promise."""
+    """Of a finished run within its budget."""
     return sample_report(plan)
 
 

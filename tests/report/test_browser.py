@@ -125,8 +125,8 @@ def test_a_wait_tells_how_long_and_for_what(offload_plan: Plan, tmp_path: Path) 
     document, console = browse(tmp_path, with_script(render(Report(offload_plan.timeline, plan=offload_plan)), script))
     assert console == "" and "data-error" not in document
     shown = hover_text(document)
-    assert f"the device waits {1e3 * wait.seconds:.2f} ms" in shown
-    assert f"for {wait.op} to cross the link" in shown
+    assert f"stall of {1e3 * wait.seconds:.2f} ms" in shown
+    assert f"waiting for the copy of {wait.op}" in shown
 
 
 def test_lanes_follow_the_axis_by_op(offload_plan: Plan, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_lane_tells_each_copy_and_how_busy_it_is(offload_plan: Plan) -> None:
         for (storage, layer, nbytes, start, seconds), transfer in zip(told, transfers, strict=True):
             assert (storage, layer, nbytes) == (transfer.storage, transfer.layer, transfer.nbytes)
             assert (start, seconds) == pytest.approx((transfer.start_seconds, transfer.seconds), abs=1e-9)
-    assert [lane["said"] for lane in lanes] == [
+    assert [lane["summary"] for lane in lanes] == [
         "512.2 MiB, busy 7.5 % of the step",
         "512.2 MiB, busy 10 % of the step",
     ]

@@ -30,8 +30,8 @@ def test_boxes_tile_the_input(report: Report) -> None:
     assert (drawing.width, drawing.height, len(drawing.patches)) == (40, 30, 6)
     assert sum(box.width * box.height for box in drawing.patches) == 30 * 40
     assert drawing.halos == drawing.bands == ()
-    assert drawing.caption.startswith("3 × 2 patches of an input of 30 × 40, joined behind 1 at 30 × 40.")
-    assert drawing.patches[-1].said == "patch 6: rows 20 to 30, columns 20 to 40"
+    assert drawing.caption.startswith("3 × 2 patches of an input of 30 × 40, joined after 1 at 30 × 40.")
+    assert drawing.patches[-1].tooltip == "patch 6: rows 20 to 30, columns 20 to 40"
 
 
 def test_overlaps_are_drawn_where_there_are_any(report: Report) -> None:
@@ -46,7 +46,7 @@ def test_bands_lie_where_cuts_are_drawn(report: Report) -> None:
     assert drawing is not None
     across, down = drawing.bands
     assert (across.x, across.width, down.y, down.height) == (8, 4, 8, 4)
-    assert "Cuts are drawn anew in every step" in drawing.caption
+    assert "Cuts are random in every step" in drawing.caption
 
 
 @pytest.mark.parametrize(("sizes", "grid"), [((60,), (3,)), ((8, 20, 30), (2, 1, 2))])

@@ -43,9 +43,9 @@ def test_storages_no_plan_decides_about_have_a_fate_too(plan: Plan) -> None:
     assert {
         "Resident: a parameter",
         "Resident: the input batch",
-        "Held for the optimizer until the step ends",
-        "Handed from one backward op to the next, then freed",
-        "Handed to the caller, who holds it until the step ends",
+        "Parameter gradient: in use until the step ends",
+        "Activation gradient: freed after the next backward op",
+        "Returned to the caller: in use until the step ends",
     } <= fates
 
 
@@ -133,7 +133,7 @@ def test_a_wait_at_the_peak_has_what_is_fetched_and_not_what_is_written_next(off
 def test_what_was_given_up_splits_into_recomputed_and_offloaded(offload_plan: Plan) -> None:
     table = parts_of_model(offload_plan.timeline, offload_plan)
     assert list(table.columns.values()) == [
-        *("Saved, kept", "Saved, recomputed", "Saved, offloaded", "Forward", "Recompute", "Backward", "Waiting")
+        *("Saved, kept", "Saved, recomputed", "Saved, offloaded", "Forward", "Recompute", "Backward", "Stalls")
     ]
     shown = {f: sum(printed_bytes(getattr(row, f)) for row in table.rows) for f in ("kept", "recomputed", "offloaded")}
     saved = sum(offload_plan.graph.storages[i].nbytes for i in offload_plan.graph.saved)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.memory.held import HeldStorage
+from shoal.memory.step_meter import WeakStorage
 
 
 @dataclass(eq=False)
@@ -24,9 +24,9 @@ class Call:
         outputs: what was handed to the caller, by place among the forward graph's outputs.
     """
 
-    witness: HeldStorage | None
+    witness: WeakStorage | None
     of_output: bool
-    outputs: Mapping[int, HeldStorage]
+    outputs: Mapping[int, WeakStorage]
 
 
 class Calls:
@@ -49,9 +49,9 @@ class Calls:
         """
         given = set(arguments)
 
-        def own(places: Iterable[int]) -> dict[int, HeldStorage]:
+        def own(places: Iterable[int]) -> dict[int, WeakStorage]:
             tensors = ((place, outputs[place]) for place in places)
-            held = {place: HeldStorage(t) for place, t in tensors if isinstance(t, torch.Tensor)}
+            held = {place: WeakStorage(t) for place, t in tensors if isinstance(t, torch.Tensor)}
             return {place: h for place, h in held.items() if h.nbytes and h.key not in given}
 
         results = own(watched)
@@ -61,7 +61,7 @@ class Calls:
         self._under_way.append(self._last)
 
     def goes_back(self, arguments: Iterable[int]) -> Call | None:
-        """The call whose backward pass begins, told by the keys of the storages that it is given; it is under way no
+        """The call whose backward pass begins, found by the keys of the storages that it is given; it is under way no
         longer. None where it is not known."""
         given = set(arguments)
         known = [call for call in self._under_way if call.witness is not None and call.witness.key in given]
@@ -81,7 +81,7 @@ class Calls:
         """Whether there was a call at all."""
         return self._last is not None
 
-    def held_of_the_last(self) -> list[HeldStorage]:
+    def held_of_the_last(self) -> list[WeakStorage]:
         """What the caller still holds of the last call's results: a loop's names, until they get new values.
 
         Nothing while that call is under way: then its results wait with what it saved.

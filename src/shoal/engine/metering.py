@@ -12,10 +12,9 @@ import torch
 from shoal.capture.traced_strides import Departure
 from shoal.core.plan import Plan
 from shoal.engine.calls import Call, Calls
-from shoal.engine.habits import Basis
-from shoal.memory.held import HeldStorage
-from shoal.memory.static_memory import Standing
-from shoal.memory.step_meter import Measured, StepMeter
+from shoal.engine.loop_memory import Basis
+from shoal.memory.static_memory import StaticMemory
+from shoal.memory.step_meter import Measured, StepMeter, WeakStorage
 
 Run = Callable[[list[Any]], Any]
 
@@ -67,22 +66,22 @@ class Metering:
     """Runs the graphs of one model's steps.
 
     Args:
-        standing: what is in use beside the steps.
-        learn: is told of each window that was metered.
+        standing: static memory beside the steps.
+        learn: called with each window that was metered.
 
     Attributes:
         calls: those that are not over.
         gradients_are_used: whether the optimizer has stepped since the last backward pass; whoever knows sets it.
     """
 
-    def __init__(self, standing: Standing, learn: Callable[[Window], None]) -> None:
+    def __init__(self, standing: StaticMemory, learn: Callable[[Window], None]) -> None:
         self.calls = Calls()
         self.gradients_are_used = False
         self._standing = standing
         self._learn = learn
         self._meter: StepMeter | None = None
         self._window: Window | None = None
-        self._old_gradients: list[HeldStorage] = []
+        self._old_gradients: list[WeakStorage] = []
 
     def forward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the forward graph of a step."""
@@ -109,7 +108,7 @@ class Metering:
         window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
         meter.resume(self._in_use(arguments))
         given = arguments[len(arguments) - step.n_tangents :]
-        tangents = [HeldStorage(tangent) for tangent in given if isinstance(tangent, torch.Tensor)]
+        tangents = [WeakStorage(tangent) for tangent in given if isinstance(tangent, torch.Tensor)]
         del given
         try:
             gradients = run(arguments)
@@ -140,7 +139,7 @@ class Metering:
             return
         if meter is None or meter.device != step.device:
             meter = self._meter = StepMeter(step.device)
-        self._old_gradients = [HeldStorage(gradient) for gradient in self._standing.gradients()]
+        self._old_gradients = [WeakStorage(gradient) for gradient in self._standing.gradients()]
         passing = [*self._old_gradients, *self.calls.held_of_the_last()]
         if meter.begin(self._in_use(arguments), passing):
             self._window = Window([step])

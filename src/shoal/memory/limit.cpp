@@ -87,7 +87,7 @@ std::atomic<c10::Allocator*>& inner_allocator() {
 void free_counted(void* data) {
   if (data == nullptr) return;
   Counters& c = counters();
-  Block block{0, inner_allocator().load(), -1};  // what raw_allocate gave before the wall stood is not ours to count
+  Block block{0, inner_allocator().load(), -1};  // what was allocated before the limit was installed does not count
   {
     // Forgotten before it is freed: another thread may get the same address at once.
     Shard& shard = c.shard(data);
@@ -120,7 +120,7 @@ struct CountingAllocator final : c10::Allocator {
     {
       std::lock_guard<std::mutex> lock(shard.mutex);
       const auto [entry, fresh] = shard.blocks.try_emplace(data, block);
-      if (!fresh) {  // raw_deallocate freed the earlier block past us, while the wall was down
+      if (!fresh) {  // raw_deallocate freed the earlier block while no limit was installed
         forget(entry->second);
         entry->second = block;
       }
@@ -149,44 +149,38 @@ void replace_with(c10::Allocator* allocator) {
 
 }  // namespace
 
-#define WALL_API extern "C" __attribute__((visibility("default")))
+#define LIMIT_API extern "C" __attribute__((visibility("default")))
 
-WALL_API void wall_install() {
+LIMIT_API void limit_install() {
   c10::Allocator* current = c10::GetCPUAllocator();
   if (current == &counting()) return;
   inner_allocator().store(current);
   replace_with(&counting());
 }
 
-WALL_API void wall_uninstall() {
+LIMIT_API void limit_uninstall() {
   if (c10::GetCPUAllocator() == &counting()) replace_with(inner_allocator().load());
 }
 
-// Whom requests are handed on to, null where no wall is installed. What it gave out before goes back to its giver.
-WALL_API void* wall_beneath() {
-  return c10::GetCPUAllocator() == &counting() ? inner_allocator().load() : nullptr;
-}
-WALL_API void wall_set_beneath(void* allocator) { inner_allocator().store(static_cast<c10::Allocator*>(allocator)); }
-
 // A negative limit is none.
-WALL_API void wall_set_limit(std::int64_t limit) { counters().limit.store(limit < 0 ? kNoLimit : limit); }
-WALL_API void wall_set_peak(std::int64_t peak) { counters().peak.store(peak); }
-WALL_API void wall_start_fresh() {
+LIMIT_API void limit_set_bytes(std::int64_t limit) { counters().limit.store(limit < 0 ? kNoLimit : limit); }
+LIMIT_API void limit_set_peak(std::int64_t peak) { counters().peak.store(peak); }
+LIMIT_API void limit_start_fresh() {
   Counters& c = counters();
   c.generation.fetch_add(1);
   c.fresh.store(0);
   c.fresh_peak.store(0);
 }
-WALL_API void wall_reset_fresh_peak() { counters().fresh_peak.store(counters().fresh.load()); }
-WALL_API std::int64_t wall_fresh_peak() { return counters().fresh_peak.load(); }
-// Whether a block was given out since wall_start_fresh.
-WALL_API int wall_is_fresh(void* data) {
+LIMIT_API void limit_reset_fresh_peak() { counters().fresh_peak.store(counters().fresh.load()); }
+LIMIT_API std::int64_t limit_fresh_peak() { return counters().fresh_peak.load(); }
+// Whether a block was given out since limit_start_fresh.
+LIMIT_API int limit_is_fresh(void* data) {
   Counters& c = counters();
   Shard& shard = c.shard(data);
   std::lock_guard<std::mutex> lock(shard.mutex);
   const auto found = shard.blocks.find(data);
   return found != shard.blocks.end() && found->second.generation == c.generation.load();
 }
-WALL_API std::int64_t wall_live() { return counters().live.load(); }
-WALL_API std::int64_t wall_peak() { return counters().peak.load(); }
-WALL_API std::int64_t wall_allocations() { return counters().allocations.load(); }
+LIMIT_API std::int64_t limit_live() { return counters().live.load(); }
+LIMIT_API std::int64_t limit_peak() { return counters().peak.load(); }
+LIMIT_API std::int64_t limit_allocations() { return counters().allocations.load(); }

@@ -1,11 +1,11 @@
-"""A wall at a number of device bytes: what would go past it raises `torch.OutOfMemoryError`, as on a smaller device.
+"""A memory limit in device bytes: an allocation beyond it raises `torch.OutOfMemoryError`, as on a smaller device.
 
-On CUDA the caching allocator's own limit is the wall. It bounds what that allocator has reserved, a little more
-than `max_memory_allocated` reads. On the CPU torch's allocator is replaced by one that counts every request exactly
-(`wall.cpp`, compiled once, in seconds); it sees what torch allocates from when the wall is raised until it is taken
-down, so raise it before the model is made. Memory that NumPy, oneDNN or Python hold for themselves is not seen.
+On CUDA the limit is the caching allocator's own. It bounds the bytes that allocator has reserved, which are a little
+more than `torch.cuda.max_memory_allocated` reads. On the CPU torch's allocator is replaced by one that counts every
+request exactly (`limit.cpp`, compiled once, in seconds). It counts what torch allocates while a limit is active, so
+enter the block before the model is made. Memory that NumPy, oneDNN or Python allocate themselves is not counted.
 
-Walls may stand inside one another: the lowest limit holds.
+Limits can be nested: the lowest one holds.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NO_LIMIT = -1
 
 
 class _Memory(Protocol):
-    """A device's allocator, as far as a wall needs it. Negative limits are none."""
+    """A device's allocator, as far as a limit needs it. A negative limit means none."""
 
-    def raise_wall(self) -> None: ...
-    def take_down(self) -> None: ...
+    def install(self) -> None: ...
+    def uninstall(self) -> None: ...
     def set_limit(self, limit_bytes: int) -> None: ...
     def start_fresh(self) -> None: ...
     def fresh_peak_bytes(self) -> int: ...
@@ -43,8 +43,8 @@ class _Memory(Protocol):
     def allocations(self) -> int: ...
 
 
-class Wall:
-    """A wall that stands; made by `wall`.
+class MemoryLimit:
+    """An active limit, and the counts of its device; made by `memory_limit`.
 
     Attributes:
         device: the device it bounds.
@@ -58,7 +58,7 @@ class Wall:
 
     @property
     def limit_bytes(self) -> int | None:
-        """Bytes that may be in use at once; None to count only. May be set while the wall stands."""
+        """Bytes that may be in use at once; None to count only. It may be set at any time inside the block."""
         return self._limit_bytes
 
     @limit_bytes.setter
@@ -68,122 +68,115 @@ class Wall:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes in use. On the CPU: of what was allocated while a wall stood, this one or another."""
+        """Bytes in use. On the CPU: of what was allocated while a limit was active, this one or another."""
         return self._memory.live_bytes()
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes in use since the wall was raised or `reset_peak` was called."""
+        """Most bytes in use since the block was entered or `reset_peak` was called."""
         return self._memory.peak_bytes()
 
     @property
     def allocations(self) -> int:
-        """How many allocations were granted since the wall was raised."""
+        """Number of allocations since the block was entered."""
         return self._memory.allocations() - self._first_allocation
 
     def start_fresh(self) -> None:
-        """Let `fresh_peak_bytes` count what is allocated from here on, whatever is freed of what was there before."""
+        """Let `fresh_peak_bytes` count only what is allocated from here on; earlier allocations do not count."""
         self._memory.start_fresh()
 
     @property
     def fresh_peak_bytes(self) -> int:
-        """Most bytes in use of what was allocated since `start_fresh`, in the time since `reset_fresh_peak`."""
+        """Most bytes in use, of what was allocated since `start_fresh`, since `reset_fresh_peak` was called."""
         return self._memory.fresh_peak_bytes()
 
     def reset_fresh_peak(self) -> None:
-        """Let `fresh_peak_bytes` start again from what is in use."""
+        """Reset `fresh_peak_bytes` to what is in use now."""
         self._memory.reset_fresh_peak()
 
     def is_fresh(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is among what `fresh_peak_bytes` counts."""
+        """Whether `fresh_peak_bytes` counts the tensor's storage."""
         return self._memory.is_fresh(tensor.untyped_storage().data_ptr())
 
     def reset_peak(self) -> None:
-        """Let `peak_bytes` start again from `live_bytes`."""
+        """Reset `peak_bytes` to `live_bytes`."""
         self._memory.set_peak(self._memory.live_bytes())
 
 
-_standing: list[Wall] = []
-_lifted = 0
+_active: list[MemoryLimit] = []
+_suspended = 0
 
 
 @contextmanager
-def wall(limit_bytes: int | str | None, device: str | torch.device = "cpu") -> Iterator[Wall]:
-    """Bound the device bytes in use inside the `with` block.
+def memory_limit(limit_bytes: int | str | None, device: str | torch.device = "cpu") -> Iterator[MemoryLimit]:
+    """Bound the device bytes in use inside the `with` block, and count them.
 
     Replaces, in plain PyTorch, `torch.cuda.set_per_process_memory_fraction` on CUDA; the CPU has nothing like it.
 
     Args:
-        limit_bytes: an int or a text such as "150MiB"; None counts without bounding.
+        limit_bytes: an int or a text such as "150MiB"; None counts without a limit.
         device: "cpu" or a CUDA device.
 
     Raises:
-        torch.OutOfMemoryError: inside the block, from whatever asks for too much. Nothing is lost: free something and
-            go on.
-        InputError: the limit is no size, the device is of another type, or there is no C++ compiler for the CPU's wall.
+        torch.OutOfMemoryError: inside the block, from the allocation that does not fit. Free something and go on.
+        InputError: the limit is no size, the device is of another type, or there is no C++ compiler for the CPU.
 
-    >>> with wall("1MiB") as w:
-    ...     before = w.live_bytes
+    >>> with memory_limit("1MiB") as limit:
+    ...     before_bytes = limit.live_bytes
     ...     x = torch.empty(1000)
-    ...     w.live_bytes - before, w.peak_bytes - before
+    ...     limit.live_bytes - before_bytes, limit.peak_bytes - before_bytes
     (4000, 4000)
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    limit = None if limit_bytes is None else parse_bytes(limit_bytes, "limit_bytes")
+    parsed_bytes = None if limit_bytes is None else parse_bytes(limit_bytes, "limit_bytes")
     memory = _memory_of(device)
-    if _standing and _standing[-1]._memory is not memory:
-        raise InputError(f"a wall stands on {_standing[-1].device} already; take it down before one on {device}")
-    peak_outside = memory.peak_bytes()
-    if not _standing:
-        memory.raise_wall()
-    raised = Wall(memory, device, limit)
-    raised.reset_peak()
-    _standing.append(raised)
+    if _active and _active[-1]._memory is not memory:
+        raise InputError(f"a memory limit on {_active[-1].device} is active; leave it before one on {device}")
+    outer_peak_bytes = memory.peak_bytes()
+    if not _active:
+        memory.install()
+    limit = MemoryLimit(memory, device, parsed_bytes)
+    limit.reset_peak()
+    _active.append(limit)
     try:
         _enforce(memory)
-        yield raised
+        yield limit
     finally:
-        _standing.remove(raised)
-        if _standing:
-            memory.set_peak(max(peak_outside, memory.peak_bytes()))
+        _active.remove(limit)
+        if _active:
+            memory.set_peak(max(outer_peak_bytes, memory.peak_bytes()))
         _enforce(memory)
-        if not _standing:
-            memory.take_down()
+        if not _active:
+            memory.uninstall()
 
 
 @contextmanager
-def lifted() -> Iterator[None]:
-    """Let the block use any number of bytes and leave no trace in `peak_bytes`; without a wall, do nothing.
+def no_memory_limit() -> Iterator[None]:
+    """Suspend all limits inside the block, and leave its peak out of `peak_bytes`. Without a limit it does nothing.
 
-    For what is not the step: planning it, and profiling its ops.
+    For what is not part of a training step: planning it, and profiling its ops.
     """
-    global _lifted
-    if not _standing:
+    global _suspended
+    if not _active:
         yield
         return
-    memory = _standing[-1]._memory
-    peak = memory.peak_bytes()
-    _lifted += 1
+    memory = _active[-1]._memory
+    peak_bytes = memory.peak_bytes()
+    _suspended += 1
     _enforce(memory)
     try:
         yield
     finally:
-        _lifted -= 1
-        memory.set_peak(max(peak, memory.live_bytes()))
+        _suspended -= 1
+        memory.set_peak(max(peak_bytes, memory.live_bytes()))
         _enforce(memory)
 
 
-def cpu_wall() -> _CpuMemory | None:
-    """The memory of the walls that stand on the CPU, for an allocator that wants its place beneath them."""
-    memory = _standing[-1]._memory if _standing else None
-    return memory if isinstance(memory, _CpuMemory) else None
-
-
 def _enforce(memory: _Memory) -> None:
-    limits = [standing.limit_bytes for standing in _standing if standing.limit_bytes is not None]
-    memory.set_limit(_NO_LIMIT if _lifted or not limits else min(limits))
+    limits = [limit.limit_bytes for limit in _active if limit.limit_bytes is not None]
+    memory.set_limit(_NO_LIMIT if _suspended or not limits else min(limits))
 
 
 @cache
@@ -192,11 +185,11 @@ def _memory_of(device: torch.device) -> _Memory:
         return _CpuMemory()
     if device.type == "cuda":
         return _CudaMemory(device)
-    raise InputError(f"no wall can be raised on {device}: expected 'cpu' or a CUDA device")
+    raise InputError(f"no memory limit can be set on {device}: expected 'cpu' or a CUDA device")
 
 
 class _CudaMemory:
-    """The caching allocator: its fraction is the limit, its statistics are the counts."""
+    """The caching allocator: its memory fraction is the limit, its statistics are the counts."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -205,10 +198,10 @@ class _CudaMemory:
         self._peak_earlier = 0
         self._stale_bytes = 0
 
-    def raise_wall(self) -> None:
+    def install(self) -> None:
         self._fraction_before = torch.cuda.get_per_process_memory_fraction(self._device)
 
-    def take_down(self) -> None:
+    def uninstall(self) -> None:
         torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._device)
 
     def set_limit(self, limit_bytes: int) -> None:
@@ -244,58 +237,47 @@ class _CudaMemory:
 
 
 class _CpuMemory:
-    """The counting allocator of `wall.cpp`."""
+    """The counting allocator of `limit.cpp`."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(str(compiled(_SOURCE, "a wall on the CPU")))
-        library.wall_beneath.restype = ctypes.c_void_p
-        library.wall_set_beneath.argtypes = [ctypes.c_void_p]
-        library.wall_is_fresh.argtypes = [ctypes.c_void_p]
-        for name in ("wall_live", "wall_peak", "wall_fresh_peak", "wall_allocations"):
+        library = ctypes.CDLL(str(compiled(_SOURCE, "a memory limit on the CPU")))
+        library.limit_is_fresh.argtypes = [ctypes.c_void_p]
+        for name in ("limit_live", "limit_peak", "limit_fresh_peak", "limit_allocations"):
             getattr(library, name).restype = ctypes.c_int64
-        for name in ("wall_set_limit", "wall_set_peak"):
+        for name in ("limit_set_bytes", "limit_set_peak"):
             getattr(library, name).argtypes = [ctypes.c_int64]
             getattr(library, name).restype = None
         self._library = library
 
-    def raise_wall(self) -> None:
-        self._library.wall_install()
+    def install(self) -> None:
+        self._library.limit_install()
 
-    def take_down(self) -> None:
-        self._library.wall_uninstall()
+    def uninstall(self) -> None:
+        self._library.limit_uninstall()
 
     def set_limit(self, limit_bytes: int) -> None:
-        self._library.wall_set_limit(limit_bytes)
+        self._library.limit_set_bytes(limit_bytes)
 
     def start_fresh(self) -> None:
-        self._library.wall_start_fresh()
+        self._library.limit_start_fresh()
 
     def fresh_peak_bytes(self) -> int:
-        return int(self._library.wall_fresh_peak())
+        return int(self._library.limit_fresh_peak())
 
     def reset_fresh_peak(self) -> None:
-        self._library.wall_reset_fresh_peak()
+        self._library.limit_reset_fresh_peak()
 
     def is_fresh(self, address: int) -> bool:
-        return bool(self._library.wall_is_fresh(address))
+        return bool(self._library.limit_is_fresh(address))
 
     def live_bytes(self) -> int:
-        return int(self._library.wall_live())
+        return int(self._library.limit_live())
 
     def peak_bytes(self) -> int:
-        return int(self._library.wall_peak())
+        return int(self._library.limit_peak())
 
     def set_peak(self, peak_bytes: int) -> None:
-        self._library.wall_set_peak(peak_bytes)
+        self._library.limit_set_peak(peak_bytes)
 
     def allocations(self) -> int:
-        return int(self._library.wall_allocations())
-
-    @property
-    def beneath(self) -> int | None:
-        """Address of the `c10::Allocator` that requests are handed on to; None where no wall is installed."""
-        return self._library.wall_beneath()
-
-    @beneath.setter
-    def beneath(self, allocator: int) -> None:
-        self._library.wall_set_beneath(allocator)
+        return int(self._library.limit_allocations())

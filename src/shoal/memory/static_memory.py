@@ -1,4 +1,4 @@
-"""What is in use all step long beside the step itself: the rest of the model, gradients so far, optimizer state."""
+"""Static memory: bytes in use throughout a step. Parameters, buffers, accumulated gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.core.step import StepGraph
 
 
-class Standing:
-    """A model and its optimizer, as far as they are known, held weakly: compiled code outlives them in Dynamo's caches.
+class StaticMemory:
+    """The bytes of a model and its optimizers. References are weak: compiled code in Dynamo's caches outlives them.
 
     Args:
-        model: its parameters and buffers count even where a step does not read them.
-        optimizer: its state counts, also before its first step. Others count from their first step on.
+        model: its parameters and buffers count even if a step does not read them.
+        optimizer: its state counts from now on; that of other optimizers from their first step on.
 
     Attributes:
-        gradients_pass: gradients that are there before a step are dropped before its backward pass, and do not count.
+        gradients_pass: gradients from before a step are freed before its backward pass, so they do not count.
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -31,11 +31,11 @@ class Standing:
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
 
     def called_by(self, wrapper: DistributedDataParallel | None) -> None:
-        """Say which data parallel wrapper calls the model, if any: the buckets of its gradients count."""
+        """Set the `DistributedDataParallel` wrapper that calls the model, if any: its gradient buckets count."""
         self._wrapper = None if wrapper is None else weakref.ref(wrapper)
 
     def trains(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer is known, or has a parameter of the model."""
+        """Whether the optimizer is registered here, or has a parameter of the model."""
         model, optimizers = self._alive()
         if any(optimizer is known for known in optimizers):
             return True
@@ -43,12 +43,12 @@ class Standing:
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> str:
-        """An optimizer that `trains` this model has stepped: it counts from now on.
+        """Register an optimizer that `trains` this model and has stepped.
 
-        Known ones that never stepped, and whose parameters are all among its own, count no longer.
+        Registered ones that never stepped and have no other parameters are dropped.
 
         Returns:
-            What was not known, in words; "" where all was.
+            What is new, in words; "" if the optimizer was registered already.
         """
         _, optimizers = self._alive()
         if any(optimizer is known for known in optimizers):
@@ -64,16 +64,16 @@ class Standing:
         return f"{declared}{type(optimizer).__name__} has stepped"
 
     def tensors(self) -> list[torch.Tensor]:
-        """Parameters, buffers, and the gradients and optimizer state that are there already."""
+        """Parameters, buffers, and the gradients and optimizer state that exist already."""
         return [*self.lasting_tensors(), *self.gradients()]
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients that are there."""
+        """The gradients that exist."""
         model, _ = self._alive()
         return [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
 
     def lasting_tensors(self) -> list[torch.Tensor]:
-        """`tensors` but for the gradients."""
+        """`tensors` without the gradients."""
         model, optimizers = self._alive()
         tensors: list[torch.Tensor] = []
         if model is not None:
@@ -81,11 +81,11 @@ class Standing:
         for optimizer in optimizers:
             tensors += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
         if bucket_bytes := self.bucket_bytes():
-            tensors.append(torch.empty(bucket_bytes, dtype=torch.uint8, device="meta"))  # its reducer shows none
+            tensors.append(torch.empty(bucket_bytes, dtype=torch.uint8, device="meta"))  # DDP does not expose them
         return tensors
 
     def bytes_beside(self, graph: StepGraph) -> int:
-        """Bytes in use all step that are no storage of the step."""
+        """Bytes in use throughout the step that are not storages of its graph."""
         model, _ = self._alive()
         state_bytes = self.state_bytes()
         if model is None:
@@ -96,21 +96,21 @@ class Standing:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether any optimizer is known."""
+        """Whether any optimizer is registered."""
         return bool(self._alive()[1])
 
     def state_bytes(self) -> int:
-        """Bytes of the optimizers' state, also of what their first step will make."""
+        """Bytes of the optimizers' state, including what their first step will allocate."""
         return sum(map(optimizer_state_bytes, self._alive()[1]))
 
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that are there before the step and stay: those it accumulates onto."""
+        """Bytes of the gradients that the step accumulates into."""
         return 0 if self.gradients_pass else distinct_bytes(self.gradients())
 
     def bucket_bytes(self) -> int:
-        """Bytes of the data parallel wrapper's buckets, but for those that gradients are views of already.
+        """Bytes of the DDP wrapper's buckets, without those that gradients are views of.
 
-        What its communication hook holds counts as far as the wrapper's attribute `hook_bytes` tells.
+        The wrapper's attribute `hook_bytes`, if it has one, adds the bytes of its communication hook.
         """
         wrapper = self._wrapper() if self._wrapper is not None else None
         if wrapper is None:
@@ -135,8 +135,8 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Device bytes of the optimizer's state once it has stepped.
 
-    Parameters that have state already count what they have; for the others the optimizer's class takes one step on
-    tensors without memory, which shows what it would allocate for any class that follows PyTorch's conventions.
+    State that exists is counted. For parameters without state, an optimizer of the same class takes one step on meta
+    tensors, which shows what it would allocate.
 
     >>> model = torch.nn.Linear(10, 10, bias=False)
     >>> optimizer_state_bytes(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -171,7 +171,7 @@ def _bytes_after_one_step(optimizer: torch.optim.Optimizer, groups: list[dict[st
     try:
         shadow = type(optimizer)(shadows)  # type: ignore[call-arg]
         shadow.step()
-    except Exception:  # a class of its own making: count one copy of its parameters
+    except Exception:  # an unusual class: count one copy of its parameters
         return sum(p.numel() * p.element_size() for group in shadows for p in group["params"])
     stepped = [parameter for group in shadow.param_groups for parameter in group["params"]]
     return sum(
@@ -182,7 +182,7 @@ def _bytes_after_one_step(optimizer: torch.optim.Optimizer, groups: list[dict[st
 
 
 def _device_bytes(value: object, device: torch.device) -> int:
-    """Bytes of an entry of an optimizer's state, but for counters that it holds on the CPU for another device."""
+    """Bytes of an entry of an optimizer's state; step counters on the CPU do not count on another device."""
     if isinstance(value, torch.Tensor) and (value.device.type in (device.type, "meta") or value.dim() > 0):
         return value.numel() * value.element_size()
     return 0

@@ -1,4 +1,4 @@
-"""The measured peak of one real step, forward and backward, in device bytes."""
+"""The measured peak of device memory over one training step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
-from shoal.memory.held import HeldStorage
-from shoal.memory.limit import Wall, wall
+from shoal.memory.limit import MemoryLimit, memory_limit
 from shoal.memory.static_memory import distinct_bytes
 
 Part = Literal["forward", "loss", "backward"]
@@ -20,12 +20,12 @@ Part = Literal["forward", "loss", "backward"]
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step really used.
+    """Device bytes of one step.
 
     Attributes:
-        forward_bytes, loss_bytes, backward_bytes: highest use within each part; `loss` is all between the two graphs,
-            0 where it could not be metered.
-        before_backward_bytes: in use when a backward pass begins; 0 where it could not be metered.
+        forward_bytes, loss_bytes, backward_bytes: peak within each part; `loss` is everything between the forward and
+            the backward graph, 0 if it could not be measured.
+        before_backward_bytes: in use when a backward pass begins; 0 if it could not be measured.
     """
 
     forward_bytes: int
@@ -35,45 +35,72 @@ class Measured:
 
     @property
     def peak_bytes(self) -> int:
-        """Highest device use between the start of the forward and the end of the backward pass."""
+        """Peak between the start of the forward pass and the end of the backward pass."""
         return max(self.forward_bytes, self.loss_bytes, self.backward_bytes)
 
 
+class WeakStorage:
+    """A weak reference to a tensor's storage.
+
+    Attributes:
+        nbytes: its bytes.
+        key: no other live storage has it.
+
+    >>> x = torch.empty(100)
+    >>> held = WeakStorage(x)
+    >>> held.nbytes, held.is_alive
+    (400, True)
+    >>> del x
+    >>> held.is_alive
+    False
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.nbytes = storage.nbytes()
+        self.key: int = storage._cdata
+        self._reference = StorageWeakRef(storage)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any tensor still uses it."""
+        return not self._reference.expired()
+
+
 class StepMeter:
-    """Meters one step at a time: `begin`, `pause` after the forward pass, `resume` before the backward pass, `end`.
+    """Measures one step at a time: `begin`, `pause` after the forward pass, `resume` before the backward pass, `end`.
 
     A step may have several forward and backward passes, in any order: `go_on` begins another forward pass, and `pause`
     ends each of them.
 
-    On CUDA it reads the allocator's own peak. On the CPU the counting allocator of `shoal.memory.limit` counts, on top
-    of the bytes of the tensors that were there before: what else is in use, or freed, is not the step's. Where that
-    cannot be built (no C++ compiler), PyTorch's profiler lists the allocations of the two graphs, and what lies between
-    them is not metered.
+    On CUDA it reads the caching allocator's peak. On the CPU the counting allocator of `shoal.memory.limit` counts what
+    the step allocates; the bytes of the tensors that existed before are added. Without a C++ compiler, PyTorch's
+    profiler records the allocations of the two graphs, and what lies between them is not measured.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._standing = ExitStack()
-        self._counter: Wall | None = None
+        self._entered = ExitStack()
+        self._counter: MemoryLimit | None = None
         self._running = False
         self._recording = False
         self._before_bytes = 0
         self._there: set[int] = set()
-        self._passing: tuple[HeldStorage, ...] = ()
+        self._passing: tuple[WeakStorage, ...] = ()
         self._passing_bytes = 0
         self._part: Part = "forward"
         self._peaks: dict[Part, int] = {}
         self._before_backward_bytes = 0
 
-    def begin(self, resident: Iterable[torch.Tensor], passing: Iterable[HeldStorage] = ()) -> bool:
-        """Start with the forward pass. An unfinished step is dropped.
+    def begin(self, resident: Iterable[torch.Tensor], passing: Iterable[WeakStorage] = ()) -> bool:
+        """Start with the forward pass. An unfinished step is discarded.
 
         Args:
-            resident: every tensor that is in use already and stays.
-            passing: storages besides that may go before the step ends; each counts in the parts that it lives to see.
+            resident: every tensor that is in use now and stays in use.
+            passing: other storages, which may be freed before the step ends; each counts while it is alive.
 
         Returns:
-            Whether the step is metered: not where a profiler is in the way.
+            Whether the step is measured: not if a profiler is running and there is no C++ compiler.
         """
         self.abandon()
         self._peaks = {}
@@ -85,7 +112,7 @@ class StepMeter:
         self._passing = tuple({held.key: held for held in passing if held.key not in self._there}.values())
         self._passing_bytes = sum(held.nbytes for held in self._passing if held.is_alive)
         try:
-            self._counter = self._standing.enter_context(wall(None, self.device))
+            self._counter = self._entered.enter_context(memory_limit(None, self.device))
             self._counter.start_fresh()
         except InputError:
             if allocations.is_busy():
@@ -95,24 +122,24 @@ class StepMeter:
         return True
 
     def pause(self) -> None:
-        """A forward or backward pass is over."""
+        """End a forward or backward pass."""
         if self._running:
             self._close_part()
             self._part = "loss"
 
     def go_on(self, resident: Iterable[torch.Tensor]) -> None:
-        """Another forward pass of the step begins; `resident` is what is in use now, saved tensors included."""
+        """Begin another forward pass; `resident` is what is in use now, saved tensors included."""
         self._open_part("forward", resident)
 
     def resume(self, resident: Iterable[torch.Tensor]) -> None:
-        """A backward pass begins; `resident` is what is in use now, saved tensors included."""
+        """Begin a backward pass; `resident` is what is in use now, saved tensors included."""
         self._open_part("backward", resident)
         if self._counter is not None:
             now_bytes = self._before_bytes + self._passing_bytes + self._counter.fresh_peak_bytes
             self._before_backward_bytes = max(self._before_backward_bytes, now_bytes)
 
     def end(self) -> Measured | None:
-        """The last backward pass is over: what the step used, or None where it was not metered from start to end."""
+        """End the last backward pass. Returns what the step used, or None if it was not measured from start to end."""
         if not self._running or self._part != "backward":
             self.abandon()
             return None
@@ -124,13 +151,13 @@ class StepMeter:
         )
 
     def abandon(self) -> None:
-        """Forget a step that did not reach its end."""
+        """Discard a step that did not end."""
         if self._recording:
             allocations.stop()
         self._recording = self._running = False
         self._counter = None
         self._passing = ()
-        self._standing.close()
+        self._entered.close()
 
     def _open_part(self, part: Part, resident: Iterable[torch.Tensor]) -> None:
         if not self._running:
@@ -144,8 +171,8 @@ class StepMeter:
         self._passing_bytes = sum(held.nbytes for held in self._passing if held.is_alive)
         self._part = part
 
-    def _count_what_was_there(self, counter: Wall, resident: Iterable[torch.Tensor]) -> None:
-        """A batch that was made before the step, but is used from here on."""
+    def _count_what_was_there(self, counter: MemoryLimit, resident: Iterable[torch.Tensor]) -> None:
+        """Add tensors from before the step that are in use only from here on, such as the next micro-batch."""
         old = (t for t in resident if t.untyped_storage()._cdata not in self._there and not counter.is_fresh(t))
         late = [t for t in old if t.device.type == self.device.type]
         self._before_bytes += distinct_bytes(late)
@@ -166,7 +193,7 @@ class StepMeter:
         else:
             peak_bytes = self._counter.fresh_peak_bytes
             self._counter.reset_fresh_peak()
-        # What passes away during the loss was there when the forward pass ended, and counts there.
+        # A storage that is freed during the loss was alive when the forward pass ended, and counts there.
         passing_bytes = self._passing_bytes
         if self._part == "loss":
             passing_bytes = sum(held.nbytes for held in self._passing if held.is_alive)

@@ -13,8 +13,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.core.sizes import in_pages
-from shoal.offload.links.copy import Copy
 from shoal.offload.links.open_link import OpenLink
+from shoal.offload.links.slab import Copy
 
 
 def size_class_bytes(nbytes: int) -> int:

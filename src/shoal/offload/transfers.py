@@ -11,7 +11,6 @@ import itertools
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,35 +18,10 @@ import torch
 
 from shoal.core.sizes import HOST_PAGE_BYTES, format_bytes, in_pages
 from shoal.errors import InputError, TransferError
-from shoal.offload.links.copy import Copy
 from shoal.offload.links.open_link import OpenLink
-from shoal.offload.links.slab import Lease
+from shoal.offload.links.slab import Copy, Lease
 
 _tickets = itertools.count(1)
-
-
-@dataclass
-class Traffic:
-    """What one step moved, and how long it waited. Grows while the step runs.
-
-    Attributes:
-        to_host_bytes, to_device_bytes: bytes of the transfers that were waited for.
-    """
-
-    to_host_bytes: int = 0
-    to_device_bytes: int = 0
-    _offloads: list[Copy] = field(default_factory=list, repr=False)
-    _fetches: list[Copy] = field(default_factory=list, repr=False)
-
-    @property
-    def offload_stall_seconds(self) -> float:
-        """How long the computation stood still in `finish_offload`. On CUDA it waits for the device first."""
-        return sum(copy.stalled_seconds() for copy in self._offloads)
-
-    @property
-    def fetch_stall_seconds(self) -> float:
-        """The same for `finish_fetch`."""
-        return sum(copy.stalled_seconds() for copy in self._fetches)
 
 
 class Transfers:
@@ -63,7 +37,6 @@ class Transfers:
 
     Attributes:
         host_bytes: the size of a step's slab.
-        last: what the step that began last has moved so far.
 
     Raises:
         TransferError: the host has no room for the slab, or may not use so much.
@@ -89,7 +62,6 @@ class Transfers:
         self._slot_bytes = tuple(slot_bytes)
         *self._offsets, total = accumulate(map(in_pages, self._slot_bytes), initial=0)
         self.host_bytes = max(total, HOST_PAGE_BYTES)
-        self.last = Traffic()
         self._steps: weakref.WeakValueDictionary[int, _Step] = weakref.WeakValueDictionary()
         link.pool.reserve(self.host_bytes)
         self._closer = weakref.finalize(self, link.pool.unreserve, self.host_bytes)
@@ -111,7 +83,6 @@ class Transfers:
         step = _Step(self._link.pool.lease(self.host_bytes))
         self._link.begin_step()
         self._steps[step.ticket] = step
-        self.last = step.traffic
         receipt = _Receipt(step.ticket.to_bytes(8, sys.byteorder))
         receipt.step = step
         return torch.frombuffer(receipt, dtype=torch.int64)
@@ -137,10 +108,7 @@ class Transfers:
             TransferError: the copy failed, or was never started.
         """
         step = self._step(receipt)
-        copy = _started(step.offloads, slot, "offload")
-        copy.wait()
-        step.traffic.to_host_bytes += copy.nbytes
-        step.traffic._offloads.append(copy)
+        _started(step.offloads, slot, "offload").wait()
 
     def start_fetch(self, receipt: torch.Tensor, slot: int) -> torch.Tensor:
         """Allocate device bytes for what is in the slot and start to fill them.
@@ -176,10 +144,7 @@ class Transfers:
             TransferError: the copy failed, or was never started.
         """
         step = self._step(receipt)
-        copy = _started(step.fetches, slot, "fetch")
-        copy.wait()
-        step.traffic.to_device_bytes += copy.nbytes
-        step.traffic._fetches.append(copy)
+        _started(step.fetches, slot, "fetch").wait()
 
     def close(self) -> None:
         """Stop what still moves and give the slabs back; steps that wait for their backward pass cannot have it."""
@@ -219,7 +184,6 @@ class _Step:
         self.offloads: dict[int, Copy] = {}
         self.fetches: dict[int, Copy] = {}
         self.layouts: dict[int, _Layout] = {}
-        self.traffic = Traffic()
 
 
 class _Layout(NamedTuple):

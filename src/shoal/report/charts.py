@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core.sizes import format_bytes
 from shoal.core.timeline import Timeline
-from shoal.report.traffic import WAYS, traffic
+from shoal.report.link_use import WAYS, link_use
 from shoal.report.words import categories, category_bytes, format_percent
 
 if TYPE_CHECKING:
@@ -71,17 +71,17 @@ def _plain(report: Report) -> dict[str, Any] | None:
 
 
 def _link(timeline: Timeline) -> list[dict[str, Any]] | None:
-    """Each direction of the link by columns, one entry a transfer, with what its lane is called."""
+    """Each direction of the link by columns, one entry a transfer, with a summary."""
     if not timeline.transfers:
         return None
     lanes = []
     for way in WAYS:
-        carried = traffic(timeline, way)
+        use = link_use(timeline, way)
         transfers = sorted((t for t in timeline.transfers if t.way == way), key=lambda t: t.start_seconds)
         lanes.append(
             {
                 "way": way,
-                "said": f"{format_bytes(carried.nbytes)}, busy {format_percent(carried.busy_share)} of the step",
+                "summary": f"{format_bytes(use.nbytes)}, busy {format_percent(use.busy_share)} of the step",
                 "storage": [transfer.storage for transfer in transfers],
                 "layer": [transfer.layer for transfer in transfers],
                 "bytes": [transfer.nbytes for transfer in transfers],

@@ -1,4 +1,4 @@
-"""What the page shows, as plain data."""
+"""The contents of the page, as plain data."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from shoal.transforms.split.patch_map import PatchMap
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of a run. Only the timeline must be there; the page leaves out what is not.
+    """A run. Only the timeline is required; the page leaves out the rest if it is missing.
 
     Attributes:
         timeline: the simulated step.
-        plan: where the timeline comes from; brings plain PyTorch's curve, the storages and the lower bound.
-        measured_peak_bytes: what the first steps really used.
+        plan: of the timeline; adds plain PyTorch's curve, the storages and the lower bound.
+        measured_peak_bytes: the peak of the first steps.
         losses: one per training step, in order.
-        accuracies: share of right answers in 0..1, one per evaluation, in order.
-        title: what the page is called; the model's name if empty.
-        settings: what was run, as shown: model, data, batch, versions, seed, threads. "batch" and "ranks" also enter
-            the headline.
-        outcome: what came of it, as shown: test accuracy, images per second.
+        accuracies: in 0..1, one per evaluation, in order.
+        title: of the page; the model's name if empty.
+        settings: shown as given: model, data, batch, versions, seed, threads. "batch" and "ranks" are also part of the
+            name.
+        outcome: shown as given: test accuracy, images per second.
         patches: where the patches of a split network lie in its input.
-        image: an input to draw them over, as an address that begins with "data:"; drawn over nothing if empty.
+        image: an input to draw them over, as a "data:" URL; empty for none.
     """
 
     timeline: Timeline

@@ -1,4 +1,4 @@
-"""The page: what a run is, and how it becomes one self-contained HTML file."""
+"""A report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shoal.report.words import fillings, glossary, headline, lede, name_of, outc
 def render(report: Report) -> str:
     """The page as text.
 
-    Everything it needs is inside it, plotly.js included (4.8 MB): it loads nothing, and a content security policy in
-    its head keeps it so.
+    It contains everything it needs, including plotly.js (4.8 MB); a content security policy keeps it from loading
+    anything else.
 
     Raises:
         InputError: the timeline has no moments.
@@ -50,7 +50,7 @@ def save_html(report: Report, path: str | Path) -> Path:
     """Write the page, whole or not at all.
 
     Args:
-        report: what to show.
+        report: the contents.
         path: of the file; an earlier file of that name is replaced.
 
     Returns:
@@ -81,7 +81,7 @@ def _template() -> jinja2.Template:
     environment.policies["json.dumps_kwargs"] = {
         "sort_keys": False,
         "separators": (",", ":"),
-    }  # the order is the stack's
+    }  # keep the order of the stack
     return environment.get_template("report.html")
 
 

@@ -1,4 +1,4 @@
-"""The patches of a split network over its input: what the page draws, in units of the input's elements."""
+"""The drawing of a split network's patches over its input, in units of the input's elements."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from shoal.transforms.split.patch_map import PatchMap, Span
 if TYPE_CHECKING:
     from shoal.report.data import Report
 
-_STRIP_SHARE = 0.2  # height of what has one dimension only, of its length
+_STRIP_SHARE = 0.2  # height of the drawing of a one-dimensional input, relative to its length
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle, and what is said when one points at it."""
+    """A rectangle and its tooltip."""
 
     x: float
     y: float
     width: float
     height: float
-    said: str = ""
+    tooltip: str = ""
 
 
 @dataclass(frozen=True)
 class PatchDrawing:
-    """A picture of `width` x `height` elements of the input.
+    """A drawing of `width` x `height` elements of the input.
 
     Attributes:
-        patches: the cores, which tile it.
-        halos: what patches read, where that is more than their cores.
-        bands: where cuts are drawn.
-        image: address of a picture to lie behind; empty for none.
-        caption: what is seen, in words.
+        patches: the cores, which tile the input.
+        halos: the regions that patches read, if larger than their cores.
+        bands: the ranges of random cuts.
+        image: URL of a picture to draw behind; empty for none.
+        caption: a description.
     """
 
     width: float
@@ -47,7 +47,7 @@ class PatchDrawing:
 
 
 def patch_drawing(report: Report) -> PatchDrawing | None:
-    """The picture; None where nothing is split. Of three dimensions the last two are drawn."""
+    """The drawing; None if nothing is split. Of three dimensions the last two are drawn."""
     patches = report.patches
     if patches is None:
         return None
@@ -70,25 +70,25 @@ def patch_drawing(report: Report) -> PatchDrawing | None:
     )
 
 
-def _boxes(spans: tuple[tuple[Span, ...], ...], height: float, said: str) -> tuple[Box, ...]:
+def _boxes(spans: tuple[tuple[Span, ...], ...], height: float, name: str) -> tuple[Box, ...]:
     rows: tuple[tuple[float, float], ...] = spans[-2] if len(spans) > 1 else ((0, height),)
     found = []
     for number, ((top, bottom), (left, right)) in enumerate(product(rows, spans[-1]), 1):
         places = f"rows {top} to {bottom}, columns {left} to {right}" if len(spans) > 1 else f"{left} to {right}"
-        found.append(Box(left, top, right - left, bottom - top, f"{said} {number}: {places}"))
+        found.append(Box(left, top, right - left, bottom - top, f"{name} {number}: {places}"))
     return tuple(found)
 
 
 def _caption(patches: PatchMap) -> str:
     times = " × ".join(str(len(spans)) for spans in patches.cores)
     sizes, joined = (" × ".join(map(str, some)) for some in (patches.sizes, patches.joined_sizes))
-    said = f"{times} patches of an input of {sizes}, joined behind {patches.joined_behind} at {joined}."
+    text = f"{times} patches of an input of {sizes}, joined after {patches.joined_behind} at {joined}."
     if len(patches.sizes) == 3:
         cuts = ", ".join(str(end) for _, end in patches.cores[0][:-1]) or "nowhere"
-        said += f" The last two dimensions are drawn; the first is cut at {cuts}."
+        text += f" The last two dimensions are drawn; the first is cut at {cuts}."
     if patches.drawn:
-        said += " Cuts are drawn anew in every step, within the bands; lines stand at the even cuts."
+        text += " Cuts are random in every step, within the bands; the lines are the even cuts."
     if patches.overlap_share > 0:
         read = f"{1 + patches.overlap_share:.2f} times the input"
-        said += f" Patches overlap, as the dashed boxes show: together they read {read}."
-    return said
+        text += f" Patches overlap, as the dashed boxes show: together they read {read}."
+    return text

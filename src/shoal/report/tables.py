@@ -1,4 +1,4 @@
-"""The page's tables: the largest storages and what became of them, and the parts of the model."""
+"""The page's tables: the largest storages with their residences, and the parts of the model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _FATES = {
     "buffer": "Resident: a buffer",
     "input": "Resident: the input batch",
     "constant": "Resident: a constant",
-    "gradient": "Held for the optimizer until the step ends",
-    "tangent": "Held until the step ends: the gradient of the output",
-    "error": "Handed from one backward op to the next, then freed",
-    "output": "Handed to the caller, who holds it until the step ends",
+    "gradient": "Parameter gradient: in use until the step ends",
+    "tangent": "Gradient of the output: in use until the step ends",
+    "error": "Activation gradient: freed after the next backward op",
+    "output": "Returned to the caller: in use until the step ends",
 }
 
 
 @dataclass(frozen=True)
 class StorageRow:
-    """A storage and what became of it. `at_peak` says whether it is in memory when most bytes are in use."""
+    """A storage and its residence. `at_peak`: it is in memory at the peak."""
 
     size: str
     layer: str
@@ -41,7 +41,7 @@ class StorageRow:
 
 @dataclass(frozen=True)
 class PartRow:
-    """A part of the model: bytes of its saved and offloaded storages, time spent in its ops and waiting beside them."""
+    """A part of the model: bytes of its saved and offloaded storages, time of its ops and of its stalls."""
 
     name: str
     kept: str
@@ -54,14 +54,14 @@ class PartRow:
 
 
 class PartTable(NamedTuple):
-    """`columns` says which fields of the rows are shown, by what name; no sizes where only a timeline is there."""
+    """`columns`: the fields of the rows that are shown, and their titles; no sizes without a plan."""
 
     rows: list[PartRow]
     columns: dict[str, str]
 
 
 def largest_storages(plan: Plan | None, count: int = 10) -> list[StorageRow]:
-    """The `count` largest storages of the step; among equals those that a plan can decide about come first."""
+    """The `count` largest storages of the step; of equal ones, those that a plan decides about come first."""
     if plan is None:
         return []
     graph = plan.graph
@@ -111,14 +111,14 @@ def _alive_at_peak(plan: Plan) -> set[int]:
         alive.update(run.fetches, run.writes)
         alive.difference_update(run.frees, run.releases)
     alive.update(runs[peak].fetches)
-    if plan.timeline.peak.phase != "stall":  # a device that waits has not begun to write
+    if plan.timeline.peak.phase != "stall":  # a stalled op has not begun to write
         alive.update(runs[peak].writes)
         alive.discard(runs[peak].takes_over)
     return alive
 
 
 def parts_of_model(timeline: Timeline, plan: Plan | None) -> PartTable:
-    """Bytes and seconds by part of the model, in the order of the forward pass; the small ones are added up."""
+    """Bytes and seconds by part of the model, in the order of the forward pass; small parts are added up."""
     layers = {moment.layer for moment in timeline.moments}
     if plan is not None:
         layers |= {storage.layer for storage in plan.graph.storages}
@@ -162,7 +162,7 @@ def parts_of_model(timeline: Timeline, plan: Plan | None) -> PartTable:
 
 
 def _columns(timeline: Timeline, fates: set[str], sizes_known: bool) -> dict[str, str]:
-    """Where storages are offloaded, what was given up is split, and columns of zeros are left out."""
+    """Titles of the columns; recomputed and offloaded bytes have one each, columns of zeros are left out."""
     shown = {"kept": "Saved, kept"} if sizes_known else {}
     if "offloaded" in fates:
         if "recomputed" in fates:
@@ -175,20 +175,20 @@ def _columns(timeline: Timeline, fates: set[str], sizes_known: bool) -> dict[str
         shown["recompute"] = "Recompute"
     shown["backward"] = "Backward"
     if timeline.stall_seconds > 0:
-        shown["stall"] = "Waiting"
+        shown["stall"] = "Stalls"
     return shown
 
 
 def _sizes(plan: Plan, depth: int) -> dict[str, dict[str, int]]:
-    """Part → what became of its saved storages → their bytes. An offloaded storage counts even where only a
+    """Part → residence of its saved storages → their bytes. An offloaded storage counts even if only a
     recomputation reads it."""
     sizes: dict[str, dict[str, int]] = {}
     offloaded = plan.offloaded
     saved = [plan.graph.storages[i] for i in plan.graph.saved]
     for storage in dict.fromkeys([*saved, *offloaded]):
         residence = exact_residence(plan.residences.get(storage.name))
-        given_up = "offloaded" if isinstance(residence, Offload) else "recomputed"
-        fate = given_up if isinstance(residence, Offload | Recompute) else "kept"
+        freed_by = "offloaded" if isinstance(residence, Offload) else "recomputed"
+        fate = freed_by if isinstance(residence, Offload | Recompute) else "kept"
         of_part = sizes.setdefault(_part(storage.layer, depth), defaultdict(int))
         of_part[fate] += storage.nbytes
     return sizes

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.core.files import write_text
 from shoal.core.timeline import Timeline
 from shoal.errors import InputError
-from shoal.report.traffic import WAYS
+from shoal.report.link_use import WAYS
 from shoal.report.words import categories, category_bytes
 
 _PROCESS = 1
@@ -19,8 +19,8 @@ _TRACKS = {"forward": 1, "loss": 2, "recompute": 3, "backward": 4, "to host": 5,
 def save_trace(timeline: Timeline, path: str | Path) -> Path:
     """Write the step as a trace, whole or not at all.
 
-    Ops are complete events ("X") on one track a phase, in microseconds; the bytes in use are counter events ("C"). What
-    crosses the link is on a track for each direction, and the times the device waits for it on a track "stall".
+    Ops are complete events ("X") on one track a phase, in microseconds; the bytes in use are counter events ("C"). Each
+    direction of the link has a track, and the times in which the device waits for a copy are on a track "stall".
 
     Args:
         timeline: the simulated step.
@@ -72,7 +72,7 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
             "target": moment.target,
             "layer": moment.layer,
             "bytes": moment.total_bytes,
-            **{f"{category}_bytes": size for category, size in parts.items()},
+            **{f"{category.replace('-', '_')}_bytes": size for category, size in parts.items()},
         }
         events.append(_complete(moment.op, moment.phase, start, end, known))
         events.append(_counter("bytes in use by category", start, parts))
@@ -84,7 +84,7 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _transfers(timeline: Timeline) -> list[dict[str, Any]]:
-    """What crosses the link, direction by direction."""
+    """The copies, one direction of the link after the other."""
     events = []
     for way in WAYS:
         transfers = sorted((t for t in timeline.transfers if t.way == way), key=lambda t: t.start_seconds)

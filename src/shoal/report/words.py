@@ -1,4 +1,4 @@
-"""What the page says: the headline, the tiles, the peak in words. Functions of a report, no HTML."""
+"""The texts of the page: headline, tiles, glossary. Functions of a report, no HTML."""
 
 from __future__ import annotations
 
@@ -8,63 +8,63 @@ from typing import TYPE_CHECKING
 
 from shoal.core.sizes import format_bytes
 from shoal.core.timeline import Moment, Timeline
-from shoal.report.traffic import busy_share, share_of_step, traffic
+from shoal.report.link_use import busy_share, link_use, share_of_step
 
 if TYPE_CHECKING:
     from shoal.core.plan import Plan
     from shoal.report.data import Report
 
-# In the order they are stacked: what stands all step at the bottom, what comes and goes on top.
+# In the order of the chart's stack: static memory at the bottom.
 CATEGORIES: Mapping[str, str] = {
-    "resident": "parameters, buffers, the input batch, optimizer state: there all step",
-    "gradients": "parameter gradients made so far, held for the optimizer",
-    "kept": "forward results that wait in memory for the backward pass",
-    "errors": "what one backward op hands to the next",
-    "recomputed": "forward results that were given up and computed again",
-    "fetched": "forward results that waited on the host and are back, or on their way",
-    "workspace": "scratch of the op that is running",
+    "resident": "static memory: parameters, buffers, the input batch, optimizer state",
+    "gradients": "parameter gradients computed so far, for the optimizer",
+    "kept": "activations that stay in memory for the backward pass",
+    "activation-gradients": "gradients that one backward op passes to the next",
+    "recomputed": "activations that were freed and recomputed",
+    "fetched": "offloaded activations that are back on the device, or on their way",
+    "workspace": "temporary memory of the running op",
 }
 
 GLOSSARY: Mapping[str, str] = {
-    "Step": "one forward and backward pass of the model over one batch.",
+    "Step": "one forward and backward pass over one batch.",
     "Op": "one operation of the step, such as a convolution or its gradient.",
-    "Storage": "a block of device memory that one or more tensors share.",
+    "Storage": "device memory that one or more tensors share (torch.UntypedStorage).",
     "Saved storage": "a storage that the forward pass writes and the backward pass reads.",
-    "Kept": "the storage stays in memory from its computation to its last use.",
-    "Recomputed": "the storage is freed after the forward pass and computed again when the backward pass needs it.",
+    "Kept": "the storage stays in memory until its last use.",
+    "Recomputed": "the storage is freed after the forward pass and recomputed when the backward pass needs it.",
     "Offloaded": "the storage is copied to the host and freed, and copied back when the backward pass needs it.",
     "Fetched": "an offloaded storage that is back on the device, or on its way.",
-    "Encoded": "the storage waits in 8 bits a value, for the weight gradients of convolutions alone.",
-    "Link": "the way between device and host; each direction carries one copy at a time.",
-    "Stall": "a time in which the device waits for a copy to end.",
-    "Patch": "a part of the input, on which the first layers run by themselves.",
+    "Encoded": "the storage is held in 8 bits a value, for the weight gradients of convolutions only.",
+    "Link": "the connection between device and host; each direction carries one copy at a time.",
+    "Stall": "a time in which the device waits for a copy.",
+    "Patch": "a part of the input; the first layers run on each patch separately.",
     "Join": "where the patches become one tensor again.",
-    "Resident": "in memory all step: parameters, buffers, the input batch, optimizer state.",
-    "Errors": "gradients that travel from one backward op to the next.",
+    "Resident": "in memory throughout the step: parameters, buffers, the input batch, optimizer state.",
+    "Activation gradients": "gradients that one backward op passes to the next.",
     "Gradients": "the gradients of the parameters, which the optimizer reads.",
-    "Workspace": "memory an op uses only while it runs.",
+    "Workspace": "temporary memory that an op uses while it runs.",
     "Peak": "the most bytes in use at once during the step.",
-    "Budget": "the promise: the peak must not pass it.",
+    "Budget": "the limit that the peak must not exceed.",
     "Plain PyTorch": "the same step with every saved storage kept.",
     "Added time": "how much longer the step takes than in plain PyTorch.",
-    "Lower bound": "the least time that any plan within this budget must add, by the same estimate of op times.",
+    "Lower bound": "no plan within this budget adds less time, with the same op times.",
     "MiB, GiB": "2\u00b2\u2070 and 2\u00b3\u2070 bytes.",
 }
-_OF_OFFLOADS = ("Offloaded", "Fetched", "Link", "Stall")  # words that a page without transfers does not need
+_OF_OFFLOADS = ("Offloaded", "Fetched", "Link", "Stall")  # left out of a page without transfers
 _OF_PATCHES = ("Patch", "Join")
 _OF_CODECS = ("Encoded",)
 
 _PASS = {
     "forward": "in the forward pass",
     "loss": "in the loss",
-    "recompute": "while it is computed again for the backward pass",
+    "recompute": "in the recomputation for the backward pass",
     "backward": "in the backward pass",
 }
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A number to see at a glance. `tone` is "good", "bad" or "" and never says more than the words do."""
+    """A key figure. `tone` is "good", "bad" or "": a colour that repeats what the words say."""
 
     label: str
     value: str
@@ -74,7 +74,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Filling:
-    """One category's part of the peak. `share` is in 0..1."""
+    """One category's part of the peak. `share` is in 0..1; `category` is also the CSS class."""
 
     category: str
     meaning: str
@@ -93,7 +93,7 @@ class Scale:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people, with three significant digits.
+    """A duration with three significant digits.
 
     >>> format_seconds(0.0123)
     '12.3 ms'
@@ -112,7 +112,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """A share for people, without its sign: one decimal below ten percent.
+    """A share in percent, without its sign: one decimal below ten percent.
 
     >>> format_percent(0.0834), format_percent(-0.452)
     ('8.3 %', '45 %')
@@ -122,7 +122,7 @@ def format_percent(share: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """The speed of a link for people, in powers of ten as links are sold, with three significant digits.
+    """A bandwidth with three significant digits, in powers of ten, the unit of data sheets.
 
     >>> format_rate(34.1e9)
     '34.1 GB/s'
@@ -136,7 +136,7 @@ def format_rate(bytes_per_second: float) -> str:
 
 
 def _round_bytes(count: int) -> str:
-    """Bytes with three significant digits and a space that does not break: for the headline."""
+    """Bytes with three significant digits and a non-breaking space, for the headline."""
     unit = format_bytes(count).split()[1]
     size = count / 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
     digits = 0 if unit == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
@@ -144,7 +144,7 @@ def _round_bytes(count: int) -> str:
 
 
 def name_of(report: Report) -> str:
-    """The title or the model, with the batch and the ranks that share it where the settings name them."""
+    """The title or the model, with the batch and the number of ranks if the settings have them."""
     name = report.title or report.timeline.model or "Unnamed model"
     batch, ranks = (str(report.settings.get(key, "")) for key in ("batch", "ranks"))
     shared = f" on {ranks} ranks" if ranks not in ("", "1") else ""
@@ -153,17 +153,16 @@ def name_of(report: Report) -> str:
 
 def headline(report: Report) -> str:
     """The result in one sentence, without the name."""
-    said = [_size_said(report)]
-    plan, on_host = report.plan, traffic(report.timeline, "to host").nbytes
+    parts = [_size_text(report)]
+    plan, on_host = report.plan, link_use(report.timeline, "to host").nbytes
     if on_host:
-        said.append(f"{_round_bytes(on_host)} on the host")
+        parts.append(f"{_round_bytes(on_host)} on the host")
     if plan is not None and plan.plain_seconds:
         added = plan.added_seconds / plan.plain_seconds
-        said.append(f"{format_percent(added)} slower" if round(added, 3) > 0 else "no slower")
-    promise = _promise_said(report)
-    if promise:
-        said.append(promise)
-    return ", ".join(said).replace(" %", "\u00a0%")
+        parts.append(f"{format_percent(added)} slower" if round(added, 3) > 0 else "no slower")
+    if verdict := _budget_text(report):
+        parts.append(verdict)
+    return ", ".join(parts).replace(" %", "\u00a0%")
 
 
 def _peak_bytes(report: Report) -> int:
@@ -171,7 +170,7 @@ def _peak_bytes(report: Report) -> int:
     return report.timeline.peak_bytes if measured is None else measured
 
 
-def _size_said(report: Report) -> str:
+def _size_text(report: Report) -> str:
     peak = _round_bytes(_peak_bytes(report))
     if report.plan is None:
         return f"{peak} at the peak"
@@ -180,37 +179,37 @@ def _size_said(report: Report) -> str:
     return f"{peak} of plain PyTorch\u2019s {_round_bytes(report.plan.plain_peak_bytes)}"
 
 
-def _promise_said(report: Report) -> str:
+def _budget_text(report: Report) -> str:
     budget = report.timeline.budget_bytes
     if not budget:
         return ""
     over = _peak_bytes(report) - budget
     if report.measured_peak_bytes is None:
-        return f"predicted to pass the budget by {_round_bytes(over)}" if over > 0 else "predicted to fit the budget"
-    return f"promise broken by {_round_bytes(over)}" if over > 0 else "promise kept"
+        return f"predicted to exceed the budget by {_round_bytes(over)}" if over > 0 else "predicted to fit the budget"
+    return f"over budget by {_round_bytes(over)}" if over > 0 else "within budget"
 
 
 def place_of(moment: Moment) -> str:
-    """Where in the step a moment is, in words that follow "in use"."""
+    """Where in the step a moment is, in words that follow "memory peaks"."""
     of_layer = f" of {moment.layer}" if moment.layer else ""
     if moment.phase == "stall":
-        return f"while {moment.target}{of_layer} waits for {moment.op} to cross the link"
+        return f"while {moment.target}{of_layer} waits for the copy of {moment.op}"
     return f"at {moment.op}{of_layer}, {_PASS[moment.phase]}"
 
 
 def lede(report: Report) -> str:
-    """Two or three sentences under the headline: where the peak is, what was done about it, what the link did."""
+    """The sentences under the headline: where the peak is, what the plan does, how busy the link is."""
     timeline, plan = report.timeline, report.plan
-    said = f"Most memory is in use {place_of(timeline.peak)}."
+    text = f"Memory peaks {place_of(timeline.peak)}."
     done = []
     if plan is not None and plan.recomputed:
         size = format_bytes(sum(storage.nbytes for storage in plan.recomputed))
         verb = "is" if len(plan.recomputed) == 1 else "are"
         done.append(
-            f"{_counted(len(plan.recomputed), 'storage')} {verb} freed after the forward pass and computed again"
+            f"{_counted(len(plan.recomputed), 'storage')} {verb} freed after the forward pass and recomputed"
             f" just before the backward pass needs them ({size} in all)"
         )
-    to_host = traffic(timeline, "to host")
+    to_host = link_use(timeline, "to host")
     if to_host.count:
         verb, them = ("waits", "it") if to_host.count == 1 else ("wait", "them")
         done.append(
@@ -220,23 +219,23 @@ def lede(report: Report) -> str:
     if plan is not None and plan.encoded:
         size = format_bytes(sum(storage.nbytes for storage in plan.encoded))
         done.append(
-            f"{_counted(len(plan.encoded), 'storage')} {'waits' if len(plan.encoded) == 1 else 'wait'} encoded"
+            f"{_counted(len(plan.encoded), 'storage')} {'is' if len(plan.encoded) == 1 else 'are'} encoded"
             f" ({size} in {format_bytes(plan.payload_bytes)})"
         )
     if done and plan is not None:
         done.append(f"{len(plan.kept)} stay")
     if done:
-        said += f" {'; '.join(done)}."
+        text += f" {'; '.join(done)}."
     elif plan is not None:
-        said += " Every saved storage stays in memory; nothing is computed twice."
-    return said + _link_said(timeline)
+        text += " Every saved storage stays in memory; nothing is recomputed."
+    return text + _link_text(timeline)
 
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _link_said(timeline: Timeline) -> str:
+def _link_text(timeline: Timeline) -> str:
     if not timeline.transfers:
         return ""
     stall = timeline.stall_seconds
@@ -246,7 +245,7 @@ def _link_said(timeline: Timeline) -> str:
 
 
 def tiles(report: Report) -> list[Tile]:
-    """The numbers to see first."""
+    """The key figures."""
     timeline, plan, measured = report.timeline, report.plan, report.measured_peak_bytes
     budget, predicted = timeline.budget_bytes, timeline.peak_bytes
     shown = []
@@ -264,20 +263,20 @@ def tiles(report: Report) -> list[Tile]:
     if plan is not None:
         added, bound = plan.added_seconds, plan.lower_bound_seconds
         share = f"+{format_percent(added / plan.plain_seconds)} of a step" if plan.plain_seconds else ""
-        alike = "that encodes the same" if plan.encoded else "plan"
-        bound_said = f"at least {format_seconds(bound)} for any {alike}" if bound > 0 else "lower bound 0 s"
-        shown.append(Tile("Added time", format_seconds(added), ", ".join(s for s in (share, bound_said) if s)))
+        plans = "plan that encodes the same" if plan.encoded else "plan"
+        bound_text = f"at least {format_seconds(bound)} for any {plans}" if bound > 0 else "lower bound 0 s"
+        shown.append(Tile("Added time", format_seconds(added), ", ".join(s for s in (share, bound_text) if s)))
         shown.append(Tile("Planning time", format_seconds(plan.planning_seconds), f"by the {plan.planner} planner"))
         shown += _encoded_tiles(plan)
     else:
         again = timeline.recompute_seconds
-        note = f"{format_seconds(again)} of it computing again" if again else "nothing is computed again"
+        note = f"{format_seconds(again)} of it recomputation" if again else "nothing is recomputed"
         shown.append(Tile("Predicted step", format_seconds(timeline.seconds), note))
     return shown + (_link_tiles(report) if timeline.transfers else [])
 
 
 def _encoded_tiles(plan: Plan) -> list[Tile]:
-    """What is encoded, and what that loses."""
+    """Encoded bytes, time and error."""
     if not plan.encoded:
         return []
     size = f"{format_bytes(sum(s.nbytes for s in plan.encoded))} in {format_bytes(plan.payload_bytes)}"
@@ -285,37 +284,37 @@ def _encoded_tiles(plan: Plan) -> list[Tile]:
     shown = [Tile("Encoded", size, f"{_counted(len(plan.encoded), 'storage')}, {times}")]
     if plan.errors:
         where = "of an activation\u2019s norm, " + (
-            "measured in a step" if plan.errors_measured else "measured on normal numbers"
+            "measured in a step" if plan.errors_measured else "measured on normally distributed values"
         )
         shown.append(Tile("Largest encoding error", format_percent(max(plan.errors.values())), where))
     return shown
 
 
 def _link_tiles(report: Report) -> list[Tile]:
-    """How much waits on the host, how long the device waits for it, how busy the link is."""
+    """Bytes on the host, stalls, and how busy the link is."""
     timeline = report.timeline
-    to_host, to_device = traffic(timeline, "to host"), traffic(timeline, "to device")
+    to_host, to_device = link_use(timeline, "to host"), link_use(timeline, "to device")
     link = report.plan.graph.link if report.plan else None
     allowed = f", at most {format_bytes(link.host_bytes)} allowed" if link and link.host_bytes else ""
     stall = timeline.stall_seconds
     stalls = sum(moment.phase == "stall" for moment in timeline.moments)
     waits = f"{format_percent(share_of_step(timeline, stall))} of the step, in {_counted(stalls, 'stall')}"
-    ways = f"of the step: {format_percent(to_host.busy_share)} there, {format_percent(to_device.busy_share)} back"
+    ways = f"of the step: {format_percent(to_host.busy_share)} to the host, {format_percent(to_device.busy_share)} back"
     return [
         Tile("On the host", format_bytes(to_host.nbytes), _counted(to_host.count, "storage") + allowed),
-        Tile("Device waits", format_seconds(stall), waits if stalls else "every copy hides behind the computation"),
+        Tile("Stalls", format_seconds(stall), waits if stalls else "every copy overlaps computation"),
         Tile("Link busy", format_percent(busy_share(timeline)), ways),
     ]
 
 
 def categories(timeline: Timeline) -> dict[str, str]:
-    """Category → meaning, in the order they are stacked; "fetched" only where something comes back from the host."""
+    """Category → meaning, in the order of the stack; "fetched" only if something is offloaded."""
     fetches = any(moment.fetched_bytes for moment in timeline.moments)
     return {category: meaning for category, meaning in CATEGORIES.items() if fetches or category != "fetched"}
 
 
 def fillings(timeline: Timeline) -> list[Filling]:
-    """What fills the peak, in the order of the chart's stack."""
+    """The peak by category, in the order of the chart's stack."""
     total = timeline.peak_bytes or 1
     sizes = category_bytes(timeline.peak)
     return [
@@ -330,7 +329,7 @@ def category_bytes(moment: Moment) -> dict[str, int]:
         "resident": moment.resident_bytes,
         "gradients": moment.gradient_bytes,
         "kept": moment.kept_bytes,
-        "errors": moment.error_bytes,
+        "activation-gradients": moment.error_bytes,
         "recomputed": moment.recomputed_bytes,
         "fetched": moment.fetched_bytes,
         "workspace": moment.workspace_bytes,
@@ -338,7 +337,7 @@ def category_bytes(moment: Moment) -> dict[str, int]:
 
 
 def scales(report: Report) -> list[Scale]:
-    """Peaks side by side: plain PyTorch, the budget, predicted, measured. Empty when there is nothing to compare."""
+    """The bars of the comparison: plain PyTorch, budget, predicted, measured. Empty if there is nothing to compare."""
     rows = []
     if report.plan is not None:
         rows.append(("Plain PyTorch, predicted", report.plan.plain_peak_bytes, "plain"))
@@ -352,12 +351,12 @@ def scales(report: Report) -> list[Scale]:
 
 
 def outcomes(report: Report) -> dict[str, str]:
-    """What came of the run."""
+    """The results of the run."""
     return {_sentence(key): value for key, value in report.outcome.items()}
 
 
 def settings(report: Report) -> dict[str, str]:
-    """What was run, and by which plan."""
+    """The settings of the run and of its plan."""
     shown = {_sentence(key): value for key, value in report.settings.items()}
     if report.plan is not None:
         shown.setdefault("Planner", report.plan.planner)
@@ -371,7 +370,7 @@ def settings(report: Report) -> dict[str, str]:
 
 
 def glossary(report: Report) -> dict[str, str]:
-    """The words this page uses and what they mean."""
+    """The words of this page and their meanings."""
     unused: tuple[str, ...] = () if report.timeline.transfers else _OF_OFFLOADS
     unused += () if report.patches else _OF_PATCHES
     unused += () if report.plan is not None and report.plan.encoded else _OF_CODECS

@@ -17,7 +17,7 @@ from shoal.errors import InputError
         ({"planner": "best"}, "unknown planner 'best': give one of joint, chain, sqrt, keep_all, hmms"),
         ({"optimizer": "lion"}, "unknown optimizer 'lion': give one of sgd, adamw"),
         ({"amp": "fp8"}, "unknown amp 'fp8'"),
-        ({"inner": "jit"}, "unknown inner 'jit'"),
+        ({"kernels": "jit"}, "unknown kernels 'jit'"),
         ({"batch": 0}, "batch=0: it must be at least 1"),
         ({"epochs": 0}, "epochs=0: it must be at least 1"),
         ({"workers": -1}, "workers=-1: it must be at least 0"),

@@ -126,7 +126,6 @@ def test_ranks_that_exchange_something_else_train_and_resume(
         ({"precision": "16"}, "precision '16' is of weights that travel; give --weights"),
         ({"weights": "host", "parallel": "hybrid"}, "exclude one another"),
         ({"weights": "host", "planner": "joint", "budget_bytes": 2**30}, "give --weights host with --planner none"),
-        ({"weights": "host", "arena": True}, "--weights host cannot be combined with --arena"),
         ({"weights": "host", "amp": "fp16"}, "--amp bf16 is possible"),
         ({"weights": "host", "awp_interval": 3}, "needs --adaptive-precision"),
         ({"weights": "host", "precision": "16", "one_byte": "linear"}, "--one-byte linear is of weights in 8 bits"),

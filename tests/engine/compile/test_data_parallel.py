@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from shoal.app.training.ranks import Ranks
 from shoal.app.training.strategy import DataParallel
-from shoal.memory.limit import wall
+from shoal.memory.limit import memory_limit
 from tests.ranks import run_on_ranks
 
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's wall needs a C++ compiler"
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
 )
 GRADIENT_BYTES = 4 * (3 * 48 * 9 + 48 + 5 * (48 * 48 * 9 + 48) + 6 * 2 * 48 + 48 * 10 + 10)
 
@@ -31,7 +31,7 @@ def network() -> nn.Module:
 
 
 def train(budget: str | None, wrapped_first: bool, codec: str | None = None) -> dict[str, Any]:
-    with wall(None) as meter:
+    with memory_limit(None) as meter:
         model: Any = network()
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         if budget is not None and not wrapped_first:

@@ -13,7 +13,7 @@ from torch import nn
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.memory.limit import wall
+from shoal.memory.limit import memory_limit
 from tests.engine.compile.compiled import Residual, compiled
 from tests.engine.training_laws import (
     assert_same_training,
@@ -130,10 +130,10 @@ def test_a_step_that_runs_out_of_memory_harms_no_later_one() -> None:
         train(planned, [batch])
         train(net, [batch])
         planned.zero_grad()  # gradients that are there ask for another plan, and making one takes memory
-        with wall(1), pytest.raises(torch.OutOfMemoryError):
+        with memory_limit(1), pytest.raises(torch.OutOfMemoryError):
             planned(batch)
         loss = mean_square(planned(batch))
-        with wall(1), pytest.raises(torch.OutOfMemoryError):
+        with memory_limit(1), pytest.raises(torch.OutOfMemoryError):
             loss.backward()
         del loss
         net(batch)  # the failed forward pass moved no statistics, the one whose backward pass failed did

@@ -12,7 +12,7 @@ import shoal
 from shoal.cost.measure import measure
 from shoal.engine.search.choose_split import choose_split
 from shoal.errors import BudgetError, InputError
-from shoal.memory.static_memory import Standing
+from shoal.memory.static_memory import StaticMemory
 from shoal.transforms.split.split import SplitModule
 from tests.engine.training_laws import blocks
 
@@ -48,7 +48,7 @@ def least_bytes(model: nn.Module) -> int:
 
 def chosen(model: nn.Module, budget_bytes: int) -> nn.Module:
     example = (torch.empty(IMAGES),)
-    return choose_split(model, example, budget_bytes, measure("cpu"), standing=Standing(model), name="wide")
+    return choose_split(model, example, budget_bytes, measure("cpu"), standing=StaticMemory(model), name="wide")
 
 
 def test_what_fits_as_it_is_stays_whole() -> None:

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from shoal.lowlevel import native
 from shoal.memory.layout.__main__ import main
 
 PROBLEM = "id,lower,upper,size\nshort,0,2,4\nlong,1,6,2\nlarge,2,4,6\n"
@@ -46,6 +48,20 @@ def test_a_capacity_that_cannot_be_met_writes_nothing(tmp_path: Path) -> None:
     done = run(problem, "--capacity", 7, "--output", output)
     assert (done.exit_code, done.stderr) == (1, "shoal.memory.layout: no layout fits: that is proven\n")
     assert not output.exists()
+
+
+def test_without_the_native_library_it_says_that_best_fit_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    problem = tmp_path / "problem.csv"
+    problem.write_text("id,lower,upper,size\na,4,6,2\nb,4,7,3\nc,3,4,4\nd,2,5,2\n")  # the search finds 7 bytes
+    done = run(problem)
+    assert done.exit_code == 0
+    assert "no native library" in " ".join(done.stdout.split())
+    done = run(problem, "--capacity", 7)
+    assert done.exit_code == 1
+    assert done.stderr.startswith("shoal.memory.layout: best fit needs more")
 
 
 def test_bad_input_is_one_line_and_exit_2(tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
-"""The search finds a layout where there is one and proves it where there is none, natively and in Python."""
+"""The search finds a layout or proves that there is none; without the native library best fit serves."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,36 +12,23 @@ from hypothesis import strategies as st
 
 from shoal.app.data.source import data_dir
 from shoal.lowlevel import native
-from shoal.memory.layout import in_python
 from shoal.memory.layout import search as searching
-from shoal.memory.layout.check import check
-from shoal.memory.layout.problem import Block, Problem
-from shoal.memory.layout.rules import ALL_RULES, Outcome, Rules
-from shoal.memory.layout.search import search, smallest
-from shoal.memory.layout.table import read_problem
+from shoal.memory.layout.csv_file import read_problem
+from shoal.memory.layout.fit import best_fit
+from shoal.memory.layout.problem import Block, Problem, check_layout
+from shoal.memory.layout.search import ALL_RULES, Answer, Outcome, Rules, search, smallest
 from tests.memory.layout.problems import crowded_problems, fits, problems, smallest_arena_bytes
 
-WAYS = pytest.mark.parametrize("way", ["native", "python"])
+needs_library = pytest.mark.skipif(native.library() is None, reason="the native library is not built")
 
 
-@contextmanager
-def by(way: str) -> Iterator[None]:
-    if way == "native" and native.library() is None:
-        pytest.skip("the native library is not built")
-    with pytest.MonkeyPatch.context() as patch:
-        if way == "python":
-            patch.setattr(native, "library", lambda: None)
-        yield
-
-
-@WAYS
+@needs_library
 @given(problem=problems(most_blocks=6))
-def test_it_finds_the_smallest_arena_there_is_and_proves_that_none_is_smaller(way: str, problem: Problem) -> None:
+def test_it_finds_the_smallest_arena_there_is_and_proves_that_none_is_smaller(problem: Problem) -> None:
     least_bytes = smallest_arena_bytes(problem)
-    with by(way):
-        found, none, best = search(problem, least_bytes), search(problem, least_bytes - 1), smallest(problem)
+    found, none, best = search(problem, least_bytes), search(problem, least_bytes - 1), smallest(problem)
     assert found.layout is not None
-    check(found.layout, least_bytes)
+    check_layout(found.layout, least_bytes)
     assert (none.layout, none.proven) == (None, True)
     assert best.layout is not None
     assert (best.layout.arena_bytes, best.proven) == (least_bytes, True)
@@ -61,70 +46,55 @@ AT_ODDS = Problem(
 )
 
 
-@WAYS
+@needs_library
 @given(problem=crowded_problems(), rules=st.integers(0, ALL_RULES).map(Rules))
 @example(problem=AT_ODDS, rules=ALL_RULES)
 @example(problem=AT_ODDS, rules=Rules(0))
-def test_it_is_exact_with_any_of_its_rules(way: str, problem: Problem, rules: Rules) -> None:
-    with by(way):
-        for capacity_bytes in (problem.highest_live_bytes, problem.highest_live_bytes + 1):
-            answer = search(problem, capacity_bytes, rules=rules)
-            assert (answer.layout is not None) == fits(problem, capacity_bytes)
-            assert answer.proven
-            if answer.layout is not None:
-                check(answer.layout, capacity_bytes)
+def test_it_is_exact_with_any_of_its_rules(problem: Problem, rules: Rules) -> None:
+    for capacity_bytes in (problem.highest_live_bytes, problem.highest_live_bytes + 1):
+        answer = search(problem, capacity_bytes, rules=rules)
+        assert (answer.layout is not None) == fits(problem, capacity_bytes)
+        assert answer.proven
+        if answer.layout is not None:
+            check_layout(answer.layout, capacity_bytes)
 
 
-@WAYS
-def test_a_part_without_a_layout_is_not_tried_again_for_each_layout_of_another(way: str) -> None:
+@needs_library
+def test_a_part_without_a_layout_is_not_tried_again_for_each_layout_of_another() -> None:
     many_ways = [Block(f"{i}", 10 + i % 3, 15 + i % 2, 1) for i in range(6)]
     blocks = (*AT_ODDS.blocks, *many_ways)
-    with by(way):
-        attempt = searching._natively if way == "native" else in_python.attempt
-        outcome, _ = attempt(blocks, 6, ALL_RULES, 40, 60.0, [0] * len(blocks))
+    outcome, _ = searching._attempt(blocks, 6, ALL_RULES, 40, 60.0, [0] * len(blocks))
     assert outcome == Outcome.IMPOSSIBLE
 
 
-@given(
-    problem=st.one_of(problems(most_blocks=30, most_bytes=30), crowded_problems(most_blocks=30, moments=12)),
-    share=st.sampled_from([1.0, 1.05, 1.2]),
-    rules=st.integers(0, ALL_RULES).map(Rules),
-    nodes=st.integers(1, 100),
-)
-def test_the_native_search_and_the_one_in_python_go_the_same_way(
-    problem: Problem, share: float, rules: Rules, nodes: int
-) -> None:
-    if native.library() is None:
-        pytest.skip("the native library is not built")
-    blocks = [block for block in problem.blocks if block.size_bytes]
-    capacity_bytes = int(share * problem.highest_live_bytes)
-    ways = []
-    for attempt in (searching._natively, in_python.attempt):
-        failures = list(range(len(blocks)))
-        outcome, offsets = attempt(blocks, capacity_bytes, rules, nodes, 60.0, failures)
-        ways.append((outcome, offsets if outcome == Outcome.FOUND else None, failures))
-    assert ways[0] == ways[1]
-
-
-@WAYS
-def test_blocks_without_end_need_no_stack_without_end(way: str) -> None:
+@needs_library
+def test_blocks_without_end_need_no_stack_without_end() -> None:
     stairs = Problem(tuple(Block(f"{i}", i, i + 2, 1 + i % 3) for i in range(700)))
-    with by(way):
-        answer = search(stairs, stairs.highest_live_bytes)
+    answer = search(stairs, stairs.highest_live_bytes)
     assert answer.layout is not None
-    check(answer.layout, stairs.highest_live_bytes)
+    check_layout(answer.layout, stairs.highest_live_bytes)
 
 
-@WAYS
+@needs_library
 @given(problem=problems(most_blocks=14, most_bytes=30))
-def test_what_it_finds_is_sound(way: str, problem: Problem) -> None:
-    with by(way):
-        found = search(problem, int(1.1 * problem.highest_live_bytes), time_limit_seconds=1)
+def test_what_it_finds_is_sound(problem: Problem) -> None:
+    found = search(problem, int(1.1 * problem.highest_live_bytes), time_limit_seconds=1)
     if found.layout is not None:
-        check(found.layout, int(1.1 * problem.highest_live_bytes))
+        check_layout(found.layout, int(1.1 * problem.highest_live_bytes))
 
 
 TIGHT = Problem(tuple(Block(f"{i}", i * 7 % 31, i * 7 % 31 + 5 + i * 13 % 17, 3 + i * 11 % 23) for i in range(150)))
+
+
+@given(problem=problems(most_blocks=30), spare_bytes=st.integers(-2, 10))
+def test_without_the_library_best_fit_serves_and_proves_nothing_else(problem: Problem, spare_bytes: int) -> None:
+    fit = best_fit(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: None)
+        found, best = search(problem, fit.arena_bytes + spare_bytes), smallest(problem)
+    fits_the_lower_bound = fit.arena_bytes == problem.highest_live_bytes
+    assert best == Answer(fit, fits_the_lower_bound)
+    assert found == (Answer(fit, True) if spare_bytes >= 0 else Answer(None, fits_the_lower_bound))
 
 
 def test_when_the_time_is_over_it_says_that_nothing_is_proven() -> None:
@@ -132,37 +102,31 @@ def test_when_the_time_is_over_it_says_that_nothing_is_proven() -> None:
     assert (answer.layout, answer.proven) == (None, False)
     best = smallest(TIGHT, time_limit_seconds=0)
     assert best.layout is not None
-    check(best.layout)
+    check_layout(best.layout)
     assert best.proven == (best.layout.arena_bytes == TIGHT.highest_live_bytes)
 
 
-@WAYS
-def test_an_attempt_ends_when_its_nodes_or_seconds_are_spent(way: str) -> None:
-    with by(way):
-        attempt = searching._natively if way == "native" else in_python.attempt
-        for nodes, seconds in ((3, 60.0), (10**9, 0.0)):
-            failures = [0] * len(TIGHT.blocks)
-            outcome, _ = attempt(TIGHT.blocks, TIGHT.highest_live_bytes, ALL_RULES, nodes, seconds, failures)
-            assert outcome == Outcome.GAVE_UP
+@needs_library
+def test_an_attempt_ends_when_its_nodes_or_seconds_are_spent() -> None:
+    for nodes, seconds in ((3, 60.0), (10**9, 0.0)):
+        failures = [0] * len(TIGHT.blocks)
+        outcome, _ = searching._attempt(TIGHT.blocks, TIGHT.highest_live_bytes, ALL_RULES, nodes, seconds, failures)
+        assert outcome == Outcome.GAVE_UP
 
 
-@WAYS
-def test_without_parts_a_section_whose_blocks_all_lie_is_passed_over_however_often_it_failed(way: str) -> None:
+@needs_library
+def test_without_parts_a_section_whose_blocks_all_lie_is_passed_over_however_often_it_failed() -> None:
     blocks = tuple(Block(f"{i}", i, i + 1, 4) for i in range(3))
     rules = ALL_RULES & ~Rules.PARTS
-    with by(way):
-        attempt = searching._natively if way == "native" else in_python.attempt
-        outcome, offsets = attempt(blocks, 8, rules, 1000, 60.0, [0, 100, 0])
+    outcome, offsets = searching._attempt(blocks, 8, rules, 1000, 60.0, [0, 100, 0])
     assert (outcome, offsets) == (Outcome.FOUND, [0, 0, 0])
 
 
 @pytest.mark.parametrize("seconds", [1e12, float("inf")])
-@WAYS
-def test_an_attempt_may_go_on_for_ever(way: str, seconds: float) -> None:
+@needs_library
+def test_an_attempt_may_go_on_for_ever(seconds: float) -> None:
     blocks = (Block("first", 0, 2, 4), Block("second", 1, 3, 4))
-    with by(way):
-        attempt = searching._natively if way == "native" else in_python.attempt
-        outcome, offsets = attempt(blocks, 8, ALL_RULES, 1000, seconds, [0, 0])
+    outcome, offsets = searching._attempt(blocks, 8, ALL_RULES, 1000, seconds, [0, 0])
     assert (outcome, sorted(offsets)) == (Outcome.FOUND, [0, 4])
 
 
@@ -202,4 +166,4 @@ def test_minimallocs_problems_fit_their_capacity(name: str) -> None:
         pytest.skip("without the native library this takes minutes")
     answer = search(read_problem(path), 1048576, time_limit_seconds=600)
     assert answer.layout is not None
-    check(answer.layout, 1048576)
+    check_layout(answer.layout, 1048576)

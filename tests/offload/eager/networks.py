@@ -23,7 +23,7 @@ from tests.engine.training_laws import classifier, differences, train
 
 module = importlib.import_module("shoal.offload.eager")
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's wall needs a C++ compiler"
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
 )
 
 

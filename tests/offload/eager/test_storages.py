@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.memory.limit import wall
+from shoal.memory.limit import memory_limit
 from shoal.offload.eager import offload_activations
 from shoal.offload.links.open_link import open_link
 from tests.offload.eager.networks import NETWORKS, counted_fetches, module, needs_compiler, offload_all
@@ -158,7 +158,7 @@ def test_torchs_bytes_are_free_after_the_block_and_come_back_two_at_most(in_file
     offloading = offload_activations(tmp_path if in_file else None, min_bytes=nbytes)
     for _ in range(3):
         x.grad = None
-        with wall(None) as w:
+        with memory_limit(None) as w:
             before = w.live_bytes
             with offloading:
                 loss = forward()

@@ -9,9 +9,8 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.offload.links.copy_thread import Pace
+from shoal.offload.links.copy_thread import Pace, ThreadLink
 from shoal.offload.links.host import HostSlab
-from shoal.offload.links.thread_link import ThreadLink
 
 _PATIENCE_SECONDS = 60
 

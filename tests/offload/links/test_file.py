@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path) -> None:
     program = f"""
 import os, signal, torch
-from shoal.runtime.links.file import FileSlab, SpillFile
+from shoal.offload.links.file import FileSlab, SpillFile
 slab, out = FileSlab(SpillFile({str(tmp_path)!r}), 1 << 20), torch.arange(1000)
 slab.write(0, out.data_ptr(), out.nbytes)
 print(os.listdir({str(tmp_path)!r}), flush=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.errors import TransferError
-from shoal.memory.limit import wall
+from shoal.memory.limit import memory_limit
 from shoal.offload.links.host import HostSlab
 
 
@@ -21,9 +21,11 @@ def test_what_is_written_is_read_again_at_its_offset() -> None:
     assert not slab.bytes[:4096].any() and not slab.bytes[8192:].any()
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's wall needs a C++ compiler")
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
+)
 def test_it_is_none_of_torchs_bytes() -> None:
-    with wall(None) as w:
+    with memory_limit(None) as w:
         slab = HostSlab(1 << 24)
         assert w.allocations == 0
         assert slab.nbytes == 1 << 24

@@ -103,7 +103,7 @@ PROGRAM = """
 import os, sys, torch
 torch.set_num_threads(1)  # a child of fork hangs in the pool of its parent
 from shoal.errors import TransferError
-from shoal.runtime.links.open_link import open_link
+from shoal.offload.links.open_link import open_link
 
 def use(link):
     lease, x = link.pool.lease(1 << 20), torch.ones(1 << 18)

@@ -15,7 +15,7 @@ from shoal.offload.transfers import Transfers
 CPU = torch.device("cpu")
 PAGE = 4096
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the CPU's wall needs a C++ compiler"
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from shoal.errors import InputError, TransferError
 from shoal.offload.links.open_link import open_link
 from shoal.offload.transfers import Transfers
-from tests.offload.links.slabs import RehearsedHost
 from tests.offload.transfers.steps import CPU, fetch, offload, step_on
 
 
@@ -59,8 +57,6 @@ def test_every_bit_and_every_stride_comes_back(held: list[torch.Tensor], in_file
         )
         assert fetched.storage_offset() == held[slot].storage_offset() and not fetched.requires_grad
         assert same_bits(fetched, held[slot])
-    moved = sum(tensor.untyped_storage().nbytes() for tensor in held)
-    assert (transfers.last.to_host_bytes, transfers.last.to_device_bytes) == (moved, moved)
     link.close()
 
 
@@ -90,21 +86,6 @@ def test_a_graph_that_is_retained_fetches_again() -> None:
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
     assert step.is_right()
-
-
-def test_the_stalls_of_the_last_step_are_counted() -> None:
-    host = RehearsedHost()
-    transfers = Transfers(host.link(), [8])
-    receipt = transfers.begin()
-    assert (transfers.last.offload_stall_seconds, transfers.last.fetch_stall_seconds) == (0, 0)
-    host.gate.clear()
-    transfers.start_offload(receipt, 0, torch.ones(2))
-    host.at_gate.wait()
-    threading.Timer(0.01, host.gate.set).start()
-    transfers.finish_offload(receipt, 0)
-    assert transfers.last.offload_stall_seconds > 0 and transfers.last.fetch_stall_seconds == 0
-    transfers.begin()
-    assert (transfers.last.to_host_bytes, transfers.last.offload_stall_seconds) == (0, 0)
 
 
 def test_calls_out_of_order_are_refused_in_one_line() -> None:
@@ -154,7 +135,6 @@ def test_steps_on_cuda_have_the_right_bits_and_leave_no_device_bytes() -> None:
         assert torch.cuda.memory_allocated() == before - 6 * sent[0].nbytes
         for slot in reversed(range(6)):
             assert torch.equal(fetch(transfers, receipt, slot), expected[slot])
-        assert transfers.last.offload_stall_seconds >= 0
         del receipt
     assert link.pool.leased == 0
     transfers.close()

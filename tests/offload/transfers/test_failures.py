@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.errors import TransferError
-from shoal.memory.limit import wall
+from shoal.memory.limit import memory_limit
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.transfers import Transfers
 from tests.offload.links.slabs import RehearsedHost, open_files, our_threads
@@ -180,7 +180,7 @@ def test_a_device_that_is_full_when_a_fetch_begins_leaks_nothing() -> None:
     x = torch.randn(300, requires_grad=True)
     loss = step.forward(x)
     grad = torch.ones(())
-    with wall(None) as w:
+    with memory_limit(None) as w:
         w.limit_bytes = w.live_bytes + 3000
         with pytest.raises(torch.OutOfMemoryError):
             loss.backward(grad, retain_graph=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.errors import TransferError
-from shoal.memory.limit import wall
+from shoal.memory.limit import memory_limit
 from shoal.offload.links.open_link import open_link
 from shoal.offload.transfers import Transfers
 from tests.offload.links.slabs import RehearsedHost, open_files, our_threads
@@ -19,7 +19,7 @@ from tests.offload.transfers.steps import PAGE, needs_compiler, step_on
 @needs_compiler
 def test_torchs_bytes_are_free_once_the_offload_is_finished() -> None:
     transfers = Transfers(open_link("cpu"), [4000, 8000])
-    with wall(None) as w:
+    with memory_limit(None) as w:
         before = w.live_bytes
         receipt = transfers.begin()
         assert w.allocations == 0, "neither receipt nor slab are torch's"

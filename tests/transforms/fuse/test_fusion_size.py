@@ -223,7 +223,7 @@ def test_a_compiler_is_not_asked_which_kernels_there_are(monkeypatch: pytest.Mon
     def asked(*unused: object) -> bool:
         raise AssertionError("it would have to look into the native library")
 
-    monkeypatch.setattr(fusion_size.norm_conv_native, "applies", asked)
+    monkeypatch.setattr(fusion_size, "runs_winograd", asked)
     window, weight = Window([1, 1], [1, 1], [1, 1], 1), torch.ones(64, 64, 3, 3)
     size = fusion_size.FusionSize("pays")
 

@@ -31,7 +31,6 @@ def train(
     budget: Annotated[str | None, typer.Option(help="Device bytes a step may use, such as 150MiB.")] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 3,
     enforce: Annotated[bool, typer.Option("--enforce", help="Raise OutOfMemoryError above the budget.")] = False,
-    arena: Annotated[bool, typer.Option("--arena", help="Serve each step from one block of memory.")] = False,
     planner: Annotated[
         str,
         typer.Option(
@@ -67,7 +66,9 @@ def train(
     seed: Annotated[int, typer.Option(help="Seed of weights, order, augmentation and dropout.")] = 0,
     workers: Annotated[int, typer.Option(help="Processes that load images.")] = 0,
     image: Annotated[int | None, typer.Option(help="Pixels along each side.")] = None,
-    inner: Annotated[str, typer.Option(help="What runs the planned graphs: eager or inductor.")] = "eager",
+    kernels: Annotated[
+        str, typer.Option("--kernels", "--inner", help="What runs the planned graphs: eager or inductor.")
+    ] = "eager",
     amp: Annotated[str, typer.Option(help="Autocast: bf16, fp16 or none.")] = "none",
     channels_last: Annotated[
         bool, typer.Option("--channels-last/--contiguous", help="Memory format of images and weights.")
@@ -102,9 +103,9 @@ def train(
 ) -> None:
     """Train a network inside a budget.
 
-    With --enforce and --planner none, plain PyTorch trains within the same memory limit: it is expected to run out of
-    memory, with exit code 3. Wrong arguments end with exit code 2. Ctrl-C finishes the step, writes a checkpoint and
-    ends with exit code 130; --resume then continues bit for bit.
+    With --enforce and --planner none, plain PyTorch has the same memory limit: it should run out of memory, with exit
+    code 3. Wrong arguments end with exit code 2. Ctrl-C finishes the step, writes a checkpoint and ends with exit
+    code 130; --resume then continues bit for bit.
 
     Under torchrun every rank trains on its share of each batch, inside a budget of its own. Rank 0 shows the run and
     writes its files; a signal to one rank ends all after the same step, and an error on one names its rank.
@@ -121,7 +122,6 @@ def train(
             planner=planner,
             epochs=epochs,
             enforce=enforce,
-            arena=arena,
             lr=lr,
             momentum=momentum,
             weight_decay=weight_decay,
@@ -129,7 +129,7 @@ def train(
             seed=seed,
             workers=workers,
             image=image,
-            inner=inner,
+            kernels=kernels,
             amp=amp,
             channels_last=channels_last,
             root=root,

@@ -124,13 +124,6 @@ def outcome_table(options: TrainOptions, outcome: Outcome) -> Table:
         _row(table, "measured peak", measured)
     for name, value in bytes_by_kind(outcome.traffic).items():
         _row(table, name, value)
-    if (arena := outcome.arena) is not None:
-        _row(
-            table,
-            "arena",
-            f"{format_bytes(arena.bytes)}, {arena.fragmentation:.3f} of the most in use; {arena.departures} departures "
-            f"in {arena.replayed_steps} replayed steps",
-        )
     return table
 
 

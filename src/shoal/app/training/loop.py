@@ -12,7 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -25,14 +25,12 @@ from shoal.app.data.loaders import Loader
 from shoal.app.data.pixels import picture
 from shoal.app.training import checkpoint, prepare
 from shoal.app.training.optimizers import learning_rate
-from shoal.app.training.options import ArenaOutcome, Outcome, Progress, TrainOptions
+from shoal.app.training.options import Outcome, Progress, TrainOptions
 from shoal.app.training.ranks import Ranks, Stop, asked_to_stop, lost_ranks_reported
 from shoal.app.training.results import check_writable, versions
 from shoal.app.training.strategies import strategy_of
 from shoal.app.training.strategy import Strategy
-from shoal.memory.arena import Arena
-from shoal.memory.arena_cuda import CudaArena
-from shoal.memory.limit import Wall
+from shoal.memory.limit import MemoryLimit
 from shoal.transforms.split.split import SplitModule
 
 _FAR_APART = 1_000_003  # seeds of ranks, which draw dropout each for itself
@@ -73,16 +71,13 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
     data = prepare.open_data(options, ranks)
     layout = prepare.layout(options, prepare.check_fits(options, data))
     with ExitStack() as stack:
-        # Raised before the model is made, so that its parameters count.
-        meter = prepare.raise_wall(stack, device, options.enforce)
+        # Entered before the model is made, so that its parameters count.
+        meter = prepare.open_memory_limit(stack, device, options.enforce)
         model = shoal.app.models.build(
             options.model, num_classes=data.num_classes, in_channels=data.in_channels, seed=options.seed
         )
         model.to(device=device, memory_format=layout)  # type: ignore[call-overload]  # its stub knows no memory_format
         model = prepare.divided(options, model)
-        arena = prepare.open_arena(device) if options.arena else None
-        if arena is not None:
-            stack.callback(arena.close)
         if ranks.count > 1:
             # Of 1 x 1 kernels, whose strides say the same in two ways.
             stack.enter_context(warnings.catch_warnings())
@@ -90,7 +85,7 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
         strategy = strategy_of(options, model, ranks, data.train.batches)
         # Closing is a collective call: not where a rank is gone.
         stack.push(lambda kind, *_: strategy.close() if kind is None or ranks.count == 1 else None)
-        run = _Run(options, device, strategy, data, layout, meter, arena, watcher, ranks)
+        run = _Run(options, device, strategy, data, layout, meter, watcher, ranks)
         if options.resume:
             run.resume()
         if options.enforce and meter is not None:
@@ -110,8 +105,7 @@ class _Run:
         strategy: Strategy,
         data: Data,
         layout: torch.memory_format,
-        meter: Wall | None,
-        arena: Arena | CudaArena | None,
+        meter: MemoryLimit | None,
         watcher: Watcher,
         ranks: Ranks,
     ) -> None:
@@ -120,7 +114,6 @@ class _Run:
         self.data = data
         self.layout = layout
         self.meter = meter
-        self.arena = arena
         self.watcher = watcher
         self.ranks = ranks
         self.strategy = strategy
@@ -179,17 +172,15 @@ class _Run:
         for group in strategy.optimizer.param_groups:
             group["lr"] = rate
         whole = self.data.train.order.whole(at.step)
-        # An epoch's short last batch makes a sequence of allocations of its own.
-        with nullcontext() if self.arena is None else self.arena.step(images.shape):
-            with self._autocast():
-                outputs = strategy.called(images)
-                loss = nn.functional.cross_entropy(outputs, labels)
-            # The ranks' gradients are averaged: where shares differ, each counts as much as it has images.
-            fair = loss if len(images) * self.ranks.count == whole else loss * (len(images) * self.ranks.count / whole)
-            self.scaler.scale(fair).backward()
-            self.scaler.step(strategy.optimizer)
-            self.scaler.update()
-            strategy.optimizer.zero_grad(set_to_none=True)
+        with self._autocast():
+            outputs = strategy.called(images)
+            loss = nn.functional.cross_entropy(outputs, labels)
+        # The ranks' gradients are averaged: where shares differ, each counts as much as it has images.
+        fair = loss if len(images) * self.ranks.count == whole else loss * (len(images) * self.ranks.count / whole)
+        self.scaler.scale(fair).backward()
+        self.scaler.step(strategy.optimizer)
+        self.scaler.update()
+        strategy.optimizer.zero_grad(set_to_none=True)
         right = int((outputs.argmax(1) == labels).sum())
         self._read_peak()
         self._count(loss.item(), right, labels.numel(), whole, len(images) / (time.perf_counter() - began))
@@ -295,7 +286,6 @@ class _Run:
             checkpoint=self.checkpoint,
             signal=self.stopped_by if self.position.epoch < self.options.epochs else 0,
             versions=versions(self.options),
-            arena=self._arena_outcome(),
             travel=self.strategy.explain(),
             traffic=None if (traffic := self.strategy.traffic) is None else traffic.to_json(),
             **self._drawing(),
@@ -309,9 +299,3 @@ class _Run:
         image, _ = self.data.test.dataset[0]
         shown = picture(image.numpy()) if image.dim() == 3 and len(image) in (1, 3) else ""
         return {"patches": network.patch_map(image.shape[1:]), "image": shown}
-
-    def _arena_outcome(self) -> ArenaOutcome | None:
-        arena = self.arena
-        if arena is None:
-            return None
-        return ArenaOutcome(arena.bytes, arena.fragmentation, arena.departures, arena.replayed_steps)

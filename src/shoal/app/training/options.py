@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.app.training.batch_norm_form import check_form
-from shoal.capture.lossy_options import lossy_of
+from shoal.engine.options import CompileOptions, lossy_options
 from shoal.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", "none")
 OPTIMIZERS = ("sgd", "adamw")
 PRECISIONS = ("none", "bf16", "fp16")
-INNERS = ("eager", "inductor")
+KERNELS = ("eager", "inductor")
 WEIGHTS = ("host", "sharded")
 PRECISIONS_OF_WEIGHTS = ("8", "16", "24", "32", "bf16", "adaptive")
 PARALLEL = ("hybrid",)
 
 # What may differ between a run and its continuation without a number changing.
-_FREE = {"budget_bytes", "planner", "enforce", "arena", "workers", "inner", "root", "out", "resume"}
+_FREE = {"budget_bytes", "planner", "enforce", "workers", "kernels", "root", "out", "resume"}
 _FREE |= {"offload_to", "host_budget_bytes", "rehearse"}
 
 
@@ -38,13 +38,12 @@ class TrainOptions:
         planner: one of `PLANNERS`; "none" trains with plain PyTorch.
         epochs: passes over the training images.
         enforce: train within a memory limit of `budget_bytes`.
-        arena: serve each step's allocations at planned addresses in one block (`shoal.memory.arena`).
         lr: the highest learning rate; see `shoal.app.training.optimizers.learning_rate`.
         momentum, weight_decay, optimizer: of the optimizer, one of `OPTIMIZERS`; momentum is SGD's.
         seed: of the weights, the order, the augmentation and dropout.
         workers: processes that load images; 0 loads them in this one.
         image: pixels along each side; None for what the data set has.
-        inner: what runs the planned graphs, one of `INNERS`.
+        kernels: what runs the planned graphs, one of `KERNELS`.
         amp: autocast's type, one of `PRECISIONS`.
         channels_last: lay images out with channels innermost: faster, and convolutions need no scratch on the CPU.
         root: folder of the data set, None for its usual place.
@@ -73,7 +72,6 @@ class TrainOptions:
     planner: str = "joint"
     epochs: int = 3
     enforce: bool = False
-    arena: bool = False
     lr: float = 0.02
     momentum: float = 0.9
     weight_decay: float = 5e-4
@@ -81,7 +79,7 @@ class TrainOptions:
     seed: int = 0
     workers: int = 0
     image: int | None = None
-    inner: str = "eager"
+    kernels: str = "eager"
     amp: str = "none"
     channels_last: bool = True
     root: str | None = None
@@ -111,7 +109,7 @@ class TrainOptions:
             ("planner", PLANNERS),
             ("optimizer", OPTIMIZERS),
             ("amp", PRECISIONS),
-            ("inner", INNERS),
+            ("kernels", KERNELS),
         ):
             if getattr(self, name) not in known:
                 raise InputError(f"unknown {name} {getattr(self, name)!r}: give one of {', '.join(known)}")
@@ -132,10 +130,25 @@ class TrainOptions:
             raise InputError("planner 'none' is plain PyTorch, which offloads nothing; choose another planner")
         if self.ranks is not None and self.batch % self.ranks:
             raise InputError(f"batch={self.batch} over {self.ranks} ranks: give a multiple of {self.ranks}")
-        lossy_of(self.lossy, self.planner)
+        if self.planner == "none":
+            lossy_options(self.lossy, self.planner)  # refuses it
         self._check_travel()
         if self.budget_bytes is None and (self.enforce or self.planner != "none"):
             raise InputError("no budget was given; give --budget, such as 150MiB, or --planner none for plain PyTorch")
+        if self.planner != "none":
+            CompileOptions.of(**self.compile_keywords())
+
+    def compile_keywords(self) -> dict[str, Any]:
+        """Those of `shoal.compile`."""
+        return {
+            "budget": self.budget_bytes,
+            "planner": self.planner,
+            "kernels": self.kernels,
+            "offload_to": self.offload_to,
+            "host_budget": self.host_budget_bytes,
+            "rehearse": self.rehearse,
+            "lossy": self.lossy,
+        }
 
     def _check_travel(self) -> None:
         for name, known in (("weights", WEIGHTS), ("precision", PRECISIONS_OF_WEIGHTS), ("parallel", PARALLEL)):
@@ -148,9 +161,8 @@ class TrainOptions:
             raise InputError(
                 f"a plan inside a budget needs whole weights on the device; give {what} with --planner none"
             )
-        if what and (self.arena or self.amp == "fp16"):
-            other = "--arena" if self.arena else "--amp fp16; --amp bf16 is possible"
-            raise InputError(f"{what} cannot be combined with {other}")
+        if what and self.amp == "fp16":
+            raise InputError(f"{what} cannot be combined with --amp fp16; --amp bf16 is possible")
         if self.precision and not self.weights:
             raise InputError(
                 f"precision {self.precision!r} is of weights that travel; give --weights host or sharded too"
@@ -203,23 +215,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class ArenaOutcome:
-    """What came of an arena.
-
-    Attributes:
-        bytes: of the arena; 0 if no two steps were alike.
-        fragmentation: over the most bytes in use in it at once.
-        departures: allocations of replayed steps that did not get their planned address.
-        replayed_steps: how many there were.
-    """
-
-    bytes: int
-    fragmentation: float
-    departures: int
-    replayed_steps: int
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The results of a run.
 
@@ -233,7 +228,6 @@ class Outcome:
         checkpoint: the file to resume from.
         signal: what stopped the run before its end, 0 for nothing.
         versions: torch, python, shoal, and the threads and seed the run had.
-        arena: what its arena came to; None without one.
         patches: where the patches of a split network lie in its images.
         image: the first test image as an address that begins with "data:", to draw them over.
         traffic: bytes that rank 0 put on the wire, as of `Traffic.to_json`; None where nothing travels.
@@ -251,7 +245,6 @@ class Outcome:
     checkpoint: Path
     signal: int
     versions: dict[str, Any]
-    arena: ArenaOutcome | None = None
     patches: PatchMap | None = None
     image: str = ""
     traffic: dict[str, Any] | None = None

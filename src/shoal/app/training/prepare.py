@@ -1,4 +1,4 @@
-"""What a run is made of, by its options: data, network, memory layout, wall and arena."""
+"""What a run is made of, by its options: data, network, memory layout and memory limit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from shoal.app.training.options import TrainOptions
 from shoal.app.training.ranks import Ranks
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
-from shoal.memory.arena import Arena
-from shoal.memory.arena_cuda import CudaArena
-from shoal.memory.limit import Wall, wall
+from shoal.kernels.memory_format import channels_last_format
+from shoal.memory.limit import MemoryLimit, memory_limit
 from shoal.transforms.split.split import SplitModule
 
 
@@ -32,20 +31,15 @@ def device(name: str) -> torch.device:
     return device_of(name)
 
 
-def raise_wall(stack: ExitStack, device: torch.device, enforce: bool) -> Wall | None:
-    """A wall without a limit yet, which counts; None where it is not asked for and cannot be had."""
+def open_memory_limit(stack: ExitStack, device: torch.device, enforce: bool) -> MemoryLimit | None:
+    """A counter of device bytes, whose limit is set later; None where there can be none and none is asked for."""
     gc.collect()  # what an earlier run in this process has left would count
     try:
-        return stack.enter_context(wall(None, device))
+        return stack.enter_context(memory_limit(None, device))
     except InputError:
         if enforce:
             raise
         return None
-
-
-def open_arena(device: torch.device) -> Arena | CudaArena:
-    """An arena for the steps of a run."""
-    return CudaArena(device) if device.type == "cuda" else Arena(device)
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:
@@ -108,22 +102,11 @@ def layout(options: TrainOptions, shape: tuple[int, ...]) -> torch.memory_format
     """Of images and weights. A three-dimensional network has another channels-last than a two-dimensional one."""
     if not options.channels_last:
         return torch.preserve_format
-    return torch.channels_last_3d if len(shape) == 5 else torch.channels_last
+    return channels_last_format(len(shape))
 
 
 def compiled(options: TrainOptions, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
     """The network under its budget; as it is for plain PyTorch."""
     if options.planner == "none":
         return model
-    return shoal.compile(
-        model,
-        budget=options.budget_bytes,
-        planner=options.planner,
-        offload_to=options.offload_to,
-        host_budget=options.host_budget_bytes,
-        rehearse=options.rehearse,
-        lossy=options.lossy,
-        optimizer=optimizer,
-        inner=options.inner,
-        name=options.model,
-    )
+    return shoal.compile(model, **options.compile_keywords(), optimizer=optimizer, name=options.model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ def result(options: TrainOptions, outcome: Outcome) -> dict[str, Any]:
         "test_accuracy": outcome.test_accuracy,
         "traffic": outcome.traffic,
         "travel": outcome.travel.splitlines(),
-        "arena_outcome": outcome.arena and asdict(outcome.arena),
         "finished": not outcome.signal,
         "versions": outcome.versions,
     }

@@ -20,7 +20,7 @@ from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.gradients.choose_codec import MARGIN, Chooser
 from shoal.distributed.gradients.link_rates import CodecRates, Curve, LinkRates
 from shoal.errors import TransferError
-from shoal.lowlevel.undisturbed import undisturbed
+from shoal.lowlevel.torch_internals import isolated
 
 CANDIDATES = ("bf16", "dynamic_tree")
 _LINK_BYTES = (8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
@@ -90,7 +90,7 @@ def measure_link(
     plain_points: list[tuple[int, float]] = []
     exchange_points: list[tuple[int, float]] = []
     timed = _Timed(group, place)
-    with undisturbed(place):
+    with isolated(place):
         for size in sizes:
             part_bytes = size // (ranks - 1)
             parts, part_sizes = [data[:part_bytes]] * ranks, [part_bytes] * ranks
@@ -126,7 +126,7 @@ def codec_rates(
     decoded, total = torch.empty_like(values), torch.zeros_like(values)
     timed = _Timed(group, place)
     found = []
-    with undisturbed(place):
+    with isolated(place):
         for codec in codecs:
             encode_points, decode_points = [], []
             for size in sizes:

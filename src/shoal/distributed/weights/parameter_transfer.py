@@ -10,9 +10,9 @@ from shoal.codecs.codec import Codec, Encoded
 from shoal.codecs.memory_order import same_places, without_gaps
 from shoal.core.sizes import in_pages
 from shoal.errors import InputError
-from shoal.offload.links.copy import Copy
 from shoal.offload.links.host import HostSlab
 from shoal.offload.links.open_link import OpenLink
+from shoal.offload.links.slab import Copy
 
 
 @dataclass(eq=False)

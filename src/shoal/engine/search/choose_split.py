@@ -17,7 +17,7 @@ from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.cost.profile import profile_step
 from shoal.errors import BudgetError, CaptureError, InputError
-from shoal.memory.static_memory import Standing
+from shoal.memory.static_memory import StaticMemory
 from shoal.transforms.split.split import SplitModule, split
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def choose_split(
     budget_bytes: int,
     hardware: Hardware,
     *,
-    standing: Standing,
+    standing: StaticMemory,
     planner: str | planners.Planner = "joint",
     link: Link | None = None,
     name: str = "",
@@ -92,7 +92,7 @@ def _planned(
     arguments: Sequence[Any],
     budget_bytes: int,
     hardware: Hardware,
-    standing: Standing,
+    standing: StaticMemory,
     planner: str | planners.Planner,
     link: Link | None,
     name: str,

@@ -14,7 +14,7 @@ from shoal.core.step import StepGraph
 from shoal.cost.roofline import roofline
 from shoal.engine.search.scaled_step import scaled_step
 from shoal.errors import CaptureError
-from shoal.memory.static_memory import Standing
+from shoal.memory.static_memory import StaticMemory
 
 _SMALLEST = 4  # batch whose step stands for others: that of one image is often of another form
 _APART = 4
@@ -24,8 +24,8 @@ class StepsByBatch:
     """A network's training step by batch size, with the times of a device that is not here; nothing is allocated.
 
     Capturing takes seconds. So steps are captured at 4, 16, 64, ... images, as far as they are asked for, and those in
-    between are told from their neighbours (see `scaled_step`); where two neighbours are not of one form, the step
-    itself is captured. Whatever was asked for once is remembered.
+    between are interpolated (see `scaled_step`); where two neighbours are not of one form, the step itself is
+    captured. Whatever was asked for once is remembered.
 
     Args:
         model: the network, best built under `with torch.device("meta"):`, where it takes no memory.
@@ -57,7 +57,7 @@ class StepsByBatch:
         self._model = model
         self._shape_of = shape_of
         self._hardware = hardware
-        self._standing = Standing(model, optimizer)
+        self._standing = StaticMemory(model, optimizer)
         self._name = name or type(model).__name__
         self._rewrites = rewrites
         self._captured: dict[int, StepGraph] = {}

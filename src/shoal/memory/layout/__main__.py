@@ -15,12 +15,11 @@ from rich.table import Table
 
 from shoal.core.sizes import parse_bytes
 from shoal.errors import InputError, ShoalError
-from shoal.memory.layout.best_fit import best_fit
-from shoal.memory.layout.check import check
-from shoal.memory.layout.first_fit import first_fit
-from shoal.memory.layout.problem import Layout, Problem
+from shoal.lowlevel import native
+from shoal.memory.layout.csv_file import read_problem, write_layout
+from shoal.memory.layout.fit import best_fit, first_fit
+from shoal.memory.layout.problem import Layout, Problem, check_layout
 from shoal.memory.layout.search import Answer, search, smallest
-from shoal.memory.layout.table import read_problem, write_layout
 
 _NOT_FOUND = 1
 _WRONG = 2
@@ -50,7 +49,11 @@ def main(
         typer.echo("shoal.memory.layout: interrupted; nothing was written", err=True)
         raise typer.Exit(_INTERRUPTED) from None
     if answer.layout is None:
-        why = "no layout fits: that is proven" if answer.proven else f"none found in {time_limit:g} s; give more time"
+        why = f"none found in {time_limit:g} s; give more time"
+        if answer.proven:
+            why = "no layout fits: that is proven"
+        elif native.library() is None:
+            why = "best fit needs more, and the native library, which searches further, is not built"
         typer.echo(f"shoal.memory.layout: {why}", err=True)
         raise typer.Exit(_NOT_FOUND)
 
@@ -69,15 +72,16 @@ def _lay_out(problem: Problem, capacity_bytes: int | None, time_limit_seconds: f
         started = time.perf_counter()
         layout = method(problem)
         add(name, layout, time.perf_counter() - started)
-        check(layout)
+        check_layout(layout)
     started = time.perf_counter()
     if capacity_bytes is None:
         answer = smallest(problem, time_limit_seconds=time_limit_seconds)
     else:
         answer = search(problem, capacity_bytes, time_limit_seconds=time_limit_seconds)
-    add("search", answer.layout, time.perf_counter() - started)
+    name = "search" if native.library() is not None else "best fit (no native library, so no search)"
+    add(name, answer.layout, time.perf_counter() - started)
     if answer.layout is not None:
-        check(answer.layout, capacity_bytes)
+        check_layout(answer.layout, capacity_bytes)
     Console().print(table)
     return answer
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from shoal.errors import InputError, brief
+from shoal.errors import InputError, PlanError, brief
 
 
 @dataclass(frozen=True)
@@ -91,3 +91,33 @@ class Layout:
         """Arena bytes over the most bytes in use at any time; 1.0 wastes nothing."""
         highest = self.problem.highest_live_bytes
         return self.arena_bytes / highest if highest else 1.0
+
+
+def check_layout(layout: Layout, capacity_bytes: int | None = None) -> None:
+    """Raise unless the layout is sound. Every pair of blocks is compared; no code is shared with what makes layouts.
+
+    Args:
+        layout: an address for each block.
+        capacity_bytes: every block must end at or below it; None: no limit.
+
+    Raises:
+        PlanError: a block begins below 0 or ends past the capacity, or two blocks that are in use at the same time
+            share a byte. The message names them.
+    """
+    blocks, offsets = layout.problem.blocks, layout.offsets
+    if len(offsets) != len(blocks):
+        raise PlanError(f"{len(offsets)} offsets for {len(blocks)} blocks")
+    for i, one in enumerate(blocks):
+        begin, end = offsets[i], offsets[i] + one.size_bytes
+        if begin < 0:
+            raise PlanError(f"block {one.name!r} begins at {begin}, before the arena")
+        if capacity_bytes is not None and end > capacity_bytes:
+            raise PlanError(f"block {one.name!r} ends at {end}, past the capacity of {capacity_bytes}")
+        for j in range(i):
+            other = blocks[j]
+            at_once = one.lower < other.upper and other.lower < one.upper
+            if at_once and begin < offsets[j] + other.size_bytes and offsets[j] < end:
+                raise PlanError(
+                    f"blocks {other.name!r} at {offsets[j]} and {one.name!r} at {begin} share bytes between "
+                    f"{max(one.lower, other.lower)} and {min(one.upper, other.upper)}"
+                )

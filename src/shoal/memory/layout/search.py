@@ -1,8 +1,8 @@
 """An exact search for a layout within a capacity; it also proves that there is none.
 
-`csrc/layout.cpp` tells how and does the work where it was built; `shoal.memory.layout.in_python` does the same without
-it. Which block is tried first decides how long it takes, and a bad beginning is better left than worked off: six orders
-take turns, for a few nodes mostly (Luby and others, 1993), each knowing where the others failed.
+`csrc/layout.cpp` is the branch and bound. Which block it branches on first decides how long it takes, so it is
+restarted with six orders in turns and the node limits of Luby et al. (1993); the failure counts of earlier attempts
+are kept. Without the native library there is no search: best fit is the answer, and nothing is proven.
 """
 
 from __future__ import annotations
@@ -12,26 +12,46 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum, IntFlag
 from itertools import count, cycle
 
 from shoal.lowlevel import native
-from shoal.memory.layout import in_python
-from shoal.memory.layout.best_fit import best_fit
+from shoal.memory.layout.fit import best_fit
 from shoal.memory.layout.problem import Block, Layout, Problem
-from shoal.memory.layout.rules import ALL_RULES, Outcome, Rules
 
-_NODES = 300  # of a short attempt
-_SHARE_OF_TIME = 1 / 3  # that one capacity may take of what is left
-_LOOK_SECONDS = 0.1  # between two looks for Ctrl-C
+_NODES = 300  # of the shortest attempt
+_SHARE_OF_TIME = 1 / 3  # of the time left, for one capacity
+_POLL_SECONDS = 0.1  # between two looks for Ctrl-C
+
+
+class Outcome(IntEnum):
+    """How an attempt ends; the numbers of csrc/shoal_native.h."""
+
+    FOUND = 0
+    IMPOSSIBLE = 1
+    GAVE_UP = 2  # at its node or time limit, or told to stop
+
+
+class Rules(IntFlag):
+    """Pruning rules, each described in csrc/layout.cpp. The search is exact without any of them, only slower."""
+
+    LOWEST = 1 << 0
+    PAIR = 1 << 1
+    GAP = 1 << 2
+    PARTS = 1 << 3
+    FAILURES = 1 << 4
+
+
+ALL_RULES = ~Rules(0)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the search came to.
+    """The result of a search.
 
     Attributes:
         layout: one within the capacity, or None.
-        proven: without a layout: whether it is certain that there is none. False: the time was over.
+        proven: `search` without a layout: there is none. `smallest`: there is none smaller. False: not decided in time.
     """
 
     layout: Layout | None
@@ -41,13 +61,23 @@ class Answer:
 def search(
     problem: Problem, capacity_bytes: int, *, time_limit_seconds: float = 60.0, rules: Rules = ALL_RULES
 ) -> Answer:
-    """Look for a layout of `problem` within `capacity_bytes`; without some of its `rules` it takes longer."""
+    """Look for a layout of `problem` within `capacity_bytes`.
+
+    Args:
+        problem: what to lay out.
+        capacity_bytes: no block may end above it.
+        time_limit_seconds: after which the search gives up.
+        rules: an ablation may leave some out; it then takes longer.
+    """
     if problem.highest_live_bytes > capacity_bytes:
         return Answer(None, True)
+    if native.library() is None:
+        layout = best_fit(problem)
+        fits = layout.arena_bytes <= capacity_bytes
+        return Answer(layout if fits else None, fits)
     deadline = time.perf_counter() + time_limit_seconds
     blocks = problem.blocks
     sized = [place for place, block in enumerate(blocks) if block.size_bytes > 0]
-    attempt = _natively if native.library() is not None else in_python.attempt
     failures = [0] * len(sized)
     orders = cycle(_orders([blocks[place] for place in sized]))
     for nodes, order in zip(_nodes(len(sized)), orders, strict=False):
@@ -56,7 +86,7 @@ def search(
             break
         places = [sized[i] for i in order]
         here = [blocks[place] for place in places]
-        outcome, found = attempt(here, capacity_bytes, rules, nodes, left_seconds, failures)
+        outcome, found = _attempt(here, capacity_bytes, rules, nodes, left_seconds, failures)
         if outcome == Outcome.IMPOSSIBLE:
             return Answer(None, True)
         if outcome == Outcome.FOUND:
@@ -64,17 +94,19 @@ def search(
             for place, offset in zip(places, found, strict=True):
                 offsets[place] = offset
             return Answer(Layout(problem, tuple(offsets)), True)
-        failures = [times // 2 for times in failures]  # what failed lately says more
+        failures = [times // 2 for times in failures]  # recent failures weigh more
     return Answer(None, False)
 
 
 def smallest(problem: Problem, *, time_limit_seconds: float = 60.0) -> Answer:
     """The smallest layout found in time; `proven` where there is none smaller.
 
-    Begins with `best_fit`, tries what no layout can be below, and halves what lies between.
+    Starts from `best_fit`, tries the lower bound (the most bytes in use at once), and bisects the capacities between.
     """
     deadline = time.perf_counter() + time_limit_seconds
     best = best_fit(problem)
+    if native.library() is None:
+        return Answer(best, best.arena_bytes == problem.highest_live_bytes)
     impossible_bytes = problem.highest_live_bytes - 1
     tried_bytes = problem.highest_live_bytes
     not_found_bytes = impossible_bytes
@@ -94,7 +126,7 @@ def smallest(problem: Problem, *, time_limit_seconds: float = 60.0) -> Answer:
 
 
 def _nodes(blocks: int) -> Iterator[int]:
-    """Limits of the attempts: 1 1 2 1 1 2 4 1 1 2 ... times what is enough to place all blocks of a large problem."""
+    """Node limits of the attempts: Luby's sequence 1 1 2 1 1 2 4 ... times enough nodes to place every block."""
     unit = _NODES if blocks <= _NODES else 2 * blocks
     for attempt in count(1):
         while (attempt + 1) & attempt:  # not 2**n - 1: as in the sequence so far
@@ -103,7 +135,7 @@ def _nodes(blocks: int) -> Iterator[int]:
 
 
 def _orders(blocks: Sequence[Block]) -> list[list[int]]:
-    """By length, area and the most bytes in use beside it, in three sequences, the greatest first; then the least."""
+    """By lifetime, area and the most bytes in use meanwhile, in three priorities; descending, then ascending."""
     times = sorted({time for block in blocks for time in (block.lower, block.upper)})
     number = {time: section for section, time in enumerate(times)}
     in_use = [0] * len(times)
@@ -121,10 +153,10 @@ def _orders(blocks: Sequence[Block]) -> list[list[int]]:
     return [sorted(range(len(blocks)), key=key, reverse=greatest) for greatest in (True, False) for key in keys]
 
 
-def _natively(
+def _attempt(
     blocks: Sequence[Block], capacity_bytes: int, rules: Rules, nodes: int, seconds: float, failures: list[int]
 ) -> tuple[Outcome, list[int]]:
-    """`shoal_layout_search`, interruptible; arguments and result as of `in_python.attempt`."""
+    """Call `shoal_layout_search` in a thread, so that Ctrl-C can stop it; `failures` is updated in place."""
     library = native.library()
     assert library is not None
     column = ctypes.c_int64 * len(blocks)
@@ -152,8 +184,8 @@ def _natively(
     worker.start()
     try:
         while worker.is_alive():
-            worker.join(_LOOK_SECONDS)
-    finally:  # Ctrl-C reaches this thread, not the library
+            worker.join(_POLL_SECONDS)
+    finally:  # Ctrl-C is raised in this thread; the library looks at `stop`
         stop.value = 1
         worker.join()
     failures[:] = failed

@@ -14,9 +14,8 @@ import torch
 
 from shoal.core.sizes import format_bytes
 from shoal.errors import TransferError
-from shoal.offload.links.copy import Copy
 from shoal.offload.links.host import HostSlab
-from shoal.offload.links.slab import Slab, SlabPool
+from shoal.offload.links.slab import Copy, Slab, SlabPool
 
 
 class StreamCopy:

@@ -9,13 +9,11 @@ from typing import Protocol
 import torch
 
 from shoal.errors import InputError
-from shoal.offload.links.copy import Copy
-from shoal.offload.links.copy_thread import Pace
+from shoal.offload.links.copy_thread import Pace, ThreadLink
 from shoal.offload.links.cuda_link import CudaLink
 from shoal.offload.links.file import FileSlab, SpillFile
 from shoal.offload.links.host import HostSlab
-from shoal.offload.links.slab import Slab, SlabPool
-from shoal.offload.links.thread_link import ThreadLink
+from shoal.offload.links.slab import Copy, Slab, SlabPool
 
 
 class OpenLink(Protocol):

@@ -1,4 +1,4 @@
-"""Slabs of host bytes, and the pool that leases each of them to one step at a time.
+"""Slabs of host bytes, copies to and from them, and the pool that leases each slab to one step at a time.
 
 Nothing is given back by hand: a slab is free when no living `Lease` holds it, so an exception, an abandoned step or
 Ctrl-C cannot leak one.
@@ -11,10 +11,40 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 from shoal.core.sizes import format_bytes
 from shoal.errors import TransferError
-from shoal.offload.links.copy import Copy
+
+
+class Copy(Protocol):
+    """A transfer that was started, on any link. It keeps its device bytes alive until `wait` returns or `abandon`."""
+
+    nbytes: int
+
+    def wait(self) -> None:
+        """Have the computation wait until the bytes have arrived; the copy holds no device bytes afterwards.
+
+        Raises:
+            TransferError: the transfer failed, or was abandoned.
+        """
+
+    def abandon(self) -> None:
+        """Stop it if possible, and free its device bytes as soon as that is safe."""
+
+    def settle(self) -> None:
+        """Block until no byte moves any more, whether the transfer succeeded or not."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no byte moves any more."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed, once it is over."""
+
+    def stalled_seconds(self) -> float:
+        """How long `wait` held up the computation."""
 
 
 class Slab(ABC):

@@ -17,7 +17,7 @@
 
   const units = (largest, steps) => steps.findLast(([, size]) => largest >= size) ?? steps[0];
   const byteUnits = [["B", 1], ["KiB", 2 ** 10], ["MiB", 2 ** 20], ["GiB", 2 ** 30], ["TiB", 2 ** 40]];
-  const speedUnits = [["B/s", 1], ["kB/s", 1e3], ["MB/s", 1e6], ["GB/s", 1e9]]; // powers of ten, as links are sold
+  const speedUnits = [["B/s", 1], ["kB/s", 1e3], ["MB/s", 1e6], ["GB/s", 1e9]]; // powers of ten, the unit of data sheets
   const timeUnits = [["µs", 1e-6], ["ms", 1e-3], ["s", 1]];
   const show = (value, steps) => {
     const [unit, size] = units(Math.abs(value), steps);
@@ -42,12 +42,12 @@
     const parts = categories
       .filter((name) => step.bytes[name][i] > 0)
       .reverse()
-      .map((name) => `${swatch(name)} ${name} ${showBytes(step.bytes[name][i])}`);
+      .map((name) => `${swatch(name)} ${name.replace("-", " ")} ${showBytes(step.bytes[name][i])}`);
     const layer = text("layer", i);
     if (waits[i]) {
       return [
-        `<b>the device waits ${showTime(step.seconds[i])}</b>`,
-        `for ${text("op", i)} to cross the link`,
+        `<b>stall of ${showTime(step.seconds[i])}</b>`,
+        `waiting for the copy of ${text("op", i)}`,
         `at ${text("target", i)}${layer ? ` of ${layer}` : ""}`,
         `<b>${showBytes(totals[i])} in use</b>`,
         ...parts,
@@ -114,7 +114,7 @@
       });
     }
     // A strip under the chart shows which pass runs.
-    const passes = { forward: "kept", loss: "gradients", recompute: "recomputed", backward: "errors" };
+    const passes = { forward: "kept", loss: "gradients", recompute: "recomputed", backward: "activation-gradients" };
     for (const [phase, paint] of Object.entries(passes)) {
       const runs = step.phase.map((place) => (step.texts[place] === phase ? 1 : 0));
       traces.push({
@@ -211,7 +211,7 @@
         range: [0, end],
         anchor: linked ? linked.lowest : "y2",
         showgrid: false,
-        title: { text: byTime ? `time (${timeUnit})` : waits.includes(true) ? "op or wait, in the order they run" : "op, in the order they run", standoff: 6 },
+        title: { text: byTime ? `time (${timeUnit})` : waits.includes(true) ? "op or stall, in the order of execution" : "op, in the order of execution", standoff: 6 },
         nticks: narrow.matches ? 5 : 10,
         showspikes: true,
         spikemode: "across",
@@ -297,7 +297,7 @@
       });
       const top = floor + 14 * pixel;
       drawn.axes[`yaxis${3 + n}`] = { domain: [floor, top], range: [0, 1], fixedrange: true, visible: false };
-      drawn.names.push({ xref: "paper", x: 0, yref: "paper", y: top, text: `${lane.way}: ${lane.said}`, xanchor: "left", yanchor: "bottom", bgcolor: colour("card") });
+      drawn.names.push({ xref: "paper", x: 0, yref: "paper", y: top, text: `${lane.way}: ${lane.summary}`, xanchor: "left", yanchor: "bottom", bgcolor: colour("card") });
       floor = top + 24 * pixel;
     });
     drawn.top = floor;

@@ -11,7 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from shoal.errors import InputError
 from shoal.kernels.batch_norm_vectors import runs_again
-from shoal.lowlevel.direct_call import watched
+from shoal.lowlevel.direct_call import needs_dispatch
 from shoal.transforms.fuse.eager_graph import EagerGraph
 from shoal.transforms.fuse.fuse_graph import LEVELS, Level, fuse_graph
 from shoal.transforms.fuse.fusion_ops import Tracer
@@ -104,7 +104,7 @@ class FusedModule(StandIn):
             self._fuse()
         if compiler.is_compiling() or not self._fused or _has_any_global_hook():
             return (self._fused or self._source)[0].forward(*args, **kwargs)
-        kind = _kind(args) if not kwargs and not runs_again() and not watched(args) else None
+        kind = _kind(args) if not kwargs and not runs_again() and not needs_dispatch(args) else None
         if kind is not None and kind in self._unfused_inputs:
             return self.source.forward(*args)
         fusions = self._size.fusions

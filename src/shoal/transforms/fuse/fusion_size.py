@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
-from shoal.kernels.norm import norm_conv_native
+from shoal.kernels.norm.norm_conv import runs_winograd
 from shoal.kernels.norm.norm_conv_native import Window
-from shoal.lowlevel.direct_call import watched
+from shoal.lowlevel.direct_call import needs_dispatch
 
 When = Literal["pays", "always"]
 WHENS: tuple[When, ...] = ("pays", "always")
@@ -62,7 +62,7 @@ class FusionSize:
         if torch.compiler.is_compiling():
             return True
         enough = (x.numel() if elems is None else elems) >= (MIN_ELEMS if min_elems is None else min_elems)
-        found = self.when == "always" or enough or not x.is_cpu or watched((x,))
+        found = self.when == "always" or enough or not x.is_cpu or needs_dispatch((x,))
         self.fusions += found
         return found
 
@@ -83,8 +83,7 @@ class FusionSize:
         found = (
             len(xs) == 1
             and x.numel() * weight.shape[0] * 9 >= MIN_PRODUCTS
-            and norm_conv_native.applies(x, weight, bias, window)
-            and norm_conv_native.by_squares(x, weight)
+            and runs_winograd(x, weight, bias, window)
             and not torch.is_autocast_enabled("cpu")
         )
         self.fusions += found
