@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Literal
 
 from torch import fx, nn
@@ -85,12 +84,7 @@ def restore_batchnorm(
     activation: Literal["leaky_relu", "relu"] = "leaky_relu",
     limit: float | None = None,
 ) -> nn.Module:
-    """The old name of `InvertedModel.restore`, for one release; it warns."""
-    warnings.warn(
-        "shoal.restore_batchnorm(model) will go; call model.restore() on what shoal.invert_batchnorm returned",
-        DeprecationWarning,
-        stacklevel=2,
-    )
+    """The old name of `InvertedModel.restore`, for one release; `shoal.restore_batchnorm` warns."""
     if not isinstance(model, InvertedModel):
         raise InputError(f"model is a {type(model).__name__}; expected what shoal.invert_batchnorm returned")
     return model.restore(activation=activation, limit=limit)
