@@ -173,7 +173,7 @@ def test_a_rehearsal_runs_with_the_link_of_the_target(here: Path) -> None:
 def test_plain_pytorch_that_meets_its_limit_ends_with_exit_code_3(here: Path) -> None:
     done = invoke("train", *PLAIN, "--budget", "1MiB", "--enforce")
     assert done.exit_code == 3
-    assert done.stderr.startswith("shoal: out of memory: plain PyTorch does not fit the memory limit of 1.000 MiB")
+    assert done.stderr.startswith("shoal: out of memory: plain PyTorch does not fit a memory limit of 1.000 MiB")
     assert done.stderr.count("\n") == 1
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 from torch import fx, nn
+
+from shoal.errors import InputError
 
 _SHARED = (  # dicts of a module: whatever is set, moved, loaded or registered in one is so in the other
     "_modules",
@@ -24,6 +27,14 @@ _SHARED = (  # dicts of a module: whatever is set, moved, loaded or registered i
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+
+
+@dataclass(frozen=True)
+class Left:
+    """A layer that a transform left as it was, and why."""
+
+    layer: str
+    reason: str
 
 
 class StandIn(nn.Module):
@@ -73,3 +84,20 @@ class StandIn(nn.Module):
         torch.fx cannot trace `forward`, which takes whatever the network takes.
         """
         return None
+
+
+def check_network(model: object, hint: str) -> None:
+    """Whether a transform can go on from a model.
+
+    Args:
+        model: what the transform was given.
+        hint: what to do instead, where another transform's result cannot be transformed again; "{made_by}" is that
+            transform.
+
+    Raises:
+        InputError: it is no network, or such a result.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if isinstance(model, StandIn) and model.graph(training=True) is None:
+        raise InputError(f"the model is what {model.made_by} returned{hint.format(made_by=model.made_by)}")

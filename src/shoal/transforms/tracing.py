@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shoal.errors import CaptureError
 from shoal.transforms.stand_in import StandIn
 from shoal.transforms.writes import IN_PLACE_OPERATORS, Writes
 
@@ -61,6 +62,25 @@ def trace(model: nn.Module, tracer: fx.Tracer, *, training: bool) -> fx.Graph:
         raise
     except Exception as error:
         raise UntraceableError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
+def traced(model: nn.Module, tracer: fx.Tracer, *, training: bool, instead: str) -> fx.Graph:
+    """`trace`, for a transform that cannot do without the graph.
+
+    Args:
+        model, tracer, training: as of `trace`.
+        instead: what to do where the model cannot be traced: "split a part of it".
+
+    Raises:
+        CaptureError: torch.fx cannot trace the model; it says why.
+    """
+    try:
+        return trace(model, tracer, training=training)
+    except UntraceableError as reason:
+        raise CaptureError(
+            f"torch.fx cannot trace {type(model).__name__}: {reason}; {instead} that has no control flow over tensors, "
+            "and put that in its place"
+        ) from reason
 
 
 def has_hooks(module: nn.Module) -> bool:

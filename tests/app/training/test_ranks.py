@@ -143,7 +143,7 @@ def fail_on_the_last_rank(out: Path) -> tuple[int | str, str, str]:
     with pytest.MonkeyPatch.context() as patch:
         tiny = put_in_place(patch, out)
         said: list[str] = []
-        patch.setattr(command, "tell", said.append)
+        patch.setattr(command, "report_error", said.append)
         if ranks.rank == ranks.count - 1:
             patch.setattr(Watched, "stepped", _refuse)
             patch.setattr(command, "Display", lambda *_: _Shown())
@@ -165,11 +165,11 @@ def _refuse(self: Watched, now: Progress) -> None:
 
 
 def test_an_error_on_one_rank_is_reported_once_by_its_name_and_ends_all(tmp_path: Path) -> None:
-    # The rank that failed stays, as one does that hangs in its way out: the other is told by its own timeout.
+    # The rank that failed stays, as one does that hangs in its way out: the other learns it by its own timeout.
     ended = run_on_ranks(fail_and_leave, 2, tmp_path, may_end=(1,))
     code, said, _ = ended[0]
     assert code == console.WRONG
-    assert said == ""  # rank 1 told
+    assert said == ""  # rank 1 reported it
     told = (tmp_path / "told").read_text()
     assert told == "rank 1: sample 7 cannot be read; mend it"
 

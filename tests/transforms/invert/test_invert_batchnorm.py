@@ -162,7 +162,7 @@ def test_mistakes_are_told() -> None:
 
 def test_the_old_name_warns_with_the_new_one() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-    with pytest.warns(DeprecationWarning, match=r"call model\.restore\(\)"):
+    with pytest.warns(DeprecationWarning, match=r"inverted\.restore\(\)"):
         assert shoal.restore_batchnorm(invert_batchnorm(net), activation="relu") is net
     with (
         pytest.warns(DeprecationWarning, match="shoal.restore_batchnorm"),

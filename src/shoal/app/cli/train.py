@@ -199,7 +199,7 @@ def _out_of_memory(options: TrainOptions, reason: str) -> str:
     reason = reason.strip().splitlines()[0].removeprefix("out of memory: ")
     who = "plain PyTorch" if options.planner == "none" else f"the plan of {options.planner}"
     where = (
-        f"the memory limit of {format_bytes(options.budget_bytes)}"
+        f"a memory limit of {format_bytes(options.budget_bytes)}"
         if options.enforce and options.budget_bytes
         else "the device's memory"
     )

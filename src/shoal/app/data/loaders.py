@@ -174,7 +174,7 @@ def _collate(examples: list[tuple[torch.Tensor, torch.Tensor]] | NoneLike | Inpu
             examples.image.new_empty((0, *examples.image.shape)),
             examples.label.new_empty((0, *examples.label.shape)),
         ]
-    # default_collate stacks into new tensors of torch's own: a memory limit on its allocations counts the batch.
+    # default_collate stacks into new tensors of torch's own: a memory limit counts the batch.
     return examples if isinstance(examples, InputError) else default_collate(examples)
 
 

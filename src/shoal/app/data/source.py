@@ -1,7 +1,6 @@
 """What a data set is before it becomes batches: plain data, no torch.
 
-Raw samples stay numpy arrays or files, so that a memory limit counts the training and not the data
-set.
+Raw samples stay numpy arrays or files, so that a memory limit counts the training and not the data set.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
 
     Raises:
         TransferError: another rank is gone, did not answer in time, or has other options.
-        torch.OutOfMemoryError: a step exceeded the limit of `options.enforce`, or the device.
+        torch.OutOfMemoryError: a step needs more than the limit of `options.enforce`, or than the device has.
         ShoalError: an argument, a file or the data is wrong, no plan fits the budget, the model cannot be captured.
     """
     ranks = ranks or Ranks()
@@ -260,7 +260,7 @@ class _Run:
         return sum(rights) / max(1, sum(counts))
 
     def _batches(self, loader: Loader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        # On the CPU the memory limit counts the loader's own batch, unless it comes from a worker.
+        # On the CPU the loader's own batch is device memory that the limit counts, unless it comes from a worker.
         copy = self.options.workers > 0
         for images, labels in loader:
             images = images.to(self.device, copy=copy, memory_format=self.layout)

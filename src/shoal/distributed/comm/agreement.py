@@ -41,12 +41,12 @@ def agree(exchange: Exchange, what: str, **settings: object) -> int:
         return 0
     mine = {"version of Shoal": __version__, "ranks": exchange.ranks, **settings}
     text = json.dumps({name: str(value) for name, value in mine.items()}).encode()
-    summaries = _gathered(
-        exchange, _hash(text) + len(text).to_bytes(8, "little"), [_SUMMARY_BYTES] * exchange.ranks, what
-    )
+    summary = _hash(text) + len(text).to_bytes(8, "little")
+    about = f"settings of {what}"
+    summaries = exchange.all_gather_bytes(summary, [_SUMMARY_BYTES] * exchange.ranks, what=about)
     if any(one[:_HASH_BYTES] != summaries[0][:_HASH_BYTES] for one in summaries):
         lengths = [int.from_bytes(one[_HASH_BYTES:], "little") for one in summaries]
-        texts = [json.loads(one) for one in _gathered(exchange, text, lengths, what)]
+        texts = [json.loads(one) for one in exchange.all_gather_bytes(text, lengths, what=about)]
         raise TransferError(f"{what}: {_difference(texts)}; give every rank the same model, codec and options")
     return (exchange.ranks - 1) * (HEADER_BYTES + _SUMMARY_BYTES)
 
@@ -79,14 +79,6 @@ def short_hash(facts: object) -> str:
     False
     """
     return _hash(json.dumps(facts).encode()).hex()[:8]
-
-
-def _gathered(exchange: Exchange, mine: bytes, sizes_bytes: Sequence[int], what: str) -> list[bytes]:
-    """What every rank sent."""
-    device = "cpu" if exchange.host_sends else f"cuda:{torch.cuda.current_device()}"
-    part = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    parts = exchange.all_gather(part, sizes_bytes, what=f"settings of {what}")
-    return [one.cpu().numpy().tobytes() for one in parts]
 
 
 def _difference(settings: Sequence[dict[str, str]]) -> str:

@@ -111,6 +111,12 @@ class Exchange:
         """Send one part to every rank and return what each rank sent; arguments and errors as for `all_to_all`."""
         return self.all_to_all([part] * self.ranks, sizes_bytes, what=what, out=out)
 
+    def all_gather_bytes(self, data: bytes, sizes_bytes: Sequence[int], *, what: str) -> list[bytes]:
+        """`all_gather` of a few bytes that are no tensor, such as settings or a count."""
+        device = "cpu" if self.host_sends else f"cuda:{torch.cuda.current_device()}"
+        part = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        return [one.cpu().numpy().tobytes() for one in self.all_gather(part, sizes_bytes, what=what)]
+
     def expect(
         self,
         sizes_bytes: Sequence[int],

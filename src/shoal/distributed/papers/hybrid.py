@@ -138,7 +138,7 @@ class Hybrid(nn.Module):
     def _before(self, images: torch.Tensor) -> torch.Tensor:
         """The input of the dense layers."""
         head, rounds, _ = self._parts
-        rounds.announce(len(images), images.device)
+        rounds.announce(len(images))
         try:
             return head(images)
         except RuntimeError as error:

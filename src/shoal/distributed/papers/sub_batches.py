@@ -62,9 +62,9 @@ class SubBatches:
         self._failure: BaseException | None = None
         self._counts: Future[list[int]] | None = None
 
-    def announce(self, rows: int, device: torch.device) -> None:
+    def announce(self, rows: int) -> None:
         """Send all ranks how many rows come; before the convolutions, so that nobody waits for it."""
-        self._counts = self._submit(self._count, rows, device)
+        self._counts = self._submit(self._count, rows)
 
     def __call__(self, h: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """The last dense layer's output for this rank's rows.
@@ -215,13 +215,11 @@ class SubBatches:
             )
         return counts
 
-    def _count(self, rows: int, device: torch.device) -> list[int]:
-        mine = torch.tensor([rows]).view(torch.uint8).to(device)
-        if self.ahead.ranks == 1:
-            return [rows]
+    def _count(self, rows: int) -> list[int]:
         sizes = [_COUNT_BYTES] * self.ahead.ranks
-        messages = self.ahead.exchange.all_gather(mine, sizes, what="rows of the batch")
-        return [int(message.cpu().clone().view(torch.int64)) for message in messages]
+        count = rows.to_bytes(_COUNT_BYTES, "little")
+        counts = self.ahead.exchange.all_gather_bytes(count, sizes, what="rows of the batch")
+        return [int.from_bytes(one, "little") for one in counts]
 
     def _submit(self, job: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
+from struct import Struct
 from typing import Any
 
 import torch
@@ -157,11 +158,11 @@ class ShardedWeights:
     def _sum_up(self, sums: list[float]) -> list[float]:
         """Over the shards of all ranks, added in the order of the ranks: the same bits everywhere."""
         assert self._exchange is not None
-        mine = torch.tensor(sums, dtype=torch.float64).view(torch.uint8)
-        device = next(iter(self._sharded.values())).sharded_param._local_tensor.device
-        parts = self._exchange.all_gather(mine.to(device), [mine.numel()] * self._ranks, what="norms of shards")
-        by_rank = [part.cpu().clone().view(torch.float64).tolist() for part in parts]
-        return [math.fsum(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+        numbers = Struct(f"<{len(sums)}d")
+        parts = self._exchange.all_gather_bytes(
+            numbers.pack(*sums), [numbers.size] * self._ranks, what="norms of shards"
+        )
+        return [math.fsum(of_ranks) for of_ranks in zip(*map(numbers.unpack, parts), strict=True)]
 
 
 def _raw() -> None:

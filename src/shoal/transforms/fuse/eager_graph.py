@@ -28,7 +28,7 @@ class EagerGraph:
     def __call__(self, module: fx.GraphModule) -> Callable[..., Any]:
         """The forward pass of `module`, always the same one."""
         if self._run is None:
-            self._run = _without_ways_in(module)
+            self._run = _calling_forward(module)
         return self._run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -38,7 +38,7 @@ class EagerGraph:
         return type(self), ()
 
 
-def _without_ways_in(module: fx.GraphModule) -> Callable[..., Any]:
+def _calling_forward(module: fx.GraphModule) -> Callable[..., Any]:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in list(graph.nodes):

@@ -16,8 +16,8 @@ from shoal.transforms.fuse.eager_graph import EagerGraph
 from shoal.transforms.fuse.fuse_graph import LEVELS, Level, fuse_graph
 from shoal.transforms.fuse.fusion_ops import Tracer
 from shoal.transforms.fuse.fusion_size import WHENS, FusionSize, When
-from shoal.transforms.fuse.fusion_summary import FusionSummary, Left
-from shoal.transforms.stand_in import StandIn
+from shoal.transforms.fuse.fusion_summary import FusionSummary
+from shoal.transforms.stand_in import Left, StandIn, check_network
 from shoal.transforms.tracing import UntraceableError, has_hooks, trace
 
 _MAX_INPUTS = 64  # kinds of inputs that a network remembers
@@ -27,8 +27,8 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
     """Fuse batch norms and ReLUs with the convolutions before and after them, so that fewer activations are saved.
 
     Replaces, in plain PyTorch, `relu(bn(conv(x)))` by a convolution that measures its result and one that normalises
-    and rectifies what it reads. The backward pass makes normalised tensors again. The function computed is the same, to
-    rounding. Chains are found in the traced graph, never by a layer's name.
+    what it reads and applies the ReLU. The backward pass makes normalised tensors again. The function computed is the
+    same, to rounding. Chains are found in the traced graph, never by a layer's name.
 
     Args:
         model: a network. Its parameters, buffers and modules are shared, not copied, under their names; so are state
@@ -37,7 +37,7 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
             "rcf": a ReLU that only convolutions read is computed by them.
             "mvf": and batch norms are a measurement and a pass of ours. Saves what "rcf" does.
             "bnff": and convolutions measure their results, and normalise what they read: no normalised tensor is kept.
-            "icf": and tensors that are concatenated are measured once, by whoever makes them, and no concatenation is
+            "icf": and tensors that are concatenated are measured once, where they are made, and no concatenation is
             kept that only batch norms read: a dense block saves each feature map once.
         when: "pays": in eager mode on the CPU, small maps run as PyTorch's own layers: calling a fused one would cost
             more than the passes it saves. Decided at every call, by `shoal.transforms.fuse.fusion_size.MIN_ELEMS`.
@@ -67,17 +67,11 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
     stays as in training wherever anything is fused. Give the result to `shoal.compile`, not to `shoal.split` or
     `shoal.invert_batchnorm`; of an inverted network it fuses the batch norms that stayed plain.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_network(model, ", in which nothing is left to fuse; give the network it was made from")
     if level is not None and level not in LEVELS:
         raise InputError(f"level={level!r}: expected one of {', '.join(map(repr, LEVELS))}, or None for the highest")
     if when not in WHENS:
         raise InputError(f"when={when!r}: expected one of {', '.join(map(repr, WHENS))}")
-    if isinstance(model, StandIn) and model.graph(training=True) is None:
-        raise InputError(
-            f"the model is what {model.made_by} returned, in which nothing is left to fuse; give the network it was "
-            "made from"
-        )
     return FusedModule(model, level, when)
 
 

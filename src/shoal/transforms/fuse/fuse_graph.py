@@ -19,9 +19,10 @@ from shoal.transforms.fuse.dense_blocks import join_dense_blocks
 from shoal.transforms.fuse.fused_layers import Affine, Convolve, Measure, Normalise
 from shoal.transforms.fuse.fusion_ops import Ops, refusal
 from shoal.transforms.fuse.fusion_size import FusionSize
-from shoal.transforms.fuse.fusion_summary import Fused, FusionSummary, Left
+from shoal.transforms.fuse.fusion_summary import Fused, FusionSummary
 from shoal.transforms.invert.inverted_graph import inverted_layers
 from shoal.transforms.live_graph import live_graph
+from shoal.transforms.stand_in import Left
 
 Level = Literal["rcf", "mvf", "bnff", "icf"]
 LEVELS: tuple[Level, ...] = ("rcf", "mvf", "bnff", "icf")
@@ -33,7 +34,7 @@ class _Pending:
 
     xs: list[fx.Node]
     vectors: fx.Node | None
-    rectify: bool
+    relu: bool
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class _Plan:
     layer: _BatchNorm
     parts: list[fx.Node]  # what is normalised
     end: fx.Node  # the node whose value it gives: itself, its ReLU, its residual addition or that one's ReLU
-    rectify: bool
+    relu: bool
     residual: fx.Node | None
     pending: bool  # only convolutions read `end`
 
@@ -78,7 +79,7 @@ class _Builder:
         self.inside: set[fx.Node] = set()  # nodes between a batch norm and its end
         self.readers: dict[fx.Node, list[_BatchNorm]] = {}
         self.vectors: dict[fx.Node, fx.Node] = {}
-        self.rectified: dict[fx.Node, fx.Node] = {}  # pending ReLU without a plan → its operand
+        self.relu_operands: dict[fx.Node, fx.Node] = {}  # pending ReLU without a plan → its operand
         self.fused: list[Fused] = []
         self.left: dict[str, str] = {}
 
@@ -101,7 +102,7 @@ class _Builder:
         relu_of = self.ops.relu(node)
         layer = self.ops.batch_norm(node)
         if relu_of is not None and node not in self.inside and self._only_convolutions_read(node):
-            self.rectified[node] = relu_of
+            self.relu_operands[node] = relu_of
         elif layer is not None and (writer := self.ops.writes.over(_source(node))) is not None:
             if self.level != "rcf":
                 self.left[self._name(node)] = f"what it normalises is written over by {self._name(writer)}"
@@ -158,8 +159,8 @@ class _Builder:
             self._write_end(node, *self.ends[node])
         elif node in self.plans or node in self.inside:
             return
-        elif node in self.rectified:
-            self.pending[node] = _Pending([self.value[self.rectified[node]]], None, True)
+        elif node in self.relu_operands:
+            self.pending[node] = _Pending([self.value[self.relu_operands[node]]], None, True)
             self.fused.append(Fused(self._name(node), "", self._names(node.users)))
         elif self.ops.convolution(node) is not None:
             self._write_convolution(node)
@@ -178,20 +179,20 @@ class _Builder:
                 name = self._add(f"{node.target}_measure", Measure(self.readers[part], self.size))
                 self.moments[part] = self.out.call_module(name, (self.value[part],))
         xs, moments = [self.value[part] for part in plan.parts], [self.moments[part] for part in plan.parts]
-        affine = Affine(plan.layer, plan.rectify and plan.residual is None, self.size)
+        affine = Affine(plan.layer, plan.relu and plan.residual is None, self.size)
         self.vectors[node] = self.out.call_module(self._add(str(node.target), affine), (xs, moments))
 
     def _write_end(self, end: fx.Node, batch_norm: fx.Node, plan: _Plan) -> None:
         xs = [self.value[part] for part in plan.parts]
         applied = "one pass"
         if plan.pending:
-            self.pending[end] = _Pending(xs, self.vectors[batch_norm], plan.rectify)
+            self.pending[end] = _Pending(xs, self.vectors[batch_norm], plan.relu)
             applied = self._names(end.users)
         else:
-            name = self._add(f"{batch_norm.target}_apply", Normalise(plan.layer, plan.rectify))
+            name = self._add(f"{batch_norm.target}_apply", Normalise(plan.layer, plan.relu))
             residual = () if plan.residual is None else (self.value[plan.residual],)
             self.value[end] = self.out.call_module(name, (xs, self.vectors[batch_norm], *residual))
-            with_ = [what for what, there in (("residual", plan.residual), ("ReLU", plan.rectify)) if there]
+            with_ = [what for what, there in (("residual", plan.residual), ("ReLU", plan.relu)) if there]
             applied += f" with {' and '.join(with_)}" if with_ else ""
         producers = [part for part in plan.parts if self._measures(part)]
         sweeps = len(plan.parts) - len(producers)
@@ -207,7 +208,7 @@ class _Builder:
             self.value[node] = self._copied(node)
             return
         before = before or _Pending([self.value[source]], None, False)
-        name = self._add(str(node.target), Convolve(layer, before.rectify, measured, self.size))
+        name = self._add(str(node.target), Convolve(layer, before.relu, measured, self.size))
         both = self.out.call_module(name, (before.xs, before.vectors))
         self.value[node] = self.out.call_function(operator.getitem, (both, 0))
         if measured:

@@ -53,18 +53,18 @@ class Affine(nn.Module):
 
     Args:
         layer: the batch norm.
-        rectify: whether a ReLU comes right after it.
+        relu: whether a ReLU comes right after it.
         size: decides which maps are too small.
     """
 
-    def __init__(self, layer: _BatchNorm, rectify: bool, size: FusionSize) -> None:
+    def __init__(self, layer: _BatchNorm, relu: bool, size: FusionSize) -> None:
         super().__init__()
-        self.layer, self.rectify, self.size = layer, rectify, size
+        self.layer, self.relu, self.size = layer, relu, size
 
     def forward(self, xs: Sequence[torch.Tensor], moments: Sequence[Moments | None]) -> Vectors | torch.Tensor:
         """The tensors that are normalised side by side, and the statistics of each → mean, scale, shift, (C,).
 
-        What is too small to be fused comes back normalised, and rectified where a ReLU follows.
+        What is too small to be fused comes back normalised, and after the ReLU where one follows.
         """
         layer, x = self.layer, xs[0]
         layer._check_input_dim(x)
@@ -93,7 +93,7 @@ class Affine(nn.Module):
             z = F.batch_norm(x, mean, variance, layer.weight, layer.bias, True, 0.0, layer.eps)
         else:
             z = layer.forward(x)
-        return z.relu_() if self.rectify else z
+        return z.relu_() if self.relu else z
 
     def _line(self, mean: torch.Tensor, variance: torch.Tensor) -> Vectors:
         layer = self.layer
@@ -102,25 +102,25 @@ class Affine(nn.Module):
 
 
 class Normalise(nn.Module):
-    """The other half where more than convolutions read it: normalise, add a residual, rectify."""
+    """The other half where more than convolutions read it: normalise, add a residual, apply the ReLU."""
 
-    def __init__(self, layer: _BatchNorm, rectify: bool) -> None:
+    def __init__(self, layer: _BatchNorm, relu: bool) -> None:
         super().__init__()
-        self.layer, self.rectify = layer, rectify
+        self.layer, self.relu = layer, relu
 
     def forward(
         self, xs: Sequence[torch.Tensor], vectors: Vectors | torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As `norm_act`; in place of vectors what they would have made of `xs` (rectified where nothing is added)."""
+        """As `norm_act`; in place of vectors what they would have made of `xs` (with ReLU where nothing is added)."""
         if isinstance(vectors, torch.Tensor):
             if residual is None:
                 return vectors
             z = vectors + residual
-            return z.relu_() if self.rectify else z
+            return z.relu_() if self.relu else z
         if residual is not None and residual.shape != _shape(xs):  # broadcast: the sum by itself
             z = norm_act(xs, *vectors, None, False) + residual
-            return z.relu() if self.rectify else z
-        return norm_act(xs, *vectors, residual, self.rectify)
+            return z.relu() if self.relu else z
+        return norm_act(xs, *vectors, residual, self.relu)
 
 
 class Convolve(nn.Module):
@@ -128,14 +128,14 @@ class Convolve(nn.Module):
 
     Args:
         layer: the convolution.
-        rectify: whether a ReLU comes before it.
+        relu: whether a ReLU comes before it.
         readers: batch norms that read its result.
         size: decides which maps are too small.
     """
 
-    def __init__(self, layer: _ConvNd, rectify: bool, readers: Iterable[_BatchNorm], size: FusionSize) -> None:
+    def __init__(self, layer: _ConvNd, relu: bool, readers: Iterable[_BatchNorm], size: FusionSize) -> None:
         super().__init__()
-        self.layer, self.rectify, self.size = layer, rectify, size
+        self.layer, self.relu, self.size = layer, relu, size
         self.readers = tuple(readers)
         stride, padding, dilation = (list(numbers) for numbers in (layer.stride, zero_padding(layer), layer.dilation))
         self.window = Window(stride, padding, dilation, layer.groups)
@@ -144,18 +144,18 @@ class Convolve(nn.Module):
         self, xs: Sequence[torch.Tensor], vectors: Vectors | torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Moments | None]:
         """The result, and its statistics where a reader wants them; in place of vectors, what it convolves as it is."""
-        layer, window, rectify = self.layer, self.window, self.rectify
+        layer, window, relu = self.layer, self.window, self.relu
         if isinstance(vectors, torch.Tensor):
-            xs, vectors, rectify = [vectors], None, False
+            xs, vectors, relu = [vectors], None, False
         x = xs[0]
         if x.dim() != len(window.stride) + 2:  # one image without a batch
-            return layer.forward(torch.relu(joined(xs)) if rectify else joined(xs)), None
+            return layer.forward(torch.relu(joined(xs)) if relu else joined(xs)), None
         quick = self.size.is_quick(xs, layer.weight, layer.bias, window)
         wanted = any(measures(reader) for reader in self.readers) and (quick or self.size.fuses(x, self._elems(x)))
-        if vectors is None and not (wanted or quick or (rectify and self.size.fuses(x))):
-            return layer.forward(torch.relu(joined(xs)) if rectify else joined(xs)), None
+        if vectors is None and not (wanted or quick or (relu and self.size.fuses(x))):
+            return layer.forward(torch.relu(joined(xs)) if relu else joined(xs)), None
         mean, scale, shift = vectors or (None, None, None)
-        y, mean_y, variance_y = norm_conv(xs, mean, scale, shift, rectify, layer.weight, layer.bias, window, wanted)
+        y, mean_y, variance_y = norm_conv(xs, mean, scale, shift, relu, layer.weight, layer.bias, window, wanted)
         return y, ((mean_y, variance_y) if wanted else None)
 
     def _elems(self, x: torch.Tensor) -> int:
@@ -191,7 +191,7 @@ class DenseBlock(nn.Module):
             mean, variance = (joined_vectors([pair[which] for pair in known]) for which in range(2))
         steps = [
             [
-                Step(norm.layer.weight, norm.layer.bias, conv.layer.weight, norm.layer.eps, conv.rectify)
+                Step(norm.layer.weight, norm.layer.bias, conv.layer.weight, norm.layer.eps, conv.relu)
                 for norm, conv in layer
             ]
             for layer in self.layers

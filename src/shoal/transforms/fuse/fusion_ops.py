@@ -63,7 +63,7 @@ class Ops:
         return None
 
     def relu(self, node: fx.Node) -> fx.Node | None:
-        """What the node rectifies, where it is a ReLU and nothing else notices if it writes over its operand."""
+        """The operand of the node, where it is a ReLU and nothing else notices if it writes over its operand."""
         layer = self.module(node)
         called = node.op == "call_function" and node.target in _RELUS
         called |= node.op == "call_method" and node.target in ("relu", "relu_")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from shoal.transforms.stand_in import Left
+
 
 @dataclass(frozen=True)
 class Fused:
@@ -15,20 +17,12 @@ class Fused:
     Attributes:
         layer: its name in the network.
         statistics: what measures its input; empty for a ReLU.
-        applied: what normalises or rectifies.
+        applied: what normalises or applies a ReLU.
     """
 
     layer: str
     statistics: str
     applied: str
-
-
-@dataclass(frozen=True)
-class Left:
-    """A layer that stays as it was, and why."""
-
-    layer: str
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Literal
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.errors import CaptureError, InputError
+from shoal.errors import InputError
 from shoal.transforms.invert.inverted_graph import find
 from shoal.transforms.invert.inverted_model import InvertedModel, check_limit
-from shoal.transforms.stand_in import StandIn
-from shoal.transforms.tracing import UntraceableError, has_hooks, trace
+from shoal.transforms.stand_in import StandIn, check_network
+from shoal.transforms.tracing import has_hooks, traced
 
 
 def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | None = None) -> InvertedModel:
@@ -59,18 +59,13 @@ def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | No
     input from; `reconstruction_errors(torch.bfloat16)` gives how few. ELU flattens out: below about -10 little can be
     made again. No double backward. Invert first: `shoal.fuse_batchnorm` and `shoal.split` take the result.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, InvertedModel):
         raise InputError("the model is inverted already; give the network it was made from, or restore it first")
-    if isinstance(model, StandIn) and model.graph(training=True) is None:
-        raise InputError(
-            f"the model is what {model.made_by} returned; invert the network first, and give that to {model.made_by}"
-        )
+    check_network(model, "; invert the network first, and give that to {made_by}")
     if not isinstance(slope, (int, float)) or isinstance(slope, bool) or not 0 < slope < math.inf:
         raise InputError(f"slope={slope!r}: expected a number more than 0, such as 0.01; a slope of 0 has no inverse")
     check_limit(limit)
-    graphs = (_traced(model, training=True), _traced(model, training=False))
+    graphs = [traced(model, _Tracer(), training=training, instead="convert a part of it") for training in (True, False)]
     modules = dict(model.named_modules(remove_duplicate=False))
     sites, left = find(graphs, modules, float(slope))
     _refuse_hooks(model)
@@ -89,7 +84,7 @@ def restore_batchnorm(
     activation: Literal["leaky_relu", "relu"] = "leaky_relu",
     limit: float | None = None,
 ) -> nn.Module:
-    """The former name of `InvertedModel.restore`, for one release."""
+    """The old name of `InvertedModel.restore`, for one release; `shoal.restore_batchnorm` warns."""
     if not isinstance(model, InvertedModel):
         raise InputError(f"model is a {type(model).__name__}; expected what shoal.invert_batchnorm returned")
     return model.restore(activation=activation, limit=limit)
@@ -100,16 +95,6 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, (_BatchNorm, StandIn)) or super().is_leaf_module(m, module_qualified_name)
-
-
-def _traced(model: nn.Module, *, training: bool) -> fx.Graph:
-    try:
-        return trace(model, _Tracer(), training=training)
-    except UntraceableError as reason:
-        raise CaptureError(
-            f"torch.fx cannot trace {type(model).__name__}: {reason}; convert a part of it that has no control "
-            "flow over tensors, and put that in its place"
-        ) from reason
 
 
 def _refuse_hooks(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.kernels.invertible_norm.inverted_batch_norm import run
+from shoal.transforms.stand_in import Left
 from shoal.transforms.tracing import has_hooks
 from shoal.transforms.writes import Writes
 
@@ -35,14 +36,6 @@ class Inverted:
     was: str
     activation: str
     slope: float
-
-
-@dataclass(frozen=True)
-class Left:
-    """One batch norm that stays as it was, and why."""
-
-    layer: str
-    reason: str
 
 
 def find(
@@ -87,7 +80,7 @@ def _site(node: fx.Node, modules: Mapping[str, nn.Module], writes: Writes, slope
         return Left(path, "it has hooks, which would not run")
     (reader, *others) = node.users or (None,)
     if reader is None:
-        return Left(path, "nobody reads its result")
+        return Left(path, "nothing reads its result")
     if others:
         named = ", ".join(_name(user, modules) for user in node.users)
         return Left(path, f"its result has other readers: {named}")

@@ -11,9 +11,9 @@ from torch import fx, nn
 
 from shoal.errors import InputError
 from shoal.kernels.invertible_norm.inverted_batch_norm import kept_from_zero, reconstruction_error
-from shoal.transforms.invert.inverted_graph import Inverted, Left, inverted_graph, leaky_graph
+from shoal.transforms.invert.inverted_graph import Inverted, inverted_graph, leaky_graph
 from shoal.transforms.live_graph import live_graph
-from shoal.transforms.stand_in import StandIn
+from shoal.transforms.stand_in import Left, StandIn
 
 _INEXACT = 1e-3  # of a normalised input, whose variance is 1: from there `describe` and `restore` name the channels
 _MAX_CHANNELS_LISTED = 8

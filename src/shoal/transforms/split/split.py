@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from shoal.errors import CaptureError, InputError
+from shoal.errors import InputError
 from shoal.transforms.invert.inverted_graph import inverted_layers
 from shoal.transforms.split import drawn_cuts
 from shoal.transforms.split.patch_map import PatchMap
@@ -17,8 +17,8 @@ from shoal.transforms.split.patches import Region, Span
 from shoal.transforms.split.split_graph import split_graph
 from shoal.transforms.split.split_plan import SplitPlan, plan_split
 from shoal.transforms.split.split_region import SplitRegion, choose_region
-from shoal.transforms.stand_in import StandIn
-from shoal.transforms.tracing import UntraceableError, trace
+from shoal.transforms.stand_in import StandIn, check_network
+from shoal.transforms.tracing import traced
 
 BatchNormMode = Literal["patch", "joint"]
 CUTS_ARGUMENT = "shoal_cuts"  # of `SplitModule.forward`
@@ -127,7 +127,8 @@ class SplitModule(StandIn):
         self._plan: SplitPlan | None = None
         self._split: tuple[fx.GraphModule, ...] = ()
         self._known: dict[Any, tuple[tuple[Region, ...], tuple[Region, ...]]] = {}
-        graph = _traced(model)
+        check_network(model, ", which cannot run patch by patch; give the network it was made from")
+        graph = traced(model, fx.Tracer(), training=True, instead="split a part of it")
         modules = dict(model.named_modules())
         region = choose_region(
             graph, modules, dims=len(grid), depth=depth, join=join, before_pooling=stochastic is not None
@@ -289,21 +290,6 @@ class SplitModule(StandIn):
             self._known.pop(next(iter(self._known)))
         self._known[key] = regions, cores
         return regions, cores
-
-
-def _traced(model: nn.Module) -> fx.Graph:
-    if isinstance(model, StandIn) and model.graph(training=True) is None:
-        raise InputError(
-            f"the model is what {model.made_by} returned, which cannot run patch by patch; give the network it was "
-            "made from"
-        )
-    try:
-        return trace(model, fx.Tracer(), training=True)
-    except UntraceableError as reason:
-        raise CaptureError(
-            f"torch.fx cannot trace {type(model).__name__}: {reason}; split a part of it that has no control flow over "
-            "tensors, and put that in its place"
-        ) from reason
 
 
 def _refuse_inverted(graph: fx.Graph, region: SplitRegion) -> None:
