@@ -32,7 +32,7 @@ def train(
     batch: Annotated[int, typer.Option(help="Images per step, over all ranks.")] = 128,
     budget: Annotated[str | None, typer.Option(help="Device bytes a step may use, such as 150MiB.")] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 3,
-    enforce: Annotated[bool, typer.Option("--enforce", help="Let what passes the budget die.")] = False,
+    enforce: Annotated[bool, typer.Option("--enforce", help="Raise OutOfMemoryError above the budget.")] = False,
     planner: Annotated[
         str,
         typer.Option(
