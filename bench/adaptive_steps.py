@@ -26,8 +26,7 @@ from shoal.codecs.codec import Encoded
 from shoal.core.hardware import Link
 from shoal.core.sizes import in_pages
 from shoal.distributed.weights.host_weights import HostWeights, StepSeconds
-from shoal.distributed.weights.norms import square_sums
-from shoal.distributed.weights.precision import AdaptivePrecision, packable
+from shoal.distributed.weights.precision import AdaptivePrecision, packable, square_sums
 from shoal.offload.links.open_link import OpenLink, open_link
 
 # Milliseconds of tables II (x86) and III (POWER): 32-bit, A2DTWP.

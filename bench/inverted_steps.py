@@ -198,7 +198,7 @@ def measure(
         WrongTraining: checkpointing does.
     """
     workload = make_workload(network, batch, image)
-    leaky = shoal.restore_batchnorm(shoal.invert_batchnorm(copy.deepcopy(workload.model), SLOPE))
+    leaky = shoal.invert_batchnorm(copy.deepcopy(workload.model), SLOPE).restore()
     inverted = shoal.invert_batchnorm(workload.twin(), SLOPE)
     layers = frozenset(site.layer for site in inverted.inverted)
     plain = workload.twin()

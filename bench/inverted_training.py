@@ -35,7 +35,7 @@ def plain(net: nn.Module) -> nn.Module:
 
 def leaky(net: nn.Module) -> nn.Module:
     """LeakyReLU in PyTorch's own modules where the inverted form has it."""
-    return shoal.restore_batchnorm(shoal.invert_batchnorm(net, SLOPE))
+    return shoal.invert_batchnorm(net, SLOPE).restore()
 
 
 def inverted(net: nn.Module) -> nn.Module:
@@ -76,10 +76,10 @@ def there_and_back(model: nn.Module, images: torch.Tensor) -> float:
     model.eval()
     before = model(images)
     if isinstance(model, InvertedModel):
-        restored = shoal.restore_batchnorm(copy.deepcopy(model))
+        restored = copy.deepcopy(model).restore()
     else:
         there = shoal.invert_batchnorm(copy.deepcopy(model), SLOPE)
-        restored = shoal.restore_batchnorm(there, activation="relu")
+        restored = there.restore(activation="relu")
         state = model.state_dict()
         for name, value in restored.state_dict().items():
             if not torch.allclose(value, state[name], rtol=1e-6, atol=1e-9):

@@ -25,7 +25,7 @@ from bench.budgets import QUICK_SETTINGS, SETTINGS, comma_separated, make_folder
 from bench.conditions import conditions, describe, file_name
 from bench.layout_step_blocks import step_blocks
 from shoal.app import models
-from shoal.app.data.location import data_dir
+from shoal.app.data.source import data_dir
 from shoal.core.files import write_json
 from shoal.core.sizes import format_bytes
 from shoal.errors import BudgetError, InputError

@@ -35,7 +35,7 @@ from bench.workload import Workload
 from shoal.capture.capture_step import capture_step
 from shoal.capture.encode_activations import offers
 from shoal.core.files import write_json
-from shoal.core.lossy import Lossy
+from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.cost.measurement_cache import device_of
@@ -43,11 +43,11 @@ from shoal.engine.lossy_report import plan_of_encoded
 from shoal.errors import InputError
 
 EXACT = "exact"
-WAYS: Mapping[str, Lossy] = {
-    "dynamic_tree": Lossy("dynamic_tree"),
-    "dynamic_tree, stochastic": Lossy("dynamic_tree", seed=1),
-    "linear": Lossy("linear"),
-    "linear, stochastic": Lossy("linear", seed=1),
+WAYS: Mapping[str, LossyOptions] = {
+    "dynamic_tree": LossyOptions("dynamic_tree"),
+    "dynamic_tree, stochastic": LossyOptions("dynamic_tree", seed=1),
+    "linear": LossyOptions("linear"),
+    "linear, stochastic": LossyOptions("linear", seed=1),
 }
 DEFAULT_WAYS = ("dynamic_tree",)
 # Whole batches only: a plan is for one shape.
@@ -74,13 +74,13 @@ def first_batch(split: Split, pace: Pace) -> Split:
     return images[: pace.batch].clone(), labels[: pace.batch].clone()
 
 
-def encodes_all(net: nn.Module, images: torch.Tensor, lossy: Lossy) -> Plan:
+def encodes_all(net: nn.Module, images: torch.Tensor, lossy: LossyOptions) -> Plan:
     """The plan that keeps everything, and every convolution input that may be encoded in 8 bits."""
     captured, _ = capture_step(net, images, name=type(net).__name__)
     return plan_of_encoded(captured, [offer.storage for offer in offers(captured, lossy)], lossy)
 
 
-def compiled(net: nn.Module, images: torch.Tensor, lossy: Lossy | None) -> nn.Module:
+def compiled(net: nn.Module, images: torch.Tensor, lossy: LossyOptions | None) -> nn.Module:
     """The network, in place: exact with everything kept, or with all that may be encoded."""
     if lossy is None:
         return shoal.compile(net, planner="keep_all", offload_to=None)
@@ -105,9 +105,8 @@ def bytes_of_a_step(build: Callable[[], nn.Module], batch: Split, ways: Sequence
             workload.step(model)
         found[way] = {"peak_bytes": workload.peak_bytes(model), "saved_bytes": saved_bytes(workload, model)}
         if lossy is not None:
-            report = shoal.lossy_report(
-                built(build, batch, seed=0), images, lossy, loss=lambda outputs: F.cross_entropy(outputs, labels)
-            )
+            status = shoal.compile(built(build, batch, seed=0)).shoal
+            report = status.lossy_report(images, lossy, loss=lambda outputs: F.cross_entropy(outputs, labels))
             if not report.same_outputs or not report.layers:
                 raise WrongTraining(f"{way}: the forward pass gave other bits, or nothing is encoded")
             found[way] |= {

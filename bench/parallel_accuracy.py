@@ -37,7 +37,7 @@ from bench.conditions import conditions, describe, file_name
 from bench.resume import earlier_errors
 from shoal.app.data.digits import open_digits
 from shoal.core.files import write_json
-from shoal.distributed.gradients.gradients import compress_gradients
+from shoal.distributed.gradients.compress_gradients import compress_gradients
 from shoal.distributed.papers.hybrid import hybrid
 from shoal.distributed.papers.local_convolution import LocalConv2d
 from shoal.errors import InputError

@@ -16,7 +16,7 @@ constexpr double kLineTolerance = 1.0 / (1 << 17), kHalvesTolerance = 1.5 / 6553
 // The upper half of a share's bits grows with its logarithm, 128 to a power of two, up to a quarter of one too much or
 // an eighth too little, whatever the scale.
 constexpr int kKeyRoom = 32;
-constexpr double kMostSlope = 1e12;  // over the least scale it is a float yet
+constexpr double kMaxSlope = 1e12;  // over the least scale it is a float yet
 
 std::int32_t key_of(float share) {
     std::uint32_t bits;
@@ -98,7 +98,7 @@ bool derive_lines(Table& table) {
             ++end;
         }
         const double least = line(first ? double(at[first]) : 0.0);
-        if (!(line.slope < kMostSlope && least > first + 1.0 / 256 && least < first + 1)) return false;
+        if (!(line.slope < kMaxSlope && least > first + 1.0 / 256 && least < first + 1)) return false;
         table.slope[pieces] = line.slope;
         table.offset[pieces] = 128 + line.offset + kLineBias;
         const bool ends = end == kMagnitudes && (pieces == 0 || pieces == kPieces);  // and has no limit
@@ -135,23 +135,23 @@ bool derive_halves(Table& table) {
     table.offset[0] = 128.5 + kHalvesBias;
     table.limit[0] = float(129 + 1.0 / 65536);
     table.high_of[0] = 512;
-    if (!(table.slope[0] < kMostSlope)) return false;
+    if (!(table.slope[0] < kMaxSlope)) return false;
     for (int piece = 1; piece < kPieces; ++piece) {
         const int first = kCodes * piece;
         const Line low = line_through(at, first + 1, first + 8, 1), high = line_through(at, first + 9, first + 15, 1);
-        const double steep = double(table.high_slope);
+        const double ratio = double(table.high_slope);
         table.slope[piece] = low.slope;
         table.offset[piece] = 128 + low.offset + kHalvesBias;
-        table.high_of[piece] = float((1 - steep) * (128 + kHalvesBias) + high.offset - steep * low.offset);
+        table.high_of[piece] = float((1 - ratio) * (128 + kHalvesBias) + high.offset - ratio * low.offset);
         table.limit[piece] = float(128 + first + kCodes - 1.0 / 256);
         const auto place = [&](double share) {
             const double lower = low.slope * share + double(float(table.offset[piece]));
-            return std::min(lower, steep * lower + double(table.high_of[piece])) - 128 - kHalvesBias;
+            return std::min(lower, ratio * lower + double(table.high_of[piece])) - 128 - kHalvesBias;
         };
         for (int i = first + 1; i < first + kCodes; ++i)
             if (!(std::fabs(place(double(at[i])) - i) <= kHalvesTolerance)) return false;
         const double least = place(double(at[first]));
-        if (!(low.slope < kMostSlope && least > first + 1.0 / 256 && least < first + 1)) return false;
+        if (!(low.slope < kMaxSlope && least > first + 1.0 / 256 && least < first + 1)) return false;
     }
     std::fill_n(table.joins, kPieces, kInfinite);
     for (int piece = 1; piece < kPieces; ++piece) table.joins[piece - 1] = at[kCodes * piece];
@@ -173,10 +173,10 @@ bool derive_tree(Table& table) {
     const float* at = table.middle.at;
     const Line low = line_through(at, 65, 95, 64), high = line_through(at, 97, 127, 64);
     if (!(low.slope > 0 && high.slope > 0 && high.slope <= low.slope * 1.001)) return false;
-    const double steep = high.slope / low.slope, across = 2 * steep / (1 + steep);
+    const double ratio = high.slope / low.slope, across = 2 * ratio / (1 + ratio);
     table.low_offset = float(low.offset + kTreeBias);
-    table.high_slope = float(steep);
-    table.high_offset = float(high.offset - steep * low.offset + kTreeBias * (1 - steep));
+    table.high_slope = float(ratio);
+    table.high_offset = float(high.offset - ratio * low.offset + kTreeBias * (1 - ratio));
     table.across_slope = float(across);
     table.slope[0] = 0;
     table.across_offset[0] = 4;

@@ -103,7 +103,7 @@ struct Work {
     }
 };
 
-constexpr std::int64_t kMeanPart = 4096;  // elements whose values and decoded messages stay in the first cache
+constexpr std::int64_t kMeanPart = 4096;  // elements whose values and decoded messages stay in L1
 
 void add_block(const Work& work, const ShoalTableMean& call, std::int64_t message, std::int64_t block) {
     alignas(64) float values[2 * kMagnitudes], came[kMeanPart];

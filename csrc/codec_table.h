@@ -19,7 +19,7 @@ constexpr int kCells = 26 * 32 + 1;
 
 // Ascending bounds and, for each cell, how many of them are at most its least share; `steps` more at most lie inside.
 struct Bounds {
-    float at[kMagnitudes + 1];  // at[i] for i = 1 ... 127; at[128] is no number
+    float at[kMagnitudes + 1];  // at[i] for i = 1 ... 127; at[128] is NaN
     std::int32_t start[kCells];
     std::int32_t steps;
 };
@@ -46,7 +46,7 @@ struct Table {
     float limit[kPieces], top_join;  // one piece alone, and the top one, need no limit
     // kHalves: the least of low = slope * y + offset, high_slope * low + high_of[n] and limit.
     float high_of[kPieces];
-    // kTree: 1 + place in the piece = least of low = slope * y + low_offset, steep * low + middle[n] and
+    // kTree: 1 + place in the piece = least of low = slope * y + low_offset, ratio * low + middle[n] and
     // high_slope * low + high_offset.
     float low_offset, high_slope, high_offset, across_slope, across_offset[kPieces];
 };
@@ -57,7 +57,7 @@ constexpr int kNear = 7, kNearHalves = 11;
 constexpr double kLineBias = 3.0 / 65536, kHalvesBias = 5.0 / 65536, kTreeBias = 12.0 / (1 << 24);
 constexpr double kTreeRoom = 1.0 / 1024;  // between the last code of a piece and what follows
 // Scales for which slopes, joins and shares near them are ordinary floats.
-constexpr float kLeastScale = 0x1p-80f, kMostScale = 0x1p100f;
+constexpr float kMinScale = 0x1p-80f, kMaxScale = 0x1p100f;
 
 struct Draws {
     std::uint32_t first, seed;

@@ -203,7 +203,7 @@ inline void encode_whole(const Table& table, const float* x, std::int64_t groups
 void encode(const Table& table, const float* x, std::int64_t count, float scale, bool clip, const float* ahead,
             std::uint8_t* codes) {
     const std::int64_t groups = count / kGroup;
-    const bool computes = table.shape != Shape::kAny && scale >= kLeastScale && scale <= kMostScale;
+    const bool computes = table.shape != Shape::kAny && scale >= kMinScale && scale <= kMaxScale;
     if (computes && clip) encode_whole<true>(table, x, groups, scale, ahead, codes);
     if (computes && !clip) encode_whole<false>(table, x, groups, scale, ahead, codes);
     for (std::int64_t group = computes ? groups : 0; group < groups; ++group)

@@ -25,7 +25,7 @@ constexpr std::int64_t kBlock = 64;  // pixels of a plane summed in floats, in 4
 // Rows summed in floats, in one sum a channel: where all gradients are alike, so are the roundings of longer sums, and
 // what is taken off every pixel leaves them there.
 constexpr std::int64_t kRows = 16;
-constexpr std::int64_t kMostChannels = 512;  // summed at once: two floats each stay in the first cache
+constexpr std::int64_t kMaxChannels = 512;  // summed at once: two floats each stay in L1
 
 using Call = ShoalInvertedBatchNorm;
 
@@ -33,12 +33,12 @@ template <typename Activation>
 SHOAL_INLINE void row_forward(const Call& call, std::int64_t first, std::int64_t last) {
     const Activation activation(call.slope);
     const std::int64_t channels = call.channels;
-    const float *mean = call.slide, *shift = call.shift, *steep = call.steep;
+    const float *mean = call.mean, *shift = call.shift, *scale = call.scale;
     for (std::int64_t row = first; row < last; ++row) {
         const float* x = call.y + row * channels;
         float* result = call.result + row * channels;
         SHOAL_EACH_BY_ITSELF
-        for (std::int64_t c = 0; c < channels; ++c) result[c] = activation.of((x[c] - mean[c]) * steep[c] + shift[c]);
+        for (std::int64_t c = 0; c < channels; ++c) result[c] = activation.of((x[c] - mean[c]) * scale[c] + shift[c]);
     }
 }
 
@@ -47,9 +47,9 @@ template <typename Activation>
 SHOAL_INLINE void row_sums(const Call& call, std::int64_t first, std::int64_t last, double* sum, double* centred) {
     const Activation activation(call.slope);
     const std::int64_t channels = call.channels;
-    float part[kMostChannels], part_centred[kMostChannels];
-    for (std::int64_t begin = 0; begin < channels; begin += kMostChannels) {
-        const std::int64_t width = std::min(kMostChannels, channels - begin);
+    float part[kMaxChannels], part_centred[kMaxChannels];
+    for (std::int64_t begin = 0; begin < channels; begin += kMaxChannels) {
+        const std::int64_t width = std::min(kMaxChannels, channels - begin);
         const float* shift = call.shift + begin;
         for (std::int64_t block = first; block < last; block += kRows) {
             std::fill(part, part + width, 0.0f);
@@ -76,7 +76,8 @@ template <typename Activation, bool kFrozen>
 SHOAL_INLINE void row_result(const Call& call, std::int64_t first, std::int64_t last) {
     const Activation activation(call.slope);
     const std::int64_t channels = call.channels;
-    const float *shift = call.shift, *slide = call.slide, *tilt = call.tilt, *steep = call.steep;
+    const float *shift = call.shift, *mean_grad = call.mean, *mean_grad_xhat = call.mean_grad_xhat;
+    const float* gamma_invstd = call.scale;
     for (std::int64_t row = first; row < last; ++row) {
         const float* y = call.y + row * channels;
         const float* grad = call.grad + row * channels;
@@ -84,8 +85,8 @@ SHOAL_INLINE void row_result(const Call& call, std::int64_t first, std::int64_t 
         SHOAL_EACH_BY_ITSELF
         for (std::int64_t c = 0; c < channels; ++c) {
             float dz = activation.gradient(y[c], grad[c]);
-            if (!kFrozen) dz = dz - slide[c] - (activation.undone(y[c]) - shift[c]) * tilt[c];
-            result[c] = dz * steep[c];
+            if (!kFrozen) dz = dz - mean_grad[c] - (activation.undone(y[c]) - shift[c]) * mean_grad_xhat[c];
+            result[c] = dz * gamma_invstd[c];
         }
     }
 }
@@ -94,14 +95,14 @@ SHOAL_INLINE void row_result(const Call& call, std::int64_t first, std::int64_t 
 template <typename Activation>
 SHOAL_INLINE void plane_forward(const Call& call, std::int64_t channel) {
     const Activation activation(call.slope);
-    const float mean = call.slide[channel], shift = call.shift[channel], steep = call.steep[channel];
+    const float mean = call.mean[channel], shift = call.shift[channel], scale = call.scale[channel];
     for (std::int64_t image = 0; image < call.images; ++image) {
         const std::int64_t start = (image * call.channels + channel) * call.pixels;
         const float* x = call.y + start;
         float* result = call.result + start;
         SHOAL_EACH_BY_ITSELF
         for (std::int64_t pixel = 0; pixel < call.pixels; ++pixel)
-            result[pixel] = activation.of((x[pixel] - mean) * steep + shift);
+            result[pixel] = activation.of((x[pixel] - mean) * scale + shift);
     }
 }
 
@@ -133,8 +134,9 @@ SHOAL_INLINE void plane_sums(const Call& call, std::int64_t channel) {
 template <typename Activation, bool kFrozen>
 SHOAL_INLINE void plane_result(const Call& call, std::int64_t channel) {
     const Activation activation(call.slope);
-    const float shift = call.shift[channel], steep = call.steep[channel];
-    const float slide = kFrozen ? 0 : call.slide[channel], tilt = kFrozen ? 0 : call.tilt[channel];
+    const float shift = call.shift[channel], gamma_invstd = call.scale[channel];
+    const float mean_grad = kFrozen ? 0 : call.mean[channel];
+    const float mean_grad_xhat = kFrozen ? 0 : call.mean_grad_xhat[channel];
     for (std::int64_t image = 0; image < call.images; ++image) {
         const std::int64_t start = (image * call.channels + channel) * call.pixels;
         const float *y = call.y + start, *grad = call.grad + start;
@@ -142,8 +144,8 @@ SHOAL_INLINE void plane_result(const Call& call, std::int64_t channel) {
         SHOAL_EACH_BY_ITSELF
         for (std::int64_t pixel = 0; pixel < call.pixels; ++pixel) {
             float dz = activation.gradient(y[pixel], grad[pixel]);
-            if (!kFrozen) dz = dz - slide - (activation.undone(y[pixel]) - shift) * tilt;
-            result[pixel] = dz * steep;
+            if (!kFrozen) dz = dz - mean_grad - (activation.undone(y[pixel]) - shift) * mean_grad_xhat;
+            result[pixel] = dz * gamma_invstd;
         }
     }
 }

@@ -77,7 +77,7 @@ struct Elu {
 
     explicit Elu(float alpha) : alpha(alpha) {}
     SHOAL_INLINE float of(float z) const { return z > 0 ? z : expm1_below_zero(z > 0 ? 0.0f : z) * alpha; }
-    // Rounded to -alpha, the result has no inverse: the least that has one stands for it. A NaN stays one.
+    // Rounded to -alpha, the result has no inverse: the smallest that has one stands for it. A NaN stays one.
     SHOAL_INLINE float undone(float y) const {
         const float w = y > 0 ? 0.0f : y / alpha;
         return y > 0 ? y : log1p_below_zero(w < -0x1.fffffep-1f ? -0x1.fffffep-1f : w);

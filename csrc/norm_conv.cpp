@@ -8,7 +8,7 @@
 namespace shoal {
 namespace {
 
-// A third of the smallest second cache in use: the weight, the result and what streams by need room too.
+// A third of the smallest L2 in use: the weight, the result and what streams by need room too.
 constexpr std::int64_t kPanelBytes = 160 << 10;
 
 // How a call is cut: into strips of whole image rows where a tap reaches over them, else into runs of pixels.
@@ -34,9 +34,9 @@ public:
             strips = (pixels_ + width_of_strip - 1) / width_of_strip;
             height_of_strip = 1;
         }
-        panel_floats = (height_of_strip + 2 * halo) * (width_of_strip + 2 * halo) * level.pitch;
+        panel_floats = (height_of_strip + 2 * halo) * (width_of_strip + 2 * halo) * level.pixel_stride;
         grad_floats = backward ? (panels - 2) * panel_floats : 0;
-        grad_input_floats = backward ? height_of_strip * width_of_strip * level.pitch : 0;
+        grad_input_floats = backward ? height_of_strip * width_of_strip * level.pixel_stride : 0;
     }
 
     // Strip `number`; one without segments from `end` on.

@@ -14,7 +14,7 @@ struct Moments {
     double *mean, *squares;
 };
 
-// One thread's part of the workspace. Pixels of panels are `pitch` floats apart, whatever their channels.
+// One thread's part of the workspace. Pixels of panels are `pixel_stride` floats apart, whatever their channels.
 struct Scratch {
     float *input, *grad, *grad_input, *weight_grad;
     float *panel, *spread, *product;  // of squares: four rows of pixels, spread gradients, products of a column tile
@@ -61,12 +61,12 @@ struct Rows {
     std::int64_t first, last;
 };
 
-// Channels of a weight's gradient, and one thread's memory for them. Pixels of its panels are a pitch apart.
+// Channels of a weight's gradient, and one thread's memory for them. Pixels of its panels are one pixel stride apart.
 struct GradBlock {
     const ShoalNormWeightGrad* call;
     int out_first, outs, in_first, ins;
     int rows, columns;  // of the result that are worked on at a time
-    int input_pitch, grad_pitch;
+    int input_stride, grad_stride;
     float *sums, *inputs, *grads;
 
     int panel_rows(int of_result) const { return call->kernel == 1 ? of_result : (of_result - 1) * call->stride + call->kernel; }
@@ -75,7 +75,7 @@ struct GradBlock {
 
 struct Level {
     int rows, columns;  // of the register tile
-    int depth, pitch;   // of a panel
+    int depth, pixel_stride;   // of a panel
     // The strip to come, for which memory is asked meanwhile, has no segments after the last.
     void (*forward)(const Convolution&, const Strip& strip, const Strip& next, Scratch&);
     void (*backward)(const Convolution&, const Strip& strip, const Strip& next, Scratch&);
@@ -83,7 +83,7 @@ struct Level {
     void (*activate)(const ShoalNormPass&, Rows);
     void (*activate_backward)(const ShoalNormPass&, Rows, Scratch&);
     void (*weight_grad)(const GradBlock&);
-    int square_pitch, square_depth, chunk;  // of a block of squares, see norm_winograd.h
+    int square_stride, square_depth, chunk;  // of a block of squares, see norm_winograd.h
     void (*winograd_forward_weight)(const ShoalNormConv&, std::int64_t tile, float* to);
     void (*winograd_backward_weight)(const ShoalNormConv&, std::int64_t tile, float* to);
     void (*winograd_transform)(const Winograd&, const SquareRows& block, const SquareRows& part, bool backward, Scratch&);
@@ -92,7 +92,7 @@ struct Level {
     void (*winograd_weight_grad)(const ShoalNormConv&, const float* sums, std::ptrdiff_t next, int parts, std::int64_t tile);
 };
 
-// A 3 x 3 by squares, and what it takes for itself of the workspace.
+// A 3 x 3 by Winograd's F(2x2, 3x3), and what it takes for itself of the workspace.
 std::int64_t winograd_workspace_bytes(const ShoalNormConv&, const Level&, bool backward);
 void winograd_forward(const ShoalNormConv&, const Level&);
 void winograd_backward(const ShoalNormConv&, const Level&);

@@ -48,10 +48,10 @@ void activate_rows(const ShoalNormPass& call, Rows rows) {
         float* out = call.out + row * call.ld_out;
         each_vector(call.channels, [=, &call](std::int64_t c, auto there) {
             Vector value = activate(there.get(x + c), there.get(call.mean + c), there.get(call.scale + c),
-                                    there.get(call.shift + c), !residual && call.rectify);
+                                    there.get(call.shift + c), !residual && call.relu);
             if (residual) {
                 value += there.get(residual + c);
-                if (call.rectify) value = rectified(value);
+                if (call.relu) value = relu_of(value);
             }
             there.put(out + c, value);
         });
@@ -70,7 +70,7 @@ void activate_backward_rows(const ShoalNormPass& call, Rows rows, Scratch& scrat
             each_vector(call.channels, [=, &call](std::int64_t c, auto there) {
                 const Vector off = there.get(x + c) - there.get(call.mean + c), factor = there.get(call.scale + c);
                 Vector da = there.get(grad + c);
-                if (call.rectify) {
+                if (call.relu) {
                     const Vector kept = out ? there.get(out + c) : off * factor + there.get(call.shift + c);
                     da = kept <= Vector{} ? Vector{} : da;
                 }
@@ -87,14 +87,14 @@ void activate_backward_rows(const ShoalNormPass& call, Rows rows, Scratch& scrat
 constexpr Level kLevel = {kTileRows,
                           kColumns,
                           kDepth,
-                          kPitch,
+                          kPixelStride,
                           &forward_strip,
                           &backward_strip,
                           &statistics_rows,
                           &activate_rows,
                           &activate_backward_rows,
                           &weight_grad_block,
-                          kSquarePitch,
+                          kSquareStride,
                           kSquareDepth,
                           kChunk,
                           &winograd_forward_weight,

@@ -6,11 +6,11 @@
 namespace shoal {
 namespace {
 
-inline Vector rectified(Vector value) { return Vector{} > value ? Vector{} : value; }
+inline Vector relu_of(Vector value) { return Vector{} > value ? Vector{} : value; }
 
-inline Vector activate(Vector x, Vector mean, Vector scale, Vector shift, bool rectify) {
+inline Vector activate(Vector x, Vector mean, Vector scale, Vector shift, bool relu) {
     const Vector value = (x - mean) * scale + shift;
-    return rectify ? rectified(value) : value;
+    return relu ? relu_of(value) : value;
 }
 
 // The panel's pixels in order, those outside the image zero: write(pixel's number, where, whether it is there)
@@ -19,7 +19,7 @@ inline void each_panel_pixel(const Strip& strip, int halo, int channels, float* 
     const int filled = (channels + kColumns - 1) / kColumns * kColumns;
     for (int s = -halo; s < strip.segments + halo; ++s) {
         const bool row_there = (s >= 0 || strip.above) && (s < strip.segments || strip.below);
-        for (int w = -halo; w < strip.width + halo; ++w, panel += kPitch) {
+        for (int w = -halo; w < strip.width + halo; ++w, panel += kPixelStride) {
             const bool there = row_there && w >= 0 && w < strip.width;
             if (there)
                 write(strip.first + std::int64_t{s} * strip.width + w, panel);
@@ -30,14 +30,14 @@ inline void each_panel_pixel(const Strip& strip, int halo, int channels, float* 
 }
 
 // Channels of one pixel, those in whole vectors and the rest; zeros to the end of the column tile.
-inline void activate_pixel(const float* x, const float* mean, const float* scale, const float* shift, bool rectify,
+inline void activate_pixel(const float* x, const float* mean, const float* scale, const float* shift, bool relu,
                            int whole, int rest, float* to) {
     int c = 0;
     for (; c < whole; c += kLanes)
-        store(to + c, activate(load(x + c), load(mean + c), load(scale + c), load(shift + c), rectify));
+        store(to + c, activate(load(x + c), load(mean + c), load(scale + c), load(shift + c), relu));
     if (rest) {
         store(to + c, activate(load_some(x + c, rest), load_some(mean + c, rest), load_some(scale + c, rest),
-                               load_some(shift + c, rest), rectify));
+                               load_some(shift + c, rest), relu));
         c += kLanes;
     }
     for (; c % kColumns; c += kLanes) store(to + c, Vector{});
@@ -48,14 +48,14 @@ struct InputPixels {
     const float *x, *mean, *scale, *shift;
     std::int64_t ld;
     int whole, rest;
-    bool rectify;
+    bool relu;
 
     InputPixels(const ShoalNormConv& call, int from, int count)
         : x(call.x + from), mean(call.mean + from), scale(call.scale + from), shift(call.shift + from), ld(call.ld_x),
-          whole(count / kLanes * kLanes), rest(count - whole), rectify(call.rectify) {}
+          whole(count / kLanes * kLanes), rest(count - whole), relu(call.relu) {}
 
     void operator()(std::int64_t pixel, float* to) const {
-        activate_pixel(x + pixel * ld, mean, scale, shift, rectify, whole, rest, to);
+        activate_pixel(x + pixel * ld, mean, scale, shift, relu, whole, rest, to);
     }
 };
 
@@ -88,7 +88,7 @@ struct GradPixels {
     }
 };
 
-// As many taps at a time as leave their weights in the first cache; between passes the sums wait in `out`.
+// As many taps at a time as leave their weights in L1; between passes the sums wait in `out`.
 inline int taps_a_pass(int taps, int depth) {
     if (taps == 1 || depth <= 32) return taps;
     return depth <= kDepth / 4 ? 3 : 1;
@@ -98,7 +98,7 @@ inline void tap_offsets(const Convolution& of, const Strip& strip, bool flipped,
     const int side = 2 * of.halo + 1;
     for (int tap = 0; tap < of.taps; ++tap) {
         const int at = flipped ? of.taps - 1 - tap : tap;
-        offsets[tap] = (std::ptrdiff_t{at / side} * (strip.width + 2 * of.halo) + at % side) * kPitch;
+        offsets[tap] = (std::ptrdiff_t{at / side} * (strip.width + 2 * of.halo) + at % side) * kPixelStride;
     }
 }
 
@@ -113,13 +113,13 @@ inline void column_tile(const Convolution& of, const Strip& strip, const float* 
                         int depth, const float* weight, float* out, std::ptrdiff_t ld_out, int columns,
                         const float* start, bool go_on, TileSums* sums, Ahead& ahead) {
     const int at_once = taps_a_pass(of.taps, depth);
-    const std::ptrdiff_t row_pitch = std::ptrdiff_t{strip.width + 2 * of.halo} * kPitch;
+    const std::ptrdiff_t row_stride = std::ptrdiff_t{strip.width + 2 * of.halo} * kPixelStride;
     alignas(64) float edge[kTileRows * kColumns] = {};
     for (int tap = 0; tap < of.taps; tap += at_once) {
         const bool from_out = go_on || tap, last = tap + at_once >= of.taps;
         for (int s = 0; s < strip.segments; ++s) {
             each_tile(strip.width, [&](int first, int rows) {
-                const float* from = panel + s * row_pitch + std::ptrdiff_t{first} * kPitch;
+                const float* from = panel + s * row_stride + std::ptrdiff_t{first} * kPixelStride;
                 float* to = out + (std::ptrdiff_t{s} * strip.width + first) * ld_out;
                 const float* tile_weight = weight + std::ptrdiff_t{tap} * depth * kColumns;
                 TileSums* tile_sums = last ? sums : nullptr;
@@ -170,16 +170,16 @@ void forward_strip(const Convolution& of, const Strip& strip, const Strip& next,
                   scratch.square);
 }
 
-// Pixels of a strip whose gradients and inputs both stay in the first cache while every tile of the weight is visited.
+// Pixels of a strip whose gradients and inputs both stay in L1 while every tile of the weight is visited.
 constexpr int kPixelsAtOnce = 128;
 
 inline void add_weight_grad(const Convolution& of, const Strip& strip, const std::ptrdiff_t* offsets, int from, int depth,
                             Scratch& scratch) {
     const ShoalNormConv& call = *of.call;
     const int in_tiles = (int(call.in_channels) + kColumns - 1) / kColumns, out = call.out_channels;
-    const std::ptrdiff_t row_pitch = std::ptrdiff_t{strip.width + 2 * of.halo} * kPitch;
-    const std::ptrdiff_t panel_pitch = (strip.segments + 2 * of.halo) * row_pitch;
-    const std::ptrdiff_t inner = of.halo * (row_pitch + kPitch);
+    const std::ptrdiff_t row_stride = std::ptrdiff_t{strip.width + 2 * of.halo} * kPixelStride;
+    const std::ptrdiff_t panel_stride = (strip.segments + 2 * of.halo) * row_stride;
+    const std::ptrdiff_t inner = of.halo * (row_stride + kPixelStride);
     const int segments = least(strip.segments, strip.width < kPixelsAtOnce ? kPixelsAtOnce / strip.width : 1);
     for (int s = 0; s < strip.segments; s += segments) {
         const int count = least(segments, strip.segments - s);
@@ -188,8 +188,8 @@ inline void add_weight_grad(const Convolution& of, const Strip& strip, const std
                 for (int block = 0; block < out; block += kDepth)
                     each_tile(least(kDepth, out - block), [&](int first, int rows) {
                         AllTiles::pixels[rows - 1](
-                            scratch.grad + block / kDepth * panel_pitch + inner + s * row_pitch + first,
-                            scratch.input + s * row_pitch + offsets[tap] + column, count, strip.width, row_pitch,
+                            scratch.grad + block / kDepth * panel_stride + inner + s * row_stride + first,
+                            scratch.input + s * row_stride + offsets[tap] + column, count, strip.width, row_stride,
                             scratch.weight_grad +
                                 (std::ptrdiff_t{tap * in_tiles + (from + column) / kColumns} * out + block + first) * kColumns);
                     });
@@ -227,16 +227,16 @@ inline void finish_input(const ShoalNormConv& call, const Strip& strip, int from
     const std::int64_t pixels = std::int64_t{strip.segments} * strip.width;
     const float *mean = call.mean + from, *scale = call.scale + from, *shift = call.shift + from;
     float *sums = scratch.sum, *products = scratch.square;
-    const bool rectify = call.rectify, accumulate = call.accumulate;
+    const bool relu = call.relu, accumulate = call.accumulate;
     clear_sums(count, sums, products);
     for (std::int64_t pixel = 0; pixel < pixels; ++pixel) {
         const float* x = call.x + (strip.first + pixel) * call.ld_x + from;
-        const float* da = scratch.grad_input + pixel * kPitch;
+        const float* da = scratch.grad_input + pixel * kPixelStride;
         float* grad_x = call.grad_x + (strip.first + pixel) * call.ld_grad_x + from;
         each_vector(count, [=](std::int64_t c, auto there) {
             const Vector off = there.get(x + c) - there.get(mean + c), factor = there.get(scale + c);
             Vector grad = load(da + c);
-            if (rectify) grad = off * factor + there.get(shift + c) <= Vector{} ? Vector{} : grad;
+            if (relu) grad = off * factor + there.get(shift + c) <= Vector{} ? Vector{} : grad;
             store(sums + c, load(sums + c) + grad);
             store(products + c, load(products + c) + grad * off);
             Vector result = grad * factor;
@@ -251,14 +251,14 @@ inline void finish_input(const ShoalNormConv& call, const Strip& strip, int from
 void backward_strip(const Convolution& of, const Strip& strip, const Strip& next, Scratch& scratch) {
     const ShoalNormConv& call = *of.call;
     const int in = call.in_channels, out = call.out_channels, in_tiles = (in + kColumns - 1) / kColumns;
-    const std::ptrdiff_t panel_pitch =
-        std::ptrdiff_t{strip.segments + 2 * of.halo} * (strip.width + 2 * of.halo) * kPitch;
+    const std::ptrdiff_t panel_stride =
+        std::ptrdiff_t{strip.segments + 2 * of.halo} * (strip.width + 2 * of.halo) * kPixelStride;
     std::ptrdiff_t offsets[9], flipped[9];
     tap_offsets(of, strip, false, offsets);
     tap_offsets(of, strip, true, flipped);
     for (int block = 0; block < out; block += kDepth) {
         const int count = least(kDepth, out - block);
-        each_panel_pixel(strip, of.halo, count, scratch.grad + block / kDepth * panel_pitch,
+        each_panel_pixel(strip, of.halo, count, scratch.grad + block / kDepth * panel_stride,
                          GradPixels(call, of.grad_constant, of.grad_slope, block, count));
     }
     for (int from = 0; from < in; from += kDepth) {
@@ -278,10 +278,10 @@ void backward_strip(const Convolution& of, const Strip& strip, const Strip& next
         for (int column = 0; column < count; column += kColumns)
             for (int block = 0; block < out; block += kDepth) {
                 const int depth = least(kDepth, out - block), tile = (from + column) / kColumns;
-                column_tile(of, strip, scratch.grad + block / kDepth * panel_pitch, flipped, depth,
+                column_tile(of, strip, scratch.grad + block / kDepth * panel_stride, flipped, depth,
                             of.backward_weight +
                                 of.taps * (std::ptrdiff_t{block} * in_tiles + std::ptrdiff_t{tile} * depth) * kColumns,
-                            scratch.grad_input + column, kPitch, kColumns, nullptr, block > 0, nullptr, ahead);
+                            scratch.grad_input + column, kPixelStride, kColumns, nullptr, block > 0, nullptr, ahead);
             }
         finish_input(call, strip, from, count, scratch);
     }

@@ -15,7 +15,7 @@ typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
 
 constexpr int kColumns = kTileVectors * kLanes;
 // Off the powers of two, so that pixels do not share cache sets; a constant, so that a tile's rows need one register.
-constexpr int kPitch = kDepth + 16;
+constexpr int kPixelStride = kDepth + 16;
 
 inline Vector load(const float* from) {
     Vector value;
@@ -54,7 +54,7 @@ struct TileSums {
 };
 
 // out[R][kColumns] = start + sum over taps and depth of panel[tap][row][depth] * weight[tap][depth][column]
-template <int R, int Pitch>
+template <int R, int PixelStride>
 void rows_tile(const float* panel, const std::ptrdiff_t* taps, int tap_count, int depth, const float* weight, float* out,
                std::ptrdiff_t ld_out, const float* start, std::ptrdiff_t ld_start, const TileSums* sums) {
     Vector tile[R][kTileVectors];
@@ -71,7 +71,7 @@ void rows_tile(const float* panel, const std::ptrdiff_t* taps, int tap_count, in
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-                for (int c = 0; c < kTileVectors; ++c) tile[r][c] += row[r * Pitch] * columns[c];
+                for (int c = 0; c < kTileVectors; ++c) tile[r][c] += row[r * PixelStride] * columns[c];
         }
     }
 #pragma GCC unroll 16
@@ -97,7 +97,7 @@ void rows_tile(const float* panel, const std::ptrdiff_t* taps, int tap_count, in
 }
 
 // out[R][kColumns] += sum over pixels of grad[pixel][row] * input[pixel][column]
-template <int R, int Pitch>
+template <int R, int PixelStride>
 void pixels_tile(const float* grad, const float* input, int segments, int width, std::ptrdiff_t next_segment, float* out) {
     Vector tile[R][kTileVectors];
 #pragma GCC unroll 16
@@ -106,7 +106,7 @@ void pixels_tile(const float* grad, const float* input, int segments, int width,
         for (int c = 0; c < kTileVectors; ++c) tile[r][c] = load(out + r * kColumns + c * kLanes);
     for (int s = 0; s < segments; ++s, grad += next_segment, input += next_segment) {
         const float *g = grad, *a = input;
-        for (int w = 0; w < width; ++w, g += Pitch, a += Pitch) {
+        for (int w = 0; w < width; ++w, g += PixelStride, a += PixelStride) {
             Vector columns[kTileVectors];
 #pragma GCC unroll 16
             for (int c = 0; c < kTileVectors; ++c) columns[c] = load(a + c * kLanes);
@@ -122,18 +122,18 @@ void pixels_tile(const float* grad, const float* input, int segments, int width,
         for (int c = 0; c < kTileVectors; ++c) store(out + r * kColumns + c * kLanes, tile[r][c]);
 }
 
-template <int Pitch, typename Rows>
+template <int PixelStride, typename Rows>
 struct Tiles;
 
-template <int Pitch, int... Less>
-struct Tiles<Pitch, std::integer_sequence<int, Less...>> {
-    static constexpr decltype(&rows_tile<1, Pitch>) rows[] = {&rows_tile<Less + 1, Pitch>...};
-    static constexpr decltype(&pixels_tile<1, Pitch>) pixels[] = {&pixels_tile<Less + 1, Pitch>...};
+template <int PixelStride, int... Less>
+struct Tiles<PixelStride, std::integer_sequence<int, Less...>> {
+    static constexpr decltype(&rows_tile<1, PixelStride>) rows[] = {&rows_tile<Less + 1, PixelStride>...};
+    static constexpr decltype(&pixels_tile<1, PixelStride>) pixels[] = {&pixels_tile<Less + 1, PixelStride>...};
 };
 
-template <int Pitch>
-using TilesOf = Tiles<Pitch, std::make_integer_sequence<int, kTileRows>>;
-using AllTiles = TilesOf<kPitch>;
+template <int PixelStride>
+using TilesOf = Tiles<PixelStride, std::make_integer_sequence<int, kTileRows>>;
+using AllTiles = TilesOf<kPixelStride>;
 
 // `count` rows in as few tiles as there can be, of nearly equal size: no tile has too few accumulators to be fast.
 template <typename Function>

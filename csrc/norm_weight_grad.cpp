@@ -1,4 +1,4 @@
-// The gradient of a weight alone, for weights that fit no second cache: blocks of it dealt out to threads, so that each
+// The gradient of a weight alone, for weights that do not fit in L2: blocks dealt out to threads, so that each
 // stays where it is while the pixels go by, and none is kept once a thread.
 #include <algorithm>
 
@@ -7,9 +7,9 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kBlockFloats = 40 << 10;  // a third of the smallest second cache in use
-constexpr std::int64_t kMostOut = 128, kMostIn = 256, kMostOutOfTaps = 64;
-constexpr int kPixels = 64;  // of a patch: its gradients and one tile of its inputs stay in the first cache
+constexpr std::int64_t kBlockFloats = 40 << 10;  // a third of the smallest L2 in use
+constexpr std::int64_t kMaxOut = 128, kMaxIn = 256, kMaxOutOfTaps = 64;
+constexpr int kPixels = 64;  // of a patch: its gradients and one tile of its inputs stay in L1
 
 std::int64_t parts(std::int64_t value, std::int64_t most) { return (value + most - 1) / most; }
 
@@ -22,13 +22,13 @@ struct Cut {
 
     Cut(const ShoalNormWeightGrad& call, const Level& level) : block{} {
         const std::int64_t taps = std::int64_t{call.kernel} * call.kernel;
-        const std::int64_t most_out = taps > 1 ? kMostOutOfTaps : kMostOut;
+        const std::int64_t most_out = taps > 1 ? kMaxOutOfTaps : kMaxOut;
         out_blocks = parts(call.out_channels, most_out);
         if (call.out_channels >= 8 * call.threads) out_blocks = up(out_blocks, call.threads);  // as many for everyone
         outs = parts(call.out_channels, out_blocks);
         out_blocks = parts(call.out_channels, outs);
         const std::int64_t most_in = std::max(kBlockFloats / (taps * outs) / level.columns * level.columns, level.columns * std::int64_t{1});
-        in_blocks = parts(call.in_channels, std::min(most_in, kMostIn));
+        in_blocks = parts(call.in_channels, std::min(most_in, kMaxIn));
         ins = up(parts(call.in_channels, in_blocks), level.columns);
         in_blocks = parts(call.in_channels, ins);
         threads = int(std::min<std::int64_t>(call.threads, out_blocks * in_blocks));
@@ -37,11 +37,11 @@ struct Cut {
         block.columns = int(parts(call.out_width, column_parts));
         const std::int64_t row_parts = parts(call.out_height, std::max<std::int64_t>(1, kPixels / block.columns));
         block.rows = int(parts(call.out_height, row_parts));
-        block.input_pitch = int(up(ins, 16) + 16);  // off the powers of two
-        block.grad_pitch = int(up(outs, 16) + 16);
+        block.input_stride = int(up(ins, 16) + 16);  // off the powers of two
+        block.grad_stride = int(up(outs, 16) + 16);
         sums_floats = taps * outs * up(ins, level.columns);
-        input_floats = std::int64_t{block.panel_rows(block.rows)} * block.panel_columns(block.columns) * block.input_pitch;
-        grad_floats = std::int64_t{block.rows} * block.columns * block.grad_pitch + 16;
+        input_floats = std::int64_t{block.panel_rows(block.rows)} * block.panel_columns(block.columns) * block.input_stride;
+        grad_floats = std::int64_t{block.rows} * block.columns * block.grad_stride + 16;
     }
 
     std::int64_t bytes_a_thread() const {

@@ -1,4 +1,4 @@
-// One block of a weight's gradient: a few channels in and out stay in the second cache while all pixels go by.
+// One block of a weight's gradient: a few channels in and out stay in L2 while all pixels go by.
 #pragma once
 
 #include "norm_strip.h"
@@ -14,7 +14,7 @@ struct Patch {
 
 // sums[R][kColumns] += sum over the patch of grads[pixel][row] * inputs[pixel][column]
 template <int R>
-void block_tile(const float* grads, std::ptrdiff_t grad_pitch, const float* inputs, std::ptrdiff_t input_step,
+void block_tile(const float* grads, std::ptrdiff_t grad_stride, const float* inputs, std::ptrdiff_t input_step,
                 std::ptrdiff_t input_row, int rows, int columns, float* sums) {
     Vector tile[R][kTileVectors];
 #pragma GCC unroll 16
@@ -23,7 +23,7 @@ void block_tile(const float* grads, std::ptrdiff_t grad_pitch, const float* inpu
         for (int c = 0; c < kTileVectors; ++c) tile[r][c] = load(sums + r * kColumns + c * kLanes);
     for (int row = 0; row < rows; ++row, inputs += input_row) {
         const float* input = inputs;
-        for (int column = 0; column < columns; ++column, grads += grad_pitch, input += input_step) {
+        for (int column = 0; column < columns; ++column, grads += grad_stride, input += input_step) {
             Vector across[kTileVectors];
 #pragma GCC unroll 16
             for (int c = 0; c < kTileVectors; ++c) across[c] = load(input + c * kLanes);
@@ -63,15 +63,15 @@ inline void fill_inputs(const GradBlock& block, const Patch& patch) {
     float* to = block.inputs;
     for (int r = 0; r < block.panel_rows(patch.rows); ++r) {
         const std::int64_t row = patch.row * call.stride - halo + std::int64_t{r} * step;
-        for (int c = 0; c < block.panel_columns(patch.columns); ++c, to += block.input_pitch) {
+        for (int c = 0; c < block.panel_columns(patch.columns); ++c, to += block.input_stride) {
             const std::int64_t column = patch.column * call.stride - halo + std::int64_t{c} * step;
             if (row < 0 || row >= call.height || column < 0 || column >= call.width) {
-                std::memset(to, 0, block.input_pitch * sizeof(float));
+                std::memset(to, 0, block.input_stride * sizeof(float));
                 continue;
             }
             const float* x = call.x + ((patch.image * call.height + row) * call.width + column) * call.ld_x + from;
             ask_for(x + next, block.ins);
-            activate_pixel(x, mean, scale, shift, call.rectify, whole, rest, to);
+            activate_pixel(x, mean, scale, shift, call.relu, whole, rest, to);
         }
     }
 }
@@ -83,7 +83,7 @@ inline void fill_grads(const GradBlock& block, const Patch& patch) {
     for (int r = 0; r < patch.rows; ++r) {
         const std::int64_t first = (patch.image * call.out_height + patch.row + r) * call.out_width + patch.column;
         const float* grad = call.grad_y + first * call.ld_grad_y + block.out_first;
-        for (int c = 0; c < patch.columns; ++c, grad += call.ld_grad_y, to += block.grad_pitch) {
+        for (int c = 0; c < patch.columns; ++c, grad += call.ld_grad_y, to += block.grad_stride) {
             ask_for(grad + next, block.outs);
             std::memcpy(to, grad, block.outs * sizeof(float));
         }
@@ -93,14 +93,14 @@ inline void fill_grads(const GradBlock& block, const Patch& patch) {
 inline void add_patch(const GradBlock& block, const Patch& patch) {
     const ShoalNormWeightGrad& call = *block.call;
     const int taps = call.kernel * call.kernel, in_tiles = (block.ins + kColumns - 1) / kColumns;
-    const std::ptrdiff_t step = call.kernel == 1 ? 1 : call.stride, pitch = block.input_pitch;
-    const std::ptrdiff_t panel_row = block.panel_columns(patch.columns) * pitch;
+    const std::ptrdiff_t step = call.kernel == 1 ? 1 : call.stride, pixel_stride = block.input_stride;
+    const std::ptrdiff_t panel_row = block.panel_columns(patch.columns) * pixel_stride;
     for (int tile = 0; tile < in_tiles; ++tile)
         for (int tap = 0; tap < taps; ++tap) {
-            const float* inputs = block.inputs + tap / call.kernel * panel_row + tap % call.kernel * pitch + tile * kColumns;
+            const float* inputs = block.inputs + tap / call.kernel * panel_row + tap % call.kernel * pixel_stride + tile * kColumns;
             float* sums = block.sums + std::ptrdiff_t{tap * in_tiles + tile} * block.outs * kColumns;
             each_tile(block.outs, [&](int first, int rows) {
-                AllBlockTiles::of[rows - 1](block.grads + first, block.grad_pitch, inputs, step * pitch, step * panel_row,
+                AllBlockTiles::of[rows - 1](block.grads + first, block.grad_stride, inputs, step * pixel_stride, step * panel_row,
                                             patch.rows, patch.columns, sums + std::ptrdiff_t{first} * kColumns);
             });
         }

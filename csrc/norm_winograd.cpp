@@ -1,6 +1,6 @@
-// A fused 3 x 3 convolution in squares of 2 x 2 results: what is dealt out to threads, and what they found.
+// A fused 3 x 3 convolution by Winograd's F(2x2, 3x3), in squares of 2 x 2 results: how threads share the work.
 //
-// Where the transformed weight stays in a second cache, every thread has blocks of squares of its own. A wide weight would
+// Where the transformed weight stays in L2, every thread has blocks of squares of its own. A wide weight would
 // come from memory with every block, and its gradient be kept once a thread: there all threads make the points of one
 // large block, and then each has some of the column tiles, whose weights it transforms one by one.
 #include <algorithm>
@@ -12,9 +12,9 @@ namespace shoal {
 namespace {
 
 constexpr std::int64_t kWide = 1 << 15;            // channels in times channels out
-constexpr std::int64_t kPointBytes = 384 << 10;    // of a block: most of the smallest second cache in use
+constexpr std::int64_t kPointBytes = 384 << 10;    // of a block: most of the smallest L2 in use
 constexpr std::int64_t kFewSquares = 48, kManySquares = 96;
-constexpr std::int64_t kSharedBytes = 12 << 20;    // of a block that all threads share: it stays in the last cache
+constexpr std::int64_t kSharedBytes = 12 << 20;    // of a block that all threads share: it stays in L3
 constexpr std::int64_t kFewShared = 128, kManyShared = 1024;
 
 struct SquareWork {
@@ -45,7 +45,7 @@ struct SquareWork {
             bias = space.take<float>(padded_out);
         }
         const auto points = [&](std::int64_t depth) {
-            return space.take<float>(up(depth, level.square_depth) / level.square_depth * kPoints * of.most * level.square_pitch);
+            return space.take<float>(up(depth, level.square_depth) / level.square_depth * kPoints * of.most * level.square_stride);
         };
         scratch.resize(threads);
         for (Scratch& own : scratch) {

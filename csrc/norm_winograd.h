@@ -1,5 +1,5 @@
-// A fused 3 x 3 convolution by Winograd's minimal algorithm F(2 x 2, 3 x 3) (Lavin and Gray, CVPR'16): results come in
-// squares of 2 x 2, each from 4 x 4 pixels, by 16 products a channel pair where the sum over taps has 36. Pixels and
+// A fused 3 x 3 convolution by Winograd's minimal algorithm F(2x2, 3x3) (Lavin and Gray, CVPR'16): results come in
+// squares of 2 x 2, each from 4 x 4 pixels, by 16 products a channel pair where a direct convolution has 36. Pixels and
 // weights are transformed (16 points each), multiplied point by point, which is 16 products of matrices, and transformed
 // back. Both gradients are made from transforms of the same blocks.
 #pragma once
@@ -9,11 +9,11 @@
 namespace shoal {
 namespace {
 
-constexpr int kSquareDepth = 128, kSquarePitch = kSquareDepth + 16;  // channels of a square's point that lie together
-constexpr int kChunk = 32;  // channels that are normalised at a time: four rows of them stay in the first cache
+constexpr int kSquareDepth = 128, kSquareStride = kSquareDepth + 16;  // channels of a square's point that lie together
+constexpr int kChunk = 32;  // channels that are normalised at a time: four rows of them stay in L1
 static_assert(kChunk % kColumns == 0 && kSquareDepth % kChunk == 0);
 
-using SquareTiles = TilesOf<kSquarePitch>;
+using SquareTiles = TilesOf<kSquareStride>;
 
 // to[4 i + j] = B' d B of the 4 x 4 pixels d, which lie `step` apart in four rows
 inline void transform_pixels(const float* const* rows, std::ptrdiff_t step, float* to, std::ptrdiff_t apart) {
@@ -104,7 +104,7 @@ inline void each_square(const Winograd& of, const SquareRows& part, const Read& 
 
 // Where the points of a square lie, from channel `channel` on.
 inline float* at_square(const Winograd& of, float* points, int square, int channel) {
-    return points + (std::ptrdiff_t{channel / kSquareDepth * kPoints} * of.most + square) * kSquarePitch + channel % kSquareDepth;
+    return points + (std::ptrdiff_t{channel / kSquareDepth * kPoints} * of.most + square) * kSquareStride + channel % kSquareDepth;
 }
 
 // Points of what `part`, some rows of a block, reads; in backward also of its gradients, for both products they are in.
@@ -112,7 +112,7 @@ void winograd_transform(const Winograd& of, const SquareRows& block, const Squar
     const ShoalNormConv& call = *of.call;
     const int in = call.in_channels, out = call.out_channels;
     const int first = int(part.first - block.first) * of.square_columns;
-    const std::ptrdiff_t apart = std::ptrdiff_t{of.most} * kSquarePitch;
+    const std::ptrdiff_t apart = std::ptrdiff_t{of.most} * kSquareStride;
     for (int from = 0; backward && from < out; from += kChunk) {
         const int count = least(kChunk, out - from);
         each_square(of, part, GradPixels(call, of.grad_constant, of.grad_slope, from, count), count, scratch.panel,
@@ -137,11 +137,11 @@ inline void multiply_points(const Winograd& of, int squares, const float* points
     for (int point = 0; point < kPoints; ++point, products += std::ptrdiff_t{of.most} * kColumns)
         for (int from = 0; from < depth; from += kSquareDepth) {
             const int some = least(kSquareDepth, depth - from);
-            const float* panel = points + std::ptrdiff_t{from / kSquareDepth * kPoints + point} * of.most * kSquarePitch;
+            const float* panel = points + std::ptrdiff_t{from / kSquareDepth * kPoints + point} * of.most * kSquareStride;
             each_tile(squares, [&](int first, int rows) {
                 float* to = products + first * kColumns;
                 ahead.step();
-                SquareTiles::rows[rows - 1](panel + std::ptrdiff_t{first} * kSquarePitch, &offset, 1, some, weight, to,
+                SquareTiles::rows[rows - 1](panel + std::ptrdiff_t{first} * kSquareStride, &offset, 1, some, weight, to,
                                             kColumns, from ? to : nullptr, kColumns, nullptr);
             });
             weight += std::ptrdiff_t{some} * kColumns;
@@ -237,7 +237,7 @@ inline void add_points(const Winograd& of, int squares, int tile, const Scratch&
     const int out = of.call->out_channels;
     for (int point = 0; point < kPoints; ++point)
         for (int from = 0; from < out; from += kSquareDepth) {
-            const std::ptrdiff_t above = std::ptrdiff_t{point} * of.most * kSquarePitch;
+            const std::ptrdiff_t above = std::ptrdiff_t{point} * of.most * kSquareStride;
             const float* grads = at_square(of, scratch.spread, 0, from) + above;
             const float* inputs = at_square(of, scratch.input, 0, tile * kColumns) + above;
             float* sums = tile_sums + (std::ptrdiff_t{point} * out + from) * kColumns;
@@ -251,7 +251,7 @@ inline void add_points(const Winograd& of, int squares, int tile, const Scratch&
 inline void write_gradients(const Winograd& of, const SquareRows& block, int column, Scratch& scratch) {
     const ShoalNormConv& call = *of.call;
     const std::ptrdiff_t apart = std::ptrdiff_t{of.most} * kColumns;
-    const bool rectify = call.rectify, accumulate = call.accumulate;
+    const bool relu = call.relu, accumulate = call.accumulate;
     each_tile_vector(call.in_channels - column, [&](int v, auto there) {
         const int channel = column + v;
         const float* product = scratch.product + v;
@@ -265,7 +265,7 @@ inline void write_gradients(const Winograd& of, const SquareRows& block, int col
                 each_pixel(of, block, row, s, [&](int which, std::int64_t pixel) {
                     const Vector off = there.get(call.x + pixel * call.ld_x + channel) - mean;
                     Vector da = results[which];
-                    if (rectify) da = off * scale + shift <= Vector{} ? Vector{} : da;
+                    if (relu) da = off * scale + shift <= Vector{} ? Vector{} : da;
                     sum += da;
                     sum_of_centred += da * off;
                     float* to = call.grad_x + pixel * call.ld_grad_x + channel;

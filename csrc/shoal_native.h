@@ -62,7 +62,7 @@ enum ShoalOutcome : std::int32_t { SHOAL_DONE = 0, SHOAL_NO_SUCH_LEVEL = 1 };
 // for the same sizes, threads and level, and begins at a multiple of 64. Nothing written may overlap anything read.
 struct ShoalNormConv {
     std::int64_t images, height, width, in_channels, out_channels;
-    std::int32_t kernel, rectify;  // kernel: 1 or 3
+    std::int32_t kernel, relu;  // kernel: 1 or 3
     std::int32_t threads, level;
     const float* x;
     std::int64_t ld_x;
@@ -95,7 +95,7 @@ SHOAL_API std::int32_t shoal_norm_conv_backward(const ShoalNormConv* call);
 // as [out][tap][in]. Pixels in NHWC order, `ld` floats apart. The workspace may hold anything.
 struct ShoalNormWeightGrad {
     std::int64_t images, height, width, out_height, out_width, in_channels, out_channels;
-    std::int32_t kernel, stride, rectify, threads, level, unused;
+    std::int32_t kernel, stride, relu, threads, level, unused;
     const float* x;
     std::int64_t ld_x;
     const float *mean, *scale, *shift;
@@ -110,11 +110,11 @@ SHOAL_API std::int32_t shoal_norm_weight_grad(const ShoalNormWeightGrad* call);
 
 // Passes over `rows` pixels of an NHWC tensor. `out` of activate = act((x - mean) * scale + shift + residual); its backward
 // gives grad_x = da * scale, grad_residual = da and the sums of da and da * (x - mean), where da is `grad`, zero where
-// rectify is set and `out` is not positive. May be null: residual, grad_x, grad_residual, and `out` in backward where
+// relu is set and `out` is not positive. May be null: residual, grad_x, grad_residual, and `out` in backward where
 // nothing was added: it is made again from x. Nothing written may overlap anything read.
 struct ShoalNormPass {
     std::int64_t rows, channels;
-    std::int32_t rectify, threads, level, unused;
+    std::int32_t relu, threads, level, unused;
     const float* x;
     std::int64_t ld_x;
     const float *mean, *scale, *shift;
@@ -141,11 +141,13 @@ SHOAL_API std::int32_t shoal_norm_act_backward(const ShoalNormPass* call);
 // Activations with an inverse, by one number more than 0: LeakyReLU's slope, 1 for no activation, or ELU's alpha.
 enum ShoalInvertible : std::int32_t { SHOAL_LEAKY_RELU = 0, SHOAL_ELU = 1 };
 
-// An activation after batch norm: `forward` writes activation((y - slide) * steep + shift), which may lie over y. Its
-// backward is made from the result y of the two, float32. Pixels in NHWC order where channels_last is set, else in NCHW
-// order. With dz the gradient before the activation and z - shift what the result says was scaled: `sums` writes sum(dz)
-// and sum(dz * (z - shift)) of each channel, and `result` writes (dz - slide - (z - shift) * tilt) * steep, or dz * steep
-// where frozen is set, which may lie over the gradient.
+// An activation after batch norm: `forward` writes activation((y - mean) * scale + shift), which may lie over y. Its
+// backward is computed from the result y of the two, float32. Pixels in NHWC order where channels_last is set, else in
+// NCHW order. With dz the gradient before the activation and z - shift = gamma * xhat, recovered from the result: `sums`
+// writes sum(dz) and sum(dz * (z - shift)) of each channel, and `result` writes the gradient of x,
+// (dz - mean_grad - (z - shift) * mean_grad_xhat) * gamma_invstd, or dz * gamma_invstd where frozen is set, which may lie
+// over the gradient. There `mean` is mean_grad, the mean of dz; `scale` is gamma_invstd; mean_grad_xhat is the mean of
+// dz * xhat, divided by gamma.
 struct ShoalInvertedBatchNorm {
     std::int64_t images, channels, pixels;
     std::int32_t channels_last, threads;
@@ -155,8 +157,8 @@ struct ShoalInvertedBatchNorm {
     std::int32_t frozen;  // of `result`: the statistics were given
     const float *grad, *y, *shift;
     double *sum, *centred, *workspace;  // of `sums`; workspace: 2 * threads * channels
-    const float *slide, *tilt, *steep;  // of `result`, the first two unless frozen; slide and steep also of `forward`
-    float* result;                      // of `result` and `forward`
+    const float *mean, *mean_grad_xhat, *scale;  // of `result`, the first two unless frozen; `forward`: not the second
+    float* result;                               // of `result` and `forward`
 };
 
 SHOAL_API void shoal_inverted_batch_norm_forward(const ShoalInvertedBatchNorm* call);

@@ -12,11 +12,12 @@ from torch import fx, nn
 
 from shoal.capture import step_reader as capturing
 from shoal.capture.capture_step import capture_step
+from shoal.capture.captured import Captured
 from shoal.capture.lower import lower, offloaded_storages
-from shoal.capture.step_reader import Captured, capture
+from shoal.capture.step_reader import capture
 from shoal.core.residence import Residence
 from shoal.engine.graph_runner import compiler
-from shoal.lowlevel.eager_kernels import eager_kernels
+from shoal.lowlevel.torch_internals import eager_kernels
 from shoal.offload.links.open_link import open_link
 from shoal.offload.transfers import Transfers
 

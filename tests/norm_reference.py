@@ -18,7 +18,7 @@ class Case:
     shift: torch.Tensor | None
     weight: torch.Tensor
     bias: torch.Tensor | None
-    rectify: bool
+    relu: bool
     grads: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -33,7 +33,7 @@ def fused(case: Case, dtype: torch.dtype) -> list[torch.Tensor | None]:
     x, mean, scale, shift, weight, bias = leaves
     assert x is not None and weight is not None
     a = x if mean is None or scale is None or shift is None else (x - row(mean)) * row(scale) + row(shift)
-    a = a.relu() if case.rectify else a
+    a = a.relu() if case.relu else a
     y = torch.nn.functional.conv2d(a, weight, bias, padding=weight.shape[2] // 2)
     variance_y, mean_y = torch.var_mean(y, (0, 2, 3), correction=0)
     loss = sum(

@@ -26,6 +26,28 @@ def test_a_plan_can_be_loaded_by_its_public_name() -> None:
     assert "Plan" in shoal.__all__ and shoal.Plan is Plan
 
 
+def test_there_are_ten_names_beside_the_exceptions() -> None:
+    names = {name for name in shoal.__all__ if not name.endswith("Error")}
+    assert names == {
+        "Plan",
+        "codecs",
+        "compile",
+        "distributed",
+        "errors",
+        "fuse_batchnorm",
+        "invert_batchnorm",
+        "offload_activations",
+        "plan",
+        "split",
+    }
+
+
+@pytest.mark.parametrize("name", ["lossy_report", "restore_batchnorm", "models", "data"])
+def test_former_names_work_for_one_release_and_say_what_replaces_them(name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"shoal.{name} is now "):
+        assert getattr(shoal, name) is not None
+
+
 @pytest.mark.parametrize("name", shoal.__all__)
 def test_no_public_function_hides_a_module_of_its_name(name: str) -> None:
     spec = importlib.util.find_spec(f"shoal.{name}")

@@ -1,18 +1,18 @@
 """Shoal: train deep networks in shallow memory. Convolutional networks in PyTorch, inside a byte budget."""
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shoal import codecs
+from shoal import codecs, errors
 from shoal.core.plan import Plan
 from shoal.core.version import __version__ as __version__
 from shoal.engine.api import compile
-from shoal.engine.lossy_report import lossy_report
 from shoal.engine.plan import plan
 from shoal.errors import BudgetError, CaptureError, CodecError, InputError, PlanError, ShoalError, TransferError
 from shoal.offload.eager import offload_activations
 from shoal.transforms.fuse.fuse_batchnorm import fuse_batchnorm
-from shoal.transforms.invert.invert_batchnorm import invert_batchnorm, restore_batchnorm
+from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
 from shoal.transforms.split.split import split
 
 if TYPE_CHECKING:
@@ -30,18 +30,31 @@ __all__ = [
     "codecs",
     "compile",
     "distributed",
+    "errors",
     "fuse_batchnorm",
     "invert_batchnorm",
-    "lossy_report",
     "offload_activations",
     "plan",
-    "restore_batchnorm",
     "split",
 ]
 
+# Former public names, for one release: where each is, and what replaces it.
+_FORMER = {
+    "lossy_report": ("shoal.engine.api", "model.shoal.lossy_report(batch)"),
+    "restore_batchnorm": ("shoal.transforms.invert.invert_batchnorm", "inverted.restore()"),
+    "data": ("shoal.app.data", "shoal.app.data"),
+    "models": ("shoal.app.models", "shoal.app.models"),
+}
+
 
 def __getattr__(name: str) -> Any:
-    """`shoal.distributed`, which most programs never ask for, is imported when it is."""
+    """`shoal.distributed`, which most programs never ask for, is imported when it is; former names come with a
+    warning."""
     if name == "distributed":
         return import_module("shoal.distributed")
+    if name in _FORMER:
+        module, now = _FORMER[name]
+        warnings.warn(f"shoal.{name} is now {now}", DeprecationWarning, stacklevel=2)
+        found = import_module(module)
+        return getattr(found, name, found)
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

@@ -34,7 +34,7 @@ IN_A_PROCESS = """
 from pathlib import Path
 import pytest
 from shoal.app.cli import main
-from tests.training.tiny import put_in_place
+from tests.app.training.tiny import put_in_place
 put_in_place(pytest.MonkeyPatch(), Path())
 """
 
@@ -43,8 +43,8 @@ def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def told(result: Result) -> str:
-    """The one line of a user's mistake, as told on stderr with exit code 2."""
+def error_line(result: Result) -> str:
+    """The one line of a user's mistake, as reported on stderr with exit code 2."""
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
@@ -89,27 +89,27 @@ def process(program: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(here: Path, arguments: list[str], said: str) -> None:
-    line = told(invoke("train", *arguments))
+    line = error_line(invoke("train", *arguments))
     assert line.startswith("shoal: ")
     assert said in line
 
 
-def test_two_runs_into_one_folder_are_told_before_training(here: Path) -> None:
+def test_two_runs_into_one_folder_are_reported_before_training(here: Path) -> None:
     with run_folder(here / "run"):
-        assert "another run is writing to run" in told(invoke("train", *PLAIN, "--out", "run"))
+        assert "another run is writing to run" in error_line(invoke("train", *PLAIN, "--out", "run"))
     assert not list((here / "run").iterdir())
 
 
-def test_an_out_folder_that_cannot_be_is_told_before_training(here: Path) -> None:
+def test_an_out_folder_that_cannot_be_is_reported_before_training(here: Path) -> None:
     (here / "file").write_text("")
-    assert "file" in told(invoke("train", *PLAIN, "--out", "file/run"))
-    assert "file" in told(invoke("train", *PLAIN, "--json", "file/run.json"))
+    assert "file" in error_line(invoke("train", *PLAIN, "--out", "file/run"))
+    assert "file" in error_line(invoke("train", *PLAIN, "--json", "file/run.json"))
 
 
-def test_a_damaged_checkpoint_is_told(here: Path) -> None:
+def test_a_damaged_checkpoint_is_reported(here: Path) -> None:
     (here / "run").mkdir()
     (here / "run" / "checkpoint.pt").write_bytes(b"PK")
-    assert "damaged or no Shoal checkpoint" in told(invoke("train", *PLAIN, "--out", "run", "--resume"))
+    assert "damaged or no Shoal checkpoint" in error_line(invoke("train", *PLAIN, "--out", "run", "--resume"))
 
 
 @pytest.mark.usefixtures("tiny")
@@ -173,7 +173,7 @@ def test_a_rehearsal_runs_with_the_link_of_the_target(here: Path) -> None:
 def test_plain_pytorch_that_meets_its_limit_ends_with_exit_code_3(here: Path) -> None:
     done = invoke("train", *PLAIN, "--budget", "1MiB", "--enforce")
     assert done.exit_code == 3
-    assert done.stderr.startswith("shoal: out of memory: plain PyTorch does not fit a memory limit of 1.000 MiB")
+    assert done.stderr.startswith("shoal: out of memory: plain PyTorch does not fit the memory limit of 1.000 MiB")
     assert done.stderr.count("\n") == 1
 
 
@@ -183,7 +183,7 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes(here: Path) -> None:
     arguments = ["train", *PLAIN, "--out", "run", "--epochs", "3", "--workers", "1", "--json", "result.json"]
     in_the_second_epoch = """
 import os, signal
-from tests.training.tiny import Tiny
+from tests.app.training.tiny import Tiny
 forward, steps = Tiny.forward, []
 def interrupted(self, images):
     steps.append(self.training)
@@ -244,8 +244,8 @@ def test_hardware_lists_this_machine_and_those_that_are_not_here(monkeypatch: py
     assert measured == [("cpu", "disk"), ("cpu", None)]
 
 
-def test_a_folder_that_is_not_there_is_told(here: Path) -> None:
-    assert "folder='nowhere' is no folder" in told(invoke("hardware", "--device", "cpu", "--folder", "nowhere"))
+def test_a_folder_that_is_not_there_is_reported(here: Path) -> None:
+    assert "folder='nowhere' is no folder" in error_line(invoke("hardware", "--device", "cpu", "--folder", "nowhere"))
 
 
 @pytest.fixture
@@ -292,10 +292,10 @@ def test_a_split_network_saves_smaller_storages(here: Path) -> None:
         (["--split", "0.5", "--stochastic", "0.5"], "stochastic=0.5: expected omega"),
     ],
 )
-def test_a_mistake_about_splitting_is_told(arguments: list[str], said: str) -> None:
+def test_a_mistake_about_splitting_is_reported(arguments: list[str], said: str) -> None:
     for command in (["plan", "--model", "resnet18", "--image", "64", "--budget", "1GiB"], ["train", *SMALL]):
         budget = [] if command[0] == "plan" else ["--budget", "1GiB"]
-        assert said in told(invoke(*command, *budget, *arguments))
+        assert said in error_line(invoke(*command, *budget, *arguments))
 
 
 @pytest.mark.parametrize(
@@ -318,9 +318,9 @@ def test_batch_norms_in_another_form_save_less(here: Path, form: str, said: str)
         (["--batch-norm", "fused", "--split", "0.5"], "cannot run patch by patch"),
     ],
 )
-def test_a_mistake_about_batch_norms_is_told(arguments: list[str], said: str) -> None:
+def test_a_mistake_about_batch_norms_is_reported(arguments: list[str], said: str) -> None:
     for command in (["plan", "--model", "resnet18", "--image", "64"], ["train", *SMALL]):
-        assert said in told(invoke(*command, "--budget", "1GiB", *arguments))
+        assert said in error_line(invoke(*command, "--budget", "1GiB", *arguments))
 
 
 def test_without_a_budget_the_device_is_the_budget(here: Path) -> None:
@@ -372,12 +372,12 @@ def test_the_largest_batch_of_each_planner(here: Path) -> None:
         assert answer["predicted_peak_bytes"] <= 2**30
         assert answer["images_per_second"] == pytest.approx(answer["batch"] / answer["predicted_seconds"])
 
-    # The batch that is found can be planned; one that does not fit is told.
+    # The batch that is found can be planned; one that does not fit is reported.
     keeping = next(answer for answer in figures["max_batch"] if answer["planner"] == "keep_all")
     arguments = ["--planner", "keep_all", "--budget", "1GiB", "--batch"]
     alone = invoke(*ALEXNET, "--json", *arguments, str(keeping["batch"]))
     assert json.loads(alone.stdout)["predicted_peak_bytes"] == keeping["predicted_peak_bytes"]
-    assert "no plan of alexnet fits" in told(invoke(*ALEXNET, *arguments, str(keeping["too_many"])))
+    assert "no plan of alexnet fits" in error_line(invoke(*ALEXNET, *arguments, str(keeping["too_many"])))
 
 
 @pytest.mark.usefixtures("few_planners")
@@ -403,8 +403,8 @@ def test_a_plan_that_does_not_fit_still_has_its_largest_batches(here: Path) -> N
         (["--model", "unet", "--image", "50", "--budget", "1GiB"], "multiple of 16"),
     ],
 )
-def test_a_plan_that_cannot_be_made_is_told(arguments: list[str], said: str) -> None:
-    assert said in told(invoke("plan", *arguments))
+def test_a_plan_that_cannot_be_made_is_reported(arguments: list[str], said: str) -> None:
+    assert said in error_line(invoke("plan", *arguments))
 
 
 @pytest.mark.usefixtures("tiny")
@@ -424,9 +424,9 @@ def test_a_plan_may_be_permitted_to_encode_and_tells_what_that_comes_to(here: Pa
         (["--lossy", "linear", "--planner", "sqrt"], "lossy needs planner='joint'; 'sqrt' does not"),
     ],
 )
-def test_a_mistake_about_encoding_is_told(arguments: list[str], said: str) -> None:
+def test_a_mistake_about_encoding_is_reported(arguments: list[str], said: str) -> None:
     for command in (["plan", "--model", "resnet18", "--image", "64"], ["train", *SMALL]):
-        assert said in told(invoke(*command, "--budget", "1GiB", *arguments))
+        assert said in error_line(invoke(*command, "--budget", "1GiB", *arguments))
 
 
 @pytest.mark.usefixtures("tiny")

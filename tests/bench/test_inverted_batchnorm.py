@@ -16,6 +16,7 @@ from bench.inverted_steps import Checkpointed, rewritten, saved_bytes
 from bench.reconstruction import BeyondTheBound, measure
 from bench.split_accuracy import NARROW, Pace
 from bench.workload import Workload
+from shoal.transforms.invert.inverted_model import InvertedModel
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_checkpointing_saves_where_the_convolution_is_in_the_segment_and_moves_s
 
 
 def test_a_contender_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inverted_steps.shoal, "restore_batchnorm", lambda model: model.source)  # ReLU, not LeakyReLU
+    monkeypatch.setattr(InvertedModel, "restore", lambda model: model.source)  # ReLU, not LeakyReLU
     monkeypatch.setattr(inverted_steps, "SLOPE", 0.5)
     with pytest.raises(inverted_steps.WrongStep, match="inverted: gradient of"):
         inverted_steps.measure("resnet18", 2, 32, 1)
@@ -98,9 +99,7 @@ def test_the_two_leaky_ways_compute_the_same() -> None:
 
 
 def test_a_conversion_that_changes_outputs_is_told(monkeypatch: pytest.MonkeyPatch, data: Any) -> None:
-    monkeypatch.setattr(
-        inverted_training.shoal, "restore_batchnorm", lambda model, **_: nn.Sequential(model, nn.ReLU())
-    )
+    monkeypatch.setattr(InvertedModel, "restore", lambda model, **_: nn.Sequential(model, nn.ReLU()))
     with pytest.raises(inverted_training.WrongConversion):
         inverted_training.there_and_back(inverted_training.inverted(NARROW["vgg"]()), data["test"][0])
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import torch
 
 from bench.norm_sweeps import measure, table
-from shoal.kernels.invertible_norm import inverted_batch_norm_sweeps
-from shoal.kernels.norm import norm_sweeps
+from shoal.lowlevel.dispatch import VARIABLE
 
 
 def test_every_sweep_is_timed_both_ways() -> None:
     x = torch.randn((2, 3, 4, 5), generator=torch.Generator().manual_seed(0))
-    lists = (norm_sweeps.KERNELS, inverted_batch_norm_sweeps.KERNELS)
-    before = [list(kernels) for kernels in lists]
+    before = os.environ.get(VARIABLE, "")
     ticks = itertools.count()
     rows = measure(x.contiguous(memory_format=torch.channels_last), rounds=2, clock=lambda: float(next(ticks)))
-    assert before == [list(kernels) for kernels in lists] and all(before)
+    assert os.environ.get(VARIABLE, "") == before
     assert [row.sweep for row in rows][:2] == ["statistics", "statistics backward"] and len(rows) == 10
     assert {(row.ours_seconds, row.torch_seconds, row.tensor_bytes) for row in rows} == {(1.0, 1.0, 480)}
     assert len(table(rows).splitlines()) == 11

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from shoal import codecs
+from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import encode_residences, encoded, offers, payload_name
-from shoal.capture.step_reader import Captured
-from shoal.core.lossy import EXEMPTIONS, Lossy
+from shoal.core.lossy import EXEMPTIONS, LossyOptions
 from shoal.core.residence import Encode, Offload
 from shoal.core.schedule import schedule
 from shoal.core.validate import check
@@ -25,7 +25,7 @@ from tests.joint_graphs import NETWORKS, Concatenated, Residual, batch, captured
 from tests.random_steps import HARDWARE
 
 aten = torch.ops.aten
-LOSSY = Lossy("dynamic_tree", 2048)
+LOSSY = LossyOptions("dynamic_tree", 2048)
 
 
 def conv(n_in: int, n_out: int, **options: Any) -> nn.Module:
@@ -118,7 +118,7 @@ def test_a_weight_gradient_errs_by_no_more_than_its_input_does(codec: str, layou
     model = chain(3, 8, 8, 12).to(memory_format=layout)
     x = batch(16).to(memory_format=layout)
     captured = captured_step(model, x)
-    rewritten = everything_encoded(captured, Lossy(codec, 512))
+    rewritten = everything_encoded(captured, LossyOptions(codec, 512))
     tensors = operands(captured.joint)
     exact, lossy = (_convolution_backwards(step, tensors) for step in (captured, rewritten))
     held = codecs.get(codec, block=512)
@@ -187,7 +187,7 @@ def test_a_payload_is_what_waits_a_quarter_and_a_scale_for_each_block() -> None:
 def test_the_mask_of_a_relu_is_read_from_the_codes() -> None:
     _, rewritten, _ = step_of("chain")
     reading = nodes_reading(rewritten, payload_name("relu"))
-    assert [target.rpartition(".")[2] for target in reading] == ["decode", "rectifier_backward"]
+    assert [target.rpartition(".")[2] for target in reading] == ["decode", "relu_backward"]
     assert not any(target.endswith("ne.Scalar") for target in nodes_reading(rewritten, "relu"))
 
 
@@ -216,7 +216,7 @@ def test_the_first_layer_and_batch_norms_are_exempt_unless_asked_otherwise() -> 
 
     def offered(*exempt: str) -> set[tuple[str, ...]]:
         step = captured_step(model, batch(16))
-        return {offer.layers for offer in offers(step, Lossy("linear", 64, exempt=frozenset(exempt)))}
+        return {offer.layers for offer in offers(step, LossyOptions("linear", 64, exempt=frozenset(exempt)))}
 
     assert offered(*EXEMPTIONS) == {("4",)}
     assert offered("batch_norm") == {("1",), ("4",)}
@@ -225,7 +225,7 @@ def test_the_first_layer_and_batch_norms_are_exempt_unless_asked_otherwise() -> 
 
 
 def test_with_batch_norms_encoded_too_the_forward_pass_keeps_its_bits() -> None:
-    lossy = Lossy("dynamic_tree", 512, exempt=frozenset())
+    lossy = LossyOptions("dynamic_tree", 512, exempt=frozenset())
     captured, _, tensors = step_of("batch norm")
     rewritten = everything_encoded(captured, lossy)
     exact, found = run_joint(captured.joint, tensors), run_joint(rewritten.joint, tensors)
@@ -258,7 +258,7 @@ def test_the_same_choice_gives_the_same_step() -> None:
 
 
 def test_a_second_run_of_an_encoding_is_one_like_the_first() -> None:
-    rewritten = everything_encoded(step_of("chain")[0], Lossy("linear", 64, seed=5))
+    rewritten = everything_encoded(step_of("chain")[0], LossyOptions("linear", 64, seed=5))
     ops = [op for op in rewritten.graph.ops if rewritten.node_of.get(op.name) is not None]
     assert all(op.recomputable for op in ops if rewritten.node_of[op.name].target is encode)
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from shoal.capture import inplace
-from shoal.capture.step_reader import Captured, is_view
+from shoal.capture.captured import Captured
+from shoal.capture.fx_nodes import is_view
 from shoal.core.schedule import schedule
-from shoal.kernels import batch_norm, dropout, encoded_activation, rectifier
+from shoal.kernels import batch_norm, dropout, encoded_activation, relu
 from tests.joint_graphs import NETWORKS, captured_step, operands, run_joint, run_lowered
 
 aten = torch.ops.aten
@@ -57,9 +58,9 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (aten.native_dropout_backward.default, lambda x, y: (x, y > 0, 1.25)),
     (dropout.dropout, lambda x, y: (x, 0.4)),
     (dropout.dropout_backward, lambda x, y: (x, y > 0, 0.4)),
-    (rectifier.backward, lambda x, y: (x, y > 0)),
+    (relu.backward, lambda x, y: (x, y > 0)),
     (
-        encoded_activation.rectifier_backward,
+        encoded_activation.relu_backward,
         lambda x, y: (x, encoded_activation.encode(y.relu(), "linear", 8, None, math.inf), y.shape, y.stride(), 8),
     ),
     (batch_norm.normalise, lambda x, y: (x, *statistics(x))),

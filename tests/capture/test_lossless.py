@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.capture.step_reader import Captured
+from shoal.capture.captured import Captured
 from shoal.core.step import StepGraph, Storage
 from shoal.kernels.batch_norm import backward_repeats_bits
 from tests.engine.training_laws import assert_same_training, same_bits

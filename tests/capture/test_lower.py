@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from shoal.capture.accumulation import ACCUMULATE
+from shoal.capture.captured import Captured
+from shoal.capture.fx_nodes import is_view
 from shoal.capture.lower import lower
-from shoal.capture.step_reader import Captured, is_view
 from shoal.core.residence import Keep, Recompute, Residence
 from shoal.core.schedule import schedule
 from shoal.core.simulate import simulate

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from shoal.capture.step_reader import Captured
+from shoal.capture.captured import Captured
 from shoal.capture.symbolic_sizes import is_size, largest_numbers, usual, usual_numbers, with_numbers
 from shoal.transforms.split.split import split
 from tests.joint_graphs import captured_step

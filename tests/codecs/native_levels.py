@@ -8,21 +8,21 @@ from contextlib import contextmanager
 
 import torch
 
-from shoal.codecs.levels_native import LEVEL_VARIABLE
+from shoal.lowlevel.dispatch import VARIABLE
 
 
 @contextmanager
 def at_level(level: str, threads: int = 1) -> Iterator[None]:
-    before, threads_before = os.environ.get(LEVEL_VARIABLE), torch.get_num_threads()
-    os.environ[LEVEL_VARIABLE] = level
+    before, threads_before = os.environ.get(VARIABLE), torch.get_num_threads()
+    os.environ[VARIABLE] = level
     torch.set_num_threads(threads)
     try:
         yield
     finally:
         torch.set_num_threads(threads_before)
-        del os.environ[LEVEL_VARIABLE]
+        del os.environ[VARIABLE]
         if before is not None:
-            os.environ[LEVEL_VARIABLE] = before
+            os.environ[VARIABLE] = before
 
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:

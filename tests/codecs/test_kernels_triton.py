@@ -15,22 +15,17 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from shoal.codecs import (
-    get,
-    kernels,
-    one_bit_reference,
-    one_bit_triton,
-    sign_mask_reference,
-    sign_mask_triton,
-    table_codes_reference,
-    table_codes_triton,
-    truncation_reference,
-    truncation_triton,
-)
-from shoal.codecs.launch_triton import applies
+from shoal.codecs import get
+from shoal.codecs.launch import triton_applies as applies
 from shoal.codecs.table_codes import blocks_of
 from shoal.codecs.table_codes_triton import buckets_of
 from shoal.errors import CodecError
+from shoal.lowlevel.dispatch import TABLE, VARIABLE, choose
+
+table_codes_reference, table_codes_triton = map(TABLE["table_codes"].functions, ("reference", "triton"))
+truncation_reference, truncation_triton = map(TABLE["truncation"].functions, ("reference", "triton"))
+one_bit_reference, one_bit_triton = map(TABLE["one_bit"].functions, ("reference", "triton"))
+sign_mask_reference, sign_mask_triton = map(TABLE["sign_mask"].functions, ("reference", "triton"))
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -189,12 +184,12 @@ def test_sign_mask(device: str, dtype: torch.dtype, elems: int) -> None:
 def test_the_codecs_run_on_them(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     x = torch.randn(300, generator=torch.Generator().manual_seed(0))
     for name in ("dynamic_tree", "truncate3", "one_bit", "sign_mask"):
-        monkeypatch.setenv(kernels.VARIABLE, "torch")
+        monkeypatch.setenv(VARIABLE, "reference")
         expected = get(name).encode(x)
-        monkeypatch.setenv(kernels.VARIABLE, "triton")
+        monkeypatch.setenv(VARIABLE, "triton")
         encoded = get(name).encode(x.to(device))
         assert same_bits([encoded.payload, encoded.decode()], [expected.payload, expected.decode()])
-    assert kernels.kernel("table_codes", x.to(device)) is table_codes_triton
+    assert choose(TABLE["table_codes"], x.to(device)) is table_codes_triton
 
 
 @on_device
@@ -204,10 +199,10 @@ def test_what_they_do_not_read_is_left_to_others(monkeypatch: pytest.MonkeyPatch
     assert applies(x.view(-1), x.view(-1).byte())
     assert not applies(x) and not applies(x[:, 0]) and not applies(x.view(-1).double())
     assert not applies(x.view(-1), torch.ones(1, device="meta")) and not applies(torch.ones(1, device="meta"))
-    monkeypatch.setenv("SHOAL_TRITON", "0")
-    assert not applies(x.view(-1))
-    with pytest.raises(CodecError, match="SHOAL_TRITON=0"):
-        sign_mask_triton.encode(x.view(-1), x.view(-1).byte())
+    flat = x.view(-1)
+    assert choose(TABLE["sign_mask"], flat, flat.byte()) is sign_mask_triton
+    monkeypatch.setenv(VARIABLE, "reference")
+    assert choose(TABLE["sign_mask"], flat, flat.byte()) is sign_mask_reference
 
 
 @each_table

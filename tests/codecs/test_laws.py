@@ -97,7 +97,7 @@ def test_no_error_passes_its_bound(codec: FloatCodec, values: list[float]) -> No
     bound = codec.error_bound(x)
     assert not bound.isnan().any()
     error = (round_trip(codec, x).double() - x.double()).abs()
-    # Where the bound is infinite, so may the error be, or no number.
+    # Where the bound is infinite, so may the error be, or NaN.
     assert ((error <= bound) | bound.isinf()).all(), (error / bound).max()
 
 
@@ -164,7 +164,7 @@ def test_every_pattern_of_one_bit_comes_back_with_its_means(bits: list[bool], me
     assert torch.equal(encoded.decode(), x)
 
 
-# What becomes of a value that is no number, by the words of the sheet: of it, and of the rest of its block.
+# What becomes of a NaN, by the properties of the codec: of it, and of the rest of its block.
 FATES: dict[str, Callable[[torch.Tensor, torch.Tensor, int], bool]] = {
     "NaN": lambda came, expected, at: bool(came[at].isnan()) and torch.equal(others(came, at), others(expected, at)),
     "itself": lambda came, expected, at: bool(came[at].isinf()) and torch.equal(others(came, at), others(expected, at)),

@@ -14,9 +14,9 @@ MOST_SCRATCH_BYTES = 12 << 20
 every_codec = pytest.mark.parametrize("codec", [*FLOAT_CODECS, get("sign_mask")], ids=name_of)
 
 
-@pytest.fixture(autouse=True, params=["torch", ""])
+@pytest.fixture(autouse=True, params=["reference", ""])
 def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_CODEC_KERNELS", request.param)
+    monkeypatch.setenv("SHOAL_KERNELS", request.param)
 
 
 def in_place(codec: Codec, elems: int) -> tuple[list[int], list[int]]:

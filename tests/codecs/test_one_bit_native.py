@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.codecs import one_bit_native as native
-from shoal.codecs import one_bit_reference as reference
 from shoal.codecs.table_codes import blocks_of
 from shoal.errors import CodecError
+from shoal.lowlevel.dispatch import TABLE
 from shoal.lowlevel.native import levels
 from tests.codecs.native_levels import at_level, off_by_one, same_bits
 
+OP = TABLE["one_bit"]
+native, reference = OP.functions("native"), OP.functions("reference")
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
 each_level = pytest.mark.parametrize("level", levels())
 

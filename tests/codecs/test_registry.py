@@ -9,7 +9,7 @@ import torch
 
 import shoal
 from shoal.codecs import Codec, Kind, from_bytes, get, names, register, registry
-from shoal.codecs.truncate import TruncateCodec
+from shoal.codecs.truncation import TruncateCodec
 from shoal.errors import CodecError
 from tests.codecs.every_codec import CODECS, POOL, name_of
 

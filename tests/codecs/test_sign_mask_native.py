@@ -7,12 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.codecs import sign_mask_native as native
-from shoal.codecs import sign_mask_reference as reference
 from shoal.errors import CodecError
+from shoal.lowlevel.dispatch import TABLE
 from shoal.lowlevel.native import levels
 from tests.codecs.native_levels import at_level, off_by_one, same_bits
 
+OP = TABLE["sign_mask"]
+applies = OP.implementations[-1].applies
+native, reference = OP.functions("native"), OP.functions("reference")
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
 each_level = pytest.mark.parametrize("level", levels())
 
@@ -44,8 +46,8 @@ def test_threads_share_no_byte(level: str) -> None:
 
 def test_it_takes_float32_and_leaves_the_rest() -> None:
     x, mask = torch.ones(9), torch.empty(2, dtype=torch.uint8)
-    assert native.applies(x, mask) and native.applies(mask, x > 0)
-    assert not native.applies(x.half(), mask) and not native.applies(x > 0, mask)
+    assert applies(x, mask) and applies(mask, x > 0)
+    assert not applies(x.half(), mask) and not applies(x > 0, mask)
     with pytest.raises(CodecError, match="expected float32"):
         native.encode(x.half(), mask)
     with pytest.raises(CodecError, match="expected bool"):

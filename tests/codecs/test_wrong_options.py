@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.capture.lossy_options import lossy_of
 from shoal.codecs import from_bytes, get, names, registry
+from shoal.engine.options import lossy_options
 from shoal.errors import CodecError, InputError
 from tests.codecs.every_codec import POOL
 from tests.engine.compile.wrong_values import WRONG, in_one_short_line
@@ -84,6 +84,6 @@ def test_what_lossy_is_given_is_held_to_the_same() -> None:
     for value in WRONG:
         for option in (None, "codec", "block", "stochastic", "exempt", "nonsense"):
             try:
-                lossy_of(value if option is None else {"codec": "linear", option: value})
+                lossy_options(value if option is None else {"codec": "linear", option: value})
             except (CodecError, InputError) as error:
                 assert in_one_short_line(error), (option, value)

@@ -181,7 +181,7 @@ def test_the_second_time_comes_from_disk_unless_told_otherwise(cache):
 
 def test_other_kernels_are_another_machine(monkeypatch):
     before = measurement_cache.describe(torch.device("cpu"))
-    monkeypatch.setenv("SHOAL_NORM_LEVEL", "portable")
+    monkeypatch.setenv("SHOAL_KERNELS", "portable")
     assert measurement_cache.describe(torch.device("cpu")) != before
     monkeypatch.undo()
     monkeypatch.setattr(measurement_cache, "fingerprint", lambda: "another build")

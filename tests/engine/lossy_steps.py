@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import encoded, offers
-from shoal.capture.lossy_options import lossy_of
-from shoal.capture.step_reader import Captured
-from shoal.core.lossy import Lossy
+from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.cost import profile as profiling
 from shoal.cost.profile import Costs
 from shoal.engine.lossy_report import plan_of_encoded
+from shoal.engine.options import lossy_options
 from tests.joint_graphs import captured_step
 
 CODEC_OP = "encoded_activation."
@@ -33,9 +33,9 @@ def chain(*widths: int, act: type[nn.Module] = nn.ReLU, **options: Any) -> nn.Se
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 5))
 
 
-def everything_encoded(captured: Captured, lossy: Lossy | None = None) -> Captured:
+def everything_encoded(captured: Captured, lossy: LossyOptions | None = None) -> Captured:
     """The step with all encoded that may be."""
-    lossy = lossy or lossy_of("dynamic_tree")
+    lossy = lossy or lossy_options("dynamic_tree")
     assert lossy is not None
     found = [offer.storage for offer in offers(captured, lossy)]
     assert found, "the test shows nothing: there is nothing to encode"
@@ -44,7 +44,7 @@ def everything_encoded(captured: Captured, lossy: Lossy | None = None) -> Captur
 
 def plan_encoding_everything(model: nn.Module, example: torch.Tensor, lossy: Any = "dynamic_tree") -> Plan:
     """A plan that keeps everything, and encodes all that may be."""
-    permitted = lossy_of(lossy)
+    permitted = lossy_options(lossy)
     assert permitted is not None
     captured = captured_step(model, example)
     return plan_of_encoded(captured, [offer.storage for offer in offers(captured, permitted)], permitted)

@@ -19,7 +19,7 @@ from shoal.engine import first_run
 from shoal.engine.first_run import run_nodes
 from shoal.engine.graph_runner import compiler
 from shoal.errors import CaptureError, PlanError
-from shoal.kernels.traced_layout import copied, in_traced_layout, is_writable
+from shoal.kernels.memory_format import copied, in_traced_layout, is_writable
 from shoal.lowlevel import allocations
 from tests.engine.training_laws import (
     assert_same_training,
@@ -127,7 +127,7 @@ def rows(batch: int = 4) -> torch.Tensor:
 
 def copies(plan: Plan | None) -> list[Any]:
     assert plan is not None
-    return [op for op in plan.graph.ops if op.target == "shoal.traced_layout.copied"]
+    return [op for op in plan.graph.ops if op.target == "shoal.memory_format.copied"]
 
 
 @needs_compiler

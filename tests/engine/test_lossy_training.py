@@ -280,5 +280,5 @@ def test_what_cannot_be_meant_is_refused_in_one_line(how: dict[str, Any], error:
 
 
 def test_inductor_is_refused() -> None:
-    with pytest.raises(InputError, match="inner='eager'"):
-        shoal.compile(chain(3, 4, 4), budget="1GiB", lossy="linear", inner="inductor")
+    with pytest.raises(InputError, match="kernels='eager'"):
+        shoal.compile(chain(3, 4, 4), budget="1GiB", lossy="linear", kernels="inductor")

@@ -16,8 +16,8 @@ from shoal.kernels.encoded_activation import (
     encode,
     measured_errors,
     payload_bytes,
-    rectifier_backward,
-    rectifier_backward_,
+    relu_backward,
+    relu_backward_,
 )
 from shoal.lowlevel import allocations
 from tests.engine.training_laws import same_bits
@@ -97,10 +97,10 @@ def test_it_lets_through_just_what_the_exact_output_lets_through(dtype: torch.dt
         output = x.to(dtype).relu()
         grad = torch.randn_like(output)
         payload = encode(output, "linear", block, None, math.inf)
-        found = rectifier_backward(grad, payload, output.shape, output.stride(), block)
+        found = relu_backward(grad, payload, output.shape, output.stride(), block)
         exact = aten.threshold_backward(grad, output, 0)
         assert same_bits(found, exact) and found.stride() == exact.stride()
-        rectifier_backward_(grad, payload, output.shape, output.stride(), block)
+        relu_backward_(grad, payload, output.shape, output.stride(), block)
         assert same_bits(grad, exact)
 
 
@@ -110,7 +110,7 @@ def test_a_clipped_relu_lets_through_what_lies_inside_its_bounds(high: float) ->
         output = aten.hardtanh(x, 0, high)
         grad = torch.randn_like(output)
         payload = encode(output, "dynamic_tree", 256, None, high)
-        found = rectifier_backward(grad, payload, output.shape, output.stride(), 256)
+        found = relu_backward(grad, payload, output.shape, output.stride(), 256)
         assert same_bits(found, aten.hardtanh_backward(grad, output, 0, high))
 
 
@@ -122,7 +122,7 @@ def test_a_gradient_of_another_layout_keeps_the_layout_the_library_gives_it() ->
         torch.randn(2, 3, 1, 1).expand(2, 3, 4, 5),
         torch.randn(2, 3, 4, 10)[..., ::2],
     ):
-        found = rectifier_backward(grad, payload, output.shape, output.stride(), 16)
+        found = relu_backward(grad, payload, output.shape, output.stride(), 16)
         exact = aten.threshold_backward(grad, output, 0)
         assert same_bits(found, exact) and found.stride() == exact.stride()
 
@@ -132,7 +132,7 @@ def test_every_relu_is_told_exactly_and_comes_back_within_its_bound(numbers: lis
     output = torch.tensor(numbers).relu()
     payload = encode(output, "dynamic_tree", block, None, math.inf)
     ones = torch.ones_like(output)
-    found = rectifier_backward(ones, payload, output.shape, output.stride(), block)
+    found = relu_backward(ones, payload, output.shape, output.stride(), block)
     assert torch.equal(found, aten.threshold_backward(ones, output, 0))
     decoded = back(output, payload, "dynamic_tree", block, math.inf)
     bound = codecs.get("dynamic_tree", block=block or None).error_bound(output)

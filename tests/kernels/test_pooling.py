@@ -31,7 +31,7 @@ def test_result_and_gradient_are_those_of_pytorch(pool: Pool, piece_elems: int) 
 
 
 @given(pools(), st.integers(1, 64))
-def test_with_a_rectifier_before_it_the_gradient_is_that_of_both(pool: Pool, piece_elems: int) -> None:
+def test_with_a_relu_before_it_the_gradient_is_that_of_both(pool: Pool, piece_elems: int) -> None:
     assume(all(step == 1 for step in pool.options[3]))
     x, layout = pool.x.relu(), CHANNELS_LAST[pool.dims]
     expected, indices = FORWARD[pool.dims](x, *pool.options)
@@ -48,13 +48,13 @@ def test_with_a_rectifier_before_it_the_gradient_is_that_of_both(pool: Pool, pie
     assert not torch.signbit(gradient[gradient == 0]).any()
 
 
-@pytest.mark.parametrize("rectified", [False, True])
+@pytest.mark.parametrize("after_relu", [False, True])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_no_index_of_the_whole_batch_exists(
-    layout: torch.memory_format, rectified: bool, monkeypatch: pytest.MonkeyPatch
+    layout: torch.memory_format, after_relu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(32, 4, 16, 16).contiguous(memory_format=layout)
-    options = ([2, 2], [2, 2], [0, 0], [1, 1], False, rectified)
+    options = ([2, 2], [2, 2], [0, 0], [1, 1], False, after_relu)
     outputs = 32 * 4 * 8 * 8
     monkeypatch.setattr(pooling, "_PIECE_ELEMS", outputs // 32)  # one image
     (pooled, codes), changes = allocations.record(lambda: pooling.forward(x, *options))

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.codecs import kernels
-from shoal.kernels.relu_sign_bits import note_closed
+from shoal.kernels.relu import note_closed
 from shoal.lowlevel import native
+from shoal.lowlevel.dispatch import VARIABLE
 
-KERNELS = ["torch", pytest.param("native", marks=pytest.mark.skipif(native.library() is None, reason="not built"))]
+KERNELS = ["reference", pytest.param("native", marks=pytest.mark.skipif(native.library() is None, reason="not built"))]
 NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
@@ -31,7 +31,7 @@ def test_signs_are_those_of_the_library_and_codes_stay(kernel: str, above: float
             output = output.nan_to_num(0)
         codes = torch.full(output.shape, code, dtype=torch.uint8)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(kernels.VARIABLE, kernel)
+            patch.setenv(VARIABLE, kernel)
             note_closed(output, codes, above)
         ones = torch.ones_like(output)
         exact = torch.ops.aten.threshold_backward(ones, output, 0)
@@ -52,7 +52,7 @@ def test_all_is_noted_on_any_number_of_threads(kernel: str, elems: int, threads:
     torch.set_num_threads(threads)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(kernels.VARIABLE, kernel)
+            patch.setenv(VARIABLE, kernel)
             note_closed(output, codes, math.inf)
     finally:
         torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Where Triton kernels run: nowhere without Triton or against SHOAL_TRITON=0, and said in one line where they fail."""
+"""Where Triton kernels run: nowhere without Triton, and said in one line where they fail."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shoal.codecs import launch_triton
+from shoal.codecs import launch
 from shoal.errors import CodecError, InputError
-from shoal.kernels.norm import norm_triton
+from shoal.kernels.norm import norm_sweeps
 from shoal.lowlevel import triton_launch
 from shoal.lowlevel.triton_launch import TritonKernels
 
 CUDA = torch.device("cuda", 0)
-each_module = pytest.mark.parametrize("kernels", [launch_triton.KERNELS, norm_triton.KERNELS], ids=["codecs", "norm"])
+each_module = pytest.mark.parametrize("kernels", [launch.KERNELS, norm_sweeps.TRITON_KERNELS], ids=["codecs", "norm"])
 
 
 @pytest.fixture(autouse=True)
@@ -39,19 +39,13 @@ def test_without_triton_there_are_none(monkeypatch: pytest.MonkeyPatch, kernels:
 
 
 def test_each_raises_the_error_of_its_own_callers() -> None:
-    assert (launch_triton.KERNELS.error, norm_triton.KERNELS.error) == (CodecError, InputError)
-
-
-@each_module
-def test_the_variable_turns_them_off(monkeypatch: pytest.MonkeyPatch, kernels: TritonKernels) -> None:
-    monkeypatch.setenv(triton_launch.VARIABLE, "0")
-    assert kernels.here() is None and not kernels.run_on(CUDA)
+    assert (launch.KERNELS.error, norm_sweeps.TRITON_KERNELS.error) == (CodecError, InputError)
 
 
 def test_on_the_cpu_they_run_in_the_interpreter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launch, "_INTERPRETED", False)
-    assert not launch_triton.KERNELS.run_on(torch.device("cpu"))
-    assert not launch_triton.KERNELS.run_on(torch.device("meta"))
+    assert not launch.KERNELS.run_on(torch.device("cpu"))
+    assert not launch.KERNELS.run_on(torch.device("meta"))
 
 
 def test_a_device_where_the_trial_fails_is_left_to_others_with_one_warning() -> None:
@@ -62,7 +56,7 @@ def test_a_device_where_the_trial_fails_is_left_to_others_with_one_warning() -> 
         raise RuntimeError("no C compiler\nand much more")
 
     kernels = TritonKernels("math", "slower ones", InputError, fail)
-    with pytest.warns(UserWarning, match=r"Triton does not run on cuda:0 \(no C compiler\); SHOAL_TRITON=0 spares"):
+    with pytest.warns(UserWarning, match=r"not run on cuda:0 \(no C compiler\); SHOAL_KERNELS=native spares"):
         assert not kernels.run_on(CUDA)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -77,8 +71,8 @@ def test_a_device_is_tried_once() -> None:
 
 def test_importing_shoal_imports_no_kernel() -> None:
     program = """
-import sys, shoal.codecs.table_codes_triton, shoal.kernels.norm.norm_act
-import shoal.kernels.invertible_norm.inverted_batch_norm_triton
+import sys, shoal.codecs.table_codes, shoal.kernels.norm.norm_act
+import shoal.kernels.invertible_norm.inverted_batch_norm_sweeps
 assert not [name for name in sys.modules if name.startswith("shoal.") and "kernels" in name and "triton" in name]
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -57,21 +57,21 @@ public:
     virtual void open() = 0;   // after it; throws Failure where the call wrote what is not its own
 };
 
-// `rows` of `width` numbers, `pitch` apart; the last has no gap behind it.
+// `rows` of `width` numbers, `row_stride` apart; the last has no gap behind it.
 template <typename T>
 class Buffer : public Guarded {
 public:
-    Buffer(Draw& draw, const char* name, Use use, std::int64_t rows, std::int64_t width, std::int64_t pitch)
-        : name_(name), use_(use), rows_(rows), width_(width), pitch_(pitch),
-          memory_(sizeof(T) * elements(rows, width, pitch), sizeof(T) * static_cast<std::size_t>(draw.from(0, 15)),
+    Buffer(Draw& draw, const char* name, Use use, std::int64_t rows, std::int64_t width, std::int64_t row_stride)
+        : name_(name), use_(use), rows_(rows), width_(width), row_stride_(row_stride),
+          memory_(sizeof(T) * elements(rows, width, row_stride), sizeof(T) * static_cast<std::size_t>(draw.from(0, 15)),
                   64) {}
     Buffer(Draw& draw, const char* name, Use use, std::int64_t width) : Buffer(draw, name, use, 1, width, width) {}
 
     T* data() const { return reinterpret_cast<T*>(memory_.at()); }
-    T& at(std::int64_t row, std::int64_t column) const { return data()[row * pitch_ + column]; }
+    T& at(std::int64_t row, std::int64_t column) const { return data()[row * row_stride_ + column]; }
     std::int64_t rows() const { return rows_; }
     std::int64_t width() const { return width_; }
-    std::int64_t pitch() const { return pitch_; }
+    std::int64_t row_stride() const { return row_stride_; }
     const char* name() const { return name_; }
 
     // Whole numbers of at most `most`: small ones add up exactly in floats, in whatever order.
@@ -85,8 +85,8 @@ public:
         before_.assign(memory_.at(), memory_.at() + memory_.bytes());
         ASAN_POISON_MEMORY_REGION(memory_.at() - memory_.lead(), memory_.lead());
         for (std::int64_t row = 0; row + 1 < rows_; ++row)
-            ASAN_POISON_MEMORY_REGION(data() + row * pitch_ + width_,
-                                      sizeof(T) * static_cast<std::size_t>(pitch_ - width_));
+            ASAN_POISON_MEMORY_REGION(data() + row * row_stride_ + width_,
+                                      sizeof(T) * static_cast<std::size_t>(row_stride_ - width_));
     }
 
     void open() override {
@@ -100,21 +100,21 @@ public:
             return;
         }
         for (std::int64_t row = 0; row + 1 < rows_; ++row) {
-            const std::size_t from = sizeof(T) * static_cast<std::size_t>(row * pitch_ + width_);
-            const std::size_t bytes = sizeof(T) * static_cast<std::size_t>(pitch_ - width_);
+            const std::size_t from = sizeof(T) * static_cast<std::size_t>(row * row_stride_ + width_);
+            const std::size_t bytes = sizeof(T) * static_cast<std::size_t>(row_stride_ - width_);
             if (bytes && std::memcmp(before_.data() + from, memory_.at() + from, bytes) != 0)
                 fail("%s: written behind row %lld", name_, static_cast<long long>(row));
         }
     }
 
 private:
-    static std::size_t elements(std::int64_t rows, std::int64_t width, std::int64_t pitch) {
-        return rows && width ? static_cast<std::size_t>((rows - 1) * pitch + width) : 0;
+    static std::size_t elements(std::int64_t rows, std::int64_t width, std::int64_t row_stride) {
+        return rows && width ? static_cast<std::size_t>((rows - 1) * row_stride + width) : 0;
     }
 
     const char* name_;
     Use use_;
-    std::int64_t rows_, width_, pitch_;
+    std::int64_t rows_, width_, row_stride_;
     Memory memory_;
     std::vector<char> before_;
 };

@@ -11,18 +11,18 @@ namespace {
 
 struct Norm {
     std::int64_t images, channels, pixels;
-    Buffer<float> shift, steep, slide, tilt;
+    Buffer<float> shift, scale, mean, mean_grad_xhat;
     ShoalInvertedBatchNorm call{};
 
     explicit Norm(Draw& draw)
         : images(draw.from(1, 3)), channels(draw.size(draw.chance(20) ? 1600 : 300)),
           pixels(draw.size(std::clamp<std::int64_t>((1 << 16) / images / channels, 1, 2000))),
-          shift(draw, "shift", Use::kRead, channels), steep(draw, "steep", Use::kRead, channels),
-          slide(draw, "slide", Use::kRead, channels), tilt(draw, "tilt", Use::kRead, channels) {
+          shift(draw, "shift", Use::kRead, channels), scale(draw, "scale", Use::kRead, channels),
+          mean(draw, "mean", Use::kRead, channels), mean_grad_xhat(draw, "mean_grad_xhat", Use::kRead, channels) {
         shift.fill(draw, 3);
-        steep.fill(draw, 2);
-        slide.fill(draw, 3);
-        tilt.fill(draw, 2);
+        scale.fill(draw, 2);
+        mean.fill(draw, 3);
+        mean_grad_xhat.fill(draw, 2);
         call.images = images;
         call.channels = channels;
         call.pixels = pixels;
@@ -78,18 +78,18 @@ void forward(Draw& draw, Norm& norm) {
     x.fill(draw, 4, norm.elu() ? 0.125f : 1.0f);
     std::vector<Sum> sums;
     for (std::int64_t i = 0; i < norm.elements(); ++i) {
-        const double off = static_cast<double>(x.at(0, i)) - norm.of(norm.slide, i);
-        const double z = off * norm.of(norm.steep, i) + norm.of(norm.shift, i);
+        const double off = static_cast<double>(x.at(0, i)) - norm.of(norm.mean, i);
+        const double z = off * norm.of(norm.scale, i) + norm.of(norm.shift, i);
         Sum sum;
         sum.add(norm.activated(z));
         sums.push_back(sum);
     }
     norm.call.y = x.data();
     norm.call.shift = norm.shift.data();
-    norm.call.slide = norm.slide.data();
-    norm.call.steep = norm.steep.data();
+    norm.call.mean = norm.mean.data();
+    norm.call.scale = norm.scale.data();
     norm.call.result = into.data();
-    guarded({&x, &result, &norm.shift, &norm.slide, &norm.steep}, [&] { shoal_inverted_batch_norm_forward(&norm.call); });
+    guarded({&x, &result, &norm.shift, &norm.mean, &norm.scale}, [&] { shoal_inverted_batch_norm_forward(&norm.call); });
     expect(into, sums, norm.unit());
 }
 
@@ -116,13 +116,13 @@ void backward(Draw& draw, Norm& norm) {
         const double off = z - shift, most = norm.elu() ? std::fabs(z) + std::fabs(shift) : std::fabs(off);
         sums[static_cast<std::size_t>(norm.channel(i))].add(dz);
         products[static_cast<std::size_t>(norm.channel(i))].add(dz * off, std::fabs(dz) * most, norm.roundings(5));
-        const double steep = norm.of(norm.steep, i);
+        const double scale = norm.of(norm.scale, i);
         Sum gradient;
-        gradient.add(dz * steep);
+        gradient.add(dz * scale);
         if (!norm.call.frozen) {
-            const double tilt = norm.of(norm.tilt, i) * steep;
-            gradient.add(-norm.of(norm.slide, i) * steep);
-            gradient.add(-off * tilt, std::fabs(tilt) * most, norm.roundings(6));
+            const double mean_grad_xhat = norm.of(norm.mean_grad_xhat, i) * scale;
+            gradient.add(-norm.of(norm.mean, i) * scale);
+            gradient.add(-off * mean_grad_xhat, std::fabs(mean_grad_xhat) * most, norm.roundings(6));
         }
         results.push_back(gradient);
     }
@@ -135,11 +135,11 @@ void backward(Draw& draw, Norm& norm) {
     guarded({&y, &grad, &norm.shift, &sum, &centred, &workspace}, [&] { shoal_inverted_batch_norm_sums(&norm.call); });
     expect(sum, sums, norm.elu() ? 0.0625 : 0.25);  // exact for both
     expect(centred, products, norm.unit());
-    norm.call.slide = norm.call.frozen ? nullptr : norm.slide.data();
-    norm.call.tilt = norm.call.frozen ? nullptr : norm.tilt.data();
-    norm.call.steep = norm.steep.data();
+    norm.call.mean = norm.call.frozen ? nullptr : norm.mean.data();
+    norm.call.mean_grad_xhat = norm.call.frozen ? nullptr : norm.mean_grad_xhat.data();
+    norm.call.scale = norm.scale.data();
     norm.call.result = into.data();
-    guarded({&y, &grad, &result, &norm.shift, &norm.slide, &norm.tilt, &norm.steep},
+    guarded({&y, &grad, &result, &norm.shift, &norm.mean, &norm.mean_grad_xhat, &norm.scale},
             [&] { shoal_inverted_batch_norm_result(&norm.call); });
     expect(into, results, norm.unit());
 }

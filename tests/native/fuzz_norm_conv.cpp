@@ -85,13 +85,13 @@ void allow_for_squares(std::vector<Sum>& sums) {
 // What forward and backward read alike.
 struct Operands {
     Shape shape;
-    bool rectify;
+    bool relu;
     Buffer<float> x, mean, scale, shift;
     Weight weight;
     std::vector<double> active;  // (pixels, in): what the convolution reads
 
     explicit Operands(Draw& draw)
-        : shape(drawn_shape(draw)), rectify(draw.chance(70)),
+        : shape(drawn_shape(draw)), relu(draw.chance(70)),
           x(draw, "x", Use::kRead, shape.pixels(), shape.in, drawn_pitch(draw, shape.in)),
           mean(draw, "mean", Use::kRead, shape.in), scale(draw, "scale", Use::kRead, shape.in),
           shift(draw, "shift", Use::kRead, shape.in), weight(draw, shape) {
@@ -102,7 +102,7 @@ struct Operands {
         active.reserve(static_cast<std::size_t>(shape.pixels() * shape.in));
         for (std::int64_t pixel = 0; pixel < shape.pixels(); ++pixel)
             for (std::int64_t c = 0; c < shape.in; ++c)
-                active.push_back(rectify ? std::max(normalised(pixel, c), 0.0) : normalised(pixel, c));
+                active.push_back(relu ? std::max(normalised(pixel, c), 0.0) : normalised(pixel, c));
     }
 
     double centred(std::int64_t pixel, std::int64_t c) const {
@@ -120,11 +120,11 @@ struct Operands {
         call.in_channels = shape.in;
         call.out_channels = shape.out;
         call.kernel = shape.kernel;
-        call.rectify = rectify;
+        call.relu = relu;
         call.threads = threads;
         call.level = level;
         call.x = x.data();
-        call.ld_x = x.pitch();
+        call.ld_x = x.row_stride();
         call.mean = mean.data();
         call.scale = scale.data();
         call.shift = shift.data();
@@ -140,11 +140,11 @@ void forward(Draw& draw, Operands& given, ShoalNormConv call) {
     const Shape& shape = given.shape;
     const bool has_bias = draw.chance(50), statistics = draw.chance(70);
     now_running(
-        "norm_conv forward: %d x %d, winograd %d, %lld images of %lld x %lld, %lld to %lld channels, rectify %d, bias %d, "
+        "norm_conv forward: %d x %d, winograd %d, %lld images of %lld x %lld, %lld to %lld channels, relu %d, bias %d, "
         "statistics %d, %d threads, level %d",
         shape.kernel, shape.kernel, call.winograd, static_cast<long long>(shape.images),
         static_cast<long long>(shape.height), static_cast<long long>(shape.width), static_cast<long long>(shape.in),
-        static_cast<long long>(shape.out), given.rectify, has_bias, statistics, call.threads, call.level);
+        static_cast<long long>(shape.out), given.relu, has_bias, statistics, call.threads, call.level);
     Buffer<float> bias(draw, "bias", Use::kRead, shape.out);
     bias.fill(draw, 4);
     Buffer<float> y(draw, "y", Use::kWritten, shape.pixels(), shape.out, drawn_pitch(draw, shape.out));
@@ -152,7 +152,7 @@ void forward(Draw& draw, Operands& given, ShoalNormConv call) {
     Buffer<float> variance_y(draw, "variance_y", Use::kWritten, shape.out);
     call.bias = has_bias ? bias.data() : nullptr;
     call.y = y.data();
-    call.ld_y = y.pitch();
+    call.ld_y = y.row_stride();
     call.mean_y = statistics ? mean_y.data() : nullptr;
     call.variance_y = statistics ? variance_y.data() : nullptr;
     const Memory workspace(static_cast<std::size_t>(shoal_norm_conv_workspace_bytes(&call, 0)), 0, 64);
@@ -187,11 +187,11 @@ void backward(Draw& draw, Operands& given, ShoalNormConv call) {
     const bool statistics = draw.chance(70);
     call.accumulate = draw.chance(50);
     now_running(
-        "norm_conv backward: %d x %d, winograd %d, %lld images of %lld x %lld, %lld to %lld channels, rectify %d, "
+        "norm_conv backward: %d x %d, winograd %d, %lld images of %lld x %lld, %lld to %lld channels, relu %d, "
         "statistics %d, accumulate %d, %d threads, level %d",
         shape.kernel, shape.kernel, call.winograd, static_cast<long long>(shape.images),
         static_cast<long long>(shape.height), static_cast<long long>(shape.width), static_cast<long long>(shape.in),
-        static_cast<long long>(shape.out), given.rectify, statistics, call.accumulate, call.threads, call.level);
+        static_cast<long long>(shape.out), given.relu, statistics, call.accumulate, call.threads, call.level);
     Buffer<float> grad_y(draw, "grad_y", Use::kRead, pixels, shape.out, drawn_pitch(draw, shape.out));
     Buffer<float> y(draw, "y", Use::kRead, pixels, shape.out, drawn_pitch(draw, shape.out));
     Buffer<float> mean_y(draw, "mean_y", Use::kRead, shape.out);
@@ -218,16 +218,16 @@ void backward(Draw& draw, Operands& given, ShoalNormConv call) {
             of_x[static_cast<std::size_t>(pixel * shape.in + in)].add(added(pixel, in));
 
     call.grad_y = grad_y.data();
-    call.ld_grad_y = grad_y.pitch();
+    call.ld_grad_y = grad_y.row_stride();
     if (statistics) {
         call.y = y.data();
-        call.ld_y = y.pitch();
+        call.ld_y = y.row_stride();
         call.mean_y = mean_y.data();
         call.grad_mean_y = grad_mean_y.data();
         call.grad_variance_y = grad_variance_y.data();
     }
     call.grad_x = grad_x.data();
-    call.ld_grad_x = grad_x.pitch();
+    call.ld_grad_x = grad_x.row_stride();
     call.grad_weight = grad_weight.data();
     call.grad_scale = grad_scale.data();
     call.grad_shift = grad_shift.data();
@@ -270,7 +270,7 @@ void backward(Draw& draw, Operands& given, ShoalNormConv call) {
     for (std::int64_t pixel = 0; pixel < pixels; ++pixel)
         for (std::int64_t in = 0; in < shape.in; ++in) {
             const Sum& active = of_active[static_cast<std::size_t>(pixel * shape.in + in)];
-            const bool through = !given.rectify || given.normalised(pixel, in) > 0;
+            const bool through = !given.relu || given.normalised(pixel, in) > 0;
             const double da = through ? active.value : 0.0;
             Sum& to = of_x[static_cast<std::size_t>(pixel * shape.in + in)];
             to.add(da * static_cast<double>(given.scale.at(0, in)));
@@ -294,11 +294,11 @@ void weight_grad(Draw& draw, Operands& given, std::int32_t threads, std::int32_t
     const std::int64_t stride = draw.of({1, 1, 2, 3}), taps = shape.taps(), halo = shape.kernel / 2;
     const std::int64_t height = (shape.height - 1) / stride + 1, width = (shape.width - 1) / stride + 1;
     now_running(
-        "norm_weight_grad: %d x %d, stride %lld, %lld images of %lld x %lld, %lld to %lld channels, rectify %d, %d threads, "
+        "norm_weight_grad: %d x %d, stride %lld, %lld images of %lld x %lld, %lld to %lld channels, relu %d, %d threads, "
         "level %d",
         shape.kernel, shape.kernel, static_cast<long long>(stride), static_cast<long long>(shape.images),
         static_cast<long long>(shape.height), static_cast<long long>(shape.width), static_cast<long long>(shape.in),
-        static_cast<long long>(shape.out), given.rectify, threads, level);
+        static_cast<long long>(shape.out), given.relu, threads, level);
     const std::int64_t pixels = shape.images * height * width;
     Buffer<float> grad_y(draw, "grad_y", Use::kRead, pixels, shape.out, drawn_pitch(draw, shape.out));
     Buffer<float> grad_weight(draw, "grad_weight", Use::kWritten, shape.out, taps * shape.in, taps * shape.in);
@@ -313,16 +313,16 @@ void weight_grad(Draw& draw, Operands& given, std::int32_t threads, std::int32_t
     call.out_channels = shape.out;
     call.kernel = shape.kernel;
     call.stride = static_cast<std::int32_t>(stride);
-    call.rectify = given.rectify;
+    call.relu = given.relu;
     call.threads = threads;
     call.level = level;
     call.x = given.x.data();
-    call.ld_x = given.x.pitch();
+    call.ld_x = given.x.row_stride();
     call.mean = given.mean.data();
     call.scale = given.scale.data();
     call.shift = given.shift.data();
     call.grad_y = grad_y.data();
-    call.ld_grad_y = grad_y.pitch();
+    call.ld_grad_y = grad_y.row_stride();
     call.grad_weight = grad_weight.data();
     const Memory workspace(static_cast<std::size_t>(shoal_norm_weight_grad_workspace_bytes(&call)), 0, 64);
     call.workspace = workspace.at();

@@ -16,7 +16,7 @@ struct Pass {
 
     explicit Pass(Draw& draw)
         : rows(draw.size(1600)), channels(draw.size(std::clamp<std::int64_t>((1 << 17) / rows, 1, 700))),
-          x(draw, "x", Use::kRead, rows, channels, pitch(draw)), mean(draw, "mean", Use::kRead, channels),
+          x(draw, "x", Use::kRead, rows, channels, row_stride(draw)), mean(draw, "mean", Use::kRead, channels),
           scale(draw, "scale", Use::kRead, channels), shift(draw, "shift", Use::kRead, channels) {
         x.fill(draw, 4);
         mean.fill(draw, 2);
@@ -24,20 +24,20 @@ struct Pass {
         shift.fill(draw, 4);
         call.rows = rows;
         call.channels = channels;
-        call.rectify = draw.chance(70);
+        call.relu = draw.chance(70);
         call.threads = draw.of({1, 2, 3});  // also more than there are rows
         call.level = static_cast<std::int32_t>(draw.from(-1, shoal_norm_conv_level()));
         call.x = x.data();
-        call.ld_x = x.pitch();
+        call.ld_x = x.row_stride();
     }
 
-    std::int64_t pitch(Draw& draw) const {
+    std::int64_t row_stride(Draw& draw) const {
         return channels + (draw.chance(50) ? 0 : draw.of<std::int64_t>({1, 2, 3, 16, 31}));
     }
 
     void running(const char* what, bool residual = false, bool has_out = true, bool wants_x = true) const {
-        now_running("%s: %lld rows of %lld channels, rectify %d, residual %d, out %d, grad_x %d, %d threads, level %d",
-                    what, static_cast<long long>(rows), static_cast<long long>(channels), call.rectify, residual,
+        now_running("%s: %lld rows of %lld channels, relu %d, residual %d, out %d, grad_x %d, %d threads, level %d",
+                    what, static_cast<long long>(rows), static_cast<long long>(channels), call.relu, residual,
                     has_out, wants_x, call.threads, call.level);
     }
 
@@ -73,8 +73,8 @@ void activate(Draw& draw, Pass& pass) {
     ShoalNormPass& call = pass.call;
     const bool has_residual = draw.chance(50);
     pass.running("norm_act", has_residual);
-    Buffer<float> residual(draw, "residual", Use::kRead, pass.rows, pass.channels, pass.pitch(draw));
-    Buffer<float> out(draw, "out", Use::kWritten, pass.rows, pass.channels, pass.pitch(draw));
+    Buffer<float> residual(draw, "residual", Use::kRead, pass.rows, pass.channels, pass.row_stride(draw));
+    Buffer<float> out(draw, "out", Use::kWritten, pass.rows, pass.channels, pass.row_stride(draw));
     residual.fill(draw, 6);
     std::vector<Sum> sums;
     for (std::int64_t row = 0; row < pass.rows; ++row)
@@ -82,16 +82,16 @@ void activate(Draw& draw, Pass& pass) {
             Sum sum;
             sum.add(pass.normalised(row, c));
             if (has_residual) sum.add(pass.number(residual, row, c));
-            if (call.rectify) sum.value = std::max(sum.value, 0.0);
+            if (call.relu) sum.value = std::max(sum.value, 0.0);
             sums.push_back(sum);
         }
     call.mean = pass.mean.data();
     call.scale = pass.scale.data();
     call.shift = pass.shift.data();
     call.residual = has_residual ? residual.data() : nullptr;
-    call.ld_residual = has_residual ? residual.pitch() : 0;
+    call.ld_residual = has_residual ? residual.row_stride() : 0;
     call.out = out.data();
-    call.ld_out = out.pitch();
+    call.ld_out = out.row_stride();
     guarded({&pass.x, &pass.mean, &pass.scale, &pass.shift, &residual, &out}, [&] {
         if (shoal_norm_act(&call) != SHOAL_DONE) fail("the level is refused");
     });
@@ -102,10 +102,10 @@ void activate_backward(Draw& draw, Pass& pass) {
     ShoalNormPass& call = pass.call;
     const bool wants_residual = draw.chance(50), wants_x = draw.chance(80), has_out = draw.chance(50);
     pass.running("norm_act_backward", wants_residual, has_out, wants_x);
-    Buffer<float> out(draw, "out", Use::kRead, pass.rows, pass.channels, pass.pitch(draw));
-    Buffer<float> grad(draw, "grad", Use::kRead, pass.rows, pass.channels, pass.pitch(draw));
-    Buffer<float> grad_x(draw, "grad_x", Use::kWritten, pass.rows, pass.channels, pass.pitch(draw));
-    Buffer<float> grad_residual(draw, "grad_residual", Use::kWritten, pass.rows, pass.channels, pass.pitch(draw));
+    Buffer<float> out(draw, "out", Use::kRead, pass.rows, pass.channels, pass.row_stride(draw));
+    Buffer<float> grad(draw, "grad", Use::kRead, pass.rows, pass.channels, pass.row_stride(draw));
+    Buffer<float> grad_x(draw, "grad_x", Use::kWritten, pass.rows, pass.channels, pass.row_stride(draw));
+    Buffer<float> grad_residual(draw, "grad_residual", Use::kWritten, pass.rows, pass.channels, pass.row_stride(draw));
     Buffer<float> sum(draw, "sum", Use::kWritten, pass.channels);
     Buffer<float> sum_of_centred(draw, "sum_of_centred", Use::kWritten, pass.channels);
     out.fill(draw, 2);
@@ -114,7 +114,7 @@ void activate_backward(Draw& draw, Pass& pass) {
     for (std::int64_t row = 0; row < pass.rows; ++row)
         for (std::int64_t c = 0; c < pass.channels; ++c) {
             const double result = has_out ? pass.number(out, row, c) : pass.normalised(row, c);
-            const double da = !call.rectify || result > 0 ? pass.number(grad, row, c) : 0.0;
+            const double da = !call.relu || result > 0 ? pass.number(grad, row, c) : 0.0;
             Sum alone, scaled;
             alone.add(da);
             scaled.add(da * pass.number(pass.scale, 0, c));
@@ -127,13 +127,13 @@ void activate_backward(Draw& draw, Pass& pass) {
     call.scale = pass.scale.data();
     call.shift = has_out ? nullptr : pass.shift.data();
     call.out = has_out ? out.data() : nullptr;
-    call.ld_out = has_out ? out.pitch() : 0;
+    call.ld_out = has_out ? out.row_stride() : 0;
     call.grad = grad.data();
-    call.ld_grad = grad.pitch();
+    call.ld_grad = grad.row_stride();
     call.grad_x = wants_x ? grad_x.data() : nullptr;
-    call.ld_grad_x = wants_x ? grad_x.pitch() : 0;
+    call.ld_grad_x = wants_x ? grad_x.row_stride() : 0;
     call.grad_residual = wants_residual ? grad_residual.data() : nullptr;
-    call.ld_grad_residual = wants_residual ? grad_residual.pitch() : 0;
+    call.ld_grad_residual = wants_residual ? grad_residual.row_stride() : 0;
     call.sum = sum.data();
     call.sum_of_centred = sum_of_centred.data();
     const Memory workspace(static_cast<std::size_t>(shoal_norm_pass_workspace_bytes(&call)), 0, 64);

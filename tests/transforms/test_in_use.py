@@ -164,7 +164,7 @@ def test_a_network_that_was_inverted_without_values_is_described_filled_and_rest
     for buffer in inverted.buffers():
         nn.init.ones_(buffer)
     x, was = _images().float(), inverted.eval()(_images().float())
-    torch.testing.assert_close(shoal.restore_batchnorm(inverted)(x), was)
+    torch.testing.assert_close(inverted.restore()(x), was)
 
 
 def test_layers_that_are_replaced_after_fusing_are_those_that_run() -> None:
@@ -190,9 +190,9 @@ def test_an_inverted_network_does_not_run_beside_layers_that_replaced_its_own() 
 
 def test_a_network_is_restored_once() -> None:
     inverted = shoal.invert_batchnorm(Layers())
-    shoal.restore_batchnorm(inverted)
+    inverted.restore()
     with pytest.raises(InputError, match="restored already"):
-        shoal.restore_batchnorm(inverted)
+        inverted.restore()
 
 
 @EITHER

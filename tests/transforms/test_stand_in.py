@@ -13,7 +13,7 @@ from torch import nn
 import shoal
 from shoal.app.models.resnet import Bottleneck, ResNet
 from shoal.errors import InputError
-from shoal.transforms.invert.invert_batchnorm import invert_batchnorm, restore_batchnorm
+from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
 from shoal.transforms.split.split import split
 from shoal.transforms.stand_in import StandIn
 from tests.engine.training_laws import assert_same_training, classifier, images
@@ -39,7 +39,7 @@ def drawn(model: nn.Module) -> nn.Module:
 
 
 def there_and_back(model: nn.Module) -> nn.Module:
-    return restore_batchnorm(invert_batchnorm(model))
+    return invert_batchnorm(model).restore()
 
 
 TRANSFORMS: list[Transform] = [in_half, fuse_batchnorm, invert_batchnorm, there_and_back]

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
+from shoal.capture.captured import Captured
 from shoal.capture.dynamo import (
     ModelRaised,
     Refused,
@@ -20,9 +21,9 @@ from shoal.capture.dynamo import (
     settings,
 )
 from shoal.capture.fx_nodes import input_layers, parameter_places
-from shoal.capture.step_reader import Captured, capture
+from shoal.capture.step_reader import capture
 from shoal.errors import CaptureError
-from shoal.lowlevel.eager_kernels import eager_kernels
+from shoal.lowlevel.torch_internals import eager_kernels
 
 
 def capture_step(

@@ -34,7 +34,7 @@ from shoal.transforms.split.split import CUTS_ARGUMENT, SplitModule
 log = logging.getLogger("shoal")
 MOST_CAPTURES = 64
 OWN_BUDGET = "the model has a budget of its own, given to shoal.compile"  # why Dynamo must leave a call as it is
-_MANY_CAPTURES = 8  # each takes seconds: so many are told of
+_MANY_CAPTURES = 8  # each takes seconds: so many are worth a warning
 _OUR_SOURCES = ("L['model']", "L['args']", "L['kwargs']")  # what `call_of` calls what it is given
 _LOGGED = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
@@ -63,7 +63,7 @@ def refusals() -> Iterator[None]:
 
 
 class ModelRaised(Exception):
-    """The model's own forward pass raises an exception, by what Dynamo saw of it; `reason` tells it in one line."""
+    """The model's own forward pass raises an exception, by what Dynamo saw of it; `reason` is one line."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -147,7 +147,7 @@ def _origin(failure: BaseException) -> BaseException:
 
 
 def _last_difference() -> str:
-    """The guard that failed when a call was last captured anew, as Dynamo tells it: "args[1] == 2.0"."""
+    """The guard that failed when a call was last captured anew, as Dynamo words it: "args[1] == 2.0"."""
     metrics = get_compilation_metrics()
     reasons = [metric.recompile_reason for metric in metrics if metric.recompile_reason]
     if not reasons:

@@ -21,16 +21,17 @@ import torch
 from torch import fx
 
 from shoal.capture import inplace
+from shoal.capture.captured import Captured
 from shoal.capture.fx_nodes import is_view
-from shoal.capture.step_reader import Captured, read_joint
+from shoal.capture.step_reader import read_joint
 from shoal.capture.symbolic_sizes import as_arguments, usual
-from shoal.core.lossy import Lossy
+from shoal.core.lossy import LossyOptions
 from shoal.core.residence import Encode, Residence
 from shoal.errors import CaptureError, PlanError
 from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.convolution import weight_gradient
-from shoal.kernels.encoded_activation import decode, encode, payload_bytes, rectifier_backward
-from shoal.kernels.rectifier import backward as from_mask
+from shoal.kernels.encoded_activation import decode, encode, payload_bytes, relu_backward
+from shoal.kernels.relu import backward as from_mask
 
 _aten = torch.ops.aten
 _WEIGHT_GRADIENTS = (_aten.convolution_backward.default, weight_gradient)
@@ -57,7 +58,7 @@ class Offer:
     layers: tuple[str, ...]
 
 
-def offers(captured: Captured, lossy: Lossy) -> tuple[Offer, ...]:
+def offers(captured: Captured, lossy: LossyOptions) -> tuple[Offer, ...]:
     """The storages of a step that may be encoded, in the order of their first computation.
 
     They are inputs of convolutions, dense, of float32, bfloat16 or float16, whose other backward readers (if any) are
@@ -83,7 +84,7 @@ def offers(captured: Captured, lossy: Lossy) -> tuple[Offer, ...]:
     return tuple(found)
 
 
-def encoded(captured: Captured, chosen: Collection[str], lossy: Lossy) -> Captured:
+def encoded(captured: Captured, chosen: Collection[str], lossy: LossyOptions) -> Captured:
     """The step with the chosen storages encoded; `captured` stays as it is.
 
     Raises:
@@ -102,7 +103,7 @@ def encoded(captured: Captured, chosen: Collection[str], lossy: Lossy) -> Captur
     if unknown := set(chosen) - graph.storage_called.keys():
         raise PlanError(f"the plan encodes {sorted(unknown)[0]!r}, which this step does not have; plan this step anew")
     joint.graph.lint()
-    return read_joint(joint, backward, captured.terms)
+    return read_joint(joint, backward, captured.read_with)
 
 
 def payload_name(storage: str) -> str:
@@ -111,7 +112,7 @@ def payload_name(storage: str) -> str:
 
 
 def encode_residences(
-    residences: Mapping[str, Residence], chosen: Collection[str], lossy: Lossy
+    residences: Mapping[str, Residence], chosen: Collection[str], lossy: LossyOptions
 ) -> dict[str, Residence]:
     """Residences of a step with encoded storages, in which these are said to be encoded."""
     said: dict[str, Residence] = dict(residences)
@@ -231,7 +232,7 @@ def _behind_a_convolution(captured: Captured) -> set[fx.Node]:
     return found
 
 
-def _encode(graph: fx.Graph, uses: _Uses, lossy: Lossy, backward: set[str]) -> None:
+def _encode(graph: fx.Graph, uses: _Uses, lossy: LossyOptions, backward: set[str]) -> None:
     base = uses.base
     value = base.meta["val"]
     # A reader that can write its result over the storage, its last one, has to come after what encodes it.
@@ -254,7 +255,7 @@ def _encode(graph: fx.Graph, uses: _Uses, lossy: Lossy, backward: set[str]) -> N
     for node in uses.rectifiers:
         with graph.inserting_before(node):
             shape, stride = as_arguments(graph, value.shape), as_arguments(graph, value.stride())
-        node.target, node.args = rectifier_backward, (node.args[0], payload, shape, stride, lossy.block_elems)
+        node.target, node.args = relu_backward, (node.args[0], payload, shape, stride, lossy.block_elems)
     for node in uses.masks:
         graph.erase_node(node)
         backward.discard(node.name)

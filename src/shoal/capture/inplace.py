@@ -17,12 +17,12 @@ from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.batch_norm import backward_ as batch_norm_backward_
 from shoal.kernels.batch_norm import normalise, normalise_
 from shoal.kernels.dropout import dropout, dropout_, dropout_backward, dropout_backward_
-from shoal.kernels.encoded_activation import rectifier_backward as encoded_rectifier_backward
-from shoal.kernels.encoded_activation import rectifier_backward_ as encoded_rectifier_backward_
+from shoal.kernels.encoded_activation import relu_backward as encoded_relu_backward
+from shoal.kernels.encoded_activation import relu_backward_ as encoded_relu_backward_
 from shoal.kernels.invertible_norm.inverted_batch_norm import backward_ as inverted_batch_norm_backward_
 from shoal.kernels.invertible_norm.inverted_batch_norm import forward_ as inverted_batch_norm_
-from shoal.kernels.rectifier import backward as rectifier_backward
-from shoal.kernels.rectifier import backward_ as rectifier_backward_
+from shoal.kernels.relu import backward as relu_backward
+from shoal.kernels.relu import backward_ as relu_backward_
 
 _aten = torch.ops.aten
 
@@ -58,8 +58,8 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     _aten.native_dropout_backward.default: ((0,), _dropout_backward),
     dropout: ((0,), dropout_),
     normalise: ((0,), normalise_),
-    rectifier_backward: ((0,), rectifier_backward_),
-    encoded_rectifier_backward: ((0,), encoded_rectifier_backward_),
+    relu_backward: ((0,), relu_backward_),
+    encoded_relu_backward: ((0,), encoded_relu_backward_),
     batch_norm_backward: ((0,), batch_norm_backward_),
     dropout_backward: ((0,), dropout_backward_),
     torch.ops.shoal.inverted_batch_norm.default: ((0,), inverted_batch_norm_),

@@ -4,7 +4,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 
 - running statistics named by batch norm's backward, which does not read them in training mode, are not saved;
 - the input of max pooling, of which the backward pass reads only the shape, is not saved for it;
-- max-pool indices wait in 1 byte (the place within the window) instead of 8, which also tells where a ReLU before the
+- max-pool indices wait in 1 byte (the place within the window) instead of 8, which also says where a ReLU before the
   pooling lets no gradient through;
 - dropout on the CPU gives the bits of eager PyTorch, with a mask of 1 byte per element where that saves noise of 4;
 - copies that functional graphs no longer need (an in-place activation's) are dropped;
@@ -12,7 +12,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - a convolution's gradients of weight and input are two ops, the second without the input, so that the input can go
   before its gradient comes;
 - the gradient of a weight larger than its images comes a few output channels at a time where that saves scratch;
-- a ReLU whose output is saved for nothing but its own backward waits as one truth value per element, and one whose
+- a ReLU whose output is saved for nothing but its own backward waits as one boolean per element, and one whose
   output has other readers too becomes that when the last of them is done;
 - batch norm's backward runs in place, without the second gradient that PyTorch's kernel allocates;
 - the part of a concatenation's gradient that waits long for its reader (a U-Net's skip) waits as a copy of its own, so
@@ -40,9 +40,10 @@ from shoal.kernels.batch_norm import WORTH_PIECES_BYTES, backward_repeats_bits
 from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.convolution import input_gradient, weight_gradient, weight_gradient_pieces
 from shoal.kernels.dropout import dropout, dropout_backward
+from shoal.kernels.memory_format import channels_last_format
 from shoal.kernels.pooling import backward as pool_backward
 from shoal.kernels.pooling import forward as pool_forward
-from shoal.kernels.rectifier import backward as rectifier_backward
+from shoal.kernels.relu import backward as relu_backward
 
 _aten = torch.ops.aten
 _STATISTICS_OF_BATCH_NORM = (3, 4)
@@ -120,7 +121,7 @@ def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx
     if not wanted[0]:
         return
     x = arguments[1].meta["val"]
-    layout = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
+    layout = channels_last_format(x.dim())
     dense = x.is_contiguous() or (x.dim() > 3 and x.is_contiguous(memory_format=layout))
     if not cpu_kernels or x.device.type != "cpu" or not dense:
         return
@@ -199,7 +200,7 @@ def _can_run_in_pieces(node: fx.Node) -> bool:
         return False
     channels_last = not x.is_contiguous()
     if channels_last:
-        layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        layout = channels_last_format(x.dim())
         if x.dim() == 3 or not x.is_contiguous(memory_format=layout):
             return False
     elif _held_bytes(x) < WORTH_PIECES_BYTES:
@@ -275,7 +276,7 @@ def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Nod
 def _is_channels_last(value: torch.Tensor) -> bool:
     """Whether pooling's backward kernel takes its input, of this layout, for channels_last."""
     if any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):  # asked, they would be settled
-        layout = torch.channels_last if value.dim() == 4 else torch.channels_last_3d
+        layout = channels_last_format(value.dim())
         return value.is_contiguous(memory_format=layout) and not value.is_contiguous()
     return suggest_memory_format(value) is not torch.contiguous_format
 
@@ -313,7 +314,7 @@ def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bo
         if others:
             backward.add(mask)
         node.target, node.args = (
-            (_aten.where.ScalarOther, (mask, grad, 0)) if aten_only else (rectifier_backward, (grad, mask))
+            (_aten.where.ScalarOther, (mask, grad, 0)) if aten_only else (relu_backward, (grad, mask))
         )
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from shoal.capture import inplace
+from shoal.capture.captured import Captured
 from shoal.capture.fx_nodes import is_view
 from shoal.capture.rerun import second_call
-from shoal.capture.step_reader import Captured
 from shoal.capture.symbolic_sizes import is_size
 from shoal.core.residence import Offload, Residence, exact_residence
 from shoal.core.schedule import Run, schedule

@@ -17,6 +17,7 @@ from torch import fx
 from shoal.kernels.batch_norm import normalise, repeats_bits
 from shoal.kernels.dropout import dropout
 from shoal.kernels.invertible_norm.inverted_batch_norm import inverted_batch_norm  # noqa: F401  registers the op
+from shoal.kernels.memory_format import channels_last_format
 
 _aten = torch.ops.aten
 _TRAINING = 5  # place of `training` among the arguments of batch norm
@@ -76,9 +77,7 @@ def _repeats_bits(node: fx.Node) -> bool:
     if weight is not None and weight.dtype != x.dtype:
         return False
     channels_last = not x.is_contiguous()
-    if channels_last and not (
-        x.dim() > 3 and x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-    ):
+    if channels_last and not (x.dim() > 3 and x.is_contiguous(memory_format=channels_last_format(x.dim()))):
         return False
     device = torch.device("cpu") if x.device.type == "meta" else x.device  # nothing can be tried on meta
     return repeats_bits(x.dtype, device, x.dim(), int(x.shape[1]), channels_last, weight is not None)

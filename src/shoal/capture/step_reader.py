@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.capture import inplace
 from shoal.capture.accumulation import with_accumulation
+from shoal.capture.captured import Captured, ReadOptions
 from shoal.capture.fx_nodes import is_view, layer_path
 from shoal.capture.lossless import save_fewer_bytes
 from shoal.capture.op_counts import flops, moved_bytes, signature, target_name
@@ -25,88 +25,6 @@ from shoal.capture.rerun import can_run_again, is_random, moves_statistics, seco
 from shoal.capture.symbolic_sizes import largest_numbers, usual_numbers, with_numbers, write_constants_out
 from shoal.core.step import RESIDENT, Again, Op, StepGraph, Storage, StorageKind, at_largest
 from shoal.errors import CaptureError
-
-
-@dataclass(frozen=True)
-class Terms:
-    """How a joint graph is to be read; attributes as the arguments of `capture`."""
-
-    n_forward_outputs: int
-    static_inputs: Collection[int] = ()
-    model: str = ""
-    parameters: Collection[int] = ()
-    layers: Mapping[int, str] | None = None
-    standing_bytes: int = 0
-    aten_only: bool = False
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A step as data, and the nodes it came from.
-
-    Attributes:
-        graph: the step.
-        joint: the joint graph after the lossless rewrites.
-        node_of: op name → node.
-        storage_of: tensor node → storage id, views included.
-        forward_outputs, backward_outputs: what each of the two graphs hands back, in order; None for no gradient.
-        device: where the step's tensors live.
-        usual_nodes: op name → node with numbers for all sizes; as `node_of` where no size varies.
-        largest_nodes: the same at the largest the op can be; empty where no size varies.
-        terms: what `capture` was told.
-    """
-
-    graph: StepGraph
-    joint: fx.GraphModule
-    node_of: Mapping[str, fx.Node]
-    storage_of: Mapping[fx.Node, int]
-    forward_outputs: tuple[Any, ...]
-    backward_outputs: tuple[Any, ...]
-    device: torch.device
-    usual_nodes: Mapping[str, fx.Node]
-    largest_nodes: Mapping[str, fx.Node]
-    terms: Terms
-
-    @property
-    def backward_names(self) -> frozenset[str]:
-        """Names of the nodes that are ops of the backward pass."""
-        return frozenset(op.name for op in self.graph.ops if op.phase == "backward")
-
-    def output_storages(self) -> dict[int, str]:
-        """Names of the storages that are handed to the caller, by place among the outputs of the forward pass."""
-        storages = self.graph.storages
-        owned = {
-            place: storages[self.storage_of[node]]
-            for place, node in enumerate(self.forward_outputs)
-            if isinstance(node, fx.Node) and node in self.storage_of
-        }
-        results = set(self.results)
-        return {place: s.name for place, s in owned.items() if s.kind == "output" and place in results}
-
-    @property
-    def results(self) -> tuple[int, ...]:
-        """Places of the outputs of the forward pass that the caller gets: the others are new values of buffers."""
-        notes = self.joint.graph.output_node().meta.get("desc") or ()
-        updates = {place for place, note in enumerate(notes) if isinstance(note, InputMutationAOTOutput)}
-        return tuple(place for place in range(len(self.forward_outputs)) if place not in updates)
-
-    def distinct_nodes(self) -> dict[str, fx.Node]:
-        """One node for each signature of the step, second runs included, for the profiler."""
-        firsts = [*self.usual_nodes.values(), *self.largest_nodes.values()]
-        seconds = [second for node in firsts if (second := second_node(node)) is not None]
-        return {signature(node): node for node in [*firsts, *seconds]}
-
-    def with_costs(self, seconds: Mapping[str, float], workspace_bytes: Mapping[str, int]) -> StepGraph:
-        """The step with times and workspaces by op signature: times at the usual sizes, workspaces at the largest."""
-        graph = self.graph.with_costs(seconds, workspace_bytes)
-        if not self.largest_nodes:
-            return graph
-        at_most = {name: workspace_bytes.get(signature(node), 0) for name, node in self.largest_nodes.items()}
-        again = {name: second_node(node) for name, node in self.largest_nodes.items()}
-        at_most_again = {
-            name: workspace_bytes.get(signature(node), 0) for name, node in again.items() if node is not None
-        }
-        return graph.with_least_workspaces(at_most, at_most_again)
 
 
 def capture(
@@ -145,32 +63,32 @@ def capture(
     backward = {node for node in joint.graph.nodes if node.op == "call_function" and node not in forward}
     if rewrites:
         save_fewer_bytes(joint, backward, aten_only=aten_only, cpu_kernels=cpu_kernels)
-    terms = Terms(n_forward_outputs, static_inputs, model, parameters, layers, standing_bytes, aten_only)
-    return read_joint(joint, {node.name for node in backward}, terms)
+    options = ReadOptions(n_forward_outputs, static_inputs, model, parameters, layers, standing_bytes, aten_only)
+    return read_joint(joint, {node.name for node in backward}, options)
 
 
-def read_joint(joint: fx.GraphModule, backward_names: Collection[str], terms: Terms) -> Captured:
+def read_joint(joint: fx.GraphModule, backward_names: Collection[str], options: ReadOptions) -> Captured:
     """`capture` of a joint graph that is rewritten already.
 
     Args:
         joint: the joint graph.
         backward_names: names of its backward nodes.
-        terms: as of `capture`.
+        options: as of `capture`.
     """
-    n_forward_outputs = terms.n_forward_outputs
+    n_forward_outputs = options.n_forward_outputs
 
     def read(graph: fx.Graph) -> tuple[StepGraph, _Reader]:
         outputs: Any = graph.output_node().args[0]
         parts = outputs[:n_forward_outputs], outputs[n_forward_outputs:]
         backward = {n for n in graph.nodes if n.name in backward_names}
-        reader = _Reader(backward, *parts, terms.static_inputs, terms.parameters)
+        reader = _Reader(backward, *parts, options.static_inputs, options.parameters)
         reader.overwritten = _overwritten_inputs(graph)
-        reader.replays = not terms.aten_only
-        reader.layers = terms.layers or {}
+        reader.replays = not options.aten_only
+        reader.layers = options.layers or {}
         for node in graph.nodes:
             reader.visit(node)
         leaves = [n for n in graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
-        step = StepGraph(terms.model, *reader.finish(), terms.standing_bytes)
+        step = StepGraph(options.model, *reader.finish(), options.standing_bytes)
         return with_accumulation(step, leaves, parts[1]), reader
 
     numbers = usual_numbers(joint.graph)
@@ -190,7 +108,7 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], terms: Te
         {op: max((other.node_of[op] for _, other in others), key=moved_bytes) for op in reader.node_of}
         if others
         else {},
-        terms,
+        options,
     )
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from shoal.capture.captured import Captured
 from shoal.capture.fx_nodes import is_view
-from shoal.capture.step_reader import Captured, needed_by, read_joint
+from shoal.capture.step_reader import needed_by, read_joint
 from shoal.capture.symbolic_sizes import as_arguments
-from shoal.kernels.traced_layout import copied
+from shoal.kernels.memory_format import copied
 
 _JOINT_NAME = "joint_name"  # in a node's meta: what it is called in the joint graph, whatever lowering calls it
 _PLACE = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr")
@@ -85,7 +86,7 @@ def with_copies(captured: Captured, departures: Mapping[str, Departure]) -> Capt
         if not any(isinstance(size, torch.SymInt) for size in traced.shape):
             _describe(node, traced.new_empty_strided(traced.shape, departures[node.name].real))
     graph.lint()
-    return read_joint(captured.joint, backward, captured.terms)
+    return read_joint(captured.joint, backward, captured.read_with)
 
 
 def _describe(node: fx.Node, real: torch.Tensor) -> None:

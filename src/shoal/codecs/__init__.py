@@ -5,6 +5,6 @@ Imports `lowlevel` and `core`.
 
 from shoal.codecs.codec import Codec, Encoded, Properties
 from shoal.codecs.registry import Kind, from_bytes, get, names, register
-from shoal.codecs.table import Table
+from shoal.codecs.tables import Table
 
 __all__ = ["Codec", "Encoded", "Kind", "Properties", "Table", "from_bytes", "get", "names", "register"]

@@ -18,13 +18,13 @@ import torch
 
 from shoal.codecs import wire
 from shoal.codecs.memory_order import dims_by_stride, same_places, strides_without_gaps, without_gaps
-from shoal.codecs.table import Table
+from shoal.codecs.tables import Table
 from shoal.errors import CodecError, brief
 
 
 @dataclass(frozen=True)
 class Properties:
-    """What a codec promises; the tests hold every codec to its sheet.
+    """What a codec guarantees; the tests check every codec against it.
 
     Attributes:
         bits_per_value: of the payload, without the scales of blocks.
@@ -114,7 +114,7 @@ class Codec(ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What makes it again: `get(codec.name, **codec.options)` equals it."""
+        """What constructs it: `get(codec.name, **codec.options)` equals it."""
         return {}
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class Codec(ABC):
     def encode(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> Encoded:
         """Encode a tensor of any shape.
 
-        A tensor without gaps in memory, such as a channels_last one, is encoded in memory order and decodes to its own
+        A dense (non-overlapping) tensor, such as a channels_last one, is encoded in memory order and decodes to its own
         strides; another decodes to a contiguous one. float16 and bfloat16 are computed in float32 and come back.
 
         Args:
@@ -207,7 +207,7 @@ class Codec(ABC):
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
         """How far each value may come back from itself at most, as float64 of the tensor's shape; 0 if lossless.
 
-        Infinite where the value comes back as no number or an infinity.
+        Infinite where the value comes back as NaN or an infinity.
         """
         return torch.zeros_like(tensor, dtype=torch.float64)
 

@@ -232,12 +232,12 @@ def unpack_flags(bits, out, elems, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _folded(lanes, ROWS: tl.constexpr, LANES: tl.constexpr):
+def _halved_sum(lanes, ROWS: tl.constexpr, LANES: tl.constexpr):
     """The sum of each row of lanes, by halves."""
     half: tl.constexpr = LANES // 2
     lanes = tl.sum(tl.reshape(lanes, (ROWS, 2, half)), axis=1)  # of two numbers: their order does not matter
     if half > 1:
-        return _folded(lanes, ROWS, half)
+        return _halved_sum(lanes, ROWS, half)
     else:
         return tl.reshape(lanes, (ROWS,))
 
@@ -282,8 +282,8 @@ def sum_sides(
         to = bits + first[:, None] // 8 + (row // 8 + byte)[None, :]
         tl.store(to, tl.sum(places, axis=2).to(tl.uint8), mask=(row + byte * 8)[None, :] < length[:, None])
     below = tl.sum(fewer, axis=1)
-    tl.store(sums + run * 2, _folded(plus, ROWS, LANES), mask=run < runs)
-    tl.store(sums + run * 2 + 1, _folded(minus, ROWS, LANES), mask=run < runs)
+    tl.store(sums + run * 2, _halved_sum(plus, ROWS, LANES), mask=run < runs)
+    tl.store(sums + run * 2 + 1, _halved_sum(minus, ROWS, LANES), mask=run < runs)
     tl.store(counts + run * 2, (length - below).to(tl.int32), mask=run < runs)
     tl.store(counts + run * 2 + 1, below, mask=run < runs)
 

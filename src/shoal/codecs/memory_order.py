@@ -9,7 +9,7 @@ import torch
 
 
 def dims_by_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions from the one that steps furthest to the one that steps least.
+    """The dimensions by decreasing stride.
 
     >>> dims_by_stride(torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))
     (0, 2, 3, 1)

@@ -8,24 +8,38 @@ to the next tensor, nothing is lost but time.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.nn.functional import pad
 
+from shoal.codecs.bit_packing import bytes_of, pack_bits, unpack_bits
+from shoal.codecs.checks import check_flat, check_length, whole_number
 from shoal.codecs.codec import Encoded, Properties
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, read_floats, write_floats
-from shoal.codecs.kernels import kernel
+from shoal.codecs.launch import Bits, are_here, bits_call, block_tiles, triton_applies, triton_kernels
 from shoal.codecs.memory_order import flat, same_places
-from shoal.codecs.option_checks import whole_number
-from shoal.codecs.raw import check_flat, check_length
+from shoal.codecs.pieces import PIECE_ELEMS, pieces
 from shoal.codecs.table_codes import blocks_of
 from shoal.errors import CodecError, brief
+from shoal.lowlevel.dispatch import Implementation, Op, choose, register
+from shoal.lowlevel.native import run_native
+from shoal.lowlevel.triton_launch import on_device
 
 BLOCK_ELEMS = 4096
 _OPTIONS = struct.Struct("<Q")
+# A sum has an order, so that all implementations give the same bits: in float64, in runs of 4096 values of the block;
+# within a run 64 lanes each add every 64th value to 0.0, lanes are added by halves, and runs are added in order.
+_RUN_ELEMS = 4096
+_LANES = 64
+# Of a Triton program.
+_RUNS = 16
+_BLOCKS = 64
+_AHEAD = 16
 
 
 def encode_blocks(x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> None:
@@ -49,13 +63,13 @@ def encode_blocks(x: torch.Tensor, block_elems: int | None, means: torch.Tensor,
     ([[1.5, -4.0]], [2])
     """
     _check(x, block_elems, means, bits)
-    kernel("one_bit", x, means, bits).encode_blocks(x, block_elems, means, bits)
+    choose(_OP, x, means, bits).encode_blocks(x, block_elems, means, bits)
 
 
 def decode_blocks(bits: torch.Tensor, means: torch.Tensor, block_elems: int | None, out: torch.Tensor) -> None:
     """The inverse: write each value's mean, (n,) float32; the other arguments are those of `encode_blocks`."""
     _check(out, block_elems, means, bits)
-    kernel("one_bit", bits, means, out).decode_blocks(bits, means, block_elems, out)
+    choose(_OP, bits, means, out).decode_blocks(bits, means, block_elems, out)
 
 
 @dataclass(frozen=True)
@@ -173,7 +187,7 @@ def read_options(wire_id: int, options: bytes) -> OneBitCodec:
     """The codec whose `wire_options` these are.
 
     Raises:
-        CodecError: they are nobody's.
+        CodecError: no codec has written them.
     """
     if len(options) != _OPTIONS.size:
         raise CodecError(f"one_bit: got {len(options)} bytes of options, expected {_OPTIONS.size}; write it anew")
@@ -188,3 +202,157 @@ def _check(x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: 
     check_flat("bits", bits, torch.uint8)
     check_length("means", means, 2 * blocks_of(x.numel(), block_elems))
     check_length("bits", bits, -(-x.numel() // 8))
+
+
+class _Functions(Protocol):
+    """What every implementation has: the functions of this module, without their checks."""
+
+    def encode_blocks(
+        self, x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor
+    ) -> None: ...
+
+    def decode_blocks(
+        self, bits: torch.Tensor, means: torch.Tensor, block_elems: int | None, out: torch.Tensor
+    ) -> None: ...
+
+
+class _Reference:
+    """Plain torch: the definition that every implementation equals bit for bit."""
+
+    def encode_blocks(self, x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> None:
+        for first, rows in _whole_blocks(x, block_elems or max(x.numel(), 1)):
+            nan = rows.new_zeros(len(rows), dtype=torch.bool)
+            for part in _parts(rows):
+                nan |= part.isnan().any(1)
+            for side in (0, 1):
+                sums, counts = _of_side(rows, side)
+                mean = (sums / counts.clamp(min=1)).float()
+                means[first : first + len(rows), side] = mean.masked_fill(nan, torch.nan)
+        for elements, _, _ in pieces(x.numel(), None):
+            pack_bits(x[elements] < 0, bits[bytes_of(elements)])
+
+    def decode_blocks(
+        self, bits: torch.Tensor, means: torch.Tensor, block_elems: int | None, out: torch.Tensor
+    ) -> None:
+        for elements, blocks, columns in pieces(out.numel(), block_elems):
+            negative = torch.empty(elements.stop - elements.start, dtype=torch.bool, device=out.device)
+            unpack_bits(bits[bytes_of(elements)], negative)
+            out[elements] = torch.where(negative.view(-1, columns), means[blocks, 1:], means[blocks, :1]).view(-1)
+
+
+def _whole_blocks(x: torch.Tensor, block: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """The number of a block and, from there on, some blocks of one length as rows; the last, short one alone."""
+    at_once = max(PIECE_ELEMS // block, 1) * block
+    whole = x.numel() // block * block
+    for first in range(0, whole, at_once):
+        yield first // block, x[first : min(first + at_once, whole)].view(-1, block)
+    if whole < x.numel():
+        yield whole // block, x[whole:].view(1, -1)
+
+
+def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Their columns in whole runs, few elements at a time."""
+    return (rows[:, first : first + PIECE_ELEMS] for first in range(0, rows.shape[1], PIECE_ELEMS))
+
+
+def _of_side(rows: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of each row's values that are not negative (side 0) or that are (1), float64, and how many they are."""
+    totals = rows.new_zeros(len(rows), dtype=torch.float64)
+    counts = rows.new_zeros(len(rows), dtype=torch.int64)
+    for part in _parts(rows):
+        members = part < 0 if side else ~(part < 0)
+        counts += members.sum(1)
+        values = part.where(members, 0).double()
+        # Zeros at the end of a lane change no sum.
+        run = _RUN_ELEMS if values.shape[1] > _RUN_ELEMS else -(-values.shape[1] // _LANES) * _LANES
+        runs = pad(values, (0, -values.shape[1] % run)).view(len(rows), -1, run // _LANES, _LANES)
+        lanes = torch.zeros_like(runs[:, :, 0])
+        for number in range(runs.shape[2]):
+            lanes += runs[:, :, number]
+        while lanes.shape[2] > 1:
+            half = lanes.shape[2] // 2
+            lanes = lanes[:, :, :half] + lanes[:, :, half:]
+        for number in range(lanes.shape[1]):
+            totals += lanes[:, number, 0]
+    return totals, counts
+
+
+class _Native:
+    """`csrc/codec_bits.cpp`, on the CPU."""
+
+    def encode_blocks(self, x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> None:
+        run_native("shoal_one_bit_encode", _bits_call(x, block_elems, means, bits))
+
+    def decode_blocks(
+        self, bits: torch.Tensor, means: torch.Tensor, block_elems: int | None, out: torch.Tensor
+    ) -> None:
+        run_native("shoal_one_bit_decode", _bits_call(out, block_elems, means, bits))
+
+
+def _bits_call(values: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> Bits:
+    elems = values.numel()
+    call = bits_call(elems, bits, values, means)
+    block = block_elems or max(elems, 1)
+    blocks = -(-elems // block) if block > 0 else -1
+    if not values.dtype == means.dtype == torch.float32 or means.numel() != 2 * blocks or (block_elems or 8) % 8:
+        raise CodecError(
+            f"got {values.dtype} {tuple(values.shape)} and {means.dtype} {tuple(means.shape)} for blocks of {block}, "
+            "expected float32, two means a block, and blocks of a multiple of 8"
+        )
+    call.block_elements = min(block, max(elems, 1))
+    call.values, call.means = values.data_ptr(), means.data_ptr()
+    return call
+
+
+class _Triton:
+    """`kernels_triton`: a program adds the lanes of a few runs, a second kernel adds the runs of a block."""
+
+    def encode_blocks(self, x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> None:
+        elems = x.numel()
+        if not elems:
+            return
+        block = min(block_elems or elems, elems)
+        blocks, runs_a_block = -(-elems // block), -(-block // _RUN_ELEMS)
+        runs = blocks * runs_a_block
+        sums = torch.empty((runs, 2), dtype=torch.float64, device=x.device)
+        counts = torch.empty((runs, 2), dtype=torch.int32, device=x.device)
+        with on_device(x.device):
+            triton_kernels().sum_sides[(-(-runs // _RUNS),)](
+                x,
+                bits,
+                sums,
+                counts,
+                elems,
+                block,
+                runs_a_block,
+                runs,
+                min(block, _RUN_ELEMS),
+                _RUN_ELEMS,
+                _RUNS,
+                _LANES,
+            )
+            ahead = min(runs_a_block, _AHEAD)
+            triton_kernels().mean_sides[(-(-blocks // _BLOCKS),)](
+                sums, counts, means, runs_a_block, runs, blocks, _BLOCKS, ahead
+            )
+
+    def decode_blocks(
+        self, bits: torch.Tensor, means: torch.Tensor, block_elems: int | None, out: torch.Tensor
+    ) -> None:
+        elems = out.numel()
+        programs, rows, columns, parts = block_tiles(elems, block_elems)
+        if not programs:
+            return
+        block = min(block_elems or elems, elems)
+        with on_device(out.device):
+            triton_kernels().decode_sides[(programs,)](
+                bits, means, out, elems, -(-elems // block), block, parts, rows, columns
+            )
+
+
+_OP: Op[_Functions] = register(
+    "one_bit",
+    _Reference(),
+    Implementation("triton", _Triton(), triton_applies),
+    Implementation("native", _Native(), are_here),
+)

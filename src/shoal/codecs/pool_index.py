@@ -1,7 +1,7 @@
 """Max-pool indices in one byte each: how far the winner lies from its window's corner, not its place in the image.
 
 PyTorch's max pooling saves, for every output, the flat int64 place of the winner in its input. The winner lies in a
-window of known corner and at most 255 places, so a byte tells which: the distance along the flat image itself where no
+window of known corner and at most 255 places, so a byte says which: the distance along the flat image itself where no
 distance in the window passes 254, else the number of the place. Lossless by construction. The byte that is left over
 is for windows of no winner, whose gradient goes nowhere.
 """
@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 NO_PLACE = 255
-MOST_PLACES = 255
+MAX_PLACES = 255
 
 
 def fits(kernel: Sequence[int]) -> bool:
@@ -22,7 +22,7 @@ def fits(kernel: Sequence[int]) -> bool:
     places = 1
     for size in kernel:
         places *= size
-    return places <= MOST_PLACES
+    return places <= MAX_PLACES
 
 
 def encode(
@@ -51,7 +51,7 @@ def encode(
     distances = _distances(input_shape, kernel, dilation)
     corners = _corners(indices, input_shape, stride, padding)
     distance = torch.sub(indices, corners, out=torch.empty_like(indices))
-    if distances[-1] < MOST_PLACES:
+    if distances[-1] < MAX_PLACES:
         return distance.to(torch.uint8)
     number_of = torch.zeros(distances[-1] + 1, dtype=torch.uint8, device=indices.device)
     number_of[distances] = torch.arange(len(distances), dtype=torch.uint8, device=indices.device)
@@ -72,11 +72,11 @@ def decode(
     """The inverse of `encode`: the int64 indices that `max_pool2d` or `max_pool3d` gave; `NO_PLACE` gives any."""
     distances = _distances(input_shape, kernel, dilation)
     corners = _corners(codes, input_shape, stride, padding)
-    if distances[-1] < MOST_PLACES:
+    if distances[-1] < MAX_PLACES:
         indices = codes.to(torch.int64)
     else:
         indices = torch.empty_like(codes, dtype=torch.int64)
-        distance_of = torch.zeros(MOST_PLACES + 1, dtype=torch.int64, device=codes.device)
+        distance_of = torch.zeros(MAX_PLACES + 1, dtype=torch.int64, device=codes.device)
         distance_of[: len(distances)] = torch.tensor(distances, device=codes.device)
         torch.index_select(distance_of, 0, _in_memory_order(codes).int(), out=_in_memory_order(indices))
     # Whatever the byte, the place lies within the input: kernels do not check.

@@ -20,8 +20,8 @@ from shoal.codecs.memory_order import flat
 from shoal.errors import CodecError, brief
 
 _LARGEST = 2**31 - 1
-_LEAST = {"input_shape": 0, "kernel": 1, "stride": 1, "padding": 0, "dilation": 1}
-OPTIONS = tuple(_LEAST)
+_MIN = {"input_shape": 0, "kernel": 1, "stride": 1, "padding": 0, "dilation": 1}
+OPTIONS = tuple(_MIN)
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class PoolIndexCodec(Codec):
 
     def __post_init__(self) -> None:
         dims = len(self.kernel) if isinstance(self.kernel, Sequence) else 2
-        for option, least in _LEAST.items():
+        for option, lowest in _MIN.items():
             given, count = getattr(self, option), dims + 2 * (option == "input_shape")
-            if not isinstance(given, Sequence) or len(given) != count or not all(_is_size(n, least) for n in given):
+            if not isinstance(given, Sequence) or len(given) != count or not all(_is_size(n, lowest) for n in given):
                 raise CodecError(
-                    f"pool_index: got {option}={brief(given)}, expected {count} whole numbers from {least} on; "
+                    f"pool_index: got {option}={brief(given)}, expected {count} whole numbers from {lowest} on; "
                     "give those of the pooling"
                 )
             object.__setattr__(self, option, tuple(map(int, given)))
-        if not 1 <= len(self.kernel) <= 3 or prod(self.kernel) > pool_index.MOST_PLACES:
+        if not 1 <= len(self.kernel) <= 3 or prod(self.kernel) > pool_index.MAX_PLACES:
             raise CodecError(
                 f"pool_index: got a window of {self.kernel}, expected one to three dimensions and at most "
-                f"{pool_index.MOST_PLACES} places; save the indices as they are"
+                f"{pool_index.MAX_PLACES} places; save the indices as they are"
             )
         if 0 in self.input_shape[2:] or prod(self.input_shape[2:]) >= 2**60:
             raise CodecError(f"pool_index: got an input of {self.input_shape}, expected images of 1 to 2**60 values")
@@ -121,15 +121,15 @@ class PoolIndexCodec(Codec):
             )
 
 
-def _is_size(number: Any, least: int) -> bool:
-    return isinstance(number, Integral) and not isinstance(number, bool) and least <= int(number) <= _LARGEST
+def _is_size(number: Any, lowest: int) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool) and lowest <= int(number) <= _LARGEST
 
 
 def read_options(wire_id: int, options: bytes) -> PoolIndexCodec:
     """The codec whose `wire_options` these are.
 
     Raises:
-        CodecError: they are nobody's.
+        CodecError: no codec has written them.
     """
     dims = options[0] if options else 0
     if not 1 <= dims <= 3 or len(options) != 1 + 4 * (5 * dims + 2):

@@ -13,15 +13,11 @@ import torch
 from shoal.codecs import one_bit, pool_index_codec, table_codec, wire
 from shoal.codecs.casts import CastCodec
 from shoal.codecs.codec import Codec, Encoded
-from shoal.codecs.dynamic_tree import DYNAMIC_TREE, DYNAMIC_TREE_EVEN
-from shoal.codecs.linear import LINEAR
-from shoal.codecs.mantissa import LARGEST, MANTISSA
 from shoal.codecs.memory_order import strides_in_order
 from shoal.codecs.pool_index_codec import PoolIndexCodec
 from shoal.codecs.sign_mask import SignMaskCodec
-from shoal.codecs.static_tree import STATIC_TREE
-from shoal.codecs.table import Table
-from shoal.codecs.truncate import TruncateCodec
+from shoal.codecs.tables import DYNAMIC_TREE, DYNAMIC_TREE_EVEN, LINEAR, MANTISSA, MANTISSA_LARGEST, STATIC_TREE, Table
+from shoal.codecs.truncation import TruncateCodec
 from shoal.errors import CodecError, brief
 
 
@@ -165,7 +161,7 @@ for _kind in (
     _table(DYNAMIC_TREE, 1),
     _table(DYNAMIC_TREE_EVEN, 2),
     _table(STATIC_TREE, 3, unit=1.0),
-    _table(MANTISSA, 4, unit=float(LARGEST)),
+    _table(MANTISSA, 4, unit=float(MANTISSA_LARGEST)),
     _table(LINEAR, 5),
     Kind("one_bit", 6, partial(one_bit.OneBitCodec, 6), ("block",), partial(one_bit.read_options, 6)),
     *(

@@ -8,15 +8,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Protocol
 
 import torch
 
+from shoal.codecs.bit_packing import bytes_of, pack_bits, unpack_bits
+from shoal.codecs.checks import check_flat, check_length
 from shoal.codecs.codec import Codec, Encoded, Properties
 from shoal.codecs.float_codec import FLOATS
-from shoal.codecs.kernels import kernel
+from shoal.codecs.launch import TILE_ELEMS, are_here, bits_call, tiles, triton_applies, triton_kernels
 from shoal.codecs.memory_order import flat
-from shoal.codecs.raw import check_flat, check_length
+from shoal.codecs.pieces import pieces
 from shoal.errors import CodecError
+from shoal.lowlevel.dispatch import Implementation, Op, choose, register
+from shoal.lowlevel.native import run_native
+from shoal.lowlevel.triton_launch import on_device
+
+# The integers of a number's bits, and the greatest that is one.
+_AS = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.uint8: (torch.uint8, 0xFF),
+    torch.bool: (torch.uint8, 0xFF),
+}
 
 
 def encode(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -32,13 +47,13 @@ def encode(x: torch.Tensor, out: torch.Tensor) -> None:
     9
     """
     _check(x, out, *FLOATS, torch.bool)
-    kernel("sign_mask", x, out).encode(x, out)
+    choose(_OP, x, out).encode(x, out)
 
 
 def decode(mask: torch.Tensor, out: torch.Tensor) -> None:
     """The inverse: write (n,) bool from (ceil(n / 8),) uint8."""
     _check(out, mask, torch.bool)
-    kernel("sign_mask", mask, out).decode(mask, out)
+    choose(_OP, mask, out).decode(mask, out)
 
 
 @dataclass(frozen=True)
@@ -87,3 +102,70 @@ def _check(x: torch.Tensor, mask: torch.Tensor, *dtypes: torch.dtype) -> None:
     check_flat("values", x, *dtypes)
     check_flat("mask", mask, torch.uint8)
     check_length("mask", mask, -(-x.numel() // 8))
+
+
+class _Functions(Protocol):
+    """What every implementation has: the functions of this module, without their checks."""
+
+    def encode(self, x: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    def decode(self, mask: torch.Tensor, out: torch.Tensor) -> None: ...
+
+
+class _Reference:
+    """Plain torch: the definition that every implementation equals bit for bit."""
+
+    def encode(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for elements, _, _ in pieces(x.numel(), None):
+            pack_bits(x[elements] > 0, out[bytes_of(elements)])
+
+    def decode(self, mask: torch.Tensor, out: torch.Tensor) -> None:
+        for elements, _, _ in pieces(out.numel(), None):
+            unpack_bits(mask[bytes_of(elements)], out[elements])
+
+
+class _Native:
+    """`csrc/codec_bits.cpp`, for float32 on the CPU."""
+
+    def encode(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        call = bits_call(x.numel(), out, x)
+        if x.dtype != torch.float32:
+            raise CodecError(f"got values of {x.dtype}, expected float32; use encode")
+        call.values = x.data_ptr()
+        run_native("shoal_sign_mask_encode", call)
+
+    def decode(self, mask: torch.Tensor, out: torch.Tensor) -> None:
+        call = bits_call(out.numel(), mask, out)
+        if out.dtype != torch.bool:
+            raise CodecError(f"got an output of {out.dtype}, expected bool; use sign_mask.decode")
+        call.flags = out.data_ptr()
+        run_native("shoal_sign_mask_decode", call)
+
+
+class _Triton:
+    """`kernels_triton`, of any dtype that is taken."""
+
+    def encode(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if x.numel():
+            with on_device(x.device):
+                bits, largest = _AS[x.dtype]
+                triton_kernels().sign_mask[tiles(x.numel())](x.view(bits), out, x.numel(), largest, TILE_ELEMS)
+
+    def decode(self, mask: torch.Tensor, out: torch.Tensor) -> None:
+        if out.numel():
+            with on_device(out.device):
+                triton_kernels().unpack_flags[tiles(out.numel())](mask, out.view(torch.uint8), out.numel(), TILE_ELEMS)
+
+
+def _native_applies(*tensors: torch.Tensor) -> bool:
+    """Whether they are float32 and its mask, or the mask and bool, and native kernels are here."""
+    kinds = [x.dtype for x in tensors]
+    return kinds in ([torch.float32, torch.uint8], [torch.uint8, torch.bool]) and are_here(*tensors)
+
+
+_OP: Op[_Functions] = register(
+    "sign_mask",
+    _Reference(),
+    Implementation("triton", _Triton(), triton_applies),
+    Implementation("native", _Native(), _native_applies),
+)

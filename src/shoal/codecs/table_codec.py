@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 
-from shoal.codecs import table_codes_native
+from shoal.codecs.checks import real_number, whole_number
 from shoal.codecs.codec import Encoded, Properties
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, part_of, read_floats, write_floats
-from shoal.codecs.kernels import kernel
 from shoal.codecs.memory_order import flat
-from shoal.codecs.option_checks import real_number, whole_number
-from shoal.codecs.table import Table
-from shoal.codecs.table_codes import as_float32, blocks_of, decode_blocks, encode_blocks
+from shoal.codecs.table_codes import NATIVE, as_float32, blocks_of, decode_blocks, encode_blocks, native_runs
+from shoal.codecs.tables import Table
 from shoal.errors import CodecError
 
 BLOCK_ELEMS = 4096
@@ -30,7 +28,7 @@ BLOCK_ELEMS = 4096
 _OPTIONS = struct.Struct("<QB3x4s")
 _LARGEST, _SCALE, _OFFSET = range(3)
 _STEP = 2.0**-23
-_MOST_OFFSET = 30
+_MAX_OFFSET = 30
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,9 @@ class TableCodec(FloatCodec):
         if self.exponent_offset is not None and self.unit is None:
             raise CodecError(f"{self.name} has no exponent offset; give scale=, or take static_tree or mantissa")
         if self.exponent_offset is not None:
-            expected = f"a whole number from -{_MOST_OFFSET} to {_MOST_OFFSET}"
+            expected = f"a whole number from -{_MAX_OFFSET} to {_MAX_OFFSET}"
             offset = whole_number(
-                self.name, "exponent_offset", self.exponent_offset, expected, -_MOST_OFFSET, _MOST_OFFSET
+                self.name, "exponent_offset", self.exponent_offset, expected, -_MAX_OFFSET, _MAX_OFFSET
             )
             object.__setattr__(self, "exponent_offset", offset)
         if self.exponent_offset is not None and self.scale is not None:
@@ -113,8 +111,8 @@ class TableCodec(FloatCodec):
         Args:
             tensor: of one of `dtypes`.
             out: as there.
-            seed: round up or down at random, by this seed and each element's place in memory order, so that what comes
-                back is right in the mean; None: round to the nearest. Decoding needs no seed.
+            seed: round up or down at random, by this seed and each element's place in memory order, so that what is
+                decoded is unbiased; None: round to the nearest. Decoding needs no seed.
 
         >>> from shoal.codecs import get
         >>> get("dynamic_tree", block=None).encode(torch.tensor([0.5, -1.0, 0.0])).payload.tolist()
@@ -129,7 +127,7 @@ class TableCodec(FloatCodec):
     def mean(
         self, values: torch.Tensor, payloads: Sequence[torch.Tensor], divisor: int, out: torch.Tensor
     ) -> torch.Tensor:
-        if kernel("table_codes", values, out, *payloads) is not table_codes_native:
+        if not native_runs(values, out, *payloads):
             return super().mean(values, payloads, divisor, out)
         dense, out = self._ready(values, out)
         for payload in payloads:
@@ -138,7 +136,7 @@ class TableCodec(FloatCodec):
         first = FLOAT_BYTES * blocks
         messages = [(read_floats(one, blocks), part_of(one, first, values.numel())) for one in payloads]
         scales, codes = floats_to_write(out, blocks), part_of(out, first, values.numel())
-        table_codes_native.mean_blocks(
+        NATIVE.mean_blocks(
             flat(dense), messages, divisor, self.codes, self.block, scales, codes, scale=self.fixed_scale
         )
         write_floats(out, scales)
@@ -188,7 +186,7 @@ def read_options(codes: Table, wire_id: int, unit: float | None, options: bytes)
     """The codec whose `wire_options` these are.
 
     Raises:
-        CodecError: they are nobody's.
+        CodecError: no codec has written them.
     """
     if len(options) != _OPTIONS.size:
         raise CodecError(f"{codes.name}: got {len(options)} bytes of options, expected {_OPTIONS.size}; write it anew")
@@ -205,7 +203,7 @@ def read_options(codes: Table, wire_id: int, unit: float | None, options: bytes)
 def greatest_errors(codes: Table) -> tuple[float, float]:
     """Of shares of the scale from 0.1 to 1, relative to themselves; of all from 0 to 1, as a share of the scale.
 
-    >>> from shoal.codecs.linear import LINEAR
+    >>> from shoal.codecs.tables import LINEAR
     >>> [round(error, 5) for error in greatest_errors(LINEAR)]
     [0.03704, 0.00394]
     """

@@ -1,8 +1,7 @@
-"""Table codes in Triton; as `shoal.codecs.table_codes`, bit for bit.
+"""Table codes in Triton, bit for bit those of `table_codes`: a code is one look-up, not a search over the thresholds.
 
-Where a value's thresholds are searched for one by one in the reference, one look-up finds its code here: float32s that
-share their exponent and the first mantissa bits share a bucket, and a bucket is so narrow that one threshold at most
-lies in it. Its entry, 32 bits, holds how many thresholds lie below the bucket and where that one lies.
+float32s that share their exponent and the first mantissa bits share a bucket, and a bucket is so narrow that at most
+one threshold lies in it. Its entry, 32 bits, holds how many thresholds lie below the bucket and where that one lies.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ from functools import lru_cache
 
 import torch
 
-from shoal.codecs.launch_triton import applies, block_tiles, found
-from shoal.codecs.table import Table
+from shoal.codecs.launch import block_tiles, triton_kernels
+from shoal.codecs.tables import Table
 from shoal.errors import CodecError
 from shoal.lowlevel.triton_launch import on_device
 
-__all__ = ["applies", "decode_blocks", "encode_blocks"]
-
-_MOST_BUCKETS = 1 << 16
-_LEAST_SHIFT = 8  # an entry has 7 bits for the count and 25 for a place among 2**shift
+_MAX_BUCKETS = 1 << 16
+_MIN_SHIFT = 8  # an entry has 7 bits for the count and 25 for a place among 2**shift
 
 
 @dataclass(frozen=True)
@@ -58,16 +55,16 @@ def buckets_of(thresholds: torch.Tensor) -> Buckets:
     (22, 6, [0, 1, 2, 3])
     """
     bits = thresholds.view(torch.int32).long()
-    for shift in range(23, _LEAST_SHIFT - 1, -1):
+    for shift in range(23, _MIN_SHIFT - 1, -1):
         number = bits >> shift
         if not bool((number.diff() == 0).any()):
             break
     else:
-        raise CodecError(f"thresholds less than 2**{_LEAST_SHIFT} float32s apart; give a table whose values lie wider")
+        raise CodecError(f"thresholds less than 2**{_MIN_SHIFT} float32s apart; give a table whose values lie wider")
     before, size = int(number[0]) - 1, int(number[-1] - number[0]) + 3
-    if size > _MOST_BUCKETS:
+    if size > _MAX_BUCKETS:
         raise CodecError(
-            f"{size} buckets for a table's thresholds, at most {_MOST_BUCKETS}; give a table of fewer decades"
+            f"{size} buckets for a table's thresholds, at most {_MAX_BUCKETS}; give a table of fewer decades"
         )
     below = torch.searchsorted(number, torch.arange(size) + before)
     places = torch.full((size,), 1 << shift)  # past the bucket's end: never reached
@@ -75,59 +72,62 @@ def buckets_of(thresholds: torch.Tensor) -> Buckets:
     return Buckets((places << 7 | below).int(), before, shift)
 
 
-def encode_blocks(
-    x: torch.Tensor,
-    table: Table,
-    block_elems: int | None,
-    scales: torch.Tensor,
-    codes: torch.Tensor,
-    *,
-    scale: float | None = None,
-    seed: int | None = None,
-    first_elem: int = 0,
-) -> None:
-    """As `table_codes.encode_blocks`; tensors for which `applies` is true."""
-    grid, rows, columns, parts = block_tiles(x.numel(), block_elems)
-    if not grid:
-        return
-    buckets = _placed(table, x.device, seed is not None)
-    shape = (x.numel(), scales.numel(), min(block_elems or x.numel(), x.numel()), parts)
-    with on_device(x.device):
-        if parts > 1:
-            scales.zero_()
-            found().largest[(grid,)](x, scales.view(torch.int32), shape[0], shape[2], parts, columns)
-        found().encode[(grid,)](
-            x,
-            codes,
-            scales,
-            buckets.entries,
-            _magnitudes(table, x.device),
-            1.0 if scale is None else scale,
-            *shape,
-            buckets.before,
-            len(buckets.entries) - 1,
-            0 if seed is None else seed & 0xFFFFFFFF,
-            first_elem & 0xFFFFFFFF,
-            buckets.shift,
-            scale is not None,
-            seed is not None,
-            parts > 1,
-            rows,
-            columns,
-            num_warps=8,
-        )
+class TableCodesTriton:
+    """The functions of `table_codes` for tensors that `launch.triton_applies` takes."""
 
+    def encode_blocks(
+        self,
+        x: torch.Tensor,
+        table: Table,
+        block_elems: int | None,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        *,
+        scale: float | None = None,
+        seed: int | None = None,
+        first_elem: int = 0,
+    ) -> None:
+        grid, rows, columns, parts = block_tiles(x.numel(), block_elems)
+        if not grid:
+            return
+        buckets = _placed(table, x.device, seed is not None)
+        shape = (x.numel(), scales.numel(), min(block_elems or x.numel(), x.numel()), parts)
+        with on_device(x.device):
+            if parts > 1:
+                scales.zero_()
+                triton_kernels().largest[(grid,)](x, scales.view(torch.int32), shape[0], shape[2], parts, columns)
+            triton_kernels().encode[(grid,)](
+                x,
+                codes,
+                scales,
+                buckets.entries,
+                _magnitudes(table, x.device),
+                1.0 if scale is None else scale,
+                *shape,
+                buckets.before,
+                len(buckets.entries) - 1,
+                0 if seed is None else seed & 0xFFFFFFFF,
+                first_elem & 0xFFFFFFFF,
+                buckets.shift,
+                scale is not None,
+                seed is not None,
+                parts > 1,
+                rows,
+                columns,
+                num_warps=8,
+            )
 
-def decode_blocks(
-    codes: torch.Tensor, scales: torch.Tensor, table: Table, block_elems: int | None, out: torch.Tensor
-) -> None:
-    """As `table_codes.decode_blocks`; tensors for which `applies` is true."""
-    grid, rows, columns, parts = block_tiles(out.numel(), block_elems)
-    if not grid:
-        return
-    shape = (out.numel(), scales.numel(), min(block_elems or out.numel(), out.numel()), parts)
-    with on_device(out.device):
-        found().decode[(grid,)](codes, scales, _magnitudes(table, out.device), out, *shape, rows, columns, num_warps=8)
+    def decode_blocks(
+        self, codes: torch.Tensor, scales: torch.Tensor, table: Table, block_elems: int | None, out: torch.Tensor
+    ) -> None:
+        grid, rows, columns, parts = block_tiles(out.numel(), block_elems)
+        if not grid:
+            return
+        shape = (out.numel(), scales.numel(), min(block_elems or out.numel(), out.numel()), parts)
+        with on_device(out.device):
+            triton_kernels().decode[(grid,)](
+                codes, scales, _magnitudes(table, out.device), out, *shape, rows, columns, num_warps=8
+            )
 
 
 @lru_cache(64)

@@ -1,18 +1,47 @@
-"""The top one, two or three bytes of every float32, and back: Bitpack and Bitunpack of ADT.
+"""truncate1, truncate2, truncate3: the top bytes of each float32, cut towards zero; round1 ... round3: rounded first.
 
-Zhuang et al., A2DTWP, section III (algorithm 2, RoundTo = 1, 2, 3). Two bytes are a bfloat16, cut instead of rounded.
-The paper cuts; `nearest` rounds first, for the same bytes.
+Bitpack and Bitunpack of ADT (Zhuang et al., A2DTWP, section III, algorithm 2: RoundTo = 1, 2, 3 bytes). The paper cuts;
+`nearest` rounds first, for the same bytes. One byte keeps the sign and seven of eight exponent bits: values four times
+apart. Two bytes are bfloat16: cutting takes 0.27 % off each value in the mean, rounding nothing. No scales: every value
+stands for itself.
 """
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
 import torch
 
-from shoal.codecs.kernels import kernel
-from shoal.codecs.raw import check_flat, check_length
+from shoal.codecs.checks import check_flat, check_length
+from shoal.codecs.codec import Properties
+from shoal.codecs.float_codec import FloatCodec
+from shoal.codecs.launch import TILE_ELEMS, are_here, threads_for, tiles, triton_applies, triton_kernels
 from shoal.errors import CodecError
+from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
+from shoal.lowlevel.native import run_native
+from shoal.lowlevel.triton_launch import on_device
 
 WIDTHS_BYTES = (1, 2, 3)
+_SMALLEST_NORMAL = 2.0**-126
+# By bytes kept: of the value when cut, and when rounded.
+_RELATIVE = {1: (0.75, 0.6), 2: (2.0**-7, 2.0**-8), 3: (2.0**-15, 2.0**-16)}
+# Half a step past the greatest value. One byte's last step is from 2**125 to 2**127; its middle goes down, to the even
+# code, and the next float up.
+_OVERFLOW = {
+    1: (2.0**127, 2.5 * 2.0**125 + 2.0**103),
+    2: (inf, 2.0**128 - 2.0**119),
+    3: (inf, 2.0**128 - 2.0**111),
+}
+_INFINITY = 0x7F800000
+_MAGNITUDE = 0x7FFFFFFF
+_QUIET = 0x00400000
+_NAN = 0x7FC00000
+_PIECE_ELEMS = 1 << 16
+_MIN_ELEMS = 1 << 16  # of a thread that is worth waking
+_WHOLE = {1: torch.uint8, 2: torch.int16}
 
 
 def pack(x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) -> None:
@@ -36,7 +65,7 @@ def pack(x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) ->
     '80 3f cc bd'
     """
     _check(x, width_bytes, out)
-    kernel("truncation", x, out).pack(x, width_bytes, nearest, out)
+    choose(_OP, x, out).pack(x, width_bytes, nearest, out)
 
 
 def unpack(packed: torch.Tensor, width_bytes: int, out: torch.Tensor) -> None:
@@ -56,7 +85,49 @@ def unpack(packed: torch.Tensor, width_bytes: int, out: torch.Tensor) -> None:
     tensor([ 1.0000, -0.0996])
     """
     _check(out, width_bytes, packed)
-    kernel("truncation", packed, out).unpack(packed, width_bytes, out)
+    choose(_OP, packed, out).unpack(packed, width_bytes, out)
+
+
+@dataclass(frozen=True)
+class TruncateCodec(FloatCodec):
+    """The payload is `width_bytes` a value, the lowest kept byte first, in memory order."""
+
+    name: str
+    wire_id: int
+    width_bytes: int
+    nearest: bool
+
+    @property
+    def properties(self) -> Properties:
+        relative = _RELATIVE[self.width_bytes][self.nearest]
+        return Properties(
+            bits_per_value=8 * self.width_bytes,
+            lossless=False,
+            zero=True,
+            odd=True,
+            monotone=True,
+            idempotent=True,
+            nan="NaN",
+            infinity="NaN" if self.width_bytes == 1 else "itself",
+            overflow=_OVERFLOW[self.width_bytes][self.nearest],
+            relative_error=relative,
+            absolute_error=relative,
+        )
+
+    def payload_bytes(self, elems: int) -> int:
+        return self.width_bytes * elems
+
+    def _encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
+        pack(values, self.width_bytes, self.nearest, payload)
+
+    def _decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
+        unpack(payload, self.width_bytes, values)
+
+    def _error_bound(self, values: torch.Tensor) -> torch.Tensor:
+        magnitude = values.abs().double()
+        lowest = 2 * _SMALLEST_NORMAL if self.width_bytes == 1 else _SMALLEST_NORMAL
+        bound = magnitude.clamp(min=lowest) * _RELATIVE[self.width_bytes][self.nearest]
+        return bound.masked_fill(~(magnitude < self.properties.overflow), inf)
 
 
 def _check(x: torch.Tensor, width_bytes: int, packed: torch.Tensor) -> None:
@@ -65,3 +136,150 @@ def _check(x: torch.Tensor, width_bytes: int, packed: torch.Tensor) -> None:
     check_flat("values", x, torch.float32)
     check_flat("packed bytes", packed, torch.uint8)
     check_length("packed bytes", packed, width_bytes * x.numel())
+
+
+class _Functions(Protocol):
+    """What every implementation has: the functions of this module, without their checks."""
+
+    def pack(self, x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) -> None: ...
+
+    def unpack(self, packed: torch.Tensor, width_bytes: int, out: torch.Tensor) -> None: ...
+
+
+class _Reference:
+    """Plain torch: the definition that every implementation equals bit for bit."""
+
+    def pack(self, x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) -> None:
+        dropped_bytes = 4 - width_bytes
+        for first in range(0, x.numel(), _PIECE_ELEMS):
+            bits = x[first : first + _PIECE_ELEMS].view(torch.int32)
+            magnitude = bits & _MAGNITUDE
+            kept_magnitude = magnitude
+            if nearest:
+                # Half a step below infinity the sum stays within int32.
+                rounded = magnitude + _increment(magnitude, 8 * dropped_bytes)
+                kept_magnitude = torch.where(magnitude < _INFINITY, rounded, magnitude)
+            # A NaN whose mantissa bits are all dropped would become an infinity.
+            kept_magnitude = torch.where(magnitude > _INFINITY, magnitude | _QUIET, kept_magnitude)
+            kept = (kept_magnitude | (bits & ~_MAGNITUDE)).view(torch.uint8).view(-1, 4)[:, dropped_bytes:]
+            out[first * width_bytes : (first + len(bits)) * width_bytes].view(-1, width_bytes).copy_(kept)
+
+    def unpack(self, packed: torch.Tensor, width_bytes: int, out: torch.Tensor) -> None:
+        bits = out.view(torch.int32).zero_()
+        bits.view(torch.uint8).view(-1, 4)[:, 4 - width_bytes :].copy_(packed.view(-1, width_bytes))
+        if width_bytes == 1:
+            for first in range(0, out.numel(), _PIECE_ELEMS):
+                part = bits[first : first + _PIECE_ELEMS]
+                part.copy_(torch.where((part & _MAGNITUDE) == 0x7F000000, part | _NAN, part))
+
+
+def _increment(magnitude: torch.Tensor, dropped_bits: int) -> torch.Tensor:
+    """What to add before the dropped bits are cut off, so that the nearest value is kept, of two the even code."""
+    code = magnitude >> dropped_bits
+    below_half = (1 << (dropped_bits - 1)) - 1
+    if dropped_bits < 24:
+        return (code & 1) + below_half
+    # A code is a power of four: the middle of 1 and 4 is 2.5, a quarter further in bits than half; that of 0 and
+    # 2**-125 is 2**-126.
+    return (code & 1) + below_half - (code > 0).int() * 0x200000
+
+
+class _Call(ctypes.Structure):
+    """ShoalTruncation of csrc/shoal_native.h."""
+
+    _fields_ = (
+        ("elements", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("width", "nearest", "threads", "level")),
+        *((name, ctypes.c_void_p) for name in ("values", "packed")),
+    )
+
+
+class _Native:
+    """`csrc/codec_truncation.cpp`, on the CPU."""
+
+    def pack(self, x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) -> None:
+        call = _native_call(x, width_bytes, out)
+        call.nearest = nearest
+        run_native("shoal_truncation_pack", call)
+
+    def unpack(self, packed: torch.Tensor, width_bytes: int, out: torch.Tensor) -> None:
+        run_native("shoal_truncation_unpack", _native_call(out, width_bytes, packed))
+
+
+def _native_call(values: torch.Tensor, width_bytes: int, packed: torch.Tensor) -> _Call:
+    elems = values.numel()
+    # No address is passed on unless it is what the kernels believe it to be.
+    fits = (
+        width_bytes in (1, 2, 3)
+        and values.dtype == torch.float32
+        and packed.dtype == torch.uint8
+        and packed.numel() == width_bytes * elems
+        and are_here(values, packed)
+    )
+    if not fits:
+        raise CodecError(
+            f"got {values.dtype} {tuple(values.shape)} and {packed.dtype} {tuple(packed.shape)} for {width_bytes} "
+            "bytes a value, expected dense float32, and as many uint8 as that, on the CPU"
+        )
+    return _Call(
+        elements=elems,
+        width=width_bytes,
+        threads=threads_for(elems, _MIN_ELEMS),
+        level=level_number(),
+        values=values.data_ptr(),
+        packed=packed.data_ptr(),
+    )
+
+
+class _Triton:
+    """`kernels_triton`."""
+
+    def pack(self, x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) -> None:
+        with on_device(x.device):
+            if width_bytes in _WHOLE and _aligned(out, width_bytes):
+                whole = out.view(_WHOLE[width_bytes])
+                triton_kernels().pack_whole[tiles(x.numel())](
+                    x, whole, x.numel(), 32 - 8 * width_bytes, nearest, TILE_ELEMS
+                )
+                return
+            begun = 0
+            if width_bytes == 3 and _aligned(out, 4):
+                begun = x.numel() // 4 * 4
+                words = out[: 3 * begun].view(torch.int32)
+                if begun:
+                    triton_kernels().pack_words[tiles(words.numel())](x, words, words.numel(), nearest, TILE_ELEMS)
+            if rest := x.numel() - begun:
+                triton_kernels().pack_bytes[tiles(rest)](
+                    x[begun:], out[width_bytes * begun :], rest, width_bytes, nearest, TILE_ELEMS
+                )
+
+    def unpack(self, packed: torch.Tensor, width_bytes: int, out: torch.Tensor) -> None:
+        with on_device(out.device):
+            if width_bytes in _WHOLE and _aligned(packed, width_bytes):
+                whole = packed.view(_WHOLE[width_bytes])
+                triton_kernels().unpack_whole[tiles(out.numel())](whole, out, out.numel(), width_bytes, TILE_ELEMS)
+                return
+            begun = 0
+            if width_bytes == 3 and _aligned(packed, 4):
+                begun = out.numel() // 4 * 4
+                if begun:
+                    triton_kernels().unpack_words[tiles(begun)](
+                        packed[: 3 * begun].view(torch.int32), out, begun, TILE_ELEMS
+                    )
+            if rest := out.numel() - begun:
+                triton_kernels().unpack_bytes[tiles(rest)](
+                    packed[width_bytes * begun :], out[begun:], rest, width_bytes, TILE_ELEMS
+                )
+
+
+def _aligned(buffer: torch.Tensor, item_bytes: int) -> bool:
+    # A view in wider items wants both.
+    return buffer.data_ptr() % item_bytes == 0 and buffer.storage_offset() % item_bytes == 0
+
+
+_OP: Op[_Functions] = register(
+    "truncation",
+    _Reference(),
+    Implementation("triton", _Triton(), triton_applies),
+    Implementation("native", _Native(), are_here),
+)

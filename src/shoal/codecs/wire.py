@@ -17,7 +17,7 @@ from shoal.errors import CodecError
 
 MAGIC = b"SHCD"
 VERSION = 1
-MOST_DIMS = 64
+MAX_DIMS = 64
 # magic, version, codec, dtype, dimensions, bytes of options, CRC-32, bytes of payload
 _FIXED = struct.Struct("<4sHHBBHIQ")
 _CRC_PLACE = 12
@@ -92,8 +92,8 @@ def from_bytes(data: bytes | bytearray | memoryview) -> tuple[Header, memoryview
         raise CodecError(f"got CRC-32 {found:08x}, expected {crc:08x}; the bytes were damaged: fetch them again")
     if dtype not in _DTYPES:
         raise CodecError(f"got dtype {dtype}, expected one of {', '.join(map(str, _DTYPES))}; write it anew")
-    if dims > MOST_DIMS:
-        raise CodecError(f"got {dims} dimensions, expected at most {MOST_DIMS}; write it anew")
+    if dims > MAX_DIMS:
+        raise CodecError(f"got {dims} dimensions, expected at most {MAX_DIMS}; write it anew")
     sizes = struct.unpack_from(f"<{dims}Q", view, _FIXED.size)
     order = struct.unpack_from(f"<{dims}B", view, _FIXED.size + 8 * dims)
     # Strides are products of sizes, with 1 for 0: neither they nor bytes may overflow.

@@ -10,7 +10,7 @@ DEFAULT_BLOCK_ELEMS = 4096
 
 
 @dataclass(frozen=True)
-class Lossy:
+class LossyOptions:
     """Convolution inputs may wait encoded.
 
     Attributes:
@@ -29,7 +29,7 @@ class Lossy:
     def describe(self) -> str:
         """For people: codec, blocks, rounding.
 
-        >>> Lossy("dynamic_tree", 2048, seed=1).describe()
+        >>> LossyOptions("dynamic_tree", 2048, seed=1).describe()
         'dynamic_tree in blocks of 2048, rounded stochastically'
         """
         blocks = f"in blocks of {self.block_elems}" if self.block_elems else "with one scale a tensor"

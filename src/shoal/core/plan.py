@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.files import write_json
-from shoal.core.lossy import Lossy
+from shoal.core.lossy import LossyOptions
 from shoal.core.records import read_json, read_object, read_value
 from shoal.core.residence import (
     Encode,
@@ -47,6 +47,7 @@ class Plan:
         planning_seconds: how long planning took.
         exact_graph: the step without those ops, which "plain" and "added" refer to; None where nothing is encoded.
         errors: ||decoded - x|| / ||x|| of each encoded storage, by its name.
+        options: what the model was compiled with, as plain data; empty where a planner was called by itself.
         errors_measured: whether `errors` come from a step of the training. If not, they are those of normal numbers.
     """
 
@@ -60,6 +61,7 @@ class Plan:
     exact_graph: StepGraph | None = None
     errors: Mapping[str, float] = field(default_factory=dict, compare=False)
     errors_measured: bool = field(default=False, compare=False)
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def exact_step(self) -> StepGraph:
@@ -210,7 +212,7 @@ class Plan:
             )
         if encoded := self.encoded:
             forms = {(r.codec, r.block_elems, r.seed) for r in self.residences.values() if isinstance(r, Encode)}
-            form = ", ".join(sorted(Lossy(*form).describe() for form in forms))
+            form = ", ".join(sorted(LossyOptions(*form).describe() for form in forms))
             told.append(
                 f"encoded         {len(encoded)} storages, {format_bytes(sum(s.nbytes for s in encoded))} in "
                 f"{format_bytes(self.payload_bytes)}, {form}; "
@@ -273,6 +275,7 @@ class Plan:
                 "residences": {name: residence_to_json(r) for name, r in self.residences.items()},
                 "errors": dict(self.errors),
                 "errors_measured": self.errors_measured,
+                "options": dict(self.options),
                 "step": self.graph.to_json(),
                 "exact_step": self.exact_graph and self.exact_graph.to_json(),
             },
@@ -330,6 +333,7 @@ def _plan_of(value: Any) -> Plan:
         exact_graph=exact,
         errors={name: _error(name, each) for name, each in read_object(value.get("errors", {}), "errors").items()},
         errors_measured=read(bool | None, "errors_measured") or False,
+        options=read_object(value.get("options", {}), "options"),
     )
     if min(plan.budget_bytes, plan.planning_seconds) < 0:
         raise PlanError(f"{plan.budget_bytes=} and {plan.planning_seconds=}: expected 0 or more")

@@ -14,7 +14,7 @@ from shoal.core.hardware import Device, Hardware, Link
 from shoal.core.records import read_record
 from shoal.cost import measurement_cache
 from shoal.errors import InputError
-from shoal.lowlevel.undisturbed import undisturbed
+from shoal.lowlevel.torch_internals import isolated
 
 _MIB = 2**20
 _MIN_RUNS = 3
@@ -47,7 +47,7 @@ def measure(device: str | torch.device = "cpu", *, cache: bool = True) -> Hardwa
             return read_record(Hardware, known, "hardware")
         except InputError:
             pass  # an invalid entry is measured again
-    with undisturbed(place):
+    with isolated(place):
         hardware = _measure(place)
     if cache:
         measurement_cache.remember("rates", place, {"hardware": asdict(hardware)})

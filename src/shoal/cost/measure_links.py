@@ -17,7 +17,7 @@ from shoal.cost import measurement_cache
 from shoal.cost.measure import fastest_seconds
 from shoal.cost.measure_disk import FILE_BYTES, file_rates
 from shoal.errors import InputError, TransferError
-from shoal.lowlevel.undisturbed import undisturbed
+from shoal.lowlevel.torch_internals import isolated
 from shoal.offload.policy import Offloading
 
 _MIB = 2**20
@@ -55,7 +55,7 @@ def measure_links(
     place = measurement_cache.device_of(device)
     copies = _recalled("copies", place) if cache else None
     if copies is None:
-        with undisturbed(place):
+        with isolated(place):
             copies = _cuda_copies(place) if place.type == "cuda" else (_slab_copies(),)
         if cache:
             measurement_cache.remember("links", place, {"copies": [asdict(link) for link in copies]})

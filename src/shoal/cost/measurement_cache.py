@@ -16,23 +16,15 @@ from typing import Any
 
 import torch
 
-from shoal.codecs import kernels, levels_native
 from shoal.core.cache import cache_dir
 from shoal.core.files import write_json
 from shoal.core.records import read_json, read_object
 from shoal.errors import InputError
-from shoal.kernels.norm import norm_rows
-from shoal.lowlevel import triton_launch
+from shoal.lowlevel import dispatch
 from shoal.lowlevel.native import fingerprint
 
 _MAX_DEPTH = 8  # of lists and objects in a cached value
 _FORMAT = 1
-_KERNEL_VARIABLES = (
-    norm_rows.LEVEL_VARIABLE,
-    triton_launch.VARIABLE,
-    kernels.VARIABLE,
-    levels_native.LEVEL_VARIABLE,
-)
 
 
 def device_of(name: str | torch.device) -> torch.device:
@@ -72,7 +64,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "torch": torch.__version__,
-        "kernels": [fingerprint(), *(os.environ.get(variable, "") for variable in _KERNEL_VARIABLES)],
+        "kernels": [fingerprint(), *dispatch.allowed().words()],
         "device": device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "cores": os.cpu_count() or 1,

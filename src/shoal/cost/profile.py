@@ -19,15 +19,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import fx
 
+from shoal.capture.captured import Captured
 from shoal.capture.op_counts import target_name
-from shoal.capture.step_reader import Captured
 from shoal.core.records import read_value
 from shoal.core.step import StepGraph
 from shoal.cost import measurement_cache
 from shoal.cost.random_operands import OperandFactory
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
-from shoal.lowlevel.undisturbed import undisturbed
+from shoal.lowlevel.torch_internals import isolated
 
 _MIN_RUNS = 3
 _MAX_RUNS = 200
@@ -89,7 +89,7 @@ def profile(
         raise InputError("ops cannot be timed while a profiler runs; run the first step before starting it")
     measured: dict[str, tuple[float, int]] = {}
     try:
-        with undisturbed(place), _bar(missing, progress) as advance:
+        with isolated(place), _bar(missing, progress) as advance:
             operands = OperandFactory(place)
             deadline = time.perf_counter() + (float("inf") if budget_seconds is None else budget_seconds)
             for key, node in missing.items():

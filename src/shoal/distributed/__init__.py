@@ -4,7 +4,7 @@ Imports `codecs`, `cost`, `offload`, `transforms` and `core`. The parallelism of
 """
 
 from shoal.distributed.comm.exchange import Exchange
-from shoal.distributed.gradients.gradients import CompressedGradients, compress_gradients
+from shoal.distributed.gradients.compress_gradients import CompressedGradients, compress_gradients
 from shoal.distributed.papers.activation_exchange import ActivationExchange
 from shoal.distributed.papers.hybrid import hybrid
 from shoal.distributed.papers.local_convolution import LocalConv2d

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, TypeVar
@@ -28,21 +28,21 @@ from shoal.capture.dynamo import (
     plain_call,
     settings,
 )
-from shoal.capture.lossy_options import lossy_of
-from shoal.core import presets
-from shoal.core.hardware import Hardware, Link
+from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
-from shoal.core.sizes import format_bytes, parse_bytes
+from shoal.core.sizes import format_bytes
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
-from shoal.engine import graph_runner as inner_compilers
-from shoal.engine.backend import compile_step, reject_needless_lossy, wanted_offloading
+from shoal.engine.backend import compile_step
+from shoal.engine.lossy_report import LossyReport
+from shoal.engine.lossy_report import lossy_report as report_on
+from shoal.engine.options import CompileOptions, check_optimizer
 from shoal.engine.search.choose_split import choose_split
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.memory.static_memory import StaticMemory, distinct_bytes, optimizer_state_bytes
-from shoal.offload.policy import AUTO, rehearsed
+from shoal.offload.policy import AUTO
 
 log = logging.getLogger("shoal")
 Module = TypeVar("Module", bound=nn.Module)
@@ -54,7 +54,7 @@ def compile(
     *,
     planner: str | planners.Planner = "joint",
     optimizer: torch.optim.Optimizer | None = None,
-    inner: str = "eager",
+    kernels: str = "eager",
     plan: Plan | None = None,
     offload_to: str | Path | None = AUTO,
     host_budget: int | str | None = None,
@@ -62,6 +62,7 @@ def compile(
     split: str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
     name: str | None = None,
+    inner: str | None = None,
 ) -> Module:
     """Make `model` train inside `budget` device bytes; then train as always.
 
@@ -79,12 +80,12 @@ def compile(
             Parameters, gradients, optimizer state, buffers, the batch and workspaces count. None keeps everything and
             only reports.
         planner: "joint" (default), "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", or a
-            function (StepGraph, Hardware, budget_bytes) → Plan, whose plans are held against every rule of
+            function (StepGraph, Hardware, budget_bytes) → Plan, whose plans are validated by
             `shoal.core.validate` before they run.
         optimizer: the optimizer that will train the model, so that its state counts, also before its first step.
-        inner: what runs the planned graphs: "eager" (PyTorch's kernels, no compiler needed) or "inductor".
-        plan: a saved plan to use as it is instead of planning; see `shoal.plan`. It is held against the same rules,
-            and against `budget` where that is given too.
+        kernels: what runs the planned graphs: "eager" (PyTorch's kernels, no compiler needed) or "inductor".
+        plan: a saved plan to use as it is instead of planning; see `shoal.plan`. It is validated likewise, and
+            compared with `budget` where that is given too.
         offload_to: where saved tensors may wait beside the device: "host" for host memory (pinned on CUDA), a folder on
             a local disk for a file there (CPU only), None for nowhere. "auto" is "host" on CUDA and None on the CPU,
             where device and host are one.
@@ -95,12 +96,13 @@ def compile(
             the faster plan; depth and grid are chosen at the first training step. None to leave the model whole.
         lossy: a codec's name, such as "dynamic_tree", to let the planner "joint" store inputs of convolutions in 8 bits
             a value where that makes the faster plan (or one at all). Or a mapping with "codec" and, where wanted,
-            "block" (values that share a scale; 4096; None for one scale a tensor), "stochastic" (a seed: round by
-            chance) and "exempt" (of "batch_norm", "first_layer": what stays exact; by default both). The weight
-            gradients of those convolutions then come from decoded values; all else stays bit for bit. Without
+            "block" (values that share a scale; 4096; None for one scale a tensor), "stochastic" (the seed of
+            stochastic rounding) and "exempt" (of "batch_norm", "first_layer": what stays exact; by default both). The
+            weight gradients of those convolutions then come from decoded values; all else stays bit for bit. Without
             "batch_norm" among the exempt, the backward pass of batch norms reads decoded values too, and the error goes
             on to what comes before. None (default): nothing is lossy.
         name: the model's name in tables and errors; by default its class.
+        inner: the earlier name of `kernels`.
 
     Returns:
         `model` itself. After the first step `model.shoal` holds `plan`, `budget_bytes`, `predicted_peak_bytes`,
@@ -134,57 +136,62 @@ def compile(
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     _reject_compiled(network)
-    planners.get(planner)
-    inner_compilers.compiler(inner)
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+    options = CompileOptions.of(
+        budget=budget,
+        planner=planner,
+        kernels=kernels,
+        inner=inner,
+        offload_to=offload_to,
+        host_budget=host_budget,
+        rehearse=rehearse,
+        lossy=lossy,
+        split=split,
+        has_plan=plan is not None,
+    )
+    check_optimizer(optimizer)
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan is a {type(plan).__name__}; expected a Plan: load a file with Plan.load(path)")
-    if split not in (None, AUTO):
-        raise InputError(f"split={split!r}: expected 'auto' or None; shoal.split() itself takes depth and grid")
-    if split == AUTO and (budget is None or plan is not None):
-        raise InputError("split='auto' chooses for a budget, by planning; give budget=, and no plan=")
-    permitted = lossy_of(lossy, planner)
-    if plan is None:
-        reject_needless_lossy(permitted, inner, budget)
     device_type = next((p.device.type for p in network.parameters()), "cpu")
-    pace = _pace(rehearse, device_type) if rehearse is not None else None
-    leaves = wanted_offloading(inner, offload_to, host_budget, device_type=device_type, pace=pace)
-    status = Status(None if budget is None else parse_bytes(budget))
-    session = Session(status, planner, StaticMemory(network, optimizer), name or type(network).__name__, plan, leaves)
-    session.lossy = permitted
+    leaves = options.offloading(device_type)
+    status = Status(options.budget_bytes)
+    status.describes(network, _under_plan, options.lossy)
+    session = Session(status, options, StaticMemory(network, optimizer), name or type(network).__name__, plan, leaves)
     weakref.finalize(network, session.close)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
         _reject_hopeless(network, optimizer, session)
-    caller = _Caller(network, session, inner, choose=split == AUTO)
+    caller = _Caller(network, session, options.kernels, choose=options.split == AUTO)
     forget = weakref.WeakMethod(caller.forget)
     session.on_repair = lambda: (method := forget()) and method()
-    for told in (network, model):
-        object.__setattr__(told, "shoal", status)
+    for compiled in (network, model):
+        object.__setattr__(compiled, "shoal", status)
     object.__setattr__(network, "_compiled_call_impl", caller)
     object.__setattr__(network, "_call_impl", caller)  # what `model.compile()` compiles, and Dynamo looks for
     return model
 
 
-def _pace(rehearse: str | Hardware, device_type: str) -> Link:
-    if device_type != "cpu":
-        raise InputError(f"rehearse={rehearse!r}: a rehearsal runs on the CPU; the model is on {device_type}")
-    target = presets.get(rehearse) if isinstance(rehearse, str) else rehearse
-    return rehearsed(target, measure("cpu"))
+def lossy_report(
+    model: nn.Module, example: torch.Tensor | Sequence[Any], lossy: Any = "dynamic_tree", **how: Any
+) -> LossyReport:
+    """The former name of `model.shoal.lossy_report`, of a model that need not be compiled."""
+    return report_on(model, example, lossy, compiled=_under_plan, **how)
+
+
+def _under_plan(model: nn.Module, plan: Plan) -> nn.Module:
+    return compile(model, plan=plan, offload_to=None)
 
 
 class _Caller:
     """Stands in for the model's call: training steps run planned, everything else as it was.
 
     Gradients that are there when a step starts (accumulation) take room, so such steps have plans of their own. In a
-    function that is compiled around the model, a training step is a stretch that Dynamo leaves to run as it is.
+    function that is compiled around the model, a training step runs outside of Dynamo's graphs.
     """
 
-    def __init__(self, model: nn.Module, session: Session, inner: str, *, choose: bool = False) -> None:
+    def __init__(self, model: nn.Module, session: Session, kernels: str, *, choose: bool = False) -> None:
         self.model = model
         self._divided: nn.Module | None = None if choose else model
         self.session = session
-        self.inner = inner
+        self.kernels = kernels
         self._planned: dict[Any, Callable[..., Any]] = {}
         self._logging: Collection[Callable[..., Any]] = ()
 
@@ -243,16 +250,19 @@ class _Caller:
             session.status.budget_bytes or 0,
             measure(device),
             standing=session.standing,
-            planner=session.planner,
+            planner=session.options.planner,
             link=link,
             name=session.name,
         )
 
     def _backend(self) -> Callable[..., Any]:
-        session, inner = self.session, self.inner  # Dynamo keeps backends for good: this one must not hold the model
+        session, kernels = (
+            self.session,
+            self.kernels,
+        )  # Dynamo keeps backends for good: this one must not hold the model
 
         def shoal(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-            return compile_step(session, inner, gm, example_inputs)
+            return compile_step(session, kernels, gm, example_inputs)
 
         return shoal
 

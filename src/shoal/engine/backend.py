@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,29 +12,24 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
-from shoal import planners
 from shoal.capture.dynamo import refusals
 from shoal.capture.fx_nodes import input_layers, parameter_places
-from shoal.capture.lossy_options import lossy_of
 from shoal.capture.lower import lower
 from shoal.capture.step_reader import capture
 from shoal.capture.traced_strides import Departure
-from shoal.core.hardware import Link
-from shoal.core.lossy import Lossy
 from shoal.core.plan import Plan
-from shoal.core.sizes import parse_bytes
 from shoal.engine.first_run import checked
 from shoal.engine.graph_runner import Compiler, compiler
-from shoal.engine.habits import Basis
+from shoal.engine.loop_memory import Basis
 from shoal.engine.once_differentiable import once_differentiable
+from shoal.engine.options import CompileOptions
 from shoal.engine.session import Session
 from shoal.engine.status import Status
-from shoal.errors import CaptureError, InputError
+from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
-from shoal.lowlevel.eager_kernels import eager_kernels
+from shoal.lowlevel.torch_internals import eager_kernels
 from shoal.memory.limit import no_memory_limit
 from shoal.memory.static_memory import StaticMemory
-from shoal.offload.policy import AUTO, Offloading, offloading
 from shoal.transforms.split.split import CUTS_ARGUMENT
 
 _METERED_STEPS = 2  # of each plan: the first, and one with everything warm
@@ -50,96 +44,54 @@ def backend(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="shoal", options={"budget": "2GiB"})`.
 
-    Options: `budget` (int of bytes or a text), `planner` (a name of `shoal.planners`), `inner` ("eager" or "inductor"),
-    `optimizer` (whose state counts), `offload_to`, `host_budget` and `lossy` (as of `shoal.compile`). Without a budget
-    everything is kept. The model has to come as one graph. `shoal.compile` does the same and also reports in
-    `model.shoal`.
+    Options: `budget`, `planner`, `kernels`, `optimizer`, `offload_to`, `host_budget` and `lossy`, as of
+    `shoal.compile`. Without a budget everything is kept. The model has to come as one graph. `shoal.compile` does the
+    same and also reports in `model.shoal`.
     """
     with refusals():
-        return _compile_as_asked(gm, example_inputs, dict(options or {}), mode)
+        return _compile_as_asked(gm, example_inputs, options or {}, mode)
 
 
 def _compile_as_asked(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], mode: str | None
+    gm: fx.GraphModule, example_inputs: Sequence[Any], given: Mapping[str, Any], mode: str | None
 ) -> Callable[..., Any]:
-    if mode not in (None, "default"):
-        raise InputError(f"mode={mode!r}: the backend 'shoal' has no modes; choose options={{'inner': 'inductor'}}")
-    budget = settings.pop("budget", None)
-    planner = settings.pop("planner", "joint")
-    inner = settings.pop("inner", "eager")
-    optimizer = settings.pop("optimizer", None)
-    offload_to, host_budget = settings.pop("offload_to", AUTO), settings.pop("host_budget", None)
-    lossy = lossy_of(settings.pop("lossy", None), planner)
-    if settings:
-        known = "budget, planner, inner, optimizer, offload_to, host_budget, lossy"
-        raise InputError(f"options {sorted(settings)} are unknown; there are {known}")
-    planners.get(planner)
+    options, optimizer = CompileOptions.of_backend(given, mode)
     devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
-    leaves = wanted_offloading(inner, offload_to, host_budget, device_type="cuda" if "cuda" in devices else "cpu")
-    reject_needless_lossy(lossy, inner, budget)
-    status = Status(None if budget is None else parse_bytes(budget))
-    session = Session(status, planner, StaticMemory(optimizer=optimizer), offloading=leaves, lossy=lossy)
-    return compile_step(session, inner, gm, example_inputs)
+    session = Session(
+        Status(options.budget_bytes),
+        options,
+        StaticMemory(optimizer=optimizer),
+        offloading=options.offloading("cuda" if "cuda" in devices else "cpu"),
+    )
+    return compile_step(session, options.kernels, gm, example_inputs)
 
 
-def wanted_offloading(
-    inner: str,
-    offload_to: str | Path | None,
-    host_budget: int | str | None,
-    *,
-    device_type: str,
-    pace: Link | None = None,
-) -> Offloading | None:
-    """As `shoal.offload.policy.offloading`, held against what runs the planned graphs.
-
-    Raises:
-        InputError: Inductor is to run them: it reorders ops, so transfers would not be where they were planned.
-    """
-    if inner == "inductor":
-        if offload_to not in (AUTO, None):
-            raise InputError(f"offload_to={str(offload_to)!r} needs inner='eager': Inductor reorders what is planned")
-        return None
-    return offloading(offload_to, host_budget, device_type=device_type, pace=pace)
-
-
-def reject_needless_lossy(lossy: Lossy | None, inner: str, budget: int | str | None) -> None:
-    """Refuse `lossy` where nothing would come of it.
-
-    Raises:
-        InputError: no budget asks for fewer bytes, or Inductor is to run the step: it reorders what is planned.
-    """
-    if lossy is None:
-        return
-    if budget is None:
-        raise InputError("lossy encodes what a budget leaves no room for; give budget= too")
-    if inner == "inductor":
-        raise InputError("lossy needs inner='eager': Inductor does not know the ops that encode")
-
-
-def compile_step(session: Session, inner: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def compile_step(
+    session: Session, kernels: str, gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
     """Plan and lower the step of one Dynamo graph."""
     _reject_graph_break(gm)
     _make_static(gm)
-    run_inner = compiler(inner)
+    run_graphs = compiler(kernels)
     inputs = {"parameters": parameter_places(gm), "layers": input_layers(gm)}
-    step = PlannedStep(session, run_inner, inputs, aten_only=inner == "inductor")
+    step = PlannedStep(session, run_graphs, inputs, aten_only=kernels == "inductor")
     with eager_kernels():
         compiled = aot_autograd(
             fw_compiler=step.compile_forward,
             bw_compiler=step.compile_backward,
-            inference_compiler=run_inner,
+            inference_compiler=run_graphs,
             partition_fn=step.partition,
         )(gm, example_inputs)
     return once_differentiable(compiled)
 
 
 class PlannedStep:
-    """One step in the hands of AOTAutograd: partitioned by plan, compiled, metered while it is new."""
+    """One step as AOTAutograd compiles it: partitioned by plan, lowered, metered while it is new."""
 
-    def __init__(self, session: Session, run_inner: Compiler, inputs: Mapping[str, Any], *, aten_only: bool) -> None:
+    def __init__(self, session: Session, run_graphs: Compiler, inputs: Mapping[str, Any], *, aten_only: bool) -> None:
         self.session = session
-        self.run_inner = run_inner
-        self.inputs = inputs  # what `capture` is told of them
+        self.run_graphs = run_graphs
+        self.inputs = inputs  # arguments of `capture`
         self.aten_only = aten_only
         self.plan: Plan | None = None
         self.basis: Basis | None = None
@@ -184,8 +136,8 @@ class PlannedStep:
 
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.aten_only:  # Inductor's code holds strides against the trace itself
-            return self.run_inner(module, example_inputs)
-        return checked(module, self.run_inner, example_inputs, self.departures)
+            return self.run_graphs(module, example_inputs)
+        return checked(module, self.run_graphs, example_inputs, self.departures)
 
     def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self._compile(module, example_inputs)
@@ -200,7 +152,7 @@ class PlannedStep:
         return forward
 
     def _measure_errors(self, run: Callable[..., Any], arguments: list[Any]) -> Any:
-        """The first step after those that are metered: its encodings are held against what they encode."""
+        """The first step after those that are metered: the error of each encoding is measured."""
         assert self.plan is not None
         self.errors_unknown = False
         with measured_errors() as errors:

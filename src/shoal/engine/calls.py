@@ -61,7 +61,7 @@ class Calls:
         self._under_way.append(self._last)
 
     def goes_back(self, arguments: Iterable[int]) -> Call | None:
-        """The call whose backward pass begins, told by the keys of the storages that it is given; it is under way no
+        """The call whose backward pass begins, found by the keys of the storages that it is given; it is under way no
         longer. None where it is not known."""
         given = set(arguments)
         known = [call for call in self._under_way if call.witness is not None and call.witness.key in given]

@@ -1,4 +1,4 @@
-"""The first run of a planned graph: every tensor is held against the trace and put into its layout where it departs.
+"""The first run of a planned graph: every tensor is compared with the trace, and copied where its layout differs.
 
 Dynamo guards the strides of a step's inputs, and AOTAutograd gives those of the trace to its tangents: what comes out
 of one run comes out of the next. So the corrections that the first run needs are written into the graph, and later
@@ -19,7 +19,7 @@ from shoal.capture.symbolic_sizes import Numbers, at_numbers, numbers_of
 from shoal.capture.traced_strides import Departure, is_put_right, joint_name
 from shoal.engine.graph_runner import Compiler
 from shoal.errors import CaptureError
-from shoal.kernels.traced_layout import in_traced_layout, is_same_order, is_writable
+from shoal.kernels.memory_format import in_traced_layout, is_same_order, is_writable
 from shoal.offload.transfers import Transfers
 
 

@@ -19,13 +19,13 @@ def compiler(name: str) -> Compiler:
     """The function that turns a graph into a callable which empties its list of arguments.
 
     Raises:
-        InputError: no inner compiler has that name.
+        InputError: there is none of that name.
     """
     if name == "eager":
         return _eager
     if name == "inductor":
         return _inductor
-    raise InputError(f"inner={name!r} is unknown; give 'eager' or 'inductor'")
+    raise InputError(f"kernels={name!r} is unknown; give 'eager' or 'inductor'")
 
 
 def _eager(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from shoal.capture.capture_step import capture_step
+from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import Offer, encoded, offers
-from shoal.capture.lossy_options import lossy_of
-from shoal.capture.step_reader import Captured
-from shoal.core.lossy import Lossy
+from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.presets import get as preset
 from shoal.core.sizes import format_bytes
-from shoal.engine.api import compile as compile_model
+from shoal.engine.options import lossy_options
 from shoal.engine.search.choose_encoded import as_encoded, encoded_by
 from shoal.errors import InputError
 from shoal.kernels.encoded_activation import measured_errors
@@ -92,17 +91,19 @@ class LossyReport:
 def lossy_report(
     model: nn.Module,
     example: torch.Tensor | Sequence[Any],
-    lossy: str | Mapping[str, Any] | Lossy = "dynamic_tree",
+    lossy: str | Mapping[str, Any] | LossyOptions = "dynamic_tree",
     *,
+    compiled: Callable[[nn.Module, Plan], nn.Module],
     loss: Loss | None = None,
     plan: Plan | None = None,
 ) -> LossyReport:
-    """Train one step on one batch twice, exactly and with encoded convolution inputs, and compare the gradients.
+    """What `model.shoal.lossy_report` tells, for any model.
 
     Args:
         model: the network; copies of it run, so that it stays as it is. It is run in training mode.
         example: the batch, real numbers of it: the forward pass's argument or a tuple of its arguments.
         lossy: as for `shoal.compile`.
+        compiled: makes a model run under a plan.
         loss: outputs → a scalar; by default the mean of their squares.
         plan: encode what this plan encodes, in its codec. By default everything that may be encoded is.
 
@@ -112,13 +113,6 @@ def lossy_report(
     Raises:
         InputError, CodecError: an argument is none of what is listed above.
         CaptureError: the model is not one graph.
-
-    Example:
-        >>> import shoal
-        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3))
-        >>> report = shoal.lossy_report(model, torch.randn(4, 3, 16, 16), loss=lambda outputs: outputs.square().sum())
-        >>> 0 < report.largest_error < 0.05
-        True
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
@@ -127,7 +121,7 @@ def lossy_report(
     said = None if plan is None else encoded_by(plan)
     if plan is not None and said is None:
         raise InputError("the plan encodes nothing, so there is nothing to report; plan with lossy=")
-    permitted, wanted = said or (lossy_of(lossy), None)
+    permitted, wanted = said or (lossy_options(lossy), None)
     assert permitted is not None
     offered = offers(captured, permitted if wanted is None else replace(permitted, exempt=frozenset()))
     found = [offer for offer in offered if wanted is None or offer.storage in wanted]
@@ -136,7 +130,7 @@ def lossy_report(
     everything = plan_of_encoded(captured, [offer.storage for offer in found], permitted)
     loss = loss or _mean_square
     outputs, exact = _gradients(copy.deepcopy(model).train(), arguments, loss, device)
-    lossy_model = compile_model(copy.deepcopy(model).train(), plan=everything, offload_to=None)
+    lossy_model = compiled(copy.deepcopy(model).train(), everything)
     with measured_errors() as errors:
         same, rough = _gradients(lossy_model, arguments, loss, device)
     # The first encodings were tried out, to be timed.
@@ -152,7 +146,7 @@ def lossy_report(
     return LossyReport(permitted.describe(), tuple(layers), differing, _all_equal(outputs, same))
 
 
-def plan_of_encoded(captured: Captured, chosen: Sequence[str], lossy: Lossy) -> Plan:
+def plan_of_encoded(captured: Captured, chosen: Sequence[str], lossy: LossyOptions) -> Plan:
     """A plan that keeps everything, these storages encoded; its times are those of no machine."""
     step = encoded(captured, chosen, lossy)
     made = keep_all(step.graph, preset("p100-nvlink"), 0)

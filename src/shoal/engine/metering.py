@@ -12,7 +12,7 @@ import torch
 from shoal.capture.traced_strides import Departure
 from shoal.core.plan import Plan
 from shoal.engine.calls import Call, Calls
-from shoal.engine.habits import Basis
+from shoal.engine.loop_memory import Basis
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.step_meter import Measured, StepMeter, WeakStorage
 
@@ -66,8 +66,8 @@ class Metering:
     """Runs the graphs of one model's steps.
 
     Args:
-        standing: what is in use beside the steps.
-        learn: is told of each window that was metered.
+        standing: static memory beside the steps.
+        learn: called with each window that was metered.
 
     Attributes:
         calls: those that are not over.

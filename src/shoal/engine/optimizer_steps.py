@@ -1,4 +1,4 @@
-"""Every step of every optimizer of the process, told to whom it may concern."""
+"""Notifies sessions after every step of every optimizer of the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """An object that is notified."""
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None: ...
 
@@ -19,7 +19,7 @@ class Listener(Protocol):
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def tell(listener: Listener) -> None:
+def watch(listener: Listener) -> None:
     """Call `listener.optimizer_stepped` after each step, as long as somebody else holds `listener`.
 
     A step that runs inside a compiled function is not seen.
@@ -30,10 +30,10 @@ def tell(listener: Listener) -> None:
 
 @cache
 def _register() -> None:
-    register_optimizer_step_post_hook(_told)
+    register_optimizer_step_post_hook(_stepped)
 
 
-def _told(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for listener in list(_listeners):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
-from shoal.engine.habits import HELD_GRADIENTS, by_itself, dropped_bytes
+from shoal.engine.loop_memory import HELD_GRADIENTS, by_itself, dropped_bytes
 from shoal.errors import BudgetError
 
 _ROUNDS = 6
@@ -27,11 +27,11 @@ def plan_overlapping(
     Args:
         calls: how many; with one, this is `make(0)`.
         budget_bytes: device bytes of all calls together; 0 for no limit.
-        make: plans one call with so many bytes of the budget set aside, which stand in its step's standing bytes.
+        make: plans one call with so many bytes of the budget set aside, which are counted as static memory of its step.
         in_force: plans of other steps of the model: calls of those may wait, too.
 
     Returns:
-        What `make` was given, and the plan; its step's standing bytes are then those that really wait of other calls.
+        What `make` was given, and the plan; its step's static memory then has what the other calls hold.
 
     Raises:
         BudgetError: no plan of which so many calls fit.

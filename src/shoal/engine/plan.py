@@ -13,23 +13,21 @@ from torch import nn
 
 from shoal import planners
 from shoal.capture.capture_step import capture_step
-from shoal.capture.lossy_options import lossy_of
-from shoal.capture.step_reader import Captured
+from shoal.capture.captured import Captured
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
 from shoal.core.plan import Plan
-from shoal.core.sizes import parse_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
-from shoal.engine.backend import reject_needless_lossy
+from shoal.engine.options import CompileOptions, check_optimizer
 from shoal.engine.search.choose_encoded import choose_encoded
 from shoal.errors import InputError
 from shoal.memory.static_memory import StaticMemory
-from shoal.offload.policy import AUTO, offloading
+from shoal.offload.policy import AUTO
 
 
 def plan(
@@ -89,16 +87,17 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    planner_function = planners.get(planner)
-    budget_bytes = 0 if budget is None else parse_bytes(budget)
+    options = CompileOptions.of(
+        budget=budget, planner=planner, offload_to=offload_to, host_budget=host_budget, lossy=lossy
+    )
+    check_optimizer(optimizer)
     target = presets.get(hardware) if isinstance(hardware, str) else hardware
-    permitted = lossy_of(lossy, planner)
-    reject_needless_lossy(permitted, "eager", budget)
+    planner_function, budget_bytes = planners.get(planner), options.budget_bytes or 0
     started = time.perf_counter()
     captured, device = capture_step(model, example, name=name or type(model).__name__, runs_here=target is None)
     device = torch.device("cpu") if device.type == "meta" else device
     standing_bytes = StaticMemory(model, optimizer).bytes_beside(captured.graph)
-    link, hardware = _link_and_hardware(target, device, offload_to, host_budget)
+    link, hardware = _link_and_hardware(target, device, options)
 
     def costed(step: Captured) -> StepGraph:
         graph = profile_step(step, device) if target is None else roofline(step.graph, target)
@@ -107,20 +106,21 @@ def plan(
     def made(graph: StepGraph) -> Plan:
         return (planner_function if budget_bytes else planners.get("keep_all"))(graph, hardware, budget_bytes)
 
-    if permitted is None:
+    if options.lossy is None:
         found = made(costed(captured))
     else:
-        _, found = choose_encoded(captured, permitted, budget_bytes, costed, made)
+        _, found = choose_encoded(captured, options.lossy, budget_bytes, costed, made)
     check_own_plan(found.graph, found.residences, budget_bytes)
-    return replace(found, planning_seconds=time.perf_counter() - started)
+    return replace(found, planning_seconds=time.perf_counter() - started, options=options.to_json())
 
 
 def _link_and_hardware(
-    target: Hardware | None, device: torch.device, offload_to: str | Path | None, host_budget: int | str | None
+    target: Hardware | None, device: torch.device, options: CompileOptions
 ) -> tuple[Link | None, Hardware]:
+    offload = options.offload
     if target is not None:
-        host_bytes = 0 if host_budget is None else parse_bytes(host_budget, "host_budget")
-        return (None if offload_to is None else replace(target.link, host_bytes=host_bytes)), target
-    leaves = offloading(offload_to, host_budget, device_type=device.type)
+        room_bytes = offload.host_budget_bytes or 0
+        return (None if offload.to is None else replace(target.link, host_bytes=room_bytes)), target
+    leaves = options.offloading(device.type)
     here = measure(device)
     return (link_to(leaves, device) if leaves is not None else None), here

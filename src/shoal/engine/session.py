@@ -1,4 +1,4 @@
-"""One model's training under one budget: plans each new shape and repairs a promise that a measurement breaks."""
+"""One model under one budget: plans each new shape, meters its first steps, plans again where they exceed it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from shoal import planners
-from shoal.capture.step_reader import Captured
+from shoal.capture.captured import Captured
 from shoal.capture.traced_strides import Departure, with_copies
-from shoal.core.lossy import Lossy
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
-from shoal.engine.habits import Habits, dropped_bytes, hopeful, of_nothing_held
+from shoal.engine.loop_memory import LoopMemory, best_case, step_alone
 from shoal.engine.metering import Metered, Metering, Window
-from shoal.engine.optimizer_steps import tell
+from shoal.engine.observe_loop import observe_loop
+from shoal.engine.optimizer_steps import watch
+from shoal.engine.options import CompileOptions
 from shoal.engine.status import Status
-from shoal.engine.step_planning import Planned, StepPlanning, Terms
+from shoal.engine.step_planning import Planned, StepPlanning
 from shoal.errors import BudgetError, CaptureError, PlanError
 from shoal.memory.static_memory import StaticMemory, distinct_bytes
-from shoal.memory.step_meter import Measured
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.policy import Offloading
 from shoal.offload.transfers import Transfers
@@ -41,28 +40,26 @@ class Session:
     """Plans the steps of one model.
 
     Attributes:
-        status: what users see.
-        planner: its name, or a function with the planners' signature.
-        standing: what is in use beside the steps: the model and its optimizers, as far as they are known.
+        status: `model.shoal`.
+        options: what the model was compiled with.
+        standing: static memory beside the steps: the model and its optimizers, as far as they are known.
         name: the model's name for tables and errors.
         ready_plan: a plan to use as it is instead of planning.
         offloading: where saved storages may wait; None: on the device alone.
-        on_repair: called when the plans in force do not hold; must make the next step be planned anew. None: nothing
-            can.
-        lossy: how convolution inputs may be encoded; None where they may not.
-        habits: what is known of the loop around the model.
-        metering: runs the steps, and tells what they use.
+        on_repair: called when the plans in force exceed the budget; must make the next step be planned anew. None: the
+            plans cannot be changed.
+        loop: the memory that the training loop holds, as far as it is known.
+        metering: runs the steps and measures the memory that they use.
     """
 
     status: Status
-    planner: str | planners.Planner = "joint"
+    options: CompileOptions = field(default_factory=CompileOptions)
     standing: StaticMemory = field(default_factory=StaticMemory)
     name: str = ""
     ready_plan: Plan | None = None
     offloading: Offloading | None = None
     on_repair: Callable[[], None] | None = None
-    lossy: Lossy | None = None
-    habits: Habits = field(default_factory=Habits)
+    loop: LoopMemory = field(default_factory=LoopMemory)
     metering: Metering = field(init=False)
     _learnt_bytes: dict[str, int] = field(default_factory=dict)
     _state_bytes: int = 0
@@ -75,11 +72,11 @@ class Session:
     def __post_init__(self) -> None:
         self.metering = Metering(self.standing, self.learn)
         if self.ready_plan is not None:
-            self.habits = of_nothing_held()
-        tell(self)
+            self.loop = step_alone()
+        watch(self)
 
     def before_call(self) -> bool:
-        """A training step is about to run: where the plans do not hold over what is alive by now, plan anew.
+        """Before a training step: count what the loop holds by now, and plan anew where that exceeds the budget.
 
         Returns:
             Whether the step accumulates onto gradients that are there.
@@ -87,37 +84,37 @@ class Session:
         standing = self.standing
         there = standing.gradients()
         used = bool(there) and self.metering.gradients_are_used
-        if used and self.habits.drops_late and not standing.gradients_pass:
+        if used and self.loop.drops_late and not standing.gradients_pass:
             # zero_grad(set_to_none=False) keeps gradients, as zeros
-            self.habits = replace(self.habits, drops_late=any(bool(gradient.any()) for gradient in there))
-        standing.gradients_pass = used and self.habits.drops_late
+            self.loop = replace(self.loop, drops_late=any(bool(gradient.any()) for gradient in there))
+        standing.gradients_pass = used and self.loop.drops_late
         if self.ready_plan is None:
             self._hold_over(distinct_bytes(there) if standing.gradients_pass else 0)
             self._make_room_for_calls()
         return bool(there) and not standing.gradients_pass
 
     def _hold_over(self, gradient_bytes: int) -> None:
-        habits = self.habits
-        now = replace(habits, held_gradient_bytes=max(habits.held_gradient_bytes, gradient_bytes))
+        loop = self.loop
+        now = replace(loop, held_gradient_bytes=max(loop.held_gradient_bytes, gradient_bytes))
         if self.metering.calls.any_started:
             result_bytes = sum(held.nbytes for held in self.metering.calls.held_of_the_last())
-            now = replace(now, held_result_bytes=max(habits.held_result_bytes or 0, result_bytes))
-        if now != habits:
+            now = replace(now, held_result_bytes=max(loop.held_result_bytes or 0, result_bytes))
+        if now != loop:
             self._adapt(now)
 
     def _make_room_for_calls(self) -> None:
         at_once = self.metering.calls.under_way() + 1
-        if at_once > self.habits.calls_at_once:
+        if at_once > self.loop.calls_at_once:
             log.warning(
                 "%s: %d calls before a backward pass; what they all save counts in the budget, from this call on",
                 self.name or "model",
                 at_once,
             )
-            self.habits = replace(self.habits, calls_at_once=at_once)
+            self.loop = replace(self.loop, calls_at_once=at_once)
             self._plan_anew()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of this model or another has stepped: its state counts as it really is."""
+        """An optimizer of the process has stepped: where it trains this model, its state counts as it is."""
         standing = self.standing
         if not standing.trains(optimizer):
             return
@@ -138,16 +135,16 @@ class Session:
         )
         self._state_bytes += more_bytes
         for step in self._in_force:
-            step.basis = step.basis and step.basis.with_standing(more_bytes)
-        self._adapt(self.habits)
+            step.basis = step.basis and step.basis.with_static(more_bytes)
+        self._adapt(self.loop)
 
-    def _adapt(self, habits: Habits) -> None:
-        """The plans in force cost what they do in a loop with these habits; where that is too much, plan anew."""
-        self.habits = habits
+    def _adapt(self, loop: LoopMemory) -> None:
+        """Count this in the plans in force; plan anew where one exceeds the budget."""
+        self.loop = loop
         now: dict[int, Plan] = {}
         for step in self._in_force:
             if step.plan is not None and step.basis is not None:
-                plan, step.plan = step.plan, step.basis.of(step.plan, habits)
+                plan, step.plan = step.plan, step.basis.of(step.plan, loop)
                 now[id(plan)] = step.plan
         self.status.plans = tuple(now.get(id(plan), plan) for plan in self.status.plans)
         if self.status.budget_bytes is not None and any(
@@ -179,15 +176,23 @@ class Session:
         """
         started = time.perf_counter()
         self._state_bytes = self.standing.state_bytes()
-        terms = Terms(self.planner, self.status.budget_bytes, self.ready_plan, self.lossy, self.status.encoded)
-        planning = StepPlanning(captured, device, terms, self.offloading, self._bytes_beside)
+        planning = StepPlanning(
+            captured,
+            device,
+            self.options,
+            self.ready_plan,
+            self.status.encoded,
+            self.offloading,
+            self._bytes_beside,
+        )
         try:
-            made = planning.plan(self.habits, self.status.plans)
+            made = planning.plan(self.loop, self.status.plans)
         except BudgetError as refused:
             made = self._plan_in_hope(planning, self._with_hints(refused))
         captured, plan = made.captured, made.plan
         check_own_plan(plan.graph, plan.residences, self.status.budget_bytes or 0)
-        plan = replace(plan, planning_seconds=time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        plan = replace(plan, planning_seconds=seconds, options=self.options.to_json())
         step.plan, step.basis = plan, made.basis
         self._in_force.add(step)
         others = (p for p in self.status.plans if not _is_same_step(p.exact_step, plan.exact_step))
@@ -199,10 +204,10 @@ class Session:
         return self.standing.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
 
     def _plan_in_hope(self, planning: StepPlanning, refused: BudgetError) -> Planned:
-        """The plan that fits if the loop turns out to hold as little as it may; the first step tells."""
-        if self.habits.learnt or self.ready_plan is not None or self.on_repair is None:
+        """The plan that fits in the best case of what the loop holds; the first metered step shows whether it does."""
+        if self.loop.learnt or self.ready_plan is not None or self.on_repair is None:
             raise refused from None
-        hoped = hopeful(self.habits, planning.outputs)
+        hoped = best_case(self.loop, planning.outputs)
         try:
             made = planning.plan(hoped, self.status.plans)
         except BudgetError as error:
@@ -211,7 +216,7 @@ class Session:
                 "once the loss is known, as in criterion(model(x), y).backward()"
             ) from None
         log.info("%s: fits if the loop drops outputs when their loss is known; the first step is metered", self.name)
-        self.habits = hoped
+        self.loop = hoped
         return made
 
     def _with_hints(self, error: BudgetError) -> BudgetError:
@@ -306,7 +311,7 @@ class Session:
             self._link = None
 
     def learn(self, window: Window) -> None:
-        """Hold metered calls against the promise; over the budget, plan again with what was learnt, and say so."""
+        """Compare metered calls with the plans; over the budget, warn and plan again with what was learnt."""
         status, measured = self.status, window.measured
         assert measured is not None
         if any(step.departures for step in window.steps):
@@ -334,7 +339,7 @@ class Session:
                 )
             return
         before_bytes = _highest(window.steps)
-        self._adapt(self._habits_seen_in(window, measured))
+        self._adapt(observe_loop(window, measured, self.loop, gradients_pass=self.standing.gradients_pass))
         after_bytes = _highest(window.steps)
         if budget_bytes is None:
             return
@@ -352,41 +357,11 @@ class Session:
         What is encoded stays: it would change the numbers.
         """
         slowed = any(plan.added_seconds > _SLOWER * plan.plain_seconds for plan in self.status.plans)
-        return slowed and not self._improved and self.lossy is None
-
-    def _habits_seen_in(self, window: Window, measured: Measured) -> Habits:
-        habits = self.habits
-        released = frozenset(window.released - window.kept)
-        seen = replace(
-            habits,
-            learnt=True,
-            released=habits.released & released if habits.learnt else released,
-            tangents_pass=not window.tangents_stayed and (habits.tangents_pass or not habits.learnt),
-            drops_late=habits.drops_late and not (window.gradients_stayed and self.standing.gradients_pass),
-        )
-        loss_shares = [habits.loss_share] if habits.learnt else []
-        kept_shares = [habits.kept_share] if habits.learnt else []
-        for step in window.steps:
-            plan = step.plan and step.basis and step.basis.of(step.plan, replace(seen, kept_share=0.0))
-            at_loss = plan and next((m for m in plan.timeline.moments if m.phase == "loss"), None)
-            if not plan or not at_loss or not at_loss.error_bytes:
-                continue
-            rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
-            left_bytes = rest_bytes - dropped_bytes(plan.graph)
-            kept_bytes = max(0, measured.before_backward_bytes - left_bytes) if measured.before_backward_bytes else 0
-            kept_shares.append(kept_bytes / at_loss.error_bytes)
-            if measured.loss_bytes:
-                scratch_bytes = measured.loss_bytes - rest_bytes - kept_bytes
-                loss_shares.append(max(0, scratch_bytes) / at_loss.error_bytes)
-        return replace(
-            seen,
-            loss_share=max(loss_shares, default=habits.loss_share),
-            kept_share=max(kept_shares, default=habits.kept_share),
-        )
+        return slowed and not self._improved and self.options.lossy is None
 
     def _repair(self, steps: Sequence[Metered], measured_bytes: int, predicted_bytes: int, budget_bytes: int) -> None:
         over_bytes = max(0, measured_bytes - predicted_bytes)
-        promise = (
+        exceeded = (
             f"the measured peak of {format_bytes(measured_bytes)} is over the budget of {format_bytes(budget_bytes)} "
             f"(predicted: {format_bytes(predicted_bytes)})"
         )
@@ -396,12 +371,12 @@ class Session:
                 "%s: %s; a plain torch.compile backend cannot plan again: use shoal.compile, or a budget that is "
                 "smaller by %s",
                 name,
-                promise,
+                exceeded,
                 format_bytes(measured_bytes - budget_bytes),
             )
             return
         learnt = f"{format_bytes(over_bytes)} set aside" if over_bytes else "what this loop was seen to hold"
-        log.warning("%s: %s; planning again with %s", name, promise, learnt)
+        log.warning("%s: %s; planning again with %s", name, exceeded, learnt)
         for step in steps:
             if step.basis is not None:
                 key = step.basis.fingerprint

@@ -1,4 +1,4 @@
-"""From a captured step to its plan: profile its ops, plan it as it is in the loop around it."""
+"""From a captured step to its plan: profile its ops, count what the training loop holds, call the planner."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from shoal import planners
+from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import encoded
-from shoal.capture.step_reader import Captured
-from shoal.core.lossy import Lossy
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
@@ -20,7 +19,8 @@ from shoal.core.validate_step import check_step
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
-from shoal.engine.habits import Basis, Habits, by_itself, under_habits
+from shoal.engine.loop_memory import Basis, LoopMemory, by_itself, in_loop
+from shoal.engine.options import CompileOptions
 from shoal.engine.overlapping import plan_overlapping
 from shoal.engine.search.choose_encoded import choose_encoded, encoded_by
 from shoal.errors import BudgetError, PlanError
@@ -29,24 +29,6 @@ from shoal.memory.limit import no_memory_limit
 from shoal.offload.policy import Offloading
 
 log = logging.getLogger("shoal")
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a plan is to be.
-
-    Attributes:
-        planner, lossy: as of `Session`.
-        budget_bytes: None keeps everything.
-        ready_plan: residences to take as they are.
-        encoded: by step, what its plan encodes; filled in, and taken again where it is there.
-    """
-
-    planner: str | planners.Planner
-    budget_bytes: int | None
-    ready_plan: Plan | None
-    lossy: Lossy | None
-    encoded: dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +46,9 @@ class StepPlanning:
     Args:
         captured: the step.
         device: where it runs.
-        terms: what its plan is to be.
+        options: what its plan is to be.
+        ready_plan: residences to take as they are; None to plan.
+        encoded: by step, what its plan encodes; filled in, and taken again where it is there.
         offloading: where saved storages may wait; None: on the device alone.
         bytes_beside: bytes in use all step that are no storage of the profiled step.
     """
@@ -73,14 +57,18 @@ class StepPlanning:
         self,
         captured: Captured,
         device: torch.device,
-        terms: Terms,
+        options: CompileOptions,
+        ready_plan: Plan | None,
+        encoded: dict[str, tuple[str, ...]],
         offloading: Offloading | None,
         bytes_beside: Callable[[StepGraph], int],
     ) -> None:
         self.outputs = captured.output_storages()
         self._captured = captured
         self._device = device
-        self._terms = terms
+        self._options = options
+        self._ready_plan = ready_plan
+        self._encoded = encoded
         with no_memory_limit():
             profiled = profile_step(captured, device)
             self._hardware = measure(device)
@@ -89,11 +77,11 @@ class StepPlanning:
         self._beside_bytes = bytes_beside(profiled)
         self._costed = [(captured, self._complete(profiled))]
 
-    def plan(self, habits: Habits, in_force: Iterable[Plan]) -> Planned:
-        """Plan the step in a loop with these habits.
+    def plan(self, loop: LoopMemory, in_force: Iterable[Plan]) -> Planned:
+        """Plan the step in a training loop.
 
         Args:
-            habits: what the loop does.
+            loop: the memory that it holds.
             in_force: plans of the model's other steps.
 
         Raises:
@@ -104,16 +92,16 @@ class StepPlanning:
 
         def make(others_bytes: int) -> Plan:
             def in_the_loop(step: Captured) -> StepGraph:
-                graph = under_habits(self._costs_of(step), habits, self.outputs)
+                graph = in_loop(self._costs_of(step), loop, self.outputs)
                 return replace(graph, standing_bytes=graph.standing_bytes + others_bytes)
 
             made[others_bytes], plan = self._plan_with_states(in_the_loop)
             return plan
 
-        aside_bytes, plan = plan_overlapping(habits.calls_at_once, self._terms.budget_bytes or 0, make, in_force)
+        aside_bytes, plan = plan_overlapping(loop.calls_at_once, self._options.budget_bytes or 0, make, in_force)
         graph = self._costs_of(made[aside_bytes])
         exact = self._costs_of(self._captured) if plan.exact_graph is not None else None
-        others_bytes = plan.graph.standing_bytes - graph.standing_bytes - habits.small_bytes
+        others_bytes = plan.graph.standing_bytes - graph.standing_bytes - loop.small_bytes
         basis = Basis(graph, exact, self.outputs, others_bytes, self._fingerprint)
         return Planned(made[aside_bytes], plan, basis)
 
@@ -121,7 +109,7 @@ class StepPlanning:
         """Plan with the generator states counted that replayed random ops keep, each and the one it puts back."""
         each_bytes = state_bytes(self._device)
         n_random = sum(op.random and op.recomputable for op in self._captured.graph.ops)
-        if not n_random or not each_bytes or self._terms.ready_plan is not None:
+        if not n_random or not each_bytes or self._ready_plan is not None:
             return self._plan_one(costed)
 
         def with_all(step: Captured) -> StepGraph:
@@ -145,25 +133,25 @@ class StepPlanning:
         return captured, counted
 
     def _plan_one(self, costed: Callable[[Captured], StepGraph]) -> tuple[Captured, Plan]:
-        captured, terms, hardware = self._captured, self._terms, self._hardware
-        if terms.ready_plan is not None:
-            return _adopt(terms.ready_plan, captured, costed, terms.budget_bytes)
-        if terms.budget_bytes is None:
+        captured, options, hardware = self._captured, self._options, self._hardware
+        if self._ready_plan is not None:
+            return _adopt(self._ready_plan, captured, costed, options.budget_bytes)
+        if options.budget_bytes is None:
             return captured, planners.get("keep_all")(costed(captured), hardware, 0)
-        planner, budget_bytes = planners.get(terms.planner), terms.budget_bytes
-        if terms.lossy is None:
+        planner, budget_bytes = planners.get(options.planner), options.budget_bytes
+        if options.lossy is None:
             return captured, planner(costed(captured), hardware, budget_bytes)
         before = costed(captured)
         step = f"{before.fingerprint}, {before.standing_bytes} bytes beside"
         captured, made = choose_encoded(
             captured,
-            terms.lossy,
+            options.lossy,
             budget_bytes,
             costed,
             lambda graph: planner(graph, hardware, budget_bytes),
-            terms.encoded.get(step),
+            self._encoded.get(step),
         )
-        terms.encoded[step] = tuple(storage.name for storage in made.encoded)
+        self._encoded[step] = tuple(storage.name for storage in made.encoded)
         return captured, made
 
     def _costs_of(self, step: Captured) -> StepGraph:

@@ -1,7 +1,7 @@
-"""Batch norm in fewer bytes and the same bits: its result made again from its statistics, its gradient in place.
+"""Batch norm in fewer bytes and the same bits: its result recomputed from its statistics, its gradient in place.
 
 PyTorch's CPU kernel normalises as `x * scale + shift` with `scale = invstd * weight` and `shift = bias - mean * scale`,
-each a fused multiply-add: `torch.addcmul` does the same arithmetic in one sweep, over the input if that dies. Its
+each a fused multiply-add: `torch.addcmul` does the same arithmetic in one pass, over the input where that is dead. Its
 backward kernel allocates the gradient twice over. In channels_last it is asked for the two sums alone, which allocates
 nothing, and what is left is elementwise, piece by piece over the incoming gradient. In the contiguous layout channels
 do not meet, so it runs on a few channels at a time. `repeats_bits` and `backward_repeats_bits` try that on this machine
@@ -14,12 +14,13 @@ from functools import lru_cache
 
 import torch
 
-from shoal.lowlevel.undisturbed import undisturbed
+from shoal.kernels.memory_format import channels_last_format
+from shoal.lowlevel.torch_internals import isolated
 
-_PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in the second cache through its sweeps
+_PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 through its passes
 _CHANNELS_ELEMS = 1 << 19  # and twice that where a piece is copied out and back, but no less than 16 pieces
-_LEAST_PIECES = 16
-WORTH_PIECES_BYTES = 4 << 20  # contiguous tensors below this are small change
+_MIN_PIECES = 16
+WORTH_PIECES_BYTES = 4 << 20  # contiguous tensors below this are not worth pieces
 
 
 def normalise(
@@ -27,10 +28,10 @@ def normalise(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     mean: torch.Tensor,
-    inverse_deviation: torch.Tensor,
+    invstd: torch.Tensor,
 ) -> torch.Tensor:
     """What `batch_norm` in training mode returned for `x`, (N, C, ...), given the statistics it saved, (C,)."""
-    scale, shift = _line(x, weight, bias, mean, inverse_deviation)
+    scale, shift = _line(x, weight, bias, mean, invstd)
     return torch.addcmul(shift, x, scale)
 
 
@@ -39,46 +40,44 @@ def normalise_(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     mean: torch.Tensor,
-    inverse_deviation: torch.Tensor,
+    invstd: torch.Tensor,
 ) -> torch.Tensor:
     """`normalise` that writes over `x`."""
-    scale, shift = _line(x, weight, bias, mean, inverse_deviation)
+    scale, shift = _line(x, weight, bias, mean, invstd)
     return torch.addcmul(shift, x, scale, out=x)
 
 
 def backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, inverse_deviation: torch.Tensor
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Batch norm's backward in training mode, channels_last or contiguous: gradients of input, weight and bias."""
-    return backward_(grad.clone(memory_format=torch.preserve_format), x, weight, mean, inverse_deviation)
+    return backward_(grad.clone(memory_format=torch.preserve_format), x, weight, mean, invstd)
 
 
 def backward_(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, inverse_deviation: torch.Tensor
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`backward` that writes the gradient of the input over `grad`."""
     if x.shape[2:].numel() == 1:  # PyTorch adds single pixels up in another order on a few channels than on all
-        return _whole_backward(grad, x, weight, mean, inverse_deviation)
+        return _whole_backward(grad, x, weight, mean, invstd)
     if x.is_contiguous() and grad.is_contiguous():
-        return _backward_by_channels(
-            grad, x, weight, mean, inverse_deviation, min(_CHANNELS_ELEMS, x.numel() // _LEAST_PIECES)
-        )
-    layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        return _backward_by_channels(grad, x, weight, mean, invstd, min(_CHANNELS_ELEMS, x.numel() // _MIN_PIECES))
+    layout = channels_last_format(x.dim())
     if not (grad.is_contiguous(memory_format=layout) and x.is_contiguous(memory_format=layout)):
-        return _whole_backward(grad, x, weight, mean, inverse_deviation)
+        return _whole_backward(grad, x, weight, mean, invstd)
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-        grad, x, weight, None, None, mean, inverse_deviation, True, 0.0, [False, True, True]
+        grad, x, weight, None, None, mean, invstd, True, 0.0, [False, True, True]
     )
     channels = x.shape[1]
     rows = x.numel() // channels
-    projection, mean_grad = of_weight * inverse_deviation / rows, of_bias / rows
+    projection, mean_grad = of_weight * invstd / rows, of_bias / rows
     grad_rows = grad.movedim(1, -1).view(rows, channels)
     x_rows = x.movedim(1, -1).view(rows, channels)
     step = max(1, _PIECE_ELEMS // channels)
     for start in range(0, rows, step):
         piece = grad_rows[start : start + step]
         centred = x_rows[start : start + step] - mean
-        piece.sub_(mean_grad).addcmul_(centred, projection, value=-1).mul_(inverse_deviation).mul_(weight)
+        piece.sub_(mean_grad).addcmul_(centred, projection, value=-1).mul_(invstd).mul_(weight)
     return grad, of_weight, of_bias
 
 
@@ -87,27 +86,27 @@ def _backward_by_channels(
     x: torch.Tensor,
     weight: torch.Tensor,
     mean: torch.Tensor,
-    inverse_deviation: torch.Tensor,
+    invstd: torch.Tensor,
     piece_elems: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     channels = x.shape[1]
     step = max(1, piece_elems // (x.numel() // channels))
     if step >= channels:
-        return _whole_backward(grad, x, weight, mean, inverse_deviation)
+        return _whole_backward(grad, x, weight, mean, invstd)
     of_weight, of_bias = torch.empty_like(weight), torch.empty_like(weight)
     for start in range(0, channels, step):
         some = slice(start, start + step)
         grad[:, some], of_weight[some], of_bias[some] = _whole_backward(
-            grad[:, some].contiguous(), x[:, some].contiguous(), weight[some], mean[some], inverse_deviation[some]
+            grad[:, some].contiguous(), x[:, some].contiguous(), weight[some], mean[some], invstd[some]
         )
     return grad, of_weight, of_bias
 
 
 def _whole_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, inverse_deviation: torch.Tensor
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     whole: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm_backward(
-        grad, x, weight, None, None, mean, inverse_deviation, True, 0.0, [True, True, True]
+        grad, x, weight, None, None, mean, invstd, True, 0.0, [True, True, True]
     )
     return whole
 
@@ -117,10 +116,8 @@ def backward_repeats_bits(
     dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool
 ) -> bool:
     """Whether `backward` gives the bits of batch norm's backward here, found out on random data of odd size."""
-    with undisturbed(device):
-        layout = torch.contiguous_format
-        if channels_last:
-            layout = torch.channels_last if dims == 4 else torch.channels_last_3d
+    with isolated(device):
+        layout = channels_last_format(dims) if channels_last else torch.contiguous_format
         shape = (3, channels, *(7, 5, 3)[: dims - 2])
         grad, x = (_draw(seed, shape, dtype, device).contiguous(memory_format=layout) for seed in (1, 2))
         weight = _draw(3, (channels,), dtype, device)
@@ -141,10 +138,10 @@ def repeats_bits(
     dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool, affine: bool
 ) -> bool:
     """Whether `normalise` gives the bits of batch norm here, found out on random data of odd size."""
-    with undisturbed(device):
+    with isolated(device):
         x = _draw(1, (3, channels, *(7, 5, 3)[: dims - 2]), dtype, device)
         if channels_last:
-            x = x.contiguous(memory_format=torch.channels_last if dims == 4 else torch.channels_last_3d)
+            x = x.contiguous(memory_format=channels_last_format(dims))
         weight = _draw(2, (channels,), dtype, device) if affine else None
         bias = _draw(3, (channels,), dtype, device) if affine else None
         whole = torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
@@ -163,9 +160,9 @@ def _line(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     mean: torch.Tensor,
-    inverse_deviation: torch.Tensor,
+    invstd: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = inverse_deviation if weight is None else inverse_deviation * weight
+    scale = invstd if weight is None else invstd * weight
     shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
     per_channel = (1, -1, *[1] * (x.dim() - 2))
     return scale.view(per_channel), shift.view(per_channel)

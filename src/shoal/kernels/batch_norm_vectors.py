@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.lowlevel.direct_call import direct_call, watched
+from shoal.lowlevel.direct_call import direct_call, needs_dispatch
 
 
 def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -20,7 +20,7 @@ def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: f
     >>> batch_norm_scale(torch.tensor([3.0]), torch.tensor([8.0]), 1.0)
     tensor([4.])
     """
-    if not watched((variance, weight)):  # PyTorch's own ops are called sooner than one of ours
+    if not needs_dispatch((variance, weight)):  # PyTorch's own ops are called sooner than one of ours
         inverse = torch.rsqrt(variance + eps)
         return inverse if weight is None else inverse * weight
     scale: torch.Tensor = torch.ops.shoal.batch_norm_scale(variance, weight, eps)
@@ -48,7 +48,7 @@ def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tenso
     # An earlier call of the layer's own forward saved them for its backward pass, which does not read them in training
     # mode. So `.data`: as in that forward, autograd's count of versions does not see the write.
     running, mean, variance = (layer.running_mean.data, layer.running_var.data), mean.detach(), variance.detach()
-    if batches is None and running[0].dtype == mean.dtype and not watched((*running, mean)):
+    if batches is None and running[0].dtype == mean.dtype and not needs_dispatch((*running, mean)):
         for moving, now in zip(running, (mean, variance * (count / (count - 1))), strict=True):
             moving.lerp_(now, momentum)
         return

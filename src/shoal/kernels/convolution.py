@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from shoal.lowlevel import allocations
-from shoal.lowlevel.undisturbed import undisturbed
+from shoal.lowlevel.torch_internals import isolated
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 
 _WORTH_PIECES_BYTES = 4 << 20  # of a weight
 _PIECES_A_THREAD = 2  # the scratch grows with the threads
-_LEAST_PIECES = 4
-_MOST_PIECES = 16  # on fewer channels at a time oneDNN slows down
+_MIN_PIECES = 4
+_MAX_PIECES = 16  # on fewer channels at a time oneDNN slows down
 
 
 def input_gradient(
@@ -104,7 +104,7 @@ def weight_gradient_pieces(grad: torch.Tensor, x: torch.Tensor, weight: torch.Te
         return None
     layouts = tuple((tuple(tensor.shape), tensor.stride()) for tensor in tensors)
     frozen = tuple(tuple(option) if isinstance(option, Sequence) else option for option in options)
-    pieces = max(_LEAST_PIECES, min(_MOST_PIECES, _PIECES_A_THREAD * torch.get_num_threads()))
+    pieces = max(_MIN_PIECES, min(_MAX_PIECES, _PIECES_A_THREAD * torch.get_num_threads()))
     return pieces if _pieces_repeat_bits(layouts, weight.dtype, frozen, pieces) else None
 
 
@@ -112,7 +112,7 @@ def weight_gradient_pieces(grad: torch.Tensor, x: torch.Tensor, weight: torch.Te
 def _pieces_repeat_bits(
     layouts: tuple[_Layout, ...], dtype: torch.dtype, options: tuple[Any, ...], pieces: int
 ) -> bool:
-    with undisturbed(torch.device("cpu")):
+    with isolated(torch.device("cpu")):
         operands = [_draw(seed, layout, dtype) for seed, layout in enumerate(layouts)]
         arguments: tuple[Any, ...] = (*operands, *options)
         whole, changes = allocations.record(lambda: torch.ops.aten.convolution_backward(*arguments))

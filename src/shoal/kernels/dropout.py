@@ -40,4 +40,4 @@ def _scaled_(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
     factor.div_(1 - p)
     if 1 / (1 - p) < torch.finfo(x.dtype).max:
         return x.mul_(mask).mul_(factor)
-    return x.mul_(torch.where(mask, factor, 0.0))  # float16's factor is infinite, and 0 times that is no number
+    return x.mul_(torch.where(mask, factor, 0.0))  # float16's factor is infinite, and 0 times that is NaN

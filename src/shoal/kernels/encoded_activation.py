@@ -5,7 +5,7 @@ weight gradient needs it. The payload is one block of bytes: a float32 scale for
 value in memory order, as the table codecs of `shoal.codecs` lay it out.
 
 A ReLU's output is never negative, so the sign bits of its codes are free. There `encode` notes which values let no
-gradient through, and `rectifier_backward` reads that instead of the output: exact, and for no bytes at all.
+gradient through, and `relu_backward` reads that instead of the output: exact, and for no bytes at all.
 
 Scratch is a few hundred KiB, whatever the size of the activation.
 """
@@ -22,8 +22,7 @@ import torch
 
 from shoal import codecs
 from shoal.codecs.table_codes import decode_blocks, encode_blocks
-from shoal.kernels.rectifier import where_above, where_above_
-from shoal.kernels.relu_sign_bits import note_closed
+from shoal.kernels.relu import note_closed, where_above, where_above_
 
 SCALE_BYTES = 4
 _PIECE_ELEMS = 1 << 17
@@ -37,7 +36,7 @@ def encode(x: torch.Tensor, codec: str, block_elems: int, seed: int | None, clos
         x: (N, ...) of float32, bfloat16 or float16, dense in any order of its dimensions.
         codec: a table codec's name.
         block_elems: values that share a scale; 0 for all of them.
-        seed: None rounds to nearest. Else values are rounded by chance, by this seed and what `x` holds: each step and
+        seed: None rounds to nearest. Else stochastic rounding, by this seed and what `x` holds: each step and
             each layer draws anew, and a second run on the same values gives the same bits.
         closed_above: None: signs are signs. Else `x` is a ReLU's output clipped there (infinity: not clipped), and a
             sign bit says that the value is 0 or clipped.
@@ -68,7 +67,7 @@ def decode(
     block_elems: int,
     closed_above: float | None,
 ) -> torch.Tensor:
-    """The activation that `encode` made `payload` of, as far as its codes tell, with its shape, strides and dtype."""
+    """The activation that `encode` made `payload` of, as its codes approximate it."""
     out = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=payload.device)
     n_elems = out.numel()
     scales, codes = _parts(payload, _scales(n_elems, block_elems))
@@ -83,17 +82,17 @@ def decode(
     return out
 
 
-def rectifier_backward(
+def relu_backward(
     grad: torch.Tensor, payload: torch.Tensor, shape: Sequence[int], stride: Sequence[int], block_elems: int
 ) -> torch.Tensor:
     """`grad` where the encoded ReLU lets it through, zero elsewhere; shape and strides are of the ReLU's output."""
     return where_above(grad, _open(payload, shape, stride, block_elems), -1)
 
 
-def rectifier_backward_(
+def relu_backward_(
     grad: torch.Tensor, payload: torch.Tensor, shape: Sequence[int], stride: Sequence[int], block_elems: int
 ) -> torch.Tensor:
-    """`rectifier_backward` that writes over `grad`."""
+    """`relu_backward` that writes over `grad`."""
     return where_above_(grad, _open(payload, shape, stride, block_elems), -1)
 
 
@@ -137,7 +136,7 @@ def _open(payload: torch.Tensor, shape: Sequence[int], stride: Sequence[int], bl
 
 
 def _mixed(flat: torch.Tensor, seed: int) -> int:
-    """A seed that hangs on a few of the values."""
+    """A seed that depends on a few of the values."""
     some = flat[:: max(1, flat.numel() // _SAMPLES)].float().contiguous()
     found = int(some.view(torch.int32).sum(dtype=torch.int64))
     return (seed ^ found ^ (found >> 32)) & 0xFFFFFFFF
@@ -166,7 +165,7 @@ def _encode_in_pieces(
         if scale is None or 0 < scale < math.inf:
             form = _table(codec), block_elems or None
             encode_blocks(piece, *form, own, into, scale=scale, seed=seed, first_elem=start)
-        else:  # nothing but zeros, or no number
+        else:  # nothing but zeros, or NaN
             own.fill_(0.0 if scale == 0 else math.nan)
             into.zero_()
         if closed_above is not None:

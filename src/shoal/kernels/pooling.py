@@ -1,6 +1,6 @@
 """Max pooling that saves one byte per output, a few images at a time: no int64 index of the whole batch exists.
 
-Where its input comes from a ReLU, the byte also tells whether the ReLU lets the gradient through: it does where the
+Where its input comes from a ReLU, the byte also says whether the ReLU lets the gradient through: it does where the
 maximum is not zero.
 """
 
@@ -12,6 +12,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from shoal.codecs import pool_index
+from shoal.kernels.memory_format import channels_last_format
 
 _aten = torch.ops.aten
 _PIECE_ELEMS = 1 << 16  # outputs in a piece: each int64 scratch is 512 KiB
@@ -25,11 +26,11 @@ def forward(
     padding: Sequence[int],
     dilation: Sequence[int],
     ceil_mode: bool,
-    rectified: bool,
+    after_relu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Max pooling of (N, C, ...): its result, and for each output the place of the winner within its window, uint8.
 
-    With `rectified`, a window whose maximum is zero has none.
+    With `after_relu`, a window whose maximum is zero has none.
     """
     pool = _aten.max_pool2d_with_indices if len(kernel) == 2 else _aten.max_pool3d_with_indices
     shape = [_outputs(*axis, ceil_mode) for axis in zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)]
@@ -39,7 +40,7 @@ def forward(
         # The library's form that writes into given tensors takes five times as long.
         pooled[some], indices = pool(x[some], kernel, stride, padding, dilation, ceil_mode)
         codes[some] = pool_index.encode(indices, x.shape, kernel, stride, padding, dilation)
-        if rectified:
+        if after_relu:
             codes[some].masked_fill_(pooled[some] == 0, pool_index.NO_PLACE)
     return pooled, codes
 
@@ -54,18 +55,16 @@ def backward(
     padding: Sequence[int],
     dilation: Sequence[int],
     ceil_mode: bool,
-    rectified: bool,
+    after_relu: bool,
 ) -> torch.Tensor:
-    """Max pooling's backward from one-byte codes and the shape of its input; `rectified`: and the ReLU's before it."""
-    layout = torch.contiguous_format
-    if channels_last:
-        layout = torch.channels_last if len(kernel) == 2 else torch.channels_last_3d
+    """Max pooling's backward from one-byte codes and the shape of its input; `after_relu`: and the ReLU's before it."""
+    layout = channels_last_format(len(input_shape)) if channels_last else torch.contiguous_format
     result = torch.empty(tuple(input_shape), dtype=grad.dtype, device=grad.device, memory_format=layout)
     packet = _aten.max_pool2d_with_indices_backward if len(kernel) == 2 else _aten.max_pool3d_with_indices_backward
     for some in _pieces(codes):
         indices = pool_index.decode(codes[some], input_shape, kernel, stride, padding, dilation)
         given = grad[some]
-        if rectified:
+        if after_relu:
             given = given.masked_fill(codes[some] == pool_index.NO_PLACE, 0)
         # The kernel reads only the sizes of the pool's input, so the result stands in for it.
         part = result[some]

@@ -1,8 +1,8 @@
-"""Calls an op of this package by its own functions where nobody watches it.
+"""Calls an op of this package by its own functions where no trace, mode or transform has to see it.
 
 What `torch.library` puts around an op in Python (schema, dispatch, a walk through its arguments for autograd) takes 0.3
-to 0.5 ms for a forward and a backward pass: more than a small layer computes. A compiler, a capture, a dispatch mode or
-a transform of `torch.func` has to see the op, and gets it.
+to 0.5 ms for a forward and a backward pass: more than a small layer computes. A compiler, a trace, a dispatch mode or
+a transform of `torch.func` has to see the op; there the op itself is called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def direct_call(
     setup: Callable[..., None] | None = None,
     differentiate: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """What does as `op` does, in eager mode without `torch.library`.
+    """A function that does what `op` does, in eager mode without `torch.library`.
 
     Args:
         op: as registered; it returns a tensor or a tuple of them (a list of tensors would be cut from autograd).
@@ -54,7 +54,7 @@ def direct_call(
             return None, *_flat(ctx.lengths, found)
 
     def call(*arguments: Any) -> Any:
-        if watched(arguments):
+        if needs_dispatch(arguments):
             return op(*arguments)
         if not torch.is_grad_enabled():
             return forward(*arguments)
@@ -63,7 +63,7 @@ def direct_call(
                 raise _no_second_derivative(op)
             return forward(*arguments)
         lengths = tuple(len(value) if _is_tensors(value) else -1 for value in arguments)
-        # Past what `Function.apply` does for functorch, which does not watch.
+        # Skips what `Function.apply` does for functorch, which is not active here.
         return super(torch.autograd.Function, Direct).apply(lengths, *_flat(lengths, arguments))
 
     return call
@@ -80,8 +80,8 @@ class _Nested:
         return getattr(self._ctx, name)
 
 
-def watched(arguments: tuple[Any, ...]) -> bool:
-    """Whether a compiler, a capture, a mode, a transform or a tensor's class has to see an op of `arguments`."""
+def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
+    """Whether a compiler, a trace, a mode, a transform or a tensor subclass has to see an op of `arguments`."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -94,9 +94,14 @@ def watched(arguments: tuple[Any, ...]) -> bool:
             if type(each) in _PLAIN:
                 if each.is_meta:
                     return True
-            elif isinstance(each, torch.Tensor):  # a subclass may watch what is done to it
+            elif isinstance(each, torch.Tensor):  # a subclass may override ops
                 return True
     return False
+
+
+def in_functorch() -> bool:
+    """Whether a transform of `torch.func` is active; a compiler is not asked."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:

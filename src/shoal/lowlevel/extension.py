@@ -19,7 +19,7 @@ from shoal.errors import InputError
 def compiled(source: Path, purpose: str, *, links: Sequence[str] = ("c10",)) -> Path:
     """The shared library of `source` for this torch, built in seconds where the cache lacks it.
 
-    No magic: all it does is call the C++ compiler and keep what it makes under a name that tells source, torch,
+    No magic: all it does is call the C++ compiler and keep what it makes under a name made of source, torch,
     compiler and options.
 
     Args:

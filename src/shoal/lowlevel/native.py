@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
+from shoal.errors import InputError
+
 ABI_VERSION = 11
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 LEVELS = ("portable", "avx2", "avx512")  # in the order of ShoalLevel in csrc/shoal_native.h
@@ -62,6 +64,33 @@ def function(name: str) -> Callable[..., int] | None:
     found = getattr(native, name)
     found.restype = ctypes.c_int64 if name.endswith("_bytes") else ctypes.c_int32
     return cast(Callable[..., int], found)
+
+
+def run_native(name: str, arguments: ctypes.Structure) -> None:
+    """Call a function of the library that takes one structure; ctypes releases the GIL meanwhile.
+
+    Raises:
+        InputError: there is no library, or it refuses: memory ran out, or the instruction set is not this machine's.
+    """
+    if _found(name)(ctypes.byref(arguments)) != 0:
+        here = ", ".join(levels())
+        raise InputError(f"{name}: out of memory, or not of an instruction set of this machine; it runs {here}")
+
+
+def bytes_needed(name: str, *arguments: object) -> int:
+    """What a function of the library that counts bytes returns.
+
+    Raises:
+        InputError: there is no library.
+    """
+    return int(_found(name)(*arguments))
+
+
+def _found(name: str) -> Callable[..., int]:
+    found = function(name)
+    if found is None:
+        raise InputError(f"{name}: the native library was not built; set SHOAL_KERNELS=reference")
+    return found
 
 
 @cache

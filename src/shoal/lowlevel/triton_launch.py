@@ -1,7 +1,7 @@
 """Where Triton kernels run: on CUDA tensors, and in Triton's interpreter on the CPU, slow, for tests.
 
 No magic: a module of kernels is imported when a tensor first asks for it, and one small kernel is tried on each device.
-Without Triton, or with SHOAL_TRITON=0, there are none and the caller's other kernels do the work. TRITON_INTERPRET=1
+Without Triton, or where that kernel fails, `shoal.lowlevel.dispatch` takes another implementation. TRITON_INTERPRET=1
 chooses the interpreter.
 """
 
@@ -19,8 +19,8 @@ from types import ModuleType
 import torch
 
 from shoal.errors import ShoalError
+from shoal.lowlevel.dispatch import VARIABLE
 
-VARIABLE = "SHOAL_TRITON"
 _INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # Triton, too, asks once
 
 
@@ -32,7 +32,7 @@ class TritonKernels:
         module: its name; it has an attribute INTERPRETED.
         instead: what does the work where there are none, for the message.
         error: what `found` raises.
-        try_on: starts a small kernel on a CUDA device, and raises whatever hinders it.
+        try_on: starts a small kernel on a CUDA device, and raises where it does not run.
     """
 
     module: str
@@ -41,8 +41,8 @@ class TritonKernels:
     try_on: Callable[[torch.device], object]
 
     def here(self) -> ModuleType | None:
-        """The module, or None where SHOAL_TRITON=0 or Triton is not installed."""
-        return None if os.environ.get(VARIABLE) == "0" else _imported(self.module)
+        """The module, or None where Triton is not installed."""
+        return _imported(self.module)
 
     def found(self) -> ModuleType:
         """The module.
@@ -52,7 +52,7 @@ class TritonKernels:
         """
         here = self.here()
         if here is None:
-            raise self.error(f"{VARIABLE}=0, or Triton is not installed; install triton, or use {self.instead}")
+            raise self.error(f"Triton is not installed; install triton, or use {self.instead}")
         return here
 
     def run_on(self, device: torch.device) -> bool:
@@ -81,8 +81,8 @@ def _run_on(kernels: TritonKernels, device: torch.device) -> bool:
         return bool(kernels.found().INTERPRETED)
     try:
         kernels.try_on(device)
-    except Exception as error:  # whatever the compiler raises: the others remain
+    except Exception as error:  # whatever the compiler raises: other implementations remain
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        warnings.warn(f"Triton does not run on {device} ({reason}); {VARIABLE}=0 spares the attempt", stacklevel=2)
+        warnings.warn(f"Triton does not run on {device} ({reason}); {VARIABLE}=native spares the attempt", stacklevel=2)
         return False
     return True

@@ -37,7 +37,7 @@ def live_graph(network: nn.Module, graph: fx.Graph, added: Mapping[str, nn.Modul
         target = str(node.target)
         if node.op not in ("call_module", "get_attr") or target in added:
             continue
-        value = _found(network, target)
+        value = attribute_at(network, target)
         if node.op == "call_module" or not isinstance(value, torch.Tensor):
             called[target] = value
             continue
@@ -63,10 +63,15 @@ class _Attribute(nn.Module):
         self._network, self._path = (network,), path  # in a tuple, so that it is no child
 
     def forward(self) -> object:
-        return _found(self._network[0], self._path)
+        return attribute_at(self._network[0], self._path)
 
 
-def _found(network: nn.Module, path: str) -> object:
+def attribute_at(network: nn.Module, path: str) -> object:
+    """`operator.attrgetter(path)(network)`, in a form that every compiler follows.
+
+    >>> attribute_at(nn.Sequential(nn.ReLU()), "0.training")
+    True
+    """
     value: object = network
     for part in path.split("."):
         value = getattr(value, part)

@@ -24,7 +24,7 @@ def trace(model: nn.Module, tracer: fx.Tracer, *, training: bool) -> fx.Graph:
 
     Args:
         model: any network; nothing is run. Of what a transform returned, the graph that it made.
-        tracer: says which modules are called as they are, and not entered.
+        tracer: decides which modules are called as they are, and not entered.
         training: the mode of every module while it is traced.
 
     Raises:
@@ -86,7 +86,7 @@ for _augmented in IN_PLACE_OPERATORS:
 
 
 def _add_to_new_memory(model: nn.Module, graph: fx.Graph) -> None:
-    """`x = x + y` in place of `x += y` where no other name of `x` sees the difference: fewer ops to be told apart."""
+    """`x = x + y` in place of `x += y` where no other name of `x` sees the difference: fewer kinds of ops."""
     writes = Writes(graph, dict(model.named_modules(remove_duplicate=False)))
     for node in graph.nodes:
         if node.target in IN_PLACE_OPERATORS and writes.is_unnoticed(node):
@@ -94,7 +94,7 @@ def _add_to_new_memory(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def _ways_to_run() -> tuple[object, ...]:
-    """What a context in a forward pass may change for the layers in it, and a graph does not tell."""
+    """What a context in a forward pass may change for the layers in it, which a graph does not record."""
     autocast = ((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, saving

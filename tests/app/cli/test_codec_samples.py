@@ -58,7 +58,7 @@ class Unsafe:
         ("objects.npy", lambda path: np.save(path, np.array([Unsafe()]), allow_pickle=True), "is no array of numbers"),
         ("cut.npy", lambda path: (np.save(path, X.numpy()), path.write_bytes(path.read_bytes()[:-4])), "no array"),
         ("ints.npy", lambda path: np.save(path, np.arange(3)), "holds int64, expected float16"),
-        ("none.npy", lambda path: np.save(path, np.empty(0, np.float32)), "holds no numbers"),
+        ("none.npy", lambda path: np.save(path, np.empty(0, np.float32)), "is empty; give a file of numbers"),
         ("text.pt", lambda path: path.write_text("hello"), "is no file of tensors"),
         ("empty.pt", lambda path: path.write_bytes(b""), "is no file of tensors"),
         ("unsafe.pt", lambda path: torch.save(Unsafe(), path), "is no file of tensors"),
@@ -69,12 +69,12 @@ class Unsafe:
         ),
         ("ints.pt", lambda path: torch.save(torch.arange(3), path), "holds no floating-point tensor"),
         ("number.pt", lambda path: torch.save({"lr": 0.1}, path), "holds no floating-point tensor"),
-        ("none.pt", lambda path: torch.save(torch.empty(0), path), "holds no numbers"),
+        ("none.pt", lambda path: torch.save(torch.empty(0), path), "is empty; give a file of numbers"),
         ("odd.bin", lambda path: path.write_bytes(b"\0" * 7), "has 7 bytes, no whole number of float32"),
-        ("none.bin", lambda path: path.write_bytes(b""), "holds no numbers"),
+        ("none.bin", lambda path: path.write_bytes(b""), "is empty; give a file of numbers"),
     ],
 )
-def test_a_file_of_none_is_told_in_one_line(
+def test_a_file_of_none_is_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture, name: str, write: Callable[[Path], None], said: str
 ) -> None:
     write(tmp_path / name)

@@ -27,8 +27,8 @@ def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["codecs", *map(str, arguments), "--device", "cpu"])
 
 
-def told(result: Result) -> str:
-    """The one line of a user's mistake, as told on stderr with exit code 2."""
+def error_line(result: Result) -> str:
+    """The one line of a user's mistake, as reported on stderr with exit code 2."""
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
@@ -87,9 +87,9 @@ def test_the_first_numbers_of_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
-    assert said in told(invoke(*arguments))
+    assert said in error_line(invoke(*arguments))
 
 
-def test_a_device_that_is_none_is_told() -> None:
+def test_a_device_that_is_none_is_reported() -> None:
     result = CliRunner().invoke(app, ["codecs", "--device", "tpu"])
-    assert "device='tpu'" in told(result)
+    assert "device='tpu'" in error_line(result)

@@ -22,7 +22,7 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_are_shown_as_one_and_a_mistake_is_told_once(tmp_path: Path) -> None:
+def test_two_ranks_are_shown_as_one_and_a_mistake_is_reported_once(tmp_path: Path) -> None:
     done = torchrun(tmp_path, "--out", "run", "--json", "result.json", "--compress-gradients", "dynamic_tree")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch 1/1  loss") == done.stdout.count("test accuracy") == 1
@@ -37,4 +37,4 @@ def test_two_ranks_are_shown_as_one_and_a_mistake_is_told_once(tmp_path: Path) -
     mistaken = torchrun(tmp_path, "--batch", "7", "--out", "run")
     assert mistaken.returncode != 0
     assert mistaken.stderr.count("batch=7 over 2 ranks: give a multiple of 2") == 1
-    assert "shoal/training" not in mistaken.stderr  # torchrun shows its own traceback, not one of ours
+    assert "shoal/app" not in mistaken.stderr  # torchrun shows its own traceback, not one of ours

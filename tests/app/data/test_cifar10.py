@@ -17,7 +17,7 @@ from PIL import Image
 import shoal.app.data
 from shoal.app.data import cifar10
 from shoal.app.data.cifar10 import ARCHIVE, BATCHES, CLASSES
-from shoal.app.data.location import data_dir
+from shoal.app.data.source import data_dir
 from shoal.errors import InputError
 
 SMALL = {"train": 20, "test": 10}
@@ -253,7 +253,7 @@ def test_the_real_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_archive_that_unpacks_to_gigabytes_is_refused_before_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cifar10, "_MOST_ARCHIVE_BYTES", 2**20)
+    monkeypatch.setattr(cifar10, "_MAX_ARCHIVE_BYTES", 2**20)
     packed = lzma.compress(bytes(2**22))
     assert len(packed) < 2000
     with pytest.raises(InputError, match="bomb.tar.xz is truncated or damaged .EOFError: it has no end within 1048576"):

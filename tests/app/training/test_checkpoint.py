@@ -16,9 +16,9 @@ from torch import nn
 
 import shoal
 from shoal.app.training import checkpoint
-from shoal.app.training.arrangement import Arrangement
 from shoal.app.training.checkpoint import Position
 from shoal.app.training.ranks import Ranks
+from shoal.app.training.strategy import Strategy
 from shoal.core import files
 from shoal.errors import InputError
 from tests.engine.compile.wrong_values import in_one_short_line
@@ -33,7 +33,7 @@ class Parts:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, features), nn.BatchNorm1d(features), nn.Dropout(0.5))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.arrangement = Arrangement(self.model, self.optimizer, Ranks())
+        self.strategy = Strategy(self.model, self.optimizer, Ranks())
         self.scaler = torch.amp.GradScaler("cpu", enabled=True)
 
     def step(self) -> torch.Tensor:
@@ -45,10 +45,10 @@ class Parts:
 
     def save(self, path: Path, position: Position | None = None, **changed: Any) -> Path:
         arguments = {**ARGUMENTS, **changed}
-        return checkpoint.save(path, arguments, position or Position.start(), self.arrangement, self.scaler)
+        return checkpoint.save(path, arguments, position or Position.start(), self.strategy, self.scaler)
 
     def load(self, path: Path, **changed: Any) -> Position:
-        return checkpoint.load(path, {**ARGUMENTS, **changed}, self.arrangement, self.scaler)
+        return checkpoint.load(path, {**ARGUMENTS, **changed}, self.strategy, self.scaler)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_there_is_nothing_to_resume_from(path: Path) -> None:
         Parts(seed=0).load(path)
 
 
-def test_a_run_with_other_arguments_is_told_which(path: Path) -> None:
+def test_a_run_with_other_arguments_is_reported_which(path: Path) -> None:
     Parts(seed=0).save(path)
     with pytest.raises(InputError, match=r"another run \(batch=4 there and 8 here; image=None there and 32 here\)"):
         Parts(seed=0).load(path, batch=8, image=32)
@@ -97,7 +97,7 @@ def damaged(whole: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("damage", ["empty", "text", "cut short", "one bit flipped"])
-def test_a_damaged_file_is_told_in_one_line(path: Path, damage: str) -> None:
+def test_a_damaged_file_is_reported_in_one_line(path: Path, damage: str) -> None:
     parts = Parts(seed=0, features=500)  # its weights fill the middle of the file
     parts.save(path)
     path.write_bytes(damaged(path.read_bytes())[damage])
@@ -155,7 +155,7 @@ def _with_pickle(path: Path, change: Callable[[bytes], bytes]) -> None:
             parts.writestr(name, change(content) if name.endswith("data.pkl") else content)
 
 
-def test_a_sound_archive_of_a_damaged_pickle_is_told_in_one_line_whatever_the_damage(path: Path) -> None:
+def test_a_sound_archive_of_a_damaged_pickle_is_reported_in_one_line_whatever_the_damage(path: Path) -> None:
     Parts(seed=0).save(path)
     whole = path.read_bytes()
     with zipfile.ZipFile(path) as parts:
@@ -185,7 +185,7 @@ def test_a_sound_archive_of_a_damaged_pickle_is_told_in_one_line_whatever_the_da
 
 
 @pytest.mark.parametrize("key", ["model", "optimizer", "scaler", "position", "ranks", "arguments"])
-def test_a_part_of_the_wrong_kind_is_told_in_one_line(path: Path, key: str) -> None:
+def test_a_part_of_the_wrong_kind_is_reported_in_one_line(path: Path, key: str) -> None:
     parts = Parts(seed=0)
     parts.save(path)
     whole = torch.load(path, weights_only=True)

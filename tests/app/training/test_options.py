@@ -1,4 +1,4 @@
-"""Arguments that make no sense are told before anything runs."""
+"""Arguments that make no sense are reported before anything runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.errors import InputError
         ({"planner": "best"}, "unknown planner 'best': give one of joint, chain, sqrt, keep_all, hmms"),
         ({"optimizer": "lion"}, "unknown optimizer 'lion': give one of sgd, adamw"),
         ({"amp": "fp8"}, "unknown amp 'fp8'"),
-        ({"inner": "jit"}, "unknown inner 'jit'"),
+        ({"kernels": "jit"}, "unknown kernels 'jit'"),
         ({"batch": 0}, "batch=0: it must be at least 1"),
         ({"epochs": 0}, "epochs=0: it must be at least 1"),
         ({"workers": -1}, "workers=-1: it must be at least 0"),
@@ -29,7 +29,7 @@ from shoal.errors import InputError
         ({"budget_bytes": None, "planner": "none", "enforce": True}, "no budget was given"),
     ],
 )
-def test_a_wrong_argument_is_told_in_one_line(wrong: dict[str, Any], told: str) -> None:
+def test_a_wrong_argument_is_reported_in_one_line(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError) as caught:
         TrainOptions(**{"budget_bytes": 10**8, **wrong})
     assert str(caught.value).startswith(told)

@@ -18,7 +18,7 @@ from torch import nn
 
 import shoal.app.data
 import shoal.app.models
-from shoal.app.cli import telling
+from shoal.app.cli import console
 from shoal.app.cli import train as command
 from shoal.app.training import loop
 from shoal.app.training.options import Outcome, Progress
@@ -164,11 +164,11 @@ def _refuse(self: Watched, now: Progress) -> None:
     raise InputError("sample 7 cannot be read; mend it")
 
 
-def test_an_error_on_one_rank_is_told_once_by_its_name_and_ends_all(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_reported_once_by_its_name_and_ends_all(tmp_path: Path) -> None:
     # The rank that failed stays, as one does that hangs in its way out: the other is told by its own timeout.
     ended = run_on_ranks(fail_and_leave, 2, tmp_path, may_end=(1,))
     code, said, _ = ended[0]
-    assert code == telling.WRONG
+    assert code == console.WRONG
     assert said == ""  # rank 1 told
     told = (tmp_path / "told").read_text()
     assert told == "rank 1: sample 7 cannot be read; mend it"
@@ -225,7 +225,7 @@ def train_unlike(out: Path) -> list[str]:
     return told
 
 
-def test_ranks_with_other_arguments_are_told_before_they_train(tmp_path: Path) -> None:
+def test_ranks_with_other_arguments_are_reported_before_they_train(tmp_path: Path) -> None:
     first, second = run_on_ranks(train_unlike, 2, tmp_path, timeout_seconds=250)
     assert first == second
     for told, words in zip(

@@ -71,7 +71,7 @@ def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path)
     os.waitpid(worker, 0)
 
 
-def test_where_there_are_no_locks_the_run_is_told_and_goes_on(
+def test_where_there_are_no_locks_the_run_is_reported_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(handle: int) -> bool:

@@ -13,8 +13,8 @@ from torch import nn
 
 import shoal.app.models
 from shoal.app.training import loop
-from shoal.app.training.bytes_on_wire import bytes_by_kind
 from shoal.app.training.options import Outcome, TrainOptions
+from shoal.app.training.results import bytes_by_kind
 from shoal.errors import InputError
 from tests.app.training.test_ranks import Watched, facts, these_ranks
 from tests.app.training.tiny import put_in_place
@@ -136,7 +136,7 @@ def test_ranks_that_exchange_something_else_train_and_resume(
         ({"compress_gradients": "auto"}, "--compress-gradients is between ranks"),
     ],
 )
-def test_what_cannot_be_combined_is_told(tiny: Options, change: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_combined_is_reported(tiny: Options, change: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError) as caught:
         loop.train(tiny(**change), Watched())
     assert said in str(caught.value)

@@ -18,8 +18,8 @@ from shoal.app.training.ranks import Ranks
 from shoal.distributed.comm.agreement import agree
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.gradients import ddp_reducer
+from shoal.distributed.gradients.compress_gradients import CompressedGradients, compress_gradients
 from shoal.distributed.gradients.decisions import decide
-from shoal.distributed.gradients.gradients import CompressedGradients, compress_gradients
 from shoal.distributed.gradients.measure_rates import measure_choice
 from shoal.distributed.papers.activation_exchange import ActivationExchange
 from shoal.distributed.papers.hybrid import hybrid

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.distributed.comm import round as rounds
+from shoal.distributed.comm import checked_all_to_all
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.message import HEADER_BYTES, Header
 from shoal.errors import InputError, TransferError
@@ -122,12 +122,12 @@ def send_another(exchange: Exchange) -> None:
 
 
 def send_damaged(exchange: Exchange) -> None:
-    real = rounds.checksum
-    rounds.checksum = lambda message: real(message) ^ 1  # as if a byte had changed after it was summed
+    real = checked_all_to_all.checksum
+    checked_all_to_all.checksum = lambda message: real(message) ^ 1  # as if a byte had changed after it was summed
     try:
         send_exact(exchange)
     finally:
-        rounds.checksum = real
+        checked_all_to_all.checksum = real
 
 
 def send_exact(exchange: Exchange) -> None:

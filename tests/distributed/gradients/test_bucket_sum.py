@@ -1,4 +1,4 @@
-"""One bucket's mean: its bits, its error, what becomes of NaN, and that nothing owed is lost."""
+"""One bucket's mean: its bits, its error, what becomes of NaN, and that no residual is lost."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from hypothesis import strategies as st
 
 from shoal import codecs
 from shoal.codecs.codec import Codec
-from shoal.distributed.comm.buffers import Buffers
 from shoal.distributed.comm.exchange import Exchange
-from shoal.distributed.gradients.bucket_sum import CodedBucket, LocalExactMean, ShardedMean
-from shoal.distributed.gradients.feedback import Feedback
-from shoal.distributed.gradients.layout import Piece, cut, in_chunks
+from shoal.distributed.gradients.bucket_segments import ParameterGrad, cut, in_chunks
+from shoal.distributed.gradients.bucket_sum import Buffers, CodedBucket, LocalExactMean, ShardedMean
+from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.errors import InputError
-from tests.distributed.gradients.test_segments import FLOAT_CODECS
+from tests.distributed.gradients.test_bucket_segments import FLOAT_CODECS
 from tests.distributed.in_memory import run_means
 
-PIECES = (Piece("a", 1000, True), Piece("bias", 30, False), Piece("b", 5000, True), Piece("c", 7, True))
+PIECES = (
+    ParameterGrad("a", 1000, True),
+    ParameterGrad("bias", 30, False),
+    ParameterGrad("b", 5000, True),
+    ParameterGrad("c", 7, True),
+)
 ELEMS = sum(piece.elems for piece in PIECES)
 
 
@@ -30,16 +34,16 @@ def gradients(ranks: int, dtype: torch.dtype = torch.float32) -> list[torch.Tens
 def sharded(
     buffers: list[torch.Tensor],
     codec: Codec,
-    owed: list[Feedback] | None = None,
-    pieces: tuple[Piece, ...] = PIECES,
+    residuals: list[ErrorFeedback] | None = None,
+    pieces: tuple[ParameterGrad, ...] = PIECES,
 ) -> None:
     ranks = len(buffers)
     shards = cut(pieces, ranks)
 
     def make(rank: int, scatter: Exchange, gather: Exchange) -> ShardedMean:
-        feedback = None if owed is None else owed[rank]
-        unsettled = feedback.adopt(pieces, shards[rank], torch.device("cpu")) if feedback else set()
-        bucket = CodedBucket("bucket 0", shards, codec, rank, ranks, feedback, unsettled)
+        feedback = None if residuals is None else residuals[rank]
+        unflushed = feedback.add(pieces, shards[rank], torch.device("cpu")) if feedback else set()
+        bucket = CodedBucket("bucket 0", shards, codec, rank, ranks, feedback, unflushed)
         return ShardedMean(bucket, buffers[rank], Buffers(), scatter, gather)
 
     run_means(make, ranks)
@@ -141,14 +145,14 @@ def test_local_exact_differs_between_ranks_only_where_it_is_encoded() -> None:
 def test_what_is_no_number_surfaces_on_every_rank(name: str, value: float, place: int) -> None:
     mine = gradients(2)
     mine[1][place] = value
-    owed = [Feedback(2, rank) for rank in range(2)]
-    sharded(mine, codecs.get(name), owed)
+    residuals = [ErrorFeedback(2, rank) for rank in range(2)]
+    sharded(mine, codecs.get(name), residuals)
     for got in mine:
         assert not bool(got[place].isfinite())
     after = gradients(2)
-    sharded(after, codecs.get(name), owed)
+    sharded(after, codecs.get(name), residuals)
     for got in after:
-        assert bool(got.isfinite().all())  # it is not owed for ever
+        assert bool(got.isfinite().all())  # it is not in a residual for ever
 
 
 @settings(max_examples=15)
@@ -156,7 +160,7 @@ def test_what_is_no_number_surfaces_on_every_rank(name: str, value: float, place
 def test_with_feedback_nothing_is_lost_though_buckets_change(name: str, ranks: int, seed: int) -> None:
     torch.manual_seed(seed)
     codec = codecs.get(name)
-    owed = [Feedback(ranks, rank) for rank in range(ranks)]
+    residuals = [ErrorFeedback(ranks, rank) for rank in range(ranks)]
     sums = torch.zeros(ELEMS, dtype=torch.float64)
     came = torch.zeros(ELEMS, dtype=torch.float64)
     order = (3, 1, 0, 2)
@@ -165,18 +169,18 @@ def test_with_feedback_nothing_is_lost_though_buckets_change(name: str, ranks: i
         mine = gradients(ranks)
         sums += torch.stack(mine).double().mean(0)
         if step < 3:
-            sharded(mine, codec, owed)
+            sharded(mine, codec, residuals)
             came += mine[0].double()
             continue
         parts = [list(got.split([piece.elems for piece in PIECES])) for got in mine]
         mixed = [torch.cat([part[number] for number in order]) for part in parts]
-        sharded(mixed, codec, owed, other)
+        sharded(mixed, codec, residuals, other)
         back = dict(zip(order, mixed[0].split([piece.elems for piece in other]), strict=True))
         came += torch.cat([back[number] for number in range(4)]).double()
     left = torch.zeros(ELEMS, dtype=torch.float64)
     firsts = {"a": 0, "b": 1030, "c": 6030}
     for rank in range(ranks):
-        state = owed[rank].state_dict()
+        state = residuals[rank].state_dict()
         for piece, of in state["gradients"].items():
             left[firsts[piece] : firsts[piece] + of.numel()] += of.double() / ranks
         for piece, start, of in state["means"]:
@@ -184,14 +188,14 @@ def test_with_feedback_nothing_is_lost_though_buckets_change(name: str, ranks: i
     torch.testing.assert_close(came + left, sums, rtol=1e-4, atol=1e-5)
 
 
-def test_an_unused_parameter_is_sent_as_zero_and_keeps_what_it_is_owed() -> None:
+def test_an_unused_parameter_is_sent_as_zero_and_keeps_its_residual() -> None:
     codec = codecs.get("one_bit")
-    owed = [Feedback(2, rank) for rank in range(2)]
-    sharded(gradients(2), codec, owed)
-    before = [feedback.state_dict() for feedback in owed]
+    residuals = [ErrorFeedback(2, rank) for rank in range(2)]
+    sharded(gradients(2), codec, residuals)
+    before = [feedback.state_dict() for feedback in residuals]
     unused = [torch.zeros(ELEMS) for _ in range(2)]
-    sharded(unused, codec, owed)
-    for got, feedback, state in zip(unused, owed, before, strict=True):
+    sharded(unused, codec, residuals)
+    for got, feedback, state in zip(unused, residuals, before, strict=True):
         assert not bool(got.any())
         after = feedback.state_dict()
         for name in ("a", "b", "c"):
@@ -199,18 +203,18 @@ def test_an_unused_parameter_is_sent_as_zero_and_keeps_what_it_is_owed() -> None
 
 
 def test_what_is_owed_is_loaded_by_the_same_rank_of_the_same_model() -> None:
-    owed = [Feedback(2, rank) for rank in range(2)]
-    sharded(gradients(2), codecs.get("one_bit"), owed)
-    again = [Feedback(2, rank) for rank in range(2)]
+    residuals = [ErrorFeedback(2, rank) for rank in range(2)]
+    sharded(gradients(2), codecs.get("one_bit"), residuals)
+    again = [ErrorFeedback(2, rank) for rank in range(2)]
     elems = {piece.name: piece.elems for piece in PIECES}
-    for old, new in zip(owed, again, strict=True):
+    for old, new in zip(residuals, again, strict=True):
         new.load_state_dict(old.state_dict(), elems, torch.device("cpu"))
     mine = gradients(2)
     copies = [part.clone() for part in mine]
-    sharded(mine, codecs.get("one_bit"), owed)
+    sharded(mine, codecs.get("one_bit"), residuals)
     sharded(copies, codecs.get("one_bit"), again)
     torch.testing.assert_close(copies[1], mine[1], rtol=0, atol=0)
     with pytest.raises(InputError, match="got the state of rank 1 of 2, expected that of rank 0 of 2"):
-        again[0].load_state_dict(owed[1].state_dict(), elems, torch.device("cpu"))
-    with pytest.raises(InputError, match="got what is owed of b, which this model lacks"):
-        again[0].load_state_dict(owed[0].state_dict(), elems | {"b": 3}, torch.device("cpu"))
+        again[0].load_state_dict(residuals[1].state_dict(), elems, torch.device("cpu"))
+    with pytest.raises(InputError, match="got the residual of b, which this model lacks"):
+        again[0].load_state_dict(residuals[0].state_dict(), elems | {"b": 3}, torch.device("cpu"))

@@ -301,9 +301,9 @@ def _asked_for() -> tuple[str, bool]:
 
 
 def test_compress_gradients_takes_sharded_models() -> None:
-    told, owes = run_on_ranks(_asked_for, 2)[0]
+    told, has_residuals = run_on_ranks(_asked_for, 2)[0]
     assert "expected 'encoded'" in told
-    assert owes  # one_bit does
+    assert has_residuals  # of one_bit, by default
 
 
 def _nothing_to_train() -> str:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.app import models
-from shoal.distributed.weights.norms import square_sums
-from shoal.distributed.weights.precision import AdaptivePrecision, NormMonitor, packable
+from shoal.distributed.weights.precision import AdaptivePrecision, NormMonitor, packable, square_sums
 from shoal.errors import InputError
 
 

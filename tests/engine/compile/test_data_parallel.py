@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.app.training.arrangement import DataParallel
 from shoal.app.training.ranks import Ranks
+from shoal.app.training.strategy import DataParallel
 from shoal.memory.limit import memory_limit
 from tests.ranks import run_on_ranks
 

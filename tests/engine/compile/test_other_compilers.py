@@ -25,7 +25,7 @@ def test_inductor_trains_the_same_up_to_rounding() -> None:
     layers = [nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2), nn.ReLU(), nn.Dropout(0.3)]
     net = nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.SiLU(), nn.Conv2d(8, 8, 2))
     batches = images(2, 4, 3, 8, 8)
-    planned = compiled(net, inner="inductor")
+    planned = compiled(net, kernels="inductor")
     with costs_that_do_not_matter():
         torch.testing.assert_close(train(planned, batches), train(net, batches), rtol=1e-4, atol=1e-5)
     assert planned.shoal.plan.recomputed

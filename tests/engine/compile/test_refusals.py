@@ -91,8 +91,8 @@ def test_a_budget_that_is_no_number_of_bytes_is_refused(budget: Any) -> None:
     ("wrong", "complaint"),
     [
         ({"planner": "joined"}, "no planner is called 'joined'; did you mean 'joint'"),
-        ({"inner": "tvm"}, "inner='tvm' is unknown"),
-        ({"inner": None}, "inner=None is unknown"),
+        ({"kernels": "tvm"}, "kernels='tvm' is unknown"),
+        ({"kernels": None}, "kernels=None is unknown"),
         ({"planner": 3}, "planner"),
         ({"optimizer": "adam"}, "optimizer"),
         ({"plan": "plan.json"}, "plan"),

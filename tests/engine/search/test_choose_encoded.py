@@ -10,10 +10,10 @@ from itertools import combinations
 
 import pytest
 
+from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import encoded, offers
-from shoal.capture.step_reader import Captured
 from shoal.core.hardware import Link
-from shoal.core.lossy import Lossy
+from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.step import Op, StepGraph
 from shoal.engine.search import choose_encoded as choosing
@@ -25,7 +25,7 @@ from tests.engine.lossy_steps import CODEC_OP, chain
 from tests.joint_graphs import batch, captured_step
 from tests.random_steps import HARDWARE
 
-LOSSY = Lossy("linear", 4096)
+LOSSY = LossyOptions("linear", 4096)
 
 
 @cache
@@ -37,7 +37,7 @@ def costs(codec_seconds: float) -> Callable[[Captured], StepGraph]:
     """A second for each convolution, next to nothing for other ops, and so many seconds to encode or decode."""
 
     def timed(op: Op) -> Op:
-        seconds = codec_seconds if CODEC_OP in op.target and "rectifier" not in op.target else 0.01
+        seconds = codec_seconds if CODEC_OP in op.target and "relu_backward" not in op.target else 0.01
         return replace(op, seconds=1.0 if "conv" in op.target else seconds)
 
     def costed(captured: Captured) -> StepGraph:
@@ -164,4 +164,4 @@ def test_a_plan_tells_how_it_encodes() -> None:
     assert encoded_by(chosen_at(1.0, 0.1)) is None
     assert set(plan.errors) == {storage.name for storage in plan.encoded} and not plan.errors_measured
     assert set(plan.errors.values()) == {error_on_normal_numbers(LOSSY)}
-    assert 0 < error_on_normal_numbers(LOSSY) < error_on_normal_numbers(Lossy("linear", 0)) < 0.05
+    assert 0 < error_on_normal_numbers(LOSSY) < error_on_normal_numbers(LossyOptions("linear", 0)) < 0.05

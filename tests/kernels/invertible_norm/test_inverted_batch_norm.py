@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shoal.kernels.invertible_norm import inverted_batch_norm_reference as reference
+from shoal.kernels.invertible_norm import inverted_batch_norm_sweeps as reference
 from shoal.kernels.invertible_norm.inverted_batch_norm import (
     backward_,
     forward_,
@@ -158,12 +158,12 @@ def test_gradients_are_off_by_no_more_than_pytorch_s_and_what_the_bound_tells(
     inexact = reconstruction_error(layer.weight, layer.bias, layer.eps, *activation, torch.float32)
     # What each channel's gradients can be off where each normalised input is off by that.
     summed = weights.abs().double().sum(dims)
-    steep = kept_from_zero(wide.weight.detach(), layer.eps).abs() / x.double().std(dims, correction=0)
-    told = [steep * inexact * (exact[1].abs() + 6 * summed) / rows, inexact * summed, torch.zeros(())]
+    gamma_invstd = kept_from_zero(wide.weight.detach(), layer.eps).abs() / x.double().std(dims, correction=0)
+    told = [gamma_invstd * inexact * (exact[1].abs() + 6 * summed) / rows, inexact * summed, torch.zeros(())]
     if activation[0] == "elu":  # its slope is another where z is, and that is as inexact as the mean's rounding
-        misplaced = 2**-23 * steep * x.double().mean(dims).abs()
+        misplaced = 2**-23 * gamma_invstd * x.double().mean(dims).abs()
         most = weights.abs().double().amax(dims)
-        told = [told[0] + 40 * steep * misplaced * most, told[1] + 6 * misplaced * summed, misplaced * summed]
+        told = [told[0] + 40 * gamma_invstd * misplaced * most, told[1] + 6 * misplaced * summed, misplaced * summed]
     for name, mine, other, right, bound in zip(("x", "weight", "bias"), ours, theirs, exact, told, strict=True):
         allowed = (other.double() - right).abs().max() + bound.max() + 3e-6 * right.abs().max()
         assert (mine.double() - right).abs().max() <= allowed, name
@@ -228,10 +228,10 @@ def test_what_is_made_again_is_within_the_bound(
 
 def test_the_bound_grows_with_shift_over_scale_and_not_with_the_slope() -> None:
     weight, bias = torch.tensor([1.0, 0.1, 0.01, 0.0]), torch.ones(4)
-    steep, flat = (reconstruction_error(weight, bias, 1e-5, "leaky_relu", s, torch.float32) for s in (0.5, 0.001))
-    assert torch.equal(steep, flat)
-    assert steep[0] < steep[1] < steep[2] < steep[3]
-    assert steep[3] / steep[1] == pytest.approx(1e4 / 1.4, rel=0.1)
+    slopes, flat = (reconstruction_error(weight, bias, 1e-5, "leaky_relu", s, torch.float32) for s in (0.5, 0.001))
+    assert torch.equal(slopes, flat)
+    assert slopes[0] < slopes[1] < slopes[2] < slopes[3]
+    assert slopes[3] / slopes[1] == pytest.approx(1e4 / 1.4, rel=0.1)
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])

@@ -189,9 +189,9 @@ def test_what_it_saves_is_every_channel_once() -> None:
 def test_what_the_compiler_believes_is_so(layout: torch.memory_format, dtype: torch.dtype, measured: bool) -> None:
     layers = _layers(4, 2, 3, 5, (3, 3), dtype)
     x = torch.randn(2, 4, 5, 5, dtype=dtype).contiguous(memory_format=layout).requires_grad_()
-    eps, rectify = [1e-5] * 4, [True] * 4
+    eps, relu = [1e-5] * 4, [True] * 4
     vectors = (None, None) if measured else (torch.zeros(4), torch.ones(4))
-    arguments = (x, *vectors, _parameters(layers), eps, rectify, 2)
+    arguments = (x, *vectors, _parameters(layers), eps, relu, 2)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     torch.library.opcheck(torch.ops.shoal.dense_block.default, arguments, atol=tolerance, rtol=tolerance)
     features = torch.ops.shoal.dense_block(*arguments)[0]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.kernels.norm import norm_sweeps
 from shoal.kernels.norm.norm_act import activated, activated_backward, norm_act
 from shoal.lowlevel.native import levels
 from tests.norm_reference import assert_no_worse, row
@@ -19,15 +18,15 @@ def _leaf(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.T
     return drawn.to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("rectify", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
-def test_gradcheck(rectify: bool, adds: bool) -> None:
+def test_gradcheck(relu: bool, adds: bool) -> None:
     xs = [_leaf(2, 2, 3, 3, seed=1), _leaf(2, 1, 3, 3, seed=2)]
     vectors = [_leaf(3, seed=seed) for seed in (3, 4, 5)]
     residual = [_leaf(2, 3, 3, 3, seed=6)] if adds else []
 
     def call(a: torch.Tensor, b: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        return norm_act([a, b], *rest[:3], rest[3] if adds else None, rectify)
+        return norm_act([a, b], *rest[:3], rest[3] if adds else None, relu)
 
     assert torch.autograd.gradcheck(call, [*xs, *vectors, *residual])
 
@@ -61,7 +60,7 @@ def _by_hand(
     xs: Sequence[torch.Tensor],
     vectors: Sequence[torch.Tensor],
     residual: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     grad: torch.Tensor,
     dtype: torch.dtype,
 ) -> list[torch.Tensor | None]:
@@ -70,7 +69,7 @@ def _by_hand(
     mean, scale, shift = (row(vector) for vector in leaves[len(xs) : len(xs) + 3])
     z = (torch.cat(leaves[: len(xs)], 1) - mean) * scale + shift
     z = z if residual is None else z + leaves[-1]
-    z = z.relu() if rectify else z
+    z = z.relu() if relu else z
     return [z.detach(), *torch.autograd.grad(z, leaves, grad.to(dtype))]
 
 
@@ -90,13 +89,13 @@ def _by_hand(
         ),
     ],
 )
-@pytest.mark.parametrize("rectify", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
 def test_no_worse_than_plain_float32(
-    monkeypatch: pytest.MonkeyPatch, ours: bool, layout: torch.memory_format, offset: float, rectify: bool, adds: bool
+    monkeypatch: pytest.MonkeyPatch, ours: bool, layout: torch.memory_format, offset: float, relu: bool, adds: bool
 ) -> None:
     if not ours:
-        monkeypatch.setattr(norm_sweeps, "KERNELS", [])
+        monkeypatch.setenv("SHOAL_KERNELS", "reference")
     channels, shape = (19, 1, 13), (3, 33, 9, 7)
     xs = [_leaf(3, count, 9, 7, seed=count, dtype=torch.float32).detach() + offset for count in channels]
     xs = [x.contiguous(memory_format=layout) for x in xs]
@@ -105,10 +104,10 @@ def test_no_worse_than_plain_float32(
     residual = _leaf(*shape, seed=5, dtype=torch.float32).detach() if adds else None
     grad = _leaf(*shape, seed=6, dtype=torch.float32).detach()  # contiguous, whatever the layout
     leaves = [t.clone().requires_grad_() for t in (*xs, mean, scale, shift, *([] if residual is None else [residual]))]
-    z = norm_act(leaves[:3], *leaves[3:6], leaves[6] if adds else None, rectify)
+    z = norm_act(leaves[:3], *leaves[3:6], leaves[6] if adds else None, relu)
     found: list[torch.Tensor | None] = [z.detach(), *torch.autograd.grad(z, leaves, grad)]
     plain, exact = (
-        _by_hand(xs, [mean, scale, shift], residual, rectify, grad, dtype) for dtype in (torch.float32, torch.float64)
+        _by_hand(xs, [mean, scale, shift], residual, relu, grad, dtype) for dtype in (torch.float32, torch.float64)
     )
     names = ("z", "x", "x1", "x2", "mean", "scale", "shift", "residual")[: len(found)]
     assert_no_worse(names, found, plain, exact, dict.fromkeys(("mean", "scale", "shift"), (3 * 9 * 7) ** 0.5))
@@ -128,19 +127,19 @@ def test_of_a_slice_of_channels_and_from_a_gradient_that_was_expanded(layout: to
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("rectify", [False, True])
-def test_activated_and_its_backward_are_norm_act_without_autograd(layout: torch.memory_format, rectify: bool) -> None:
+@pytest.mark.parametrize("relu", [False, True])
+def test_activated_and_its_backward_are_norm_act_without_autograd(layout: torch.memory_format, relu: bool) -> None:
     x = _leaf(2, 5, 3, 4, seed=1, dtype=torch.float32).detach().contiguous(memory_format=layout)
     vectors = [_leaf(5, seed=seed, dtype=torch.float32) for seed in (2, 3, 4)]
     grad, leaf = torch.ones_like(x), x.clone().requires_grad_()
-    z = norm_act([leaf], *vectors, None, rectify)
+    z = norm_act([leaf], *vectors, None, relu)
     expected = torch.autograd.grad(z, [leaf, *vectors], grad)
     plain = [vector.detach() for vector in vectors]
-    torch.testing.assert_close(activated(x, *plain, rectify, torch.float32), z.detach())
-    assert activated(x, *plain, rectify, torch.bfloat16).dtype == torch.bfloat16
-    of_x, of_vectors = activated_backward(grad, x, *plain, rectify, [True, True])
+    torch.testing.assert_close(activated(x, *plain, relu, torch.float32), z.detach())
+    assert activated(x, *plain, relu, torch.bfloat16).dtype == torch.bfloat16
+    of_x, of_vectors = activated_backward(grad, x, *plain, relu, [True, True])
     assert of_x is not None and of_vectors is not None
     for found, other in zip((of_x, *of_vectors), expected, strict=True):
         torch.testing.assert_close(found, other)
-    assert activated_backward(grad, x, *plain, rectify, [False, False]) == (None, None)
+    assert activated_backward(grad, x, *plain, relu, [False, False]) == (None, None)
     assert torch.equal(activated(x, None, None, None, True, torch.float32), x.relu())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from shoal.kernels.norm import norm_conv_native, norm_weight_grad
+from shoal.kernels.norm import norm_conv as norm_conv_module
+from shoal.kernels.norm import norm_conv_native
 from shoal.kernels.norm.norm_conv import norm_conv
 from shoal.kernels.norm.norm_conv_native import Window
 from shoal.lowlevel.native import levels
@@ -23,17 +25,17 @@ def _leaf(*shape: int, seed: int = 0, dtype: torch.dtype = _DOUBLE) -> torch.Ten
     return drawn.to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("rectify", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("statistics", [False, True])
 @pytest.mark.parametrize("normalises", [False, True])
-def test_gradcheck(rectify: bool, statistics: bool, normalises: bool) -> None:
+def test_gradcheck(relu: bool, statistics: bool, normalises: bool) -> None:
     operands = [_leaf(2, 2, 4, 3, seed=1), _leaf(2, 2, 4, 3, seed=2), _leaf(4, 2, 3, 2, seed=3), _leaf(4, seed=4)]
     vectors = [_leaf(4, seed=seed) for seed in (5, 6, 7)] if normalises else []
 
     def call(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *rest: torch.Tensor) -> Any:
         mean, scale, shift = rest or (None, None, None)
         window = Window([2, 1], [1, 0], [1, 1], 2)
-        results = norm_conv([a, b], mean, scale, shift, rectify, weight, bias, window, statistics)
+        results = norm_conv([a, b], mean, scale, shift, relu, weight, bias, window, statistics)
         return results if statistics else results[0]
 
     assert torch.autograd.gradcheck(call, [*operands, *vectors])
@@ -145,8 +147,11 @@ def test_the_numbers_are_the_same_whoever_computes(
     found = []
     for whole, weight_alone in ((True, False), (False, False), (False, True), (None, None)):
         if whole is not None:
-            monkeypatch.setattr(norm_conv_native, "pays", lambda *_, pays=whole, **__: pays)
-            monkeypatch.setattr(norm_weight_grad, "pays", lambda *_, pays=weight_alone, **__: pays)
+            for name, pays in (("_FORWARD", whole), ("_BACKWARD", whole), ("_WEIGHT_GRAD", weight_alone)):
+                op = getattr(norm_conv_module, name)
+                (native_kernel,) = op.implementations
+                said = replace(native_kernel, pays=lambda *_, pays=pays: pays)
+                monkeypatch.setattr(norm_conv_module, name, replace(op, implementations=(said,)))
         else:
             monkeypatch.undo()
         x, weight = (

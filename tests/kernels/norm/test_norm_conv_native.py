@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from shoal.errors import InputError
 from shoal.kernels.norm import norm_conv_native
 from shoal.kernels.norm.norm_conv_native import Window
-from shoal.kernels.norm.norm_rows import LEVEL_VARIABLE, pitch
+from shoal.kernels.norm.norm_rows import row_stride
 from shoal.lowlevel import allocations
+from shoal.lowlevel.dispatch import VARIABLE
 from shoal.lowlevel.native import LEVELS, levels
 from tests.kernels.threads import threads_of_torch
 from tests.norm_reference import Case, assert_no_worse, fused
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not
 NAMES = ("y", "mean_y", "variance_y", "x", "mean", "scale", "shift", "weight", "bias")
 each_level = pytest.mark.parametrize("level", levels())
 each_kind = pytest.mark.parametrize(
-    ("kernel", "winograd"), [(1, False), (3, False), (3, True)], ids=["1x1", "3x3", "3x3 by squares"]
+    ("kernel", "winograd"), [(1, False), (3, False), (3, True)], ids=["1x1", "3x3", "3x3 Winograd"]
 )
 
 
@@ -50,7 +51,7 @@ def drawn(
     size: tuple[int, int],
     *,
     seed: int = 0,
-    rectify: bool = True,
+    relu: bool = True,
     offset: float = 0.3,
     statistics: bool = True,
     normalise: bool = True,
@@ -71,7 +72,7 @@ def drawn(
         shift=draw(inner) if normalise else None,
         weight=draw(outer, inner, kernel, kernel) / (inner * kernel * kernel) ** 0.5,
         bias=draw(outer) if bias else None,
-        rectify=rectify,
+        relu=relu,
         grads=(
             channels_last(draw(images, outer, *size)),
             draw(outer) if statistics else None,
@@ -95,7 +96,7 @@ def native(
     assert norm_conv_native.applies(x, case.weight, case.bias, moved)
     vectors = (case.mean, case.scale, case.shift)
     y, mean_y, variance_y = norm_conv_native.forward(
-        x, *vectors, case.rectify, case.weight, case.bias, moved, statistics, out=out, winograd=winograd, level=level
+        x, *vectors, case.relu, case.weight, case.bias, moved, statistics, out=out, winograd=winograd, level=level
     )
     assert mean_y.numel() == variance_y.numel() == (outer if statistics else 0)
     needs = [True, case.mean is not None, True, case.bias is not None]
@@ -107,7 +108,7 @@ def native(
         x,
         *kept,
         *vectors,
-        case.rectify,
+        case.relu,
         case.weight,
         moved,
         needs,
@@ -137,7 +138,7 @@ def expect(case: Case, level: str | None = None, gap: int = 0, winograd: bool | 
     channels=st.tuples(st.integers(1, 70), st.integers(1, 70)),
     size=st.tuples(st.integers(1, 17), st.integers(1, 17)),
     seed=st.integers(0, 999),
-    rectify=st.booleans(),
+    relu=st.booleans(),
     statistics=st.booleans(),
     normalise=st.booleans(),
     bias=st.booleans(),
@@ -157,7 +158,7 @@ def test_it_is_as_exact_as_plain_float32(
     channels: tuple[int, int],
     size: tuple[int, int],
     seed: int,
-    rectify: bool,
+    relu: bool,
     statistics: bool,
     normalise: bool,
     bias: bool,
@@ -171,7 +172,7 @@ def test_it_is_as_exact_as_plain_float32(
         channels,
         size,
         seed=seed,
-        rectify=rectify,
+        relu=relu,
         statistics=statistics,
         normalise=normalise,
         bias=bias,
@@ -181,7 +182,7 @@ def test_it_is_as_exact_as_plain_float32(
 
 
 @each_level
-@pytest.mark.parametrize("winograd", [False, True], ids=["taps", "squares"])
+@pytest.mark.parametrize("winograd", [False, True], ids=["direct", "Winograd"])
 @pytest.mark.parametrize(
     ("kernel", "images", "channels", "size"),
     [
@@ -190,15 +191,15 @@ def test_it_is_as_exact_as_plain_float32(
         (3, 2, (270, 40), (5, 6)),
         (3, 1, (24, 290), (7, 5)),
         (3, 2, (32, 24), (40, 37)),  # strips with rows above and below
-        (3, 5, (20, 18), (3, 3)),  # blocks of squares of several images
-        (3, 3, (190, 180), (17, 9)),  # a weight so wide that threads share the squares
+        (3, 5, (20, 18), (3, 3)),  # blocks of tiles of several images
+        (3, 3, (190, 180), (17, 9)),  # a weight so wide that threads share the tiles
     ],
 )
 def test_panels_and_strips_meet(
     level: str, winograd: bool, kernel: int, images: int, channels: tuple[int, int], size: tuple[int, int]
 ) -> None:
     if winograd and kernel == 1:
-        pytest.skip("a 1 x 1 has no taps")
+        pytest.skip("Winograd's algorithm is for a 3 x 3")
     with threads_of_torch(2):
         expect(drawn(kernel, images, channels, size), level, winograd=winograd)
 
@@ -268,7 +269,7 @@ def test_a_weight_and_a_gradient_of_either_layout_give_the_same() -> None:
 
 
 @each_level
-def test_squares_give_smaller_errors_than_taps(level: str) -> None:
+def test_winograd_gives_smaller_errors_than_a_direct_convolution(level: str) -> None:
     case = drawn(3, 2, (64, 48), (28, 30), statistics=False)
     exact = fused(case, torch.float64)
     for which in (0, 3, 7):  # y, and the gradients of x and of the weight
@@ -283,23 +284,23 @@ def test_squares_give_smaller_errors_than_taps(level: str) -> None:
 
 
 @pytest.mark.parametrize("at", [(5, 5), (0, 0), (4, 11), (11, 6)])
-def test_a_nan_reaches_what_it_does_by_taps(at: tuple[int, int]) -> None:
-    case = drawn(3, 1, (16, 16), (12, 12), statistics=False, normalise=False, rectify=False, bias=False)
+def test_a_nan_reaches_what_it_does_in_a_direct_convolution(at: tuple[int, int]) -> None:
+    case = drawn(3, 1, (16, 16), (12, 12), statistics=False, normalise=False, relu=False, bias=False)
     case.x[0, 3, at[0], at[1]] = torch.nan
-    taps, squares = (native(case, winograd=winograd)[0] for winograd in (False, True))
-    assert taps is not None and squares is not None
-    assert taps.isnan().any() and torch.equal(taps.isnan(), squares.isnan())
+    direct, transformed = (native(case, winograd=winograd)[0] for winograd in (False, True))
+    assert direct is not None and transformed is not None
+    assert direct.isnan().any() and torch.equal(direct.isnan(), transformed.isnan())
 
 
-def test_whether_a_convolution_goes_by_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_a_convolution_goes_winograd_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = channels_last(torch.ones(2, 32, 16, 16)), torch.ones(32, 32, 3, 3)
-    by_squares = norm_conv_native.by_squares
-    assert by_squares(x, weight) and norm_conv_native.pays(x, weight, backward=True)
-    assert not by_squares(x, torch.ones(32, 32, 1, 1))
-    assert not by_squares(x, torch.ones(8, 32, 3, 3)) and not by_squares(x[:, :8], torch.ones(32, 8, 3, 3))
-    assert not by_squares(x[..., :4, :4], weight)  # the weight's transform would be the work
-    monkeypatch.setenv(norm_conv_native.WINOGRAD_VARIABLE, "0")
-    assert not by_squares(x, weight)
+    winograd_pays = norm_conv_native.winograd_pays
+    assert winograd_pays(x, weight) and norm_conv_native.backward_pays(x, weight, None, window(3))
+    assert not winograd_pays(x, torch.ones(32, 32, 1, 1))
+    assert not winograd_pays(x, torch.ones(8, 32, 3, 3)) and not winograd_pays(x[:, :8], torch.ones(32, 8, 3, 3))
+    assert not winograd_pays(x[..., :4, :4], weight)  # the weight's transform would be the work
+    monkeypatch.setenv(VARIABLE, "no-winograd")
+    assert not winograd_pays(x, weight)
     case = drawn(3, 2, (32, 32), (16, 16))
     assert torch.equal(native(case)[0], native(case, winograd=False)[0])  # type: ignore[arg-type]
 
@@ -353,18 +354,18 @@ def test_it_says_which_cases_it_does() -> None:
 
 def test_pixels_apart_are_told_from_other_layouts() -> None:
     x = channels_last(torch.ones(2, 6, 3, 4))
-    assert pitch(x) == pitch(x[:, 2:4]) == 6
-    assert pitch(torch.ones(3, 5, 1, 1)) == 5
-    assert pitch(torch.ones(3, 1, 2, 2)) == 1
-    assert pitch(x[:, :, :2]) is None and pitch(x[:, :, :, 1:]) is None
-    assert pitch(x[:, ::2]) is None and pitch(x.transpose(2, 3)) is None
-    assert pitch(x[:1].expand(2, -1, -1, -1)) is None
+    assert row_stride(x) == row_stride(x[:, 2:4]) == 6
+    assert row_stride(torch.ones(3, 5, 1, 1)) == 5
+    assert row_stride(torch.ones(3, 1, 2, 2)) == 1
+    assert row_stride(x[:, :, :2]) is None and row_stride(x[:, :, :, 1:]) is None
+    assert row_stride(x[:, ::2]) is None and row_stride(x.transpose(2, 3)) is None
+    assert row_stride(x[:1].expand(2, -1, -1, -1)) is None
 
 
 def test_the_level_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     case = drawn(1, 1, (9, 7), (3, 3))
     for level in levels():
-        monkeypatch.setenv(LEVEL_VARIABLE, level)
+        monkeypatch.setenv(VARIABLE, level)
         assert torch.equal(native(case)[0], native(case, level)[0])  # type: ignore[arg-type]
     absent = next((level for level in LEVELS if level not in levels()), "avx1024")
     with pytest.raises(InputError, match=absent):

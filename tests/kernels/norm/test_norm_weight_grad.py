@@ -35,7 +35,7 @@ class Case:
         images: int,
         channels: tuple[int, int],
         size: tuple[int, int],
-        rectify: bool = True,
+        relu: bool = True,
         normalise: bool = True,
         gap: int = 0,
         seed: int = 0,
@@ -46,14 +46,14 @@ class Case:
         wide = channels_last(draw(images, inner + gap, *size))
         self.x = wide[:, gap // 2 : gap // 2 + inner]
         self.vectors = [draw(inner) if normalise else None for _ in range(3)]
-        self.weight, self.rectify, self.window = draw(outer, inner, kernel, kernel), rectify, window(kernel, stride)
+        self.weight, self.relu, self.window = draw(outer, inner, kernel, kernel), relu, window(kernel, stride)
         sides = [(side - 1) // stride + 1 for side in size]
         self.grad = channels_last(draw(images, outer + gap, *sides))[:, :outer]
 
     def native(self, level: str | None = None) -> torch.Tensor:
         mean, scale, shift = self.vectors
         return norm_weight_grad.weight_grad(
-            self.grad, self.x, mean, scale, shift, self.rectify, self.weight, self.window, level=level
+            self.grad, self.x, mean, scale, shift, self.relu, self.weight, self.window, level=level
         )
 
     def plain(self, dtype: torch.dtype) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Case:
         mean, scale, shift = self.vectors
         if mean is not None and scale is not None and shift is not None:
             a = (a - row(mean)) * row(scale) + row(shift)
-        a = a.relu() if self.rectify else a
+        a = a.relu() if self.relu else a
         stride, padding = list(self.window.stride), list(self.window.padding)
         y = torch.nn.functional.conv2d(a.to(dtype), weight, None, stride, padding)
         return torch.autograd.grad(y, weight, self.grad.to(dtype))[0]
@@ -81,7 +81,7 @@ class Case:
     images=st.integers(1, 3),
     channels=st.tuples(st.integers(1, 70), st.integers(1, 70)),
     size=st.tuples(st.integers(1, 17), st.integers(1, 17)),
-    rectify=st.booleans(),
+    relu=st.booleans(),
     normalise=st.booleans(),
     gap=st.sampled_from([0, 1, 16]),
     seed=st.integers(0, 999),
@@ -96,7 +96,7 @@ def test_it_is_as_exact_as_plain_float32(
     images: int,
     channels: tuple[int, int],
     size: tuple[int, int],
-    rectify: bool,
+    relu: bool,
     normalise: bool,
     gap: int,
     seed: int,
@@ -105,7 +105,7 @@ def test_it_is_as_exact_as_plain_float32(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        Case(kernel, stride, images, channels, size, rectify, normalise, gap, seed).expect(level)
+        Case(kernel, stride, images, channels, size, relu, normalise, gap, seed).expect(level)
     finally:
         torch.set_num_threads(before)
 

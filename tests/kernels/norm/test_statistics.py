@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.kernels.norm.statistics import layout_of, statistics, whole_gradient
+from shoal.kernels.memory_format import memory_format_of
+from shoal.kernels.norm.statistics import statistics, whole_gradient
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
@@ -52,5 +53,5 @@ def test_the_whole_gradient_is_that_of_the_tensor_and_of_its_statistics(
 def test_the_layout_of_a_slice_is_that_of_the_tensor() -> None:
     x = torch.ones(2, 3, 4, 5)
     for whole, layout in ((x, torch.contiguous_format), (x.to(memory_format=torch.channels_last), torch.channels_last)):
-        assert layout_of(whole) == layout_of(whole[:, :2]) == layout_of(whole[1:]) == layout
-    assert layout_of(x[:, :1]) == layout_of(x[:, :, :1, :1]) == torch.contiguous_format
+        assert memory_format_of(whole) == memory_format_of(whole[:, :2]) == memory_format_of(whole[1:]) == layout
+    assert memory_format_of(x[:, :1]) == memory_format_of(x[:, :, :1, :1]) == torch.contiguous_format

@@ -42,15 +42,15 @@ def test_trains_as_the_network_itself_where_some_maps_are_fused(
     name: str, level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for least in (1 << 20, 600, 513, 400):  # of maps of 128 to 1280 elements
-        monkeypatch.setattr(fusion_size, "LEAST_ELEMS", least)
+        monkeypatch.setattr(fusion_size, "MIN_ELEMS", least)
         net = _built(name)
         _same(_trained(fuse_batchnorm(copy.deepcopy(net), level), 2), _trained(net, 2))
 
 
 @pytest.mark.parametrize("least", [1 << 30, 15000, 4000])
 def test_dense_blocks_of_which_some_are_small(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusion_size, "LEAST_ELEMS", 4000)
-    monkeypatch.setattr(fusion_size, "LEAST_BLOCK_ELEMS", least)
+    monkeypatch.setattr(fusion_size, "MIN_ELEMS", 4000)
+    monkeypatch.setattr(fusion_size, "MIN_BLOCK_ELEMS", least)
     net = _dense_net().double()
     fused = fuse_batchnorm(copy.deepcopy(net))
     for model in (net, fused):
@@ -77,7 +77,7 @@ def _wide_net() -> nn.Sequential:
 @pytest.mark.skipif(not levels(), reason="the native library was not built")
 def test_small_maps_are_fused_where_the_convolution_alone_is_worth_it() -> None:
     net, images = _wide_net(), _large_images()
-    assert images.numel() // 3 * 32 < fusion_size.LEAST_ELEMS
+    assert images.numel() // 3 * 32 < fusion_size.MIN_ELEMS
     weights = torch.randn((2, 32, 32, 32), generator=torch.Generator().manual_seed(2))
     found = []
     for model, dtype in (
@@ -107,7 +107,7 @@ def test_inputs_of_which_nothing_is_fused_run_the_network_itself(monkeypatch: py
     for _ in range(3):
         fused(small).sum().backward()
     assert calls == [small.shape] * 2  # once it was found out
-    monkeypatch.setattr(fusion_size, "LEAST_BLOCK_ELEMS", 1)
+    monkeypatch.setattr(fusion_size, "MIN_BLOCK_ELEMS", 1)
     fused(_large_images()).sum().backward()
     fused(_large_images()).sum().backward()
     assert calls == [small.shape] * 2
@@ -125,7 +125,7 @@ def test_a_copy_decides_by_its_own_layers(copied: Callable[[Any], Any], monkeypa
         nn.init.zeros_(parameter)
     plain = copy.deepcopy(twin.unfused)
     assert torch.equal(twin(images), plain(images))
-    monkeypatch.setattr(fusion_size, "LEAST_BLOCK_ELEMS", 1)
+    monkeypatch.setattr(fusion_size, "MIN_BLOCK_ELEMS", 1)
     for _ in range(2):
         torch.testing.assert_close(twin(_large_images()), plain(_large_images()), rtol=1e-4, atol=1e-4)
     calls: list[object] = []
@@ -137,7 +137,7 @@ def test_a_copy_decides_by_its_own_layers(copied: Callable[[Any], Any], monkeypa
 
 
 def test_what_other_threads_run_meanwhile_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusion_size, "LEAST_ELEMS", 4096)
+    monkeypatch.setattr(fusion_size, "MIN_ELEMS", 4096)
     net = nn.Sequential(_wide_net(), nn.ReLU(), nn.Conv2d(32, 4, 1), nn.Identity())
     waiting: list[torch.Tensor] = []
 
@@ -182,7 +182,7 @@ def test_who_wants_the_bytes_says_always(monkeypatch: pytest.MonkeyPatch) -> Non
         for model in (net, fuse_batchnorm(net, when="always"), fuse_batchnorm(net, when="pays"))
     )
     assert always < 0.5 * plain and pays <= plain
-    monkeypatch.setattr(fusion_size, "LEAST_BLOCK_ELEMS", 15000)  # the second block is smaller
+    monkeypatch.setattr(fusion_size, "MIN_BLOCK_ELEMS", 15000)  # the second block is smaller
     assert always < _saved_bytes(fuse_batchnorm(net), images) < pays
 
 
@@ -223,7 +223,7 @@ def test_a_compiler_is_not_asked_which_kernels_there_are(monkeypatch: pytest.Mon
     def asked(*unused: object) -> bool:
         raise AssertionError("it would have to look into the native library")
 
-    monkeypatch.setattr(fusion_size.norm_conv_native, "applies", asked)
+    monkeypatch.setattr(fusion_size, "runs_winograd", asked)
     window, weight = Window([1, 1], [1, 1], [1, 1], 1), torch.ones(64, 64, 3, 3)
     size = fusion_size.FusionSize("pays")
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+import shoal
 from shoal.errors import CaptureError, InputError
-from shoal.transforms.invert.invert_batchnorm import invert_batchnorm, restore_batchnorm
+from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
 from shoal.transforms.invert.inverted_model import RestoredModel
 from tests.engine.training_laws import conv_bn_relu, same_bits
 from tests.inverted_networks import small_resnet, with_trained_layers
@@ -29,7 +30,7 @@ def test_there_and_back_the_network_is_what_it_was() -> None:
     net = with_trained_layers(small_resnet()).eval()
     x = torch.randn(4, 3, 12, 12)
     before, state = net(x), copy.deepcopy(net.state_dict())
-    restored = restore_batchnorm(invert_batchnorm(net), activation="relu")
+    restored = invert_batchnorm(net).restore(activation="relu")
     assert restored is net
     assert not restored.training
     torch.testing.assert_close(restored(x), before, rtol=1e-5, atol=1e-5)
@@ -48,7 +49,7 @@ def test_a_trained_inverted_network_is_restored_to_the_same_function(training: b
     x = torch.randn(4, 3, 12, 12)
     before = copy.deepcopy(converted)(x)
     names = list(converted.state_dict())
-    restored = restore_batchnorm(converted)
+    restored = converted.restore()
     assert isinstance(restored, RestoredModel)
     assert list(restored.state_dict()) == names
     torch.testing.assert_close(restored(x), before, rtol=1e-5, atol=1e-5)
@@ -78,7 +79,7 @@ def test_trained_scales_at_below_and_near_zero_come_back_to_the_bit_and_are_told
     converted = invert_batchnorm(net, slope=1e-6)
     assert "in channels 0, 1, 2, 3" in converted.describe().splitlines()[2]
     torch.testing.assert_close(converted(x), before, rtol=1e-3, atol=1e-3)  # the four scales are eps, or 2 eps
-    restored = restore_batchnorm(copy.deepcopy(converted), activation="relu")
+    restored = copy.deepcopy(converted).restore(activation="relu")
     torch.testing.assert_close(restored(x), before, rtol=1e-5, atol=1e-5)
     assert all(same_bits(value, state[name]) for name, value in restored.state_dict().items())
 
@@ -89,11 +90,11 @@ def test_a_network_trained_in_the_inverted_form_is_the_same_function_after_it_is
     assert min(converted.get_parameter(f"{name}.weight").min() for name in ("1", "3.bn1", "6")) < 0
     x = torch.randn(4, 3, 12, 12)
     before = converted(x)
-    torch.testing.assert_close(restore_batchnorm(converted)(x), before, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(converted.restore()(x), before, rtol=1e-5, atol=1e-5)
 
 
 def test_a_restored_network_is_inverted_again() -> None:
-    restored = restore_batchnorm(invert_batchnorm(with_trained_layers(small_resnet()), slope=0.2)).eval()
+    restored = invert_batchnorm(with_trained_layers(small_resnet()), slope=0.2).restore().eval()
     x = torch.randn(4, 3, 12, 12)
     before = restored(x)
     again = invert_batchnorm(restored)
@@ -103,13 +104,13 @@ def test_a_restored_network_is_inverted_again() -> None:
         ("6", "ELU", 1.0),
     ]
     torch.testing.assert_close(again(x), before, rtol=1e-4, atol=1e-5)
-    assert restore_batchnorm(again) is restored
+    assert again.restore() is restored
     torch.testing.assert_close(restored(x), before, rtol=1e-5, atol=1e-5)
 
 
 def test_a_network_whose_activations_did_not_change_is_restored_as_itself() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.1))
-    assert restore_batchnorm(invert_batchnorm(net)) is net
+    assert invert_batchnorm(net).restore() is net
 
 
 def inexact() -> nn.Sequential:
@@ -128,7 +129,7 @@ def test_channels_over_the_limit_are_refused_by_name_and_nothing_changes() -> No
     assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
     converted = invert_batchnorm(net, limit=1.0)
     with pytest.raises(InputError, match="channels 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"):
-        restore_batchnorm(converted, limit=3.5e-6)
+        converted.restore(limit=3.5e-6)
     assert converted.reconstruction_errors()["1"].argmax() in (2, 3)
     assert converted.reconstruction_errors(torch.bfloat16)["1"].min() > 1e-3
 
@@ -137,7 +138,7 @@ def test_inexact_channels_are_told_when_a_network_is_restored(caplog: pytest.Log
     converted = invert_batchnorm(inexact())
     assert "in channels 2, 3" in converted.describe()
     with caplog.at_level(logging.WARNING):
-        restore_batchnorm(converted)
+        converted.restore()
     assert "inverted batch norm was inexact in 1: channels 2, 3" in caplog.text
 
 
@@ -153,11 +154,21 @@ def test_mistakes_are_told() -> None:
         (lambda: invert_batchnorm(converted), "inverted already"),
         (lambda: invert_batchnorm("resnet"), "model is a str"),  # type: ignore[arg-type]
         (lambda: invert_batchnorm(small_resnet(), limit=0), "limit=0: expected the largest error allowed"),
-        (lambda: restore_batchnorm(small_resnet()), "expected what shoal.invert_batchnorm returned"),  # type: ignore[arg-type]
-        (lambda: restore_batchnorm(converted, activation="elu"), "activation='elu'"),  # type: ignore[arg-type]
+        (lambda: converted.restore(activation="elu"), "activation='elu'"),  # type: ignore[arg-type]
     ):
         with pytest.raises(InputError, match=said):
             mistake()
+
+
+def test_the_old_name_warns_with_the_new_one() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    with pytest.warns(DeprecationWarning, match=r"call model\.restore\(\)"):
+        assert shoal.restore_batchnorm(invert_batchnorm(net), activation="relu") is net
+    with (
+        pytest.warns(DeprecationWarning, match="shoal.restore_batchnorm"),
+        pytest.raises(InputError, match="expected what shoal.invert_batchnorm returned"),
+    ):
+        shoal.restore_batchnorm(net)  # type: ignore[arg-type]
 
 
 class Control(nn.Module):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.kernels.invertible_norm import inverted_batch_norm_reference
+from shoal.kernels.invertible_norm import inverted_batch_norm_sweeps
 from shoal.lowlevel import allocations
-from shoal.transforms.invert.invert_batchnorm import invert_batchnorm, restore_batchnorm
+from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
 from tests.engine.training_laws import conv_bn_relu
 from tests.inverted_networks import small_resnet, with_trained_layers
 
@@ -110,7 +110,7 @@ def test_a_shared_batch_norm_is_converted_in_both_places_or_in_none() -> None:
     for _ in range(2):
         torch.testing.assert_close(converted(x), plain(x), rtol=1e-4, atol=1e-4)
     assert converted.get_buffer("norm.num_batches_tracked") == 4
-    restore_batchnorm(converted)
+    converted.restore()
     torch.testing.assert_close(net.norm.weight, weight, rtol=1e-6, atol=0)
     assert invert_batchnorm(Twice(nn.Sigmoid())).inverted == ()
     assert [left.reason for left in invert_batchnorm(Twice(nn.ELU())).left] == [
@@ -120,7 +120,7 @@ def test_a_shared_batch_norm_is_converted_in_both_places_or_in_none() -> None:
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_a_convolution_s_result_is_written_over_in_eager_mode(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inverted_batch_norm_reference, "_PIECE_ELEMS", 1)
+    monkeypatch.setattr(inverted_batch_norm_sweeps, "_PIECE_ELEMS", 1)
     converted = invert_batchnorm(conv_bn_relu(3, 4, dims))
     x = torch.randn(2, 3, *[8] * dims)
     _, changes = allocations.record(lambda: converted(x).sum().backward())

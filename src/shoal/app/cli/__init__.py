@@ -1,11 +1,11 @@
 """The command line: parse, call, print.
 
-Exit codes: 0 done, 2 an argument, a file, the data or the budget is wrong (one line says what and how to mend it),
+Exit codes: 0 done, 2 an argument, a file, the data or the budget is wrong (one line names what and what to do),
 3 out of memory, 130 interrupted with a checkpoint to resume from (143 after SIGTERM).
 """
 
 from shoal.app.cli import codecs, hardware, plan, train
-from shoal.app.cli.app import app
+from shoal.app.cli.console import app
 
 __all__ = ["app", "codecs", "hardware", "main", "plan", "train"]
 

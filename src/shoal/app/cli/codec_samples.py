@@ -59,7 +59,7 @@ def read(path: str | Path, elems: int | None = None) -> torch.Tensor:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}; give a file of numbers") from error
     if values.numel() == 0:
-        raise InputError(f"{path} holds no numbers; give a file that does")
+        raise InputError(f"{path} is empty; give a file of numbers")
     return values.flatten()[:elems].float().contiguous()
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table as Columns
 
-from shoal.codecs.codec import Codec
+from shoal.codecs import Codec, get, names
 from shoal.codecs.float_codec import FloatCodec
-from shoal.codecs.registry import get, names, needed
+from shoal.codecs.registry import needed
 from shoal.cost.measure import fastest_seconds
 from shoal.errors import InputError
 
@@ -24,7 +24,7 @@ class Trial:
         raw_bytes, payload_bytes: as float32, and encoded.
         largest_error, mean_error: absolute, of the values that are finite before and after.
         largest_relative_error, mean_relative_error: of those that are not zero.
-        lost: finite values that came back infinite or as no number.
+        lost: finite values that came back infinite or as NaN.
         encode_seconds, decode_seconds: the fastest of several, into memory that is there.
     """
 
@@ -91,9 +91,9 @@ def try_codec(codec: FloatCodec, values: torch.Tensor) -> Trial:
     encode_seconds = fastest_seconds(lambda: codec.encode(values, out=payload), values.device)
     decode_seconds = fastest_seconds(lambda: codec.decode(encoded, out=decoded), values.device)
     finite = values.isfinite()
-    came = decoded.isfinite()
-    exact = values[finite & came].double()
-    error = decoded[finite & came].double().sub_(exact).abs_()
+    kept = decoded.isfinite()
+    exact = values[finite & kept].double()
+    error = decoded[finite & kept].double().sub_(exact).abs_()
     relative = (error / exact.abs())[exact != 0]
     return Trial(
         codec=codec.name,
@@ -103,7 +103,7 @@ def try_codec(codec: FloatCodec, values: torch.Tensor) -> Trial:
         mean_error=_mean(error),
         largest_relative_error=_largest(relative),
         mean_relative_error=_mean(relative),
-        lost=int((finite & ~came).sum()),
+        lost=int((finite & ~kept).sum()),
         encode_seconds=encode_seconds,
         decode_seconds=decode_seconds,
     )
@@ -144,7 +144,7 @@ def columns(trials: Iterable[Trial], title: str) -> Columns:
 
 
 def tryable_names() -> list[str]:
-    """Of the codecs that keep values, and so have an error to tell."""
+    """Of the codecs that keep values, and so have an error to measure."""
     return [name for name in names() if not needed(name) and isinstance(get(name), FloatCodec)]
 
 

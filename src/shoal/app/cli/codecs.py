@@ -11,8 +11,7 @@ import typer
 
 import shoal.codecs
 from shoal.app.cli import codec_samples, codec_trial
-from shoal.app.cli.app import app
-from shoal.app.cli.telling import printing, told_plainly
+from shoal.app.cli.console import app, errors_reported, output
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
 
@@ -35,7 +34,7 @@ def codecs(
     GB/s are of float32 that is encoded, or made by decoding. A link faster than the break-even bandwidth carries the
     numbers as they are in less time than it takes to encode and decode them.
     """
-    with told_plainly():
+    with errors_reported():
         if file is not None and distribution is not None:
             raise InputError(f"got both {file} and --distribution {distribution}; give one of them")
         chosen = [codec_trial.of_values(shoal.codecs.get(name)) for name in codec or codec_trial.tryable_names()]
@@ -53,4 +52,4 @@ def codecs(
             where = {"source": name, "elements": values.numel(), "device": device, "threads": torch.get_num_threads()}
             typer.echo(dumps({**where, "codecs": rows}, indent=1))
         else:
-            printing().print(codec_trial.columns(tried, f"{name}: {values.numel():,} float32 on {device}"))
+            output().print(codec_trial.columns(tried, f"{name}: {values.numel():,} float32 on {device}"))

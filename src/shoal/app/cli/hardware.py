@@ -9,8 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-from shoal.app.cli.app import app
-from shoal.app.cli.telling import printing, told_plainly
+from shoal.app.cli.console import app, errors_reported, output
 from shoal.core import presets
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import measure_links
@@ -24,8 +23,8 @@ def hardware(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show this machine, measured in seconds the first time, and those that can be planned for from afar."""
-    with told_plainly():
+    """Show this machine, which takes seconds to measure the first time, and the presets to plan for."""
+    with errors_reported():
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         links = measure_links(device, folder=folder)
@@ -34,6 +33,6 @@ def hardware(
             measured = {**asdict(here), "links": [asdict(link) for link in links]}
             typer.echo(dumps([measured, *map(asdict, elsewhere)], indent=1))
         else:
-            console = printing()
+            console = output()
             console.print(presets.table(machines))
             console.print(presets.link_table(links))

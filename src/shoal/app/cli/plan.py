@@ -14,16 +14,13 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import shoal
 import shoal.app.models
-from shoal import planners
-from shoal.app.cli.app import app
-from shoal.app.cli.arguments import patch_grid
-from shoal.app.cli.telling import errors, printing, told_plainly
-from shoal.app.training.batch_norm_form import in_form, told
+from shoal import Plan, planners
+from shoal.app.cli.console import app, errors, errors_reported, output, patch_grid
+from shoal.app.training.batch_norm_form import described, in_form
 from shoal.app.training.optimizers import optimizer_of
 from shoal.app.training.results import check_writable, save_plan
 from shoal.core import presets
 from shoal.core.hardware import Hardware
-from shoal.core.plan import Plan
 from shoal.core.sizes import parse_bytes
 from shoal.engine.search.max_batch import largest_batches
 from shoal.engine.search.max_batch import table as max_batch_table
@@ -41,7 +38,7 @@ def plan(
     image: Annotated[int, typer.Option(help="Pixels along each side.")] = 224,
     hardware: Annotated[str | None, typer.Option(help="A preset of `shoal hardware`; none means this machine.")] = None,
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(planners.NAMES)}.")] = "joint",
-    optimizer: Annotated[str, typer.Option(help="Whose state counts: sgd, adamw or none.")] = "sgd",
+    optimizer: Annotated[str, typer.Option(help="Optimizer whose state counts: sgd, adamw or none.")] = "sgd",
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="Also find the largest batch that fits, with each planner.")
     ] = False,
@@ -50,12 +47,12 @@ def plan(
     ] = None,
     split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
     grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
-    stochastic: Annotated[float | None, typer.Option(help="Plan for cuts drawn in every step, by this omega.")] = None,
+    stochastic: Annotated[float | None, typer.Option(help="Omega of cuts that are drawn anew in every step.")] = None,
     halo: Annotated[str | None, typer.Option(help="exact: patches overlap, and the function stays the same.")] = None,
     batch_norm: Annotated[
         str | None, typer.Option(help="fused (or a level: rcf, mvf, bnff, icf), or inverted, with LeakyReLU for ReLU.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print figures as JSON instead of a text.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for plan.json, plan.html and trace.json.")] = None,
 ) -> None:
     """Plan a step without running it, for this machine or for one that is not here.
@@ -63,7 +60,7 @@ def plan(
     With --hardware the network takes no memory, whatever its size. With --max-batch a plan that does not fit still
     ends with exit code 2, after the batches that do.
     """
-    with told_plainly():
+    with errors_reported():
         target = None if hardware is None else presets.get(hardware)
         budget_bytes = _budget_bytes(budget, target)
         shape = shoal.app.models.example_shape(model, batch, image)
@@ -75,7 +72,7 @@ def plan(
             network = shoal.app.models.build(model, seed=0)
             example = torch.empty(shape)
         network = in_form(network, batch_norm)
-        form = told(network)
+        form = described(network)
         patches = None
         if split is not None:
             divided = shoal.split(network, split, patch_grid(grid), stochastic, halo=halo)  # type: ignore[arg-type]
@@ -118,7 +115,7 @@ def plan(
                 answers = largest_batches(steps, target, budget_bytes, first=batch, trying=trying)
             figures["max_batch"] = [answer.to_json() for answer in answers]
             if not json:
-                printing().print(max_batch_table(answers))
+                output().print(max_batch_table(answers))
         if json:
             typer.echo(dumps(figures, indent=1))
         if failure is not None:
@@ -135,7 +132,7 @@ def _budget_bytes(budget: str | None, target: Hardware | None) -> int:
 
 @contextmanager
 def _search_shown() -> Iterator[Callable[[str, int], None]]:
-    """A line that tells what is being tried; nothing where nobody watches."""
+    """A line that shows what is being tried; nothing where stderr is no terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("largest batch")

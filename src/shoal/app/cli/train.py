@@ -12,9 +12,7 @@ import typer
 from rich.console import Console
 
 import shoal.app.models
-from shoal.app.cli.app import app
-from shoal.app.cli.arguments import patch_grid
-from shoal.app.cli.telling import OUT_OF_MEMORY, WRONG, tell, told_plainly
+from shoal.app.cli.console import OUT_OF_MEMORY, WRONG, app, errors_reported, patch_grid, report_error
 from shoal.app.training import loop
 from shoal.app.training.display import Display, outcome_table
 from shoal.app.training.options import TrainOptions
@@ -40,75 +38,79 @@ def train(
         ),
     ] = "joint",
     offload_to: Annotated[
-        str, typer.Option(help="Where saved tensors may wait: host, a folder, none, or auto for host on CUDA.")
+        str, typer.Option(help="Where saved tensors may be offloaded: host, a folder, none, or auto for host on CUDA.")
     ] = "auto",
     host_budget: Annotated[
-        str | None, typer.Option(help="Most bytes there, such as 8GiB; half of it by default.")
+        str | None, typer.Option(help="Bytes that offloading may use, such as 8GiB; half of what is free by default.")
     ] = None,
     rehearse: Annotated[
-        str | None, typer.Option(help="A preset of `shoal hardware`: copies take as long beside the CPU as there.")
+        str | None, typer.Option(help="A preset of `shoal hardware`, whose link copies on the CPU imitate.")
     ] = None,
     lossy: Annotated[
         str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")
     ] = None,
     split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
     grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
-    stochastic: Annotated[float | None, typer.Option(help="Draw the cuts anew in every step, by this omega.")] = None,
+    stochastic: Annotated[float | None, typer.Option(help="Omega of cuts that are drawn anew in every step.")] = None,
     halo: Annotated[str | None, typer.Option(help="exact: patches overlap, and the function stays the same.")] = None,
     batch_norm: Annotated[
         str | None, typer.Option(help="fused (or a level: rcf, mvf, bnff, icf), or inverted, with LeakyReLU for ReLU.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write arguments and outcome to this file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for checkpoint, report, plan, trace.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
-    lr: Annotated[float, typer.Option(help="Highest learning rate; it rises to it, then falls along a cosine.")] = 0.02,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")] = False,
+    lr: Annotated[float, typer.Option(help="Highest learning rate, between warm-up and cosine decay.")] = 0.02,
     momentum: Annotated[float, typer.Option(help="SGD's momentum.")] = 0.9,
     weight_decay: Annotated[float, typer.Option(help="Weight decay.")] = 5e-4,
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "sgd",
-    seed: Annotated[int, typer.Option(help="Of weights, order, augmentation and dropout.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, order, augmentation and dropout.")] = 0,
     workers: Annotated[int, typer.Option(help="Processes that load images.")] = 0,
     image: Annotated[int | None, typer.Option(help="Pixels along each side.")] = None,
-    inner: Annotated[str, typer.Option(help="What runs the planned graphs: eager or inductor.")] = "eager",
+    kernels: Annotated[
+        str, typer.Option("--kernels", "--inner", help="What runs the planned graphs: eager or inductor.")
+    ] = "eager",
     amp: Annotated[str, typer.Option(help="Autocast: bf16, fp16 or none.")] = "none",
     channels_last: Annotated[
-        bool, typer.Option("--channels-last/--contiguous", help="How images lie in memory.")
+        bool, typer.Option("--channels-last/--contiguous", help="Memory format of images and weights.")
     ] = True,
-    root: Annotated[str | None, typer.Option(help="Where the data set lies.")] = None,
+    root: Annotated[str | None, typer.Option(help="Folder of the data set.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     compress_gradients: Annotated[
-        str, typer.Option(help="Under torchrun: gradients travel in a codec such as dynamic_tree, in auto, or in none.")
+        str,
+        typer.Option(help="Under torchrun: codec of gradients, such as dynamic_tree; auto measures which pays."),
     ] = "none",
     weights: Annotated[
-        str | None, typer.Option(help="host: weights and optimizer there; sharded: a share on each rank of torchrun.")
+        str | None, typer.Option(help="host: keep weights and optimizer in host memory; sharded: a shard on each rank.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="Of --weights on their way: 8, 16, 24 or 32 bits, or bf16.")
+        str | None, typer.Option(help="Precision in which --weights are sent: 8, 16, 24 or 32 bits, or bf16.")
     ] = None,
     adaptive_precision: Annotated[
-        bool, typer.Option("--adaptive-precision", help="Bits by layer, more of them as training goes on (AWP).")
+        bool, typer.Option("--adaptive-precision", help="Adapt the bits of each layer while training (AWP).")
     ] = False,
     one_byte: Annotated[
-        str | None, typer.Option(help="Of weights in 8 bits: a codec such as dynamic_tree, not a float's top byte.")
+        str | None,
+        typer.Option(help="Codec of weights in 8 bits, such as dynamic_tree; by default a float's top byte."),
     ] = None,
     awp_threshold: Annotated[
         float | None, typer.Option(help="AWP's T: how fast a norm must fall for more bits; -0.002 by default.")
     ] = None,
     awp_interval: Annotated[int | None, typer.Option(help="AWP's INTERVAL in batches; an epoch by default.")] = None,
     parallel: Annotated[
-        str | None, typer.Option(help="hybrid: under torchrun, linear layers are shared among the ranks.")
+        str | None, typer.Option(help="hybrid: under torchrun, linear layers are model parallel.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Under torchrun: seconds that one rank waits for another.")] = 600.0,
 ) -> None:
     """Train a network inside a budget.
 
-    With --enforce and --planner none, plain PyTorch trains within the same memory limit: it is expected to run out of
-    memory, with exit code 3. Wrong arguments end with exit code 2. Ctrl-C finishes the step, writes a checkpoint and
-    ends with exit code 130; --resume then continues bit for bit.
+    With --enforce and --planner none, plain PyTorch has the same memory limit: it should run out of memory, with exit
+    code 3. Wrong arguments end with exit code 2. Ctrl-C finishes the step, writes a checkpoint and ends with exit
+    code 130; --resume then continues bit for bit.
 
     Under torchrun every rank trains on its share of each batch, inside a budget of its own. Rank 0 shows the run and
     writes its files; a signal to one rank ends all after the same step, and an error on one names its rank.
     """
-    with told_plainly(quiet=rank_of_torchrun() != 0):
+    with errors_reported(quiet=rank_of_torchrun() != 0):
         data = data or ("synthetic" if model.startswith("unet") else "digits")
         if adaptive_precision and precision is not None:
             raise InputError(f"--adaptive-precision chooses what --precision {precision} fixes; give one of them")
@@ -127,7 +129,7 @@ def train(
             seed=seed,
             workers=workers,
             image=image,
-            inner=inner,
+            kernels=kernels,
             amp=amp,
             channels_last=channels_last,
             root=root,
@@ -151,7 +153,7 @@ def train(
             out=out if out is not None else Path("runs") / f"{model}-{data}",
             resume=resume,
         )
-        shoal.app.models.example_shape(model, batch, 64)  # an unknown network is told before folders are made
+        shoal.app.models.example_shape(model, batch, 64)  # an unknown network is reported before folders are made
         with joined(device, timeout) as ranks:
             code = _train(options, json, ranks)
     raise typer.Exit(code)
@@ -161,13 +163,13 @@ def _train(options: TrainOptions, json: Path | None, ranks: Ranks) -> int:
     try:
         return _train_and_show(replace(options, ranks=ranks.several), json, ranks)
     except torch.OutOfMemoryError as error:
-        code, said = OUT_OF_MEMORY, _out_of_memory(options, str(error))
+        code, message = OUT_OF_MEMORY, _out_of_memory(options, str(error))
     except ShoalError as error:
         if ranks.count == 1:
             raise
-        code, said = WRONG, str(error)
+        code, message = WRONG, str(error)
     if ranks.fails_first():
-        tell(said if ranks.count == 1 else f"rank {ranks.rank}: {said}")
+        report_error(message if ranks.count == 1 else f"rank {ranks.rank}: {message}")
     return code
 
 
@@ -187,7 +189,9 @@ def _train_and_show(options: TrainOptions, json: Path | None, ranks: Ranks) -> i
                 console.print(f"report      {page}", highlight=False, soft_wrap=True)
             console.print(f"checkpoint  {outcome.checkpoint}", highlight=False, soft_wrap=True)
             if outcome.signal:
-                tell(f"interrupted; {outcome.checkpoint} holds the run: the same command with --resume continues it")
+                report_error(
+                    f"interrupted; {outcome.checkpoint} holds the run: the same command with --resume continues it"
+                )
     return 128 + outcome.signal if outcome.signal else 0
 
 
@@ -195,7 +199,7 @@ def _out_of_memory(options: TrainOptions, reason: str) -> str:
     reason = reason.strip().splitlines()[0].removeprefix("out of memory: ")
     who = "plain PyTorch" if options.planner == "none" else f"the plan of {options.planner}"
     where = (
-        f"a memory limit of {format_bytes(options.budget_bytes)}"
+        f"the memory limit of {format_bytes(options.budget_bytes)}"
         if options.enforce and options.budget_bytes
         else "the device's memory"
     )

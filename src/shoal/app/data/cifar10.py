@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from shoal.app.data.location import VARIABLE, data_dir
-from shoal.app.data.source import Images, Source, check_labels
+from shoal.app.data.source import VARIABLE, Images, Source, check_labels, data_dir
 from shoal.core.cache import cache_dir
 from shoal.core.files import write_atomically
 from shoal.errors import InputError
@@ -35,7 +34,7 @@ SAMPLES: Mapping[str, int] = {"train": 50_000, "test": 10_000}
 MEAN = (125.31, 122.95, 113.87)
 DEVIATION = (62.99, 62.09, 66.70)
 
-_MOST_ARCHIVE_BYTES = 2**30  # the archive itself holds a fifth of that
+_MAX_ARCHIVE_BYTES = 2**30  # the archive itself holds a fifth of that
 
 Arrays = dict[str, tuple[NDArray[np.uint8], NDArray[np.int64]]]
 _log = logging.getLogger(__name__)
@@ -206,12 +205,12 @@ def _unpacked(packed: bytes) -> bytes:
     """The archive without its compression, which could make gigabytes of a few bytes.
 
     Raises:
-        EOFError: it is cut, or more than `_MOST_ARCHIVE_BYTES`.
+        EOFError: it is cut, or more than `_MAX_ARCHIVE_BYTES`.
     """
     unpacker = lzma.LZMADecompressor()
-    unpacked = unpacker.decompress(packed, _MOST_ARCHIVE_BYTES)
+    unpacked = unpacker.decompress(packed, _MAX_ARCHIVE_BYTES)
     if not unpacker.eof:
-        raise EOFError(f"it has no end within {_MOST_ARCHIVE_BYTES} bytes")
+        raise EOFError(f"it has no end within {_MAX_ARCHIVE_BYTES} bytes")
     return unpacked
 
 

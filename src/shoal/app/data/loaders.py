@@ -34,11 +34,11 @@ class Order(Sampler[list[int]]):
         batch: samples in a batch, over all ranks.
         seed, shuffle: of the permutation; without `shuffle` samples stay in order.
         rank, ranks: whose share, of how many.
-        crumbs: whether a last batch is given that leaves some rank fewer than two samples where a whole one would not.
+        drop_last: leave out a short last batch that gives some rank fewer than two samples where a whole one would not.
     """
 
     def __init__(
-        self, samples: int, batch: int, seed: int, shuffle: bool, rank: int = 0, ranks: int = 1, crumbs: bool = True
+        self, samples: int, batch: int, seed: int, shuffle: bool, rank: int = 0, ranks: int = 1, drop_last: bool = False
     ) -> None:
         self.samples = samples
         self.batch = batch
@@ -46,12 +46,12 @@ class Order(Sampler[list[int]]):
         self.shuffle = shuffle
         self.rank = rank
         self.ranks = ranks
-        self.least = 0 if crumbs else ranks * min(2, batch // ranks)
+        self.min_images = ranks * min(2, batch // ranks) if drop_last else 0
         self.epoch = 0
         self.first = 0
 
     def __len__(self) -> int:
-        return sum(self.whole(place) >= self.least for place in range(self.first, -(-self.samples // self.batch)))
+        return sum(self.whole(place) >= self.min_images for place in range(self.first, -(-self.samples // self.batch)))
 
     def __iter__(self) -> Iterator[list[int]]:
         rng = np.random.default_rng((self.seed, self.epoch))
@@ -74,7 +74,7 @@ class NoneLike:
 
 
 class Examples(Dataset[Any]):
-    """Samples as a network's inputs. What chance does to one follows from (seed, epoch, index) alone."""
+    """Samples as a network's inputs. Its random augmentation follows from (seed, epoch, index) alone."""
 
     def __init__(self, samples: Samples, source: Source, seed: int, augmented: bool) -> None:
         self.samples = samples
@@ -90,7 +90,7 @@ class Examples(Dataset[Any]):
         return len(self.samples)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch's crops and mirrorings come next. Worker processes must start after it."""
+        """Set the epoch, which crops and mirrorings follow from. Worker processes must start after it."""
         self.epoch = epoch
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +121,7 @@ class Loader(DataLoader[Any]):
         shuffle: whether every epoch has an order of its own.
         workers: processes that prepare batches.
         rank, ranks: of each batch, the share of which rank of how many; it may be empty.
-        crumbs: False leaves out a last batch that gives some rank fewer than two samples where a whole one would not.
+        drop_last: leave out a short last batch that gives some rank fewer than two samples where a whole one would not.
     """
 
     def __init__(
@@ -133,10 +133,10 @@ class Loader(DataLoader[Any]):
         workers: int,
         rank: int = 0,
         ranks: int = 1,
-        crumbs: bool = True,
+        drop_last: bool = False,
     ) -> None:
         self.examples = examples
-        self.order = Order(len(examples), batch, examples.seed, shuffle, rank, ranks, crumbs)
+        self.order = Order(len(examples), batch, examples.seed, shuffle, rank, ranks, drop_last)
         self.batches = -(-len(examples) // batch)
         # A generator of its own: without one, workers are seeded from PyTorch's, and dropout would not repeat itself.
         generator = torch.Generator().manual_seed(examples.seed)
@@ -145,7 +145,7 @@ class Loader(DataLoader[Any]):
         )
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
-        """Say which epoch comes next, and with which batch; without it every epoch is the same.
+        """Set the next epoch, and with which batch it begins; without it every epoch is the same.
 
         Raises:
             InputError: a number is negative, or the epoch has fewer batches.
@@ -174,7 +174,7 @@ def _collate(examples: list[tuple[torch.Tensor, torch.Tensor]] | NoneLike | Inpu
             examples.image.new_empty((0, *examples.image.shape)),
             examples.label.new_empty((0, *examples.label.shape)),
         ]
-    # default_collate stacks into new tensors of torch's own: a memory limit counts the batch.
+    # default_collate stacks into new tensors of torch's own: a memory limit on its allocations counts the batch.
     return examples if isinstance(examples, InputError) else default_collate(examples)
 
 
@@ -202,7 +202,7 @@ class Data:
     classes: tuple[str, ...]
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
-        """Say which epoch `train` gives next; without it every epoch is the same.
+        """Set the epoch that `train` gives next; without it every epoch is the same.
 
         Order and augmentation follow from (seed, epoch) alone, so a resumed run sees what the first would have seen.
 
@@ -224,7 +224,7 @@ def load(
     test = Examples(source.test, source, seed, False)
     return Data(
         name=source.name,
-        train=Loader(train, batch=batch, shuffle=True, workers=workers, rank=rank, ranks=ranks, crumbs=ranks == 1),
+        train=Loader(train, batch=batch, shuffle=True, workers=workers, rank=rank, ranks=ranks, drop_last=ranks > 1),
         test=Loader(test, batch=batch, shuffle=False, workers=workers, rank=rank, ranks=ranks),
         num_classes=len(source.classes),
         in_channels=len(source.mean),

@@ -1,11 +1,14 @@
 """What a data set is before it becomes batches: plain data, no torch.
 
-Raw samples stay numpy arrays or files, so that a memory limit counts the training and not the data set.
+Raw samples stay numpy arrays or files, so that a memory limit counts the training and not the data
+set.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +16,10 @@ from numpy.typing import NDArray
 
 from shoal.app.data.pixels import channels_first, resize
 from shoal.errors import InputError
+
+VARIABLE = "SHOAL_DATA"
+# Beside the project: a folder that several checkouts share.
+DEFAULT = Path("..") / "shared" / "data"
 
 
 class Samples(Protocol):
@@ -94,3 +101,15 @@ def check_labels(labels: NDArray[Any], classes: int, where: str) -> NDArray[np.i
     if len(empty):
         raise InputError(f"{where}: class {empty[0]} has no sample, expected all of {classes}; complete the data set")
     return labels
+
+
+def data_dir() -> Path:
+    """The folder named by SHOAL_DATA, else `../shared/data` beside the working directory or beside this checkout.
+
+    It need not exist: whoever reads a data set from it reports what is missing.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    beside_checkout = Path(__file__).resolve().parents[4] / DEFAULT
+    return beside_checkout if beside_checkout.is_dir() and not DEFAULT.is_dir() else DEFAULT

@@ -29,7 +29,7 @@ __all__ = ["build", "example_shape", "names"]
 
 @dataclass(frozen=True)
 class _Network:
-    """How to make a network, its classes when nobody says, its spatial dimensions, the halvings it insists on."""
+    """How to make a network, its default classes, its spatial dimensions, and how often it halves its input."""
 
     make: Callable[..., nn.Module]
     num_classes: int = 1000

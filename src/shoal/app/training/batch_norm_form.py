@@ -6,10 +6,10 @@ from typing import Any, cast
 
 from torch import nn
 
+from shoal import fuse_batchnorm, invert_batchnorm
 from shoal.errors import InputError
-from shoal.transforms.fuse.fuse_batchnorm import FusedModule, fuse_batchnorm
+from shoal.transforms.fuse.fuse_batchnorm import FusedModule
 from shoal.transforms.fuse.fuse_graph import LEVELS
-from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
 from shoal.transforms.invert.inverted_model import InvertedModel
 
 FORMS = ("fused", *LEVELS, "inverted")
@@ -33,7 +33,7 @@ def in_form(model: nn.Module, form: str | None) -> FusedModule | InvertedModel |
     return invert_batchnorm(model) if form == "inverted" else fuse_batchnorm(model, cast(Any, _level(form)))
 
 
-def told(model: nn.Module) -> str:
+def described(model: nn.Module) -> str:
     """One line for what `in_form` returned: how many batch norms have that form; empty for any other network."""
     if isinstance(model, FusedModule):
         return f"fuse_batchnorm, {str(model.summary).splitlines()[0]}"

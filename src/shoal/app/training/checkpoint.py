@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from shoal.app.training.arrangement import Arrangement
 from shoal.app.training.ranks import Ranks
+from shoal.app.training.strategy import Strategy
 from shoal.core.files import write_atomically
 from shoal.errors import InputError, ShoalError, brief
 
@@ -57,7 +57,7 @@ def save(
     path: Path,
     arguments: Mapping[str, Any],
     position: Position,
-    arrangement: Arrangement,
+    strategy: Strategy,
     scaler: torch.amp.GradScaler,
     ranks: Ranks | None = None,
 ) -> Path:
@@ -68,12 +68,12 @@ def save(
     """
     ranks = ranks or Ranks()
     own = {
-        "encoded": {step: list(names) for step, names in _encoded(arrangement.network).items()},
+        "encoded": {step: list(names) for step, names in _encoded(strategy.network).items()},
         "generator": torch.get_rng_state(),
         "cuda_generators": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "travel": arrangement.own_state(),
+        "travel": strategy.own_state(),
     }
-    whole_state, every = arrangement.state(), ranks.collect(own)
+    whole_state, every = strategy.state(), ranks.collect(own)
     if not ranks.first:
         return path
     state = {
@@ -94,7 +94,7 @@ def save(
 def load(
     path: Path,
     arguments: Mapping[str, Any],
-    arrangement: Arrangement,
+    strategy: Strategy,
     scaler: torch.amp.GradScaler,
     ranks: Ranks | None = None,
 ) -> Position:
@@ -103,7 +103,7 @@ def load(
     Args:
         path: of the checkpoint.
         arguments: those of this run; they must equal the checkpoint's.
-        arrangement, scaler: freshly made with those arguments; filled in.
+        strategy, scaler: freshly made with those arguments; filled in.
         ranks: which of them this is; None: the only one.
 
     Raises:
@@ -123,10 +123,10 @@ def load(
         raise InputError(f"{path} belongs to another run ({'; '.join(differing)}); resume with the same arguments")
     try:
         own = state["ranks"][ranks.rank if ranks else 0]
-        arrangement.load_state(state)
-        arrangement.load_own_state(own["travel"])
+        strategy.load_state(state)
+        strategy.load_own_state(own["travel"])
         scaler.load_state_dict(state["scaler"])
-        _encoded(arrangement.network).update({step: tuple(names) for step, names in own["encoded"].items()})
+        _encoded(strategy.network).update({step: tuple(names) for step, names in own["encoded"].items()})
         torch.set_rng_state(own["generator"])
         if torch.cuda.is_available() and own["cuda_generators"]:
             torch.cuda.set_rng_state_all(own["cuda_generators"])
@@ -140,7 +140,7 @@ def load(
 
 
 def _encoded(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """What the plans of each step encode, where `shoal.compile` made them: numbers hang on it."""
+    """What the plans of each step encode, where `shoal.compile` made them: the numbers of a run depend on it."""
     status = getattr(model, "shoal", None)
     return {} if status is None else status.encoded
 

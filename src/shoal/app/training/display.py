@@ -1,4 +1,4 @@
-"""A run on the terminal: the plan as a table, a live bar, the outcome. One line an epoch where nobody watches."""
+"""A run on the terminal: the plan as a table, a live bar, the outcome. Without a terminal, one line an epoch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from shoal.app.training.bytes_on_wire import bytes_by_kind
 from shoal.app.training.options import Outcome, Progress, TrainOptions
+from shoal.app.training.results import bytes_by_kind
 from shoal.core.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from shoal.core.plan import Plan
+    from shoal import Plan
 
 
 class Display:
@@ -107,7 +107,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def outcome_table(options: TrainOptions, outcome: Outcome) -> Table:
-    """What came of the run."""
+    """The results of the run."""
     table = Table(title=f"{escape(options.model)} on {escape(options.data)}", show_header=False)
     accuracy = outcome.test_accuracy
     _row(table, "test accuracy", "not tested" if accuracy is None else f"{accuracy:.1%}")

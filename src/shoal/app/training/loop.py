@@ -24,13 +24,12 @@ from shoal.app.data import Data
 from shoal.app.data.loaders import Loader
 from shoal.app.data.pixels import picture
 from shoal.app.training import checkpoint, prepare
-from shoal.app.training.arrangement import Arrangement
-from shoal.app.training.arrangements import arranged
 from shoal.app.training.optimizers import learning_rate
 from shoal.app.training.options import Outcome, Progress, TrainOptions
-from shoal.app.training.ranks import Ranks, lost_ranks_told
+from shoal.app.training.ranks import Ranks, Stop, asked_to_stop, lost_ranks_reported
 from shoal.app.training.results import check_writable, versions
-from shoal.app.training.stop import Stop, asked_to_stop
+from shoal.app.training.strategies import strategy_of
+from shoal.app.training.strategy import Strategy
 from shoal.memory.limit import MemoryLimit
 from shoal.transforms.split.split import SplitModule
 
@@ -39,7 +38,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Watcher(Protocol):
-    """Told of a run's events while it runs."""
+    """Is called at the events of a run."""
 
     def planned(self, state: Any) -> None:
         """The first step ran; `state` is the compiled model's `.shoal`."""
@@ -59,7 +58,7 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
 
     Raises:
         TransferError: another rank is gone, did not answer in time, or has other options.
-        torch.OutOfMemoryError: a step needs more than the limit of `options.enforce`, or than the device has.
+        torch.OutOfMemoryError: a step exceeded the limit of `options.enforce`, or the device.
         ShoalError: an argument, a file or the data is wrong, no plan fits the budget, the model cannot be captured.
     """
     ranks = ranks or Ranks()
@@ -83,15 +82,15 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
             # Of 1 x 1 kernels, whose strides say the same in two ways.
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-        arrangement = arranged(options, model, ranks, data.train.batches)
+        strategy = strategy_of(options, model, ranks, data.train.batches)
         # Closing is a collective call: not where a rank is gone.
-        stack.push(lambda kind, *_: arrangement.close() if kind is None or ranks.count == 1 else None)
-        run = _Run(options, device, arrangement, data, layout, meter, watcher, ranks)
+        stack.push(lambda kind, *_: strategy.close() if kind is None or ranks.count == 1 else None)
+        run = _Run(options, device, strategy, data, layout, meter, watcher, ranks)
         if options.resume:
             run.resume()
         if options.enforce and meter is not None:
             meter.limit_bytes = options.budget_bytes
-        with asked_to_stop() as run.stop, lost_ranks_told(ranks):
+        with asked_to_stop() as run.stop, lost_ranks_reported(ranks):
             run.train()
         return run.outcome()
 
@@ -103,7 +102,7 @@ class _Run:
         self,
         options: TrainOptions,
         device: torch.device,
-        arrangement: Arrangement,
+        strategy: Strategy,
         data: Data,
         layout: torch.memory_format,
         meter: MemoryLimit | None,
@@ -117,25 +116,23 @@ class _Run:
         self.meter = meter
         self.watcher = watcher
         self.ranks = ranks
-        self.arrangement = arrangement
+        self.strategy = strategy
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp == "fp16")
         self.position = checkpoint.Position.start()
         self.checkpoint = options.out / "checkpoint.pt"
         self.peak_bytes: int | None = None
         self.rates: list[tuple[int, float]] = []
-        self.told_plan = False
+        self.reported_plan = False
         self.stop = Stop()
         self.stopped_by = 0
 
     def resume(self) -> None:
         self.position = checkpoint.load(
-            self.checkpoint, self.options.deciding(), self.arrangement, self.scaler, self.ranks
+            self.checkpoint, self.options.deciding(), self.strategy, self.scaler, self.ranks
         )
 
     def save(self) -> None:
-        checkpoint.save(
-            self.checkpoint, self.options.deciding(), self.position, self.arrangement, self.scaler, self.ranks
-        )
+        checkpoint.save(self.checkpoint, self.options.deciding(), self.position, self.strategy, self.scaler, self.ranks)
 
     def train(self) -> None:
         at = self.position
@@ -143,7 +140,7 @@ class _Run:
         while at.epoch < self.options.epochs:
             self.data.set_epoch(at.epoch, first_batch=at.step)
             now = self._progress(steps)
-            self.arrangement.called.train()
+            self.strategy.called.train()
             for images, labels in self._batches(self.data.train):
                 if self.ranks.count == 1 == len(images) < self.options.batch:
                     at.step += 1
@@ -170,38 +167,38 @@ class _Run:
         if self.meter is not None:
             self.meter.reset_peak()
         began = time.perf_counter()
-        at, arrangement = self.position, self.arrangement
+        at, strategy = self.position, self.strategy
         rate = learning_rate(self.options.lr, at.epoch * steps + at.step, self.options.epochs * steps)
-        for group in arrangement.optimizer.param_groups:
+        for group in strategy.optimizer.param_groups:
             group["lr"] = rate
         whole = self.data.train.order.whole(at.step)
         with self._autocast():
-            outputs = arrangement.called(images)
+            outputs = strategy.called(images)
             loss = nn.functional.cross_entropy(outputs, labels)
         # The ranks' gradients are averaged: where shares differ, each counts as much as it has images.
         fair = loss if len(images) * self.ranks.count == whole else loss * (len(images) * self.ranks.count / whole)
         self.scaler.scale(fair).backward()
-        self.scaler.step(arrangement.optimizer)
+        self.scaler.step(strategy.optimizer)
         self.scaler.update()
-        arrangement.optimizer.zero_grad(set_to_none=True)
+        strategy.optimizer.zero_grad(set_to_none=True)
         right = int((outputs.argmax(1) == labels).sum())
         self._read_peak()
         self._count(loss.item(), right, labels.numel(), whole, len(images) / (time.perf_counter() - began))
-        if not self.told_plan and (state := self._state()) is not None:
+        if not self.reported_plan and (state := self._state()) is not None:
             self.watcher.planned(state)
-            self.told_plan = True
+            self.reported_plan = True
         now = self._progress(steps)
         self.watcher.stepped(now)
         return now
 
     def _count(self, mean: float, right: int, answers: int, images: int, images_per_second: float) -> None:
-        """Add a step's results to the run's, over all ranks, and hear whether one is asked to stop."""
+        """Add a step's results to the run's, over all ranks, and find out whether one is asked to stop."""
         at = self.position
         loss_sum = mean * answers
         if self.ranks.count > 1:
             peak_bytes = -1 if self.peak_bytes is None else self.peak_bytes
-            told = (loss_sum, right, answers, images_per_second, peak_bytes, self.stop.signal)
-            losses, rights, counts, rates, peaks, signals = zip(*self.ranks.fold(told), strict=True)
+            own = (loss_sum, right, answers, images_per_second, peak_bytes, self.stop.signal)
+            losses, rights, counts, rates, peaks, signals = zip(*self.ranks.all_gather(own), strict=True)
             loss_sum, right, answers = sum(losses), int(sum(rights)), int(sum(counts))
             mean, images_per_second = loss_sum / answers, sum(rates)
             self.peak_bytes = None if max(peaks) < 0 else int(max(peaks))
@@ -214,8 +211,8 @@ class _Run:
         self.rates.append((images, images_per_second))
 
     def _state(self) -> Any:
-        """What `shoal.compile` tells of its plan; None for plain PyTorch and before the first step."""
-        state = getattr(self.arrangement.network, "shoal", None)
+        """The `.shoal` of the compiled model once it has a plan; None for plain PyTorch and before the first step."""
+        state = getattr(self.strategy.network, "shoal", None)
         return None if state is None or state.plan is None else state
 
     def _read_peak(self) -> None:
@@ -245,25 +242,25 @@ class _Run:
     @torch.no_grad()
     def _test(self) -> float:
         """The share of right answers on the test images, in quarter batches: testing must fit where training fits."""
-        arrangement, ranks = self.arrangement, self.ranks
-        arrangement.called.eval()
-        arrangement.begin_test()
+        strategy, ranks = self.strategy, self.ranks
+        strategy.called.eval()
+        strategy.begin_test()
         right = answers = 0
-        most = max(1, self.options.batch // 4 // ranks.count)
+        max_images = max(1, self.options.batch // 4 // ranks.count)
         for place, (batch, answer) in enumerate(self._batches(self.data.test)):
             largest_share = -(-self.data.test.order.whole(place) // ranks.count)
-            calls = -(-largest_share // most)  # as many on every rank: a call may be a collective one
+            calls = -(-largest_share // max_images)  # as many on every rank: a call may be a collective one
             for images, labels in zip(batch.tensor_split(calls), answer.tensor_split(calls), strict=True):
                 with self._autocast():
-                    outputs = arrangement.tested(images)
+                    outputs = strategy.tested(images)
                 right += int((outputs.argmax(1) == labels).sum())
                 answers += labels.numel()
-        rights, counts, signals = zip(*ranks.fold((right, answers, self.stop.signal)), strict=True)
+        rights, counts, signals = zip(*ranks.all_gather((right, answers, self.stop.signal)), strict=True)
         self.stopped_by = int(max(signals))
         return sum(rights) / max(1, sum(counts))
 
     def _batches(self, loader: Loader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        # On the CPU the loader's own batch is device memory that the limit counts, unless it comes from a worker.
+        # On the CPU the memory limit counts the loader's own batch, unless it comes from a worker.
         copy = self.options.workers > 0
         for images, labels in loader:
             images = images.to(self.device, copy=copy, memory_format=self.layout)
@@ -289,14 +286,14 @@ class _Run:
             checkpoint=self.checkpoint,
             signal=self.stopped_by if self.position.epoch < self.options.epochs else 0,
             versions=versions(self.options),
-            travel=self.arrangement.explain(),
-            traffic=None if (traffic := self.arrangement.traffic) is None else traffic.to_json(),
+            travel=self.strategy.explain(),
+            traffic=None if (traffic := self.strategy.traffic) is None else traffic.to_json(),
             **self._drawing(),
         )
 
     def _drawing(self) -> dict[str, Any]:
         """Where the patches lie, and an image to draw them over; nothing where nothing is split."""
-        network = self.arrangement.network
+        network = self.strategy.network
         if not isinstance(network, SplitModule):
             return {}
         image, _ = self.data.test.dataset[0]

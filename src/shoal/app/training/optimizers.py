@@ -1,4 +1,4 @@
-"""The optimizers a run may use, and how fast they learn."""
+"""The optimizers a run may use, and its learning rate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def optimizer_of(
 
 
 def learning_rate(highest: float, step: int, steps: int) -> float:
-    """Up linearly over the first tenth of all steps, then down to zero along a cosine. `step` counts from 0.
+    """A linear warm-up over the first tenth of all steps, then a cosine to zero. `step` counts from 0.
+
+    `torch.optim.lr_scheduler.SequentialLR` computes each rate from the one before and differs in the last bit in most
+    steps; of this form a resumed run needs no state.
 
     >>> [round(learning_rate(1.0, step, 20), 2) for step in (0, 1, 10, 19)]
     [0.5, 1.0, 0.54, 0.01]

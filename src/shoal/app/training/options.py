@@ -1,4 +1,4 @@
-"""What a training run is asked to do, and what came of it, as plain data."""
+"""The options of a training run, its progress and its results, as plain data."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.app.training.batch_norm_form import check_form
-from shoal.capture.lossy_options import lossy_of
+from shoal.engine.options import CompileOptions, lossy_options
 from shoal.errors import InputError
 
 if TYPE_CHECKING:
-    from shoal.core.plan import Plan
+    from shoal import Plan
     from shoal.transforms.split.patch_map import PatchMap
 
 PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", "none")
 OPTIMIZERS = ("sgd", "adamw")
 PRECISIONS = ("none", "bf16", "fp16")
-INNERS = ("eager", "inductor")
+KERNELS = ("eager", "inductor")
 WEIGHTS = ("host", "sharded")
 PRECISIONS_OF_WEIGHTS = ("8", "16", "24", "32", "bf16", "adaptive")
 PARALLEL = ("hybrid",)
 
 # What may differ between a run and its continuation without a number changing.
-_FREE = {"budget_bytes", "planner", "enforce", "workers", "inner", "root", "out", "resume"}
+_FREE = {"budget_bytes", "planner", "enforce", "workers", "kernels", "root", "out", "resume"}
 _FREE |= {"offload_to", "host_budget_bytes", "rehearse"}
 
 
@@ -43,7 +43,7 @@ class TrainOptions:
         seed: of the weights, the order, the augmentation and dropout.
         workers: processes that load images; 0 loads them in this one.
         image: pixels along each side; None for what the data set has.
-        inner: what runs the planned graphs, one of `INNERS`.
+        kernels: what runs the planned graphs, one of `KERNELS`.
         amp: autocast's type, one of `PRECISIONS`.
         channels_last: lay images out with channels innermost: faster, and convolutions need no scratch on the CPU.
         root: folder of the data set, None for its usual place.
@@ -57,7 +57,7 @@ class TrainOptions:
         compress_gradients: the codec in which gradients travel, "auto" for what measures fastest, None for float32.
         weights: "host" keeps weights and optimizer on the host, "sharded" a share of them on each rank; None: whole on
             every rank.
-        precision: of `weights` on their way: "8", "16", "24" or "32" bits, "bf16", or "adaptive" (AWP).
+        precision: in which `weights` are sent: "8", "16", "24" or "32" bits, "bf16", or "adaptive" (AWP).
         one_byte: the codec that stands in for 8 bits of them, such as "dynamic_tree"; None: a float's top byte.
         awp_threshold, awp_interval: AWP's T, and its INTERVAL in batches, None for those of an epoch.
         parallel: "hybrid" for data parallel convolutions and model parallel linear layers; None for data parallel.
@@ -79,7 +79,7 @@ class TrainOptions:
     seed: int = 0
     workers: int = 0
     image: int | None = None
-    inner: str = "eager"
+    kernels: str = "eager"
     amp: str = "none"
     channels_last: bool = True
     root: str | None = None
@@ -109,14 +109,14 @@ class TrainOptions:
             ("planner", PLANNERS),
             ("optimizer", OPTIMIZERS),
             ("amp", PRECISIONS),
-            ("inner", INNERS),
+            ("kernels", KERNELS),
         ):
             if getattr(self, name) not in known:
                 raise InputError(f"unknown {name} {getattr(self, name)!r}: give one of {', '.join(known)}")
-        for name, least in (("batch", 1), ("epochs", 1), ("workers", 0), ("image", 1), ("seed", 0)):
+        for name, minimum in (("batch", 1), ("epochs", 1), ("workers", 0), ("image", 1), ("seed", 0)):
             number = getattr(self, name)
-            if number is not None and number < least:
-                raise InputError(f"{name}={number}: it must be at least {least}")
+            if number is not None and number < minimum:
+                raise InputError(f"{name}={number}: it must be at least {minimum}")
         for name in ("lr", "momentum", "weight_decay"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InputError(f"{name}={getattr(self, name)}: it must be a finite number of at least 0")
@@ -130,10 +130,25 @@ class TrainOptions:
             raise InputError("planner 'none' is plain PyTorch, which offloads nothing; choose another planner")
         if self.ranks is not None and self.batch % self.ranks:
             raise InputError(f"batch={self.batch} over {self.ranks} ranks: give a multiple of {self.ranks}")
-        lossy_of(self.lossy, self.planner)
+        if self.planner == "none":
+            lossy_options(self.lossy, self.planner)  # refuses it
         self._check_travel()
         if self.budget_bytes is None and (self.enforce or self.planner != "none"):
             raise InputError("no budget was given; give --budget, such as 150MiB, or --planner none for plain PyTorch")
+        if self.planner != "none":
+            CompileOptions.of(**self.compile_keywords())
+
+    def compile_keywords(self) -> dict[str, Any]:
+        """Those of `shoal.compile`."""
+        return {
+            "budget": self.budget_bytes,
+            "planner": self.planner,
+            "kernels": self.kernels,
+            "offload_to": self.offload_to,
+            "host_budget": self.host_budget_bytes,
+            "rehearse": self.rehearse,
+            "lossy": self.lossy,
+        }
 
     def _check_travel(self) -> None:
         for name, known in (("weights", WEIGHTS), ("precision", PRECISIONS_OF_WEIGHTS), ("parallel", PARALLEL)):
@@ -201,7 +216,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
+    """The results of a run.
 
     Attributes:
         losses: one per training step, earlier parts of a resumed run included.

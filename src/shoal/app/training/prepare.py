@@ -19,6 +19,7 @@ from shoal.app.training.options import TrainOptions
 from shoal.app.training.ranks import Ranks
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
+from shoal.kernels.memory_format import channels_last_format
 from shoal.memory.limit import MemoryLimit, memory_limit
 from shoal.transforms.split.split import SplitModule
 
@@ -101,22 +102,11 @@ def layout(options: TrainOptions, shape: tuple[int, ...]) -> torch.memory_format
     """Of images and weights. A three-dimensional network has another channels-last than a two-dimensional one."""
     if not options.channels_last:
         return torch.preserve_format
-    return torch.channels_last_3d if len(shape) == 5 else torch.channels_last
+    return channels_last_format(len(shape))
 
 
 def compiled(options: TrainOptions, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
     """The network under its budget; as it is for plain PyTorch."""
     if options.planner == "none":
         return model
-    return shoal.compile(
-        model,
-        budget=options.budget_bytes,
-        planner=options.planner,
-        offload_to=options.offload_to,
-        host_budget=options.host_budget_bytes,
-        rehearse=options.rehearse,
-        lossy=options.lossy,
-        optimizer=optimizer,
-        inner=options.inner,
-        name=options.model,
-    )
+    return shoal.compile(model, **options.compile_keywords(), optimizer=optimizer, name=options.model)

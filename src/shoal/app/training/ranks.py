@@ -1,19 +1,22 @@
-"""The processes that train together: who they are, what they tell one another between steps, how they end together."""
+"""The processes that train together: who they are, what they exchange between steps, how they end together."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shoal.distributed import Exchange
 from shoal.distributed.comm.agreement import agree
-from shoal.distributed.comm.exchange import Exchange
 from shoal.errors import InputError, TransferError
 
 _FAILURES = "shoal/failures"
@@ -57,17 +60,17 @@ class Ranks:
         agree(exchange, what, **settings)
         exchange.close()
 
-    def fold(self, numbers: Sequence[float]) -> list[list[float]]:
+    def all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """What every rank passed, by rank; a collective call.
 
-        >>> Ranks().fold([1.0, 2.0])
+        >>> Ranks().all_gather([1.0, 2.0])
         [[1.0, 2.0]]
         """
         if self.count == 1:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(self.count)]
-        with lost_ranks_told(self):
+        with lost_ranks_reported(self):
             dist.all_gather(every, mine)
         return [each.tolist() for each in every]
 
@@ -76,19 +79,19 @@ class Ranks:
         if self.count == 1:
             return [value]
         every = [None] * self.count if self.first else None
-        with lost_ranks_told(self):
+        with lost_ranks_reported(self):
             dist.gather_object(value, every)
         return every or []
 
     def share_buffers(self, model: torch.nn.Module) -> None:
         """Give every rank the buffers of rank 0, such as batch norm's statistics; a collective call."""
         if self.count > 1:
-            with lost_ranks_told(self):
+            with lost_ranks_reported(self):
                 for buffer in model.buffers():
                     dist.broadcast(buffer, src=0)
 
     def fails_first(self) -> bool:
-        """Note that this rank failed; whether it is the first that did, so that only one tells why."""
+        """Note that this rank failed; whether it is the first that did, so that only one reports why."""
         if self.count == 1:
             return True
         try:
@@ -98,7 +101,7 @@ class Ranks:
 
 
 @contextmanager
-def lost_ranks_told(ranks: Ranks) -> Iterator[None]:
+def lost_ranks_reported(ranks: Ranks) -> Iterator[None]:
     """What the backend says where another rank has ended or does not answer becomes a TransferError."""
     try:
         yield
@@ -110,7 +113,7 @@ def lost_ranks_told(ranks: Ranks) -> Iterator[None]:
             raise
         raise TransferError(
             f"lost another of the {ranks.count} ranks, or it did not answer within {ranks.timeout_seconds:g} s "
-            f"({text[:160]}); see what the others tell, then continue with --resume"
+            f"({text[:160]}); see what the others report, then continue with --resume"
         ) from error
 
 
@@ -154,3 +157,32 @@ def joined(device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[Ran
         yield Ranks(dist.get_rank(), dist.get_world_size(), timeout_seconds, grouped=True)
     finally:
         dist.destroy_process_group()
+
+
+class Stop:
+    """Which signal asked the run to end, 0 for none."""
+
+    signal = 0
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Stop]:
+    """Note SIGINT and SIGTERM instead of obeying them at once; a second one acts as ever."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        stop.signal = number
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoal.app.training.bytes_on_wire import bytes_by_kind
+from shoal import Plan
 from shoal.app.training.options import Outcome, TrainOptions
 from shoal.core.files import write_json, write_text
-from shoal.core.plan import Plan
+from shoal.core.sizes import format_bytes
 from shoal.errors import InputError
 from shoal.report.data import Report
 from shoal.report.page import save_html
@@ -20,7 +21,7 @@ from shoal.transforms.split.patch_map import PatchMap
 
 
 def result(options: TrainOptions, outcome: Outcome) -> dict[str, Any]:
-    """The run as plain values: its arguments, then what came of it. Bytes, seconds, and shares in 0..1."""
+    """The run as plain values: its arguments, then its results. Bytes, seconds, and shares in 0..1."""
     return {
         **options.to_json(),
         "predicted_peak_bytes": outcome.predicted_peak_bytes,
@@ -116,3 +117,21 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         raise InputError(f"cannot make the folder {folder}: {error.strerror}; give another one") from error
     write_text(folder / ".writable", "").unlink(missing_ok=True)  # another process may look at the same time
+
+
+def bytes_by_kind(traffic: Mapping[str, Any] | None) -> dict[str, str]:
+    """The bytes that training put on the wire: a line for each kind of `Traffic.to_json`, the mean over all steps.
+
+    >>> total = {"gradients": {"sent_bytes": 2 * 2**20, "raw_bytes": 8 * 2**20}}
+    >>> bytes_by_kind({"steps": 2, "total": total})
+    {'gradients sent': '1.000 MiB a step, 25.0 % of the 4.000 MiB that float32 takes'}
+    """
+    if traffic is None or not traffic["steps"]:
+        return {}
+    return {f"{kind} sent": _words(sent, traffic["steps"]) for kind, sent in traffic["total"].items()}
+
+
+def _words(sent: Mapping[str, int], steps: int) -> str:
+    sent_bytes, raw_bytes = sent["sent_bytes"] // steps, sent["raw_bytes"] // steps
+    share = f"{100 * sent_bytes / raw_bytes:.1f} % of the {format_bytes(raw_bytes)}" if raw_bytes else "none"
+    return f"{format_bytes(sent_bytes)} a step, {share} that float32 takes"

@@ -1,4 +1,4 @@
-"""Ranks tell one another a hash of their settings before they train on them: where one has others, every rank raises.
+"""Ranks compare a hash of their settings before they train on them: where one has others, every rank raises.
 
 A codec, an option or a layout that differs between ranks need not fail: messages of one length are decoded into other
 values, and weights drift apart. The exchange is made once at set-up, and wherever what was agreed on changes.
@@ -19,8 +19,8 @@ from shoal.distributed.comm.message import HEADER_BYTES
 from shoal.errors import TransferError
 
 _HASH_BYTES = 32
-_SAID_BYTES = _HASH_BYTES + 8  # a hash, and how long the text is that it was made of
-_MOST_TOLD = 3  # settings in one line
+_SUMMARY_BYTES = _HASH_BYTES + 8  # a hash, and the length of the text that it was made of
+_MAX_LISTED = 3  # settings in one line
 
 
 def agree(exchange: Exchange, what: str, **settings: object) -> int:
@@ -28,7 +28,7 @@ def agree(exchange: Exchange, what: str, **settings: object) -> int:
 
     Args:
         exchange: between the ranks; nothing else may be under way on it.
-        what: is set up, for errors: "compress_gradients". Ranks that set up different things are told as well.
+        what: is set up, for errors: "compress_gradients". Ranks that set up different things raise it as well.
         settings: by name, in as many words as an error needs; their `str` is compared.
 
     Returns:
@@ -41,12 +41,14 @@ def agree(exchange: Exchange, what: str, **settings: object) -> int:
         return 0
     mine = {"version of Shoal": __version__, "ranks": exchange.ranks, **settings}
     text = json.dumps({name: str(value) for name, value in mine.items()}).encode()
-    said = _told(exchange, _hash(text) + len(text).to_bytes(8, "little"), [_SAID_BYTES] * exchange.ranks, what)
-    if any(one[:_HASH_BYTES] != said[0][:_HASH_BYTES] for one in said):
-        lengths = [int.from_bytes(one[_HASH_BYTES:], "little") for one in said]
-        texts = [json.loads(one) for one in _told(exchange, text, lengths, what)]
+    summaries = _gathered(
+        exchange, _hash(text) + len(text).to_bytes(8, "little"), [_SUMMARY_BYTES] * exchange.ranks, what
+    )
+    if any(one[:_HASH_BYTES] != summaries[0][:_HASH_BYTES] for one in summaries):
+        lengths = [int.from_bytes(one[_HASH_BYTES:], "little") for one in summaries]
+        texts = [json.loads(one) for one in _gathered(exchange, text, lengths, what)]
         raise TransferError(f"{what}: {_difference(texts)}; give every rank the same model, codec and options")
-    return (exchange.ranks - 1) * (HEADER_BYTES + _SAID_BYTES)
+    return (exchange.ranks - 1) * (HEADER_BYTES + _SUMMARY_BYTES)
 
 
 def described(codec: Codec | str | None) -> str:
@@ -71,7 +73,7 @@ def fingerprint(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def short_hash(facts: object) -> str:
-    """Of plain data, for a setting that is too long to be told.
+    """Of plain data, for a setting that is too long for a line.
 
     >>> short_hash([1, "a"]) == short_hash([1, "b"])
     False
@@ -79,8 +81,8 @@ def short_hash(facts: object) -> str:
     return _hash(json.dumps(facts).encode()).hex()[:8]
 
 
-def _told(exchange: Exchange, mine: bytes, sizes_bytes: Sequence[int], what: str) -> list[bytes]:
-    """What every rank tells."""
+def _gathered(exchange: Exchange, mine: bytes, sizes_bytes: Sequence[int], what: str) -> list[bytes]:
+    """What every rank sent."""
     device = "cpu" if exchange.host_sends else f"cuda:{torch.cuda.current_device()}"
     part = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     parts = exchange.all_gather(part, sizes_bytes, what=f"settings of {what}")
@@ -90,15 +92,15 @@ def _told(exchange: Exchange, mine: bytes, sizes_bytes: Sequence[int], what: str
 def _difference(settings: Sequence[dict[str, str]]) -> str:
     """Which settings differ, and who has which."""
     names = {name: None for one in settings for name in one}
-    told = []
+    differing = []
     for name in names:
         by_value: dict[str, list[int]] = {}
         for rank, one in enumerate(settings):
             by_value.setdefault(one.get(name, "not there"), []).append(rank)
         if len(by_value) > 1:
-            told.append(f"{name} " + ", ".join(f"{value} on {_ranks(who)}" for value, who in by_value.items()))
-    more = len(told) - _MOST_TOLD
-    return "ranks differ: got " + "; ".join([*told[:_MOST_TOLD], *([f"and {more} more"] if more > 0 else [])])
+            differing.append(f"{name} " + ", ".join(f"{value} on {_ranks(who)}" for value, who in by_value.items()))
+    more = len(differing) - _MAX_LISTED
+    return "ranks differ: got " + "; ".join([*differing[:_MAX_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
 
 def _ranks(who: Sequence[int]) -> str:

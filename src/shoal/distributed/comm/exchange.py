@@ -1,4 +1,4 @@
-"""Bytes between ranks, checked: every rank gets what every other sent for it, or an error that says who failed.
+"""Bytes between ranks, checked: every rank gets what every other sent for it, or an error that names who failed.
 
 Replaces `torch.distributed.all_to_all_single` and `all_gather_into_tensor` on uint8, where a peer's other size ends
 the process (gloo) or hangs (NCCL), and a damaged or late message is taken for the right one.
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.distributed.comm.checked_all_to_all import HEADER_TAG, CheckedAllToAll
 from shoal.distributed.comm.message import Header
-from shoal.distributed.comm.round import HEADER_TAG, Round
 from shoal.errors import InputError, TransferError
 
 # After an error: what the backend may still read or write, whatever becomes of the exchange.
@@ -26,7 +26,7 @@ class Exchange:
     """A process group of its own over the ranks of another, so that its messages meet no others.
 
     Making one is a collective call. All exchanges are made by one thread at a time, in the same order on every rank.
-    After an error an exchange is spent: every later call raises it again. The other ranks are told of it, so that they
+    After an error an exchange is spent: every later call raises it again. The other ranks are notified, so that they
     raise at their next exchange instead of when their time is up (not where NCCL is the only backend).
 
     Args:
@@ -71,7 +71,7 @@ class Exchange:
         self.sent_bytes = 0
         self._sequence = 0
         self._failure: str | None = None
-        self._open: dict[int, Round] = {}  # by sequence
+        self._open: dict[int, CheckedAllToAll] = {}  # by sequence
         self._lock = Lock()
 
     def all_to_all(
@@ -142,7 +142,7 @@ class Exchange:
             for r, size_bytes in enumerate(sizes_bytes)
         ]
         with self._lock:
-            round_ = Round(
+            messages = CheckedAllToAll(
                 self._group,
                 self._members,
                 self.rank,
@@ -153,9 +153,9 @@ class Exchange:
                 host_headers=self.host_sends,
             )
             self._sequence += 1
-            self._open[round_.sequence] = round_
-        self._run(round_.expect)
-        return Expected(self, round_, sizes_bytes, place if staged else None, out)
+            self._open[messages.sequence] = messages
+        self._run(messages.expect)
+        return Expected(self, messages, sizes_bytes, place if staged else None, out)
 
     def _run(self, stage: Callable[[], None]) -> None:
         if self.ranks == 1:
@@ -168,11 +168,11 @@ class Exchange:
             self.give_up(str(error))
             raise
 
-    def _finish(self, round_: Round) -> None:
-        self._run(round_.finish)
-        self.sent_bytes += round_.sent_bytes
+    def _finish(self, messages: CheckedAllToAll) -> None:
+        self._run(messages.finish)
+        self.sent_bytes += messages.sent_bytes
         with self._lock:
-            del self._open[round_.sequence]
+            del self._open[messages.sequence]
 
     def give_up(self, reason: str) -> None:
         """Raise TransferError(reason) from now on, here and at the others' next exchange; any thread may call it."""
@@ -231,13 +231,13 @@ class Expected:
     def __init__(
         self,
         exchange: Exchange,
-        round_: Round,
+        messages: CheckedAllToAll,
         sizes_bytes: Sequence[int],
         staged_for: torch.device | None,
         out: Sequence[torch.Tensor] | None,
     ) -> None:
         self._exchange = exchange
-        self._round = round_
+        self._messages = messages
         self._sizes_bytes = sizes_bytes
         self._staged_for = staged_for  # where received bytes belong, if they come to the host
         self._out = out
@@ -248,11 +248,11 @@ class Expected:
 
         Args, raises: as of `Exchange.all_to_all`.
         """
-        exchange, round_ = self._exchange, self._round
-        exchange._check_parts(parts, self._sizes_bytes, round_.what)
+        exchange, messages = self._exchange, self._messages
+        exchange._check_parts(parts, self._sizes_bytes, messages.what)
         self._own = parts[exchange.rank]
         host = [part.cpu() for part in parts] if self._staged_for is not None else list(parts)
-        exchange._run(lambda: round_.send(host))
+        exchange._run(lambda: messages.send(host))
 
     def receive(self) -> list[torch.Tensor]:
         """Wait for what each rank sent to this one, and for what this one sent to be on its way.
@@ -261,8 +261,8 @@ class Expected:
             TransferError: as `Exchange.all_to_all`.
         """
         assert self._own is not None, "receive() before send()"
-        rank, received = self._exchange.rank, list(self._round.received)
-        self._exchange._finish(self._round)
+        rank, received = self._exchange.rank, list(self._messages.received)
+        self._exchange._finish(self._messages)
         if self._staged_for is not None and self._out is not None:
             received = [data if r == rank else self._out[r].copy_(data) for r, data in enumerate(received)]
         elif self._staged_for is not None:

@@ -16,7 +16,7 @@ _FIXED = struct.Struct("<4sIQQI")
 _MAGIC = b"SHMS"
 _DATA, _GAVE_UP = 1, 2
 HEADER_BYTES = 256
-_MOST_TEXT_BYTES = HEADER_BYTES - _FIXED.size
+_MAX_TEXT_BYTES = HEADER_BYTES - _FIXED.size
 _ROW = 1024  # words that are summed before the CRC-32 sees them
 
 
@@ -40,7 +40,7 @@ class Header:
     def to_tensor(self) -> torch.Tensor:
         """(HEADER_BYTES,) uint8 on the CPU."""
         kind = _GAVE_UP if self.gave_up else _DATA
-        text = fitting(self.text).encode().ljust(_MOST_TEXT_BYTES, b"\0")
+        text = fitting(self.text).encode().ljust(_MAX_TEXT_BYTES, b"\0")
         fixed = _FIXED.pack(_MAGIC, kind, self.sequence, self.length_bytes, self.checksum)
         return torch.frombuffer(bytearray(fixed + text), dtype=torch.uint8)
 
@@ -61,7 +61,7 @@ def body_tag(sequence: int, length_bytes: int) -> int:
 
 def fitting(text: str) -> str:
     """As much of a text as a header holds."""
-    return text.encode()[:_MOST_TEXT_BYTES].decode(errors="ignore")
+    return text.encode()[:_MAX_TEXT_BYTES].decode(errors="ignore")
 
 
 def read_header(received: torch.Tensor) -> Header | None:

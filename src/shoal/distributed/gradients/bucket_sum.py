@@ -7,16 +7,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Protocol
 
 import torch
 
 from shoal.codecs.float_codec import FloatCodec
-from shoal.distributed.comm.buffers import Buffers
 from shoal.distributed.comm.exchange import Exchange
-from shoal.distributed.gradients.feedback import Feedback
-from shoal.distributed.gradients.layout import Segment
-from shoal.distributed.gradients.segments import (
+from shoal.distributed.gradients.bucket_segments import (
+    Segment,
     Segments,
     add,
     mean_one,
@@ -26,6 +25,49 @@ from shoal.distributed.gradients.segments import (
     unpack,
     unpack_one,
 )
+from shoal.distributed.gradients.error_feedback import ErrorFeedback
+
+
+class Buffers:
+    """Lends buffers to any thread; those given back are lent again.
+
+    The system would clear a new buffer for every message.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._free: list[torch.Tensor] = []
+        self._lent: dict[int, torch.Tensor] = {}  # by address
+
+    def take(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        """(size_bytes,) uint8, with anything in it.
+
+        >>> buffers = Buffers()
+        >>> first = buffers.take(100, torch.device("cpu"))
+        >>> address = first.data_ptr()
+        >>> buffers.give(first)
+        >>> buffers.take(80, torch.device("cpu")).data_ptr() == address
+        True
+        """
+        if size_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=device)
+        with self._lock:
+            here = [place for place, free in enumerate(self._free) if free.device == device]
+            fits = [place for place in here if self._free[place].numel() >= size_bytes]
+            if fits:
+                whole = self._free.pop(min(fits, key=lambda place: self._free[place].numel()))
+            else:
+                if here:  # a larger one takes the place of the largest
+                    self._free.pop(max(here, key=lambda place: self._free[place].numel()))
+                whole = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+            self._lent[whole.data_ptr()] = whole
+            return whole[:size_bytes]
+
+    def give(self, lent: torch.Tensor) -> None:
+        """Take back what `take` lent; it is not to be used any more."""
+        with self._lock:
+            if lent.numel():
+                self._free.append(self._lent.pop(lent.data_ptr()))
 
 
 @dataclass(frozen=True)
@@ -38,8 +80,8 @@ class CodedBucket:
         codec: of the encoded segments.
         rank: of this process.
         ranks: how many.
-        feedback: what is owed, or None to owe nothing.
-        unsettled: what is owed of the rank's own shard, to be added once.
+        feedback: residuals, or None to keep none.
+        unflushed: segments of the rank's own shard whose residuals are still to be added.
     """
 
     what: str
@@ -47,8 +89,8 @@ class CodedBucket:
     codec: FloatCodec
     rank: int
     ranks: int
-    feedback: Feedback | None = None
-    unsettled: set[Segment] = field(default_factory=set)
+    feedback: ErrorFeedback | None = None
+    unflushed: set[Segment] = field(default_factory=set)
 
 
 class Mean(Protocol):
@@ -107,7 +149,7 @@ class ShardedMean:
         self._give(self._sending)
         own = bucket.shards[bucket.rank]
         if bucket.feedback is not None:
-            bucket.feedback.settle(values, bucket.unsettled)
+            bucket.feedback.flush(values, bucket.unflushed)
         others = [message for r, message in enumerate(self._received) if r != bucket.rank]
         mean = self._means[bucket.rank]
         # One segment after the other, while its values are in the caches.

@@ -4,8 +4,8 @@ Encoded, n values take
 
     exchange(bytes) of each round + encode(values) + decode(values)
 
-seconds, where a `Route` says of how many. Encoding and decoding are counted in full: they may overlap with the
-backward pass, but on a CPU they take its cores. The least of the candidates is taken if it saves more than a margin of
+seconds, for each as many as `Route` has. Encoding and decoding are counted in full: they may overlap with the
+backward pass, but on a CPU they take its cores. The fastest candidate is taken if it saves more than a margin of
 what the plain collective takes; else the bucket travels as it is.
 
 The *break-even bandwidth* of a codec is bytes saved / (seconds to encode + seconds to decode): on a faster link sending

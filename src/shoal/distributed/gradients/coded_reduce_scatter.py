@@ -12,31 +12,41 @@ import torch.distributed as dist
 from shoal.codecs.codec import Codec
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.traffic import Traffic, ring_all_gather_bytes
-from shoal.distributed.gradients.feedback import Feedback
-from shoal.distributed.gradients.layout import PART_ELEMS, Piece, Segment
-from shoal.distributed.gradients.segments import Segments, add, message_bytes, pack
+from shoal.distributed.gradients.bucket_segments import (
+    PART_ELEMS,
+    ParameterGrad,
+    Segment,
+    Segments,
+    add,
+    message_bytes,
+    pack,
+)
+from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.errors import InputError
 
 
-def shard_segments(pieces: Sequence[Piece], rank: int) -> Segments:
+def shard_segments(gradients: Sequence[ParameterGrad], rank: int) -> Segments:
     """What a rank's shard is made of: its part of every parameter, one after another, in parts that fit the caches.
 
     Args:
-        pieces: of one rank's shard; every rank's has the same lengths, with padding.
+        gradients: of one rank's shard; every rank's has the same lengths, with padding.
         rank: whose.
 
-    >>> shard_segments([Piece("weight", 100, True), Piece("bias", 3, False)], 1)  # doctest: +NORMALIZE_WHITESPACE
+    >>> gradients = [ParameterGrad("weight", 100, True), ParameterGrad("bias", 3, False)]
+    >>> shard_segments(gradients, 1)  # doctest: +NORMALIZE_WHITESPACE
     (Segment(name='weight', start=100, first=0, elems=100, encoded=True),
      Segment(name='bias', start=3, first=100, elems=3, encoded=False))
     """
     segments = []
     first = 0
-    for piece in pieces:
-        size = PART_ELEMS if piece.encoded else max(1, piece.elems)
-        for start in range(0, piece.elems, size):
-            elems = min(size, piece.elems - start)
-            segments.append(Segment(piece.name, rank * piece.elems + start, first + start, elems, piece.encoded))
-        first += piece.elems
+    for gradient in gradients:
+        size = PART_ELEMS if gradient.encoded else max(1, gradient.elems)
+        for start in range(0, gradient.elems, size):
+            elems = min(size, gradient.elems - start)
+            segments.append(
+                Segment(gradient.name, rank * gradient.elems + start, first + start, elems, gradient.encoded)
+            )
+        first += gradient.elems
     return tuple(segments)
 
 
@@ -46,28 +56,28 @@ class CodedReduceScatter:
 
     Attributes:
         name: of the module, for errors.
-        pieces: of one rank's shard, in FSDP2's order.
+        gradients: of one rank's shard, in FSDP2's order.
         codec: of the encoded ones; None: all travel as they are.
-        plain: FSDP2's own, which allocates, and reduces what does not hold all of the pieces.
+        plain: FSDP2's own, which allocates, and reduces what does not hold all of the gradients.
         exchange: over the ranks that hold shards.
-        feedback: what is owed, or None to owe nothing.
+        feedback: residuals, or None to keep none.
         traffic: where bytes are counted.
         reduced: called after each.
     """
 
     name: str
-    pieces: tuple[Piece, ...]
+    gradients: tuple[ParameterGrad, ...]
     codec: Codec | None
     plain: Any
     exchange: Exchange
-    feedback: Feedback | None
+    feedback: ErrorFeedback | None
     traffic: Traffic
     reduced: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self._shards = [shard_segments(self.pieces, rank) for rank in range(self.exchange.ranks)]
-        self._shard_elems = sum(piece.elems for piece in self.pieces)
-        self._adopted = False
+        self._shards = [shard_segments(self.gradients, rank) for rank in range(self.exchange.ranks)]
+        self._shard_elems = sum(gradient.elems for gradient in self.gradients)
+        self._added = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """As FSDP2 does."""
@@ -103,10 +113,13 @@ class CodedReduceScatter:
 
     def _reduce(self, output: torch.Tensor, shards: torch.Tensor, divisor: int, codec: Codec) -> None:
         rank = self.exchange.rank
-        if self.feedback is not None and not self._adopted:
-            whole = [Piece(piece.name, len(shards) * piece.elems, piece.encoded) for piece in self.pieces]
-            self.feedback.adopt(whole, (), shards.device)
-            self._adopted = True
+        if self.feedback is not None and not self._added:
+            whole = [
+                ParameterGrad(gradient.name, len(shards) * gradient.elems, gradient.encoded)
+                for gradient in self.gradients
+            ]
+            self.feedback.add(whole, (), shards.device)
+            self._added = True
         size_bytes = message_bytes(self._shards[rank], codec)
         sizes = [0 if r == rank else size_bytes for r in range(len(shards))]
         messages = [torch.empty(size, dtype=torch.uint8, device=shards.device) for size in sizes]

@@ -1,8 +1,13 @@
-"""How DistributedDataParallel will cut a model's gradients into buckets, before it has done so."""
+"""DDP's buckets: how it will cut a model's gradients into them, and the communication hook that it calls for each.
 
-from __future__ import annotations
+DDP compares the hook's annotations with the types themselves, so that this module does not postpone their evaluation.
+"""
 
 from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch._C._distributed_c10d import GradBucket
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's default, so that the first all-reduce starts early
@@ -32,3 +37,15 @@ def expected_buckets(
             buckets.append((coded, raw))
             coded = raw = 0
     return [*buckets, (coded, raw)] if coded or raw else buckets
+
+
+class Reducer(Protocol):
+    """What reduces a bucket."""
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The bucket's mean over the ranks, when it is there."""
+
+
+def shoal_gradients_hook(state: Reducer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP calls it when a bucket's gradients are ready; `state` is what `register_comm_hook` was given."""
+    return state.reduce(bucket)

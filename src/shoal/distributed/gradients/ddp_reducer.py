@@ -13,19 +13,18 @@ from torch.autograd import Variable
 from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FloatCodec
 from shoal.distributed.comm.agreement import agree, described, short_hash
-from shoal.distributed.comm.buffers import Buffers
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.traffic import Traffic, ring_all_reduce_bytes
-from shoal.distributed.gradients.bucket_sum import CodedBucket, LocalExactMean, ShardedMean
+from shoal.distributed.gradients.bucket_segments import ParameterGrad, Segment, cut, in_chunks
+from shoal.distributed.gradients.bucket_sum import Buffers, CodedBucket, LocalExactMean, ShardedMean
 from shoal.distributed.gradients.choose_codec import Decision
-from shoal.distributed.gradients.feedback import Feedback
-from shoal.distributed.gradients.layout import Piece, Segment, cut, in_chunks
+from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.reduction_threads import Job, ReductionThreads
 from shoal.errors import ShoalError, TransferError
 
 Chunks = tuple[CodedBucket, ...]
-# How pieces travel: the decision, and its codec or None for an all-reduce of the bucket as it is.
-Decide = Callable[[tuple[Piece, ...], torch.dtype], tuple[Decision, Codec | None]]
+# How gradients travel: the decision, and its codec or None for an all-reduce of the bucket as it is.
+Decide = Callable[[tuple[ParameterGrad, ...], torch.dtype], tuple[Decision, Codec | None]]
 
 
 class DdpReducer:
@@ -35,7 +34,7 @@ class DdpReducer:
         names: of parameters, by `id`.
         decide: how a bucket of so many values and this dtype travels; the same on every rank.
         local_exact: whether `LocalExactMean` is taken instead of `ShardedMean`.
-        feedback: what is owed, or None.
+        feedback: residuals, or None to keep none.
         scatter, gather: used by nobody else from now on.
         traffic: what is sent is counted in.
         step_ended: called after each backward pass that reduced without an error.
@@ -47,7 +46,7 @@ class DdpReducer:
         names: dict[int, str],
         decide: Decide,
         local_exact: bool,
-        feedback: Feedback | None,
+        feedback: ErrorFeedback | None,
         scatter: Exchange,
         gather: Exchange,
         traffic: Traffic,
@@ -76,7 +75,7 @@ class DdpReducer:
         self._closed = False
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The bucket's mean over the ranks. An error is raised when the backward pass ends: DDP would not tell it."""
+        """The bucket's mean over the ranks. An error is raised when the backward pass ends: DDP would not report it."""
         buffer = bucket.buffer()
         in_backward = self._watch_backward()
         if self._failure is not None:
@@ -138,16 +137,16 @@ class DdpReducer:
         names = tuple(self._names.get(id(parameter), f"parameter {id(parameter)}") for parameter in parameters)
         found = self._buckets.get(names)
         if found is None:
-            pieces = tuple(
-                Piece(name, parameter.numel(), encoded=parameter.dim() > 1)
+            gradients = tuple(
+                ParameterGrad(name, parameter.numel(), encoded=parameter.dim() > 1)
                 for name, parameter in zip(names, parameters, strict=True)
             )
-            found = self._planned(bucket, pieces)
-            self._agree_on(bucket, pieces, found[0])
+            found = self._planned(bucket, gradients)
+            self._agree_on(bucket, gradients, found[0])
             self._buckets[names] = found
         return found
 
-    def _agree_on(self, bucket: GradBucket, pieces: tuple[Piece, ...], decision: Decision) -> None:
+    def _agree_on(self, bucket: GradBucket, gradients: tuple[ParameterGrad, ...], decision: Decision) -> None:
         """A bucket that DDP has not filled before, at first and after it cut its buckets anew."""
         if self._closed:
             return
@@ -155,31 +154,31 @@ class DdpReducer:
             self._last.wait()  # NCCL takes messages in one order alone
         self.agree(
             f"gradients of bucket {bucket.index()}",
-            parameters=f"{len(pieces)} of {sum(piece.elems for piece in pieces)} values, "
-            f"hash {short_hash([(piece.name, piece.elems) for piece in pieces])}",
+            parameters=f"{len(gradients)} of {sum(gradient.elems for gradient in gradients)} values, "
+            f"hash {short_hash([(gradient.name, gradient.elems) for gradient in gradients])}",
             dtype=bucket.buffer().dtype,
             codec=described(decision.codec),
         )
 
-    def _planned(self, bucket: GradBucket, pieces: tuple[Piece, ...]) -> tuple[Decision, Chunks | None]:
-        decision, codec = self._decide(pieces, bucket.buffer().dtype)
+    def _planned(self, bucket: GradBucket, gradients: tuple[ParameterGrad, ...]) -> tuple[Decision, Chunks | None]:
+        decision, codec = self._decide(gradients, bucket.buffer().dtype)
         if codec is None:
             return decision, None
         assert isinstance(codec, FloatCodec)  # compress_gradients takes no other
-        shards = cut(pieces, 1 if self._local_exact else self._ranks)
-        unsettled: set[Segment] = set()
+        shards = cut(gradients, 1 if self._local_exact else self._ranks)
+        unflushed: set[Segment] = set()
         if self._feedback is not None:
             own = () if self._local_exact else shards[self._rank]
-            unsettled = self._feedback.adopt(pieces, own, bucket.buffer().device)
+            unflushed = self._feedback.add(gradients, own, bucket.buffer().device)
         what = f"gradients of bucket {bucket.index()}"
         # One of another dtype is summed in a float32 copy, and one that all gather needs its whole bucket: in one.
         whole = self._local_exact or bucket.buffer().dtype != torch.float32
         parts = (shards,) if whole else in_chunks(shards)
         chunks = []
         for number, part in enumerate(parts):
-            settling = set() if self._local_exact else unsettled & set(part[self._rank])
+            flushing = set() if self._local_exact else unflushed & set(part[self._rank])
             name = what if len(parts) == 1 else f"{what}, part {number + 1} of {len(parts)}"
-            chunks.append(CodedBucket(name, part, codec, self._rank, self._ranks, self._feedback, settling))
+            chunks.append(CodedBucket(name, part, codec, self._rank, self._ranks, self._feedback, flushing))
         return decision, tuple(chunks)
 
     def _all_reduce(self, buffer: torch.Tensor, number: int) -> torch.futures.Future[torch.Tensor]:
@@ -226,7 +225,7 @@ class DdpReducer:
         return sum(exchange.sent_bytes for exchange in self._exchanges)
 
     def _fail(self, error: BaseException) -> None:
-        """Any thread: no bucket is reduced from now on, and the other ranks are told."""
+        """Any thread: no bucket is reduced from now on, and the other ranks are notified."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -250,8 +249,8 @@ def _failed(error: BaseException) -> torch.futures.Future[torch.Tensor]:
 
 
 def _lost(number: int, error: RuntimeError) -> TransferError:
-    said = str(error).splitlines()[0]
+    reason = str(error).splitlines()[0]
     return TransferError(
-        f"gradients of bucket {number}, as they are: got an error of torch.distributed: {said}; "
+        f"gradients of bucket {number}, as they are: got an error of torch.distributed: {reason}; "
         "see the other ranks' logs, then start all from the last checkpoint"
     )

@@ -12,31 +12,31 @@ from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FLOATS
 from shoal.core.sizes import format_bytes
 from shoal.distributed.comm.traffic import Traffic
+from shoal.distributed.gradients.bucket_segments import ParameterGrad
 from shoal.distributed.gradients.choose_codec import Chooser, Decision
-from shoal.distributed.gradients.layout import Piece
 
 
 def decide(
-    pieces: Iterable[Piece], dtype: torch.dtype, ranks: int, codec: Codec | None, chooser: Chooser | None
+    gradients: Iterable[ParameterGrad], dtype: torch.dtype, ranks: int, codec: Codec | None, chooser: Chooser | None
 ) -> tuple[Decision, Codec | None]:
     """How what is reduced together travels, the same on every rank; None for as it is.
 
     Args:
-        pieces: all of it, over all ranks.
+        gradients: all of it, over all ranks.
         dtype: in which it is reduced.
         ranks: that reduce it.
         codec: what was asked for, where nothing was measured.
         chooser: what was measured.
 
-    >>> from shoal.distributed.gradients.layout import Piece
-    >>> pieces = Piece("weight", 100, encoded=True), Piece("bias", 10, encoded=False)
-    >>> decision, codec = decide(pieces, torch.float32, 2, registry.get("bf16"), None)
+    >>> from shoal.distributed.gradients.bucket_segments import ParameterGrad
+    >>> gradients = ParameterGrad("weight", 100, encoded=True), ParameterGrad("bias", 10, encoded=False)
+    >>> decision, codec = decide(gradients, torch.float32, 2, registry.get("bf16"), None)
     >>> decision.reason, decision.elems, codec.name
     ('bf16, as asked', 110, 'bf16')
     """
     encoded = raw = 0
-    for piece in pieces:
-        encoded, raw = (encoded + piece.elems, raw) if piece.encoded else (encoded, raw + piece.elems)
+    for gradient in gradients:
+        encoded, raw = (encoded + gradient.elems, raw) if gradient.encoded else (encoded, raw + gradient.elems)
     if dtype not in FLOATS:
         return _asked(None, f"as it is: no codec takes {dtype}", encoded + raw), None
     if chooser is not None:

@@ -54,10 +54,10 @@ class Curve:
         (0.001, 0.001, 0.005)
         """
         ordered = sorted(points)
-        least: list[float] = []
+        lowest: list[float] = []
         for _, seconds in reversed(ordered):
-            least.append(min([seconds, *least[-1:]]))
-        return Curve(tuple(size for size, _ in ordered), tuple(reversed(least)))
+            lowest.append(min([seconds, *lowest[-1:]]))
+        return Curve(tuple(size for size, _ in ordered), tuple(reversed(lowest)))
 
     def at(self, size: float) -> float:
         """Seconds of this size; 0 has none.

@@ -20,16 +20,16 @@ from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.gradients.choose_codec import MARGIN, Chooser
 from shoal.distributed.gradients.link_rates import CodecRates, Curve, LinkRates
 from shoal.errors import TransferError
-from shoal.lowlevel.undisturbed import undisturbed
+from shoal.lowlevel.torch_internals import isolated
 
 CANDIDATES = ("bf16", "dynamic_tree")
 _LINK_BYTES = (8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
 _CODEC_ELEMS = (4 << 10, 64 << 10, 1 << 20, 4 << 20)
 _WARM_RUNS = 2
-_LEAST_TURNS, _MOST_TURNS = 3, 7
+_MIN_TURNS, _MAX_TURNS = 3, 7
 _ENOUGH_SECONDS = 0.06  # of turns of one size
 _LONG_SECONDS = 0.2  # one turn that takes so long says enough: what disturbs it is short beside it
-_MOST_SECONDS = 0.25  # that a run may be expected to take
+_MAX_SECONDS = 0.25  # that a run may be expected to take
 
 
 def measure_choice(
@@ -90,7 +90,7 @@ def measure_link(
     plain_points: list[tuple[int, float]] = []
     exchange_points: list[tuple[int, float]] = []
     timed = _Timed(group, place)
-    with undisturbed(place):
+    with isolated(place):
         for size in sizes:
             part_bytes = size // (ranks - 1)
             parts, part_sizes = [data[:part_bytes]] * ranks, [part_bytes] * ranks
@@ -104,7 +104,7 @@ def measure_link(
             taken = timed.in_turns([plain, exchanged], warm_runs=_WARM_RUNS if size == sizes[0] else 0)
             plain_points.append((size, taken[0]))
             exchange_points.append((part_bytes * (ranks - 1), taken[1]))
-            if max(_next_seconds(plain_points), _next_seconds(exchange_points)) > _MOST_SECONDS:
+            if max(_next_seconds(plain_points), _next_seconds(exchange_points)) > _MAX_SECONDS:
                 break
     return LinkRates(ranks, Curve.of(plain_points), Curve.of(exchange_points))
 
@@ -126,7 +126,7 @@ def codec_rates(
     decoded, total = torch.empty_like(values), torch.zeros_like(values)
     timed = _Timed(group, place)
     found = []
-    with undisturbed(place):
+    with isolated(place):
         for codec in codecs:
             encode_points, decode_points = [], []
             for size in sizes:
@@ -166,8 +166,8 @@ def _next_seconds(points: list[tuple[int, float]]) -> float:
     """
     if len(points) < 2:
         return 0.0
-    (before, least), (size, seconds) = points[-2:]
-    return seconds + max(0.0, seconds - least) / (size - before) * 7 * size
+    (before, shorter), (size, seconds) = points[-2:]
+    return seconds + max(0.0, seconds - shorter) / (size - before) * 7 * size
 
 
 def _plain(way: str, values: torch.Tensor, group: dist.ProcessGroup | None, ranks: int) -> Callable[[], object]:
@@ -191,7 +191,7 @@ class _Timed:
                 run()
             turns = [self._turn(runs)]
             first = self._slowest([sum(turns[0])])[0]
-            wanted = min(_MOST_TURNS, max(_LEAST_TURNS, int(_ENOUGH_SECONDS / max(first, 1e-9))))
+            wanted = min(_MAX_TURNS, max(_MIN_TURNS, int(_ENOUGH_SECONDS / max(first, 1e-9))))
             turns += [self._turn(runs) for _ in range(1, 1 if first > _LONG_SECONDS else wanted)]
             return self._slowest([median(seconds) for seconds in zip(*turns, strict=True)])
         except RuntimeError as error:

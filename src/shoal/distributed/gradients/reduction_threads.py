@@ -1,4 +1,4 @@
-"""Chunks of buckets on their way: a thread that sums what came, and one that decodes the means.
+"""Chunks of buckets on their way: a thread that sums what has arrived, and one that decodes the means.
 
 Both exchanges of all chunks are under way meanwhile, and the backward pass goes on. Chunks stay in order.
 """

@@ -12,15 +12,15 @@ from torch import nn
 from shoal.codecs.codec import Codec
 from shoal.distributed.comm.agreement import agree, described, short_hash
 from shoal.distributed.comm.exchange import Exchange
-from shoal.distributed.comm.fsdp_records import parameter_groups, sharded_modules
 from shoal.distributed.comm.traffic import Traffic
+from shoal.distributed.gradients.bucket_segments import ParameterGrad
 from shoal.distributed.gradients.choose_codec import Chooser, Decision
 from shoal.distributed.gradients.coded_reduce_scatter import CodedReduceScatter
 from shoal.distributed.gradients.decisions import decide, explained
-from shoal.distributed.gradients.feedback import Feedback
-from shoal.distributed.gradients.layout import Piece
+from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.measure_rates import measure_choice
 from shoal.errors import InputError
+from shoal.lowlevel.fsdp_records import parameter_groups, sharded_modules
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -37,7 +37,7 @@ class Unit:
         module: that takes a custom reduce-scatter.
         group: FSDP2's record of its parameters.
         ranks_group: the process group of its shards.
-        pieces: of one rank's shard, padded, in FSDP2's order.
+        gradients: of one rank's shard, padded, in FSDP2's order.
         dtype: gradients are reduced in.
     """
 
@@ -45,7 +45,7 @@ class Unit:
     module: Any
     group: Any
     ranks_group: Any
-    pieces: tuple[Piece, ...]
+    gradients: tuple[ParameterGrad, ...]
     dtype: torch.dtype
 
 
@@ -68,8 +68,8 @@ def units(model: nn.Module) -> Iterator[Unit]:
             if not hasattr(group.mesh_info, "shard_process_group"):
                 continue  # replicated
             trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad]
-            pieces = tuple(
-                Piece(
+            gradients = tuple(
+                ParameterGrad(
                     names.get(id(one.sharded_param), name),
                     one.padded_sharded_param_size.numel(),
                     one.sharded_param.dim() >= 2,
@@ -77,9 +77,9 @@ def units(model: nn.Module) -> Iterator[Unit]:
                 for one in trained
             )
             policy = group.mp_policy
-            if pieces:
+            if gradients:
                 dtype = policy.reduce_dtype or policy.param_dtype or trained[0].sharded_param.dtype
-                yield Unit(name or "the root", module, group, group.mesh_info.shard_process_group, pieces, dtype)
+                yield Unit(name or "the root", module, group, group.mesh_info.shard_process_group, gradients, dtype)
 
 
 class CompressedShards:
@@ -106,19 +106,19 @@ class CompressedShards:
                 self._exchanges[unit.ranks_group] = Exchange(unit.ranks_group, timeout_seconds=timeout_seconds)
         first = self._exchanges[self._units[0].ranks_group]
         self.rank, self.ranks = first.rank, first.ranks
-        self._feedback = Feedback(self.ranks, self.rank) if error_feedback else None
+        self._feedback = ErrorFeedback(self.ranks, self.rank) if error_feedback else None
         for group, exchange in self._exchanges.items():
             agree(exchange, "compress_gradients of shards", **self._settings(group, codec))
         choosers = self._measured() if codec == "auto" else {}
         for unit in self._units:
             exchange = self._exchanges[unit.ranks_group]
-            whole = tuple(replace(piece, elems=exchange.ranks * piece.elems) for piece in unit.pieces)
+            whole = tuple(replace(gradient, elems=exchange.ranks * gradient.elems) for gradient in unit.gradients)
             asked = codec if isinstance(codec, Codec) else None
             decision, taken = decide(whole, unit.dtype, exchange.ranks, asked, choosers.get(unit.ranks_group))
             self.decisions[unit.name] = decision
             plain = unit.group._reduce_scatter_comm
             comm = CodedReduceScatter(
-                unit.name, unit.pieces, taken, plain, exchange, self._feedback, self.traffic, self._count_step
+                unit.name, unit.gradients, taken, plain, exchange, self._feedback, self.traffic, self._count_step
             )
             unit.module.set_custom_reduce_scatter(comm)
         if choosers:
@@ -131,7 +131,7 @@ class CompressedShards:
         return explained(self.traffic, self.ranks, lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank: what it owes; to be saved by every rank beside the model's."""
+        """Residuals of this rank; to be saved by every rank beside the model's."""
         return {"feedback": None if self._feedback is None else self._feedback.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,9 +145,9 @@ class CompressedShards:
         if self._feedback is None or state["feedback"] is None:
             return
         elems = {
-            piece.name: self._exchanges[unit.ranks_group].ranks * piece.elems
+            gradient.name: self._exchanges[unit.ranks_group].ranks * gradient.elems
             for unit in self._units
-            for piece in unit.pieces
+            for gradient in unit.gradients
         }
         self._feedback.load_state_dict(state["feedback"], elems, self._units[0].group.device)
 
@@ -165,7 +165,11 @@ class CompressedShards:
         """What all ranks that hold shards of the same modules must have alike."""
         mine = [unit for unit in self._units if unit.ranks_group is group]
         facts = [
-            (unit.name, str(unit.dtype), [(piece.name, piece.elems, piece.encoded) for piece in unit.pieces])
+            (
+                unit.name,
+                str(unit.dtype),
+                [(gradient.name, gradient.elems, gradient.encoded) for gradient in unit.gradients],
+            )
             for unit in mine
         ]
         return {
@@ -177,7 +181,7 @@ class CompressedShards:
     def _measured(self) -> dict[Any, Chooser]:
         largest: dict[Any, int] = {}
         for unit in self._units:
-            elems = self._exchanges[unit.ranks_group].ranks * sum(piece.elems for piece in unit.pieces)
+            elems = self._exchanges[unit.ranks_group].ranks * sum(gradient.elems for gradient in unit.gradients)
             largest[unit.ranks_group] = max(elems, largest.get(unit.ranks_group, 0))
         device = self._units[0].group.device
         return {

@@ -20,7 +20,7 @@ from shoal.codecs import Codec
 from shoal.distributed.comm.agreement import agree, fingerprint
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.traffic import Traffic
-from shoal.distributed.gradients.gradients import CompressedGradients, compress_gradients
+from shoal.distributed.gradients.compress_gradients import CompressedGradients, compress_gradients
 from shoal.distributed.papers.activation_exchange import ActivationExchange, activation_codec
 from shoal.distributed.papers.dense_border import Border, find_border
 from shoal.distributed.papers.dense_layers import DenseLayers

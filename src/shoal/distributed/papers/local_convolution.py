@@ -75,7 +75,7 @@ class LocalConv2d(nn.Module):
                 f"got an input of shape {tuple(x.shape)}, expected (N, {self.in_channels}, {self.size[0]}, "
                 f"{self.size[1]}); a local layer has a kernel for each place"
             )
-        return local_conv2d(x, self.weight, self.bias, self.kernel_size, self.stride, self.padding)
+        return self.on_all_rows(x, self.weight, self.bias)
 
     def input_rows(self, first: int, last: int) -> tuple[int, int]:
         """The rows of the input that the rows from `first` to before `last` of the result read; of padding none.
@@ -89,6 +89,12 @@ class LocalConv2d(nn.Module):
         start, stop = (min(max(row, 0), height) for row in self._padded_rows(first, last))
         return start, stop
 
+    def on_all_rows(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The whole result, or the feature maps that `weight` and `bias` have kernels of."""
+        height = self.out_size[0]
+        start, stop = self.input_rows(0, height)
+        return self.on_rows(x[:, :, start:stop], weight, bias, 0, height)
+
     def on_rows(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, first: int, last: int
     ) -> torch.Tensor:
@@ -96,7 +102,8 @@ class LocalConv2d(nn.Module):
 
         Args:
             x: (N, in_channels, rows, width), the rows that `input_rows(first, last)` names.
-            weight, bias: of those rows of the result.
+            weight: (O, last - first, out_width, C * kernel_size**2), channels first: of those rows of the result.
+            bias: (O, last - first, out_width), or None.
         """
         if first >= last:  # a result of no rows; gradients of no values, as every rank's optimizer expects some
             y = x.sum() * 0 + weight.sum(3)
@@ -106,7 +113,11 @@ class LocalConv2d(nn.Module):
         above = min(stop, 0) - min(start, 0)
         below = max(stop, self.size[0]) - max(start, self.size[0])
         x = F.pad(x, (self.padding, self.padding, above, below))
-        return local_conv2d(x, weight, bias, self.kernel_size, self.stride, 0)
+        out_channels, height, width, length = weight.shape
+        columns = F.unfold(x, self.kernel_size, stride=self.stride)  # (N, C k², places)
+        kernels = weight.reshape(out_channels, height * width, length).permute(1, 2, 0)
+        y = torch.bmm(columns.permute(2, 0, 1), kernels).permute(1, 2, 0).reshape(len(x), out_channels, height, width)
+        return y if bias is None else y + bias
 
     def _padded_rows(self, first: int, last: int) -> tuple[int, int]:
         """As `input_rows`, padding and all: rows of it are below 0, or from the height on."""
@@ -120,20 +131,3 @@ class LocalConv2d(nn.Module):
             f"{self.in_channels}, {self.out_channels}, size={self.size}, kernel_size={self.kernel_size}, "
             f"stride={self.stride}, padding={self.padding}, bias={self.bias is not None}"
         )
-
-
-def local_conv2d(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel_size: int, stride: int, padding: int
-) -> torch.Tensor:
-    """What `LocalConv2d` computes.
-
-    Args:
-        x: (N, C, H, W).
-        weight: (O, out_height, out_width, C * kernel_size**2), channels first.
-        bias: (O, out_height, out_width), or None.
-    """
-    out_channels, height, width, length = weight.shape
-    columns = F.unfold(x, kernel_size, padding=padding, stride=stride)  # (N, C k², places)
-    kernels = weight.reshape(out_channels, height * width, length).permute(1, 2, 0)
-    y = torch.bmm(columns.permute(2, 0, 1), kernels).permute(1, 2, 0).reshape(len(x), out_channels, height, width)
-    return y if bias is None else y + bias

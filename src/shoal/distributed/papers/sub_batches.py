@@ -63,7 +63,7 @@ class SubBatches:
         self._counts: Future[list[int]] | None = None
 
     def announce(self, rows: int, device: torch.device) -> None:
-        """Tell all ranks how many rows come; before the convolutions, so that nobody waits for it."""
+        """Send all ranks how many rows come; before the convolutions, so that nobody waits for it."""
         self._counts = self._submit(self._count, rows, device)
 
     def __call__(self, h: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -161,7 +161,7 @@ class SubBatches:
         return sum(losses[1:], losses[0]), torch.cat([job.result() for job in leaving]) if leaving else None
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks, who would wait for this one."""
+        """Notify the other ranks, which would wait for this one."""
         reason = f"rank {self.ahead.rank} stopped in its dense layers: {type(error).__name__}: {error}"
         self.ahead.exchange.give_up(reason)
         self.layers.activations.exchange.give_up(reason)
@@ -170,7 +170,7 @@ class SubBatches:
         """After an error between `announce` and the dense layers: the ranks' channel knows best whether one was lost.
 
         Raises:
-            TransferError: one was. Otherwise the error is this rank's own, and the others are told.
+            TransferError: one was. Otherwise the error is this rank's own, and the others are notified.
         """
         if self._counts is not None:
             try:

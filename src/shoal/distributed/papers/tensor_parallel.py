@@ -31,7 +31,7 @@ from shoal.distributed.papers.activation_functions import (
     summed_in_backward,
     summed_to_shares,
 )
-from shoal.distributed.papers.local_convolution import LocalConv2d, local_conv2d
+from shoal.distributed.papers.local_convolution import LocalConv2d
 from shoal.distributed.papers.shares import Share, shares
 from shoal.errors import InputError
 
@@ -201,7 +201,7 @@ class ColumnLocalConv2d(LocalConv2d):
 
     def on_share(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's output channels, from all input channels."""
-        return local_conv2d(x, weight, bias, self.kernel_size, self.stride, self.padding)
+        return self.on_all_rows(x, weight, bias)
 
 
 class SpaceLocalConv2d(LocalConv2d):

@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.errors import InputError
 
-MOST_BITS = 32  # of a float32
+MAX_BITS = 32  # of a float32
 
 
 class LayerBits:
@@ -53,8 +53,8 @@ class LayerBits:
         for what, number in (("interval", interval), ("bits_step", bits_step), ("first_bits", first_bits)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise InputError(f"{what}={number!r}: expected a whole number of 1 or more")
-        if first_bits > MOST_BITS:
-            raise InputError(f"first_bits={first_bits}: expected at most {MOST_BITS}, the bits of a float32")
+        if first_bits > MAX_BITS:
+            raise InputError(f"first_bits={first_bits}: expected at most {MAX_BITS}, the bits of a float32")
         if len(set(names)) != len(names):
             raise InputError(f"layers {list(names)}: expected each name once; rename one")
         self.threshold = threshold
@@ -71,7 +71,7 @@ class LayerBits:
             norms: l2 norm of each layer, in the order of the names.
 
         Returns:
-            The layers whose bits went up. A norm that is no number never counts; one that leaves zero rises.
+            The layers whose bits went up. A norm that is NaN never counts; one that leaves zero rises.
 
         Raises:
             InputError: there are more or fewer norms than layers.
@@ -88,8 +88,8 @@ class LayerBits:
                 self.counts[name] += 1
             if self.counts[name] == self.interval:
                 self.counts[name] = 0
-                if self.bits[name] < MOST_BITS:
-                    self.bits[name] = min(MOST_BITS, self.bits[name] + self.bits_step)
+                if self.bits[name] < MAX_BITS:
+                    self.bits[name] = min(MAX_BITS, self.bits[name] + self.bits_step)
                     grown.append(name)
         return grown
 
@@ -146,7 +146,7 @@ def threshold_from(history: Sequence[Sequence[float]]) -> float:
         history: the norms of all layers after each batch.
 
     Returns:
-        The mean with its sign. At or above 0 the norms grew, and "falls faster than that" says little: watch a
+        The mean with its sign. At or above 0 the norms grew, and "falls faster than that" means little: watch a
         later while, or a run with weight decay.
 
     Raises:

@@ -2,7 +2,7 @@
 
 The masters lie in host memory (pinned on CUDA), where the optimizer works. After its step the weights are packed and
 sent in the order in which the forward pass reads them; a module waits for its own. Gradients go back while the backward
-pass runs. Widths follow AWP, or stay.
+pass runs. The precision follows AWP, or stays.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal.codecs.codec import Codec
 from shoal.codecs.registry import get
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
 from shoal.cost.measure import measure
 from shoal.distributed.comm.traffic import Traffic
 from shoal.distributed.weights.first_use import FirstUse
-from shoal.distributed.weights.lane import Lane, own_storage
+from shoal.distributed.weights.parameter_transfer import ParameterTransfer, own_storage
 from shoal.distributed.weights.precision import AdaptivePrecision, packable
-from shoal.distributed.weights.widths import Widths
+from shoal.distributed.weights.weight_codecs import WeightCodecs, explained
 from shoal.errors import InputError
 from shoal.offload.links.host import HostSlab
 from shoal.offload.links.open_link import OpenLink, open_link
@@ -103,27 +104,27 @@ class HostWeights:
         gradients: str = "raw",
         rehearse: str | Hardware | Link | None = None,
     ) -> None:
-        self._widths = Widths(precision, rounding, one_byte)
+        self._weight_codecs = WeightCodecs(precision, rounding, one_byte)
         self._gradient_codec = None if gradients == "raw" else get(gradients)
-        self.adaptive = self._widths.adaptive
+        self.adaptive = self._weight_codecs.adaptive
         self.traffic = Traffic()
         self.seconds = StepSeconds()
         self._next = StepSeconds()
         self._model, self._optimizer = model, optimizer
-        self._lanes = _lanes_of(model, optimizer, self._widths)
-        self._by_parameter = {lane.parameter: lane for lane in self._lanes}
-        self._order = self._lanes
-        self._link = _opened(self._lanes[0].parameter.device, rehearse)
-        self._lease = self._link.pool.lease(sum(lane.host_bytes for lane in self._lanes))
+        self._transfers = _transfers_of(model, optimizer, self._weight_codecs)
+        self._by_parameter = {transfer.parameter: transfer for transfer in self._transfers}
+        self._order = self._transfers
+        self._link = _opened(self._transfers[0].parameter.device, rehearse)
+        self._lease = self._link.pool.lease(sum(transfer.host_bytes for transfer in self._transfers))
         slab = self._lease.slab
         assert isinstance(slab, HostSlab)
         offset = 0
-        for lane in self._lanes:
-            lane.settle_in(slab, offset)
-            offset += lane.host_bytes
-        _hand_over(optimizer, {lane.parameter: lane.master for lane in self._lanes})
+        for transfer in self._transfers:
+            transfer.settle_in(slab, offset)
+            offset += transfer.host_bytes
+        _hand_over(optimizer, {transfer.parameter: transfer.master for transfer in self._transfers})
         if self.adaptive is not None:
-            self.adaptive.watch({lane.name: lane.master for lane in self._lanes})
+            self.adaptive.watch({transfer.name: transfer.master for transfer in self._transfers})
         self._stale = True  # what the device has is not what the host would send
         self._watching: FirstUse | None = None
         self._knows_order = False
@@ -133,7 +134,7 @@ class HostWeights:
 
     def parameters(self) -> list[nn.Parameter]:
         """The masters, in the order of the model's parameters that the optimizer has."""
-        return [lane.master for lane in self._lanes]
+        return [transfer.master for transfer in self._transfers]
 
     def wait(self) -> None:
         """Have the device's weights whole: as the next forward pass will read them."""
@@ -142,7 +143,7 @@ class HostWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """What `model.state_dict()` and `optimizer.state_dict()` do not hold: AWP's state, plain numbers."""
-        return self._widths.state_dict()
+        return self._weight_codecs.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called; load the model and the optimizer as always.
@@ -150,22 +151,13 @@ class HostWeights:
         Raises:
             InputError: the state is of other layers, or of a run with another kind of precision.
         """
-        self._widths.load_state_dict(state)
+        self._weight_codecs.load_state_dict(state)
         self._stale = True
 
     def explain(self) -> str:
         """In a few lines: how wide each weight travels, and the bytes of the last step."""
-        by_codec: dict[str, int] = {}
-        for lane in self._lanes:
-            codec = self._widths.codec(lane.name) if lane.packs else None
-            kind = "float32" if codec is None else codec.name
-            by_codec[kind] = by_codec.get(kind, 0) + lane.parameter.numel()
-        elems = sum(by_codec.values())
-        lines = [f"{kind}: {100 * share / elems:.1f} % of {elems} weights" for kind, share in by_codec.items()]
-        for kind in self.traffic.kinds:
-            sent = self.traffic.last_step(kind)
-            lines.append(f"{kind}: {sent.sent_bytes} bytes in the last step, {100 * sent.share:.1f} % of float32's")
-        return "\n".join(lines)
+        weights = ((self._codec_of(transfer), transfer.parameter.numel()) for transfer in self._transfers)
+        return explained(weights, self.traffic, self.traffic.kinds)
 
     def close(self) -> None:
         """Put plain training back: the masters' values in the model, its parameters in the optimizer. Twice is once."""
@@ -175,32 +167,32 @@ class HostWeights:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for lane in self._lanes:
-            lane.settle()
-            lane.parameter.data.copy_(lane.master.data)
-            if lane.master.grad is not None:
-                lane.parameter.grad = lane.master.grad.to(lane.parameter.device)
-        _hand_over(self._optimizer, {lane.master: lane.parameter for lane in self._lanes})
+        for transfer in self._transfers:
+            transfer.settle()
+            transfer.parameter.data.copy_(transfer.master.data)
+            if transfer.master.grad is not None:
+                transfer.parameter.grad = transfer.master.grad.to(transfer.parameter.device)
+        _hand_over(self._optimizer, {transfer.master: transfer.parameter for transfer in self._transfers})
         if self.adaptive is not None:
-            self.adaptive.watch({lane.name: lane.parameter for lane in self._lanes})
+            self.adaptive.watch({transfer.name: transfer.parameter for transfer in self._transfers})
         self._closer()
 
     # What the hooks do, in the order of a step.
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        for lane in self._lanes:
-            lane.forget()
+        for transfer in self._transfers:
+            transfer.forget()
         self._waits_for_gradients = False
         self._send_if_stale()
-        self._receive(lane for lane in self._order if lane.used_early)
+        self._receive(transfer for transfer in self._order if transfer.used_early)
         if not self._knows_order and self._watching is None:
             self._watching = FirstUse(self._by_parameter)
             self._watching.__enter__()
 
-    def _before_module(self, lanes: list[Lane], module: nn.Module, inputs: Any) -> None:
+    def _before_module(self, transfers: list[ParameterTransfer], module: nn.Module, inputs: Any) -> None:
         if self._watching is not None:
-            self._watching.announce(lane.parameter for lane in lanes)
-        self._receive(lanes)
+            self._watching.announce(transfer.parameter for transfer in transfers)
+        self._receive(transfers)
 
     def _after_forward(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         watched, self._watching = self._watching, None
@@ -211,31 +203,31 @@ class HostWeights:
             return
         seen = [self._by_parameter[parameter] for parameter in watched.order]
         early = [self._by_parameter[parameter] for parameter in watched.early]
-        self._order = [*seen, *(lane for lane in self._lanes if lane not in seen)]
-        for lane in self._order:
-            lane.used_early = lane in early or lane not in seen
+        self._order = [*seen, *(transfer for transfer in self._transfers if transfer not in seen)]
+        for transfer in self._order:
+            transfer.used_early = transfer in early or transfer not in seen
         self._knows_order = True
 
-    def _after_gradient(self, lane: Lane, parameter: torch.Tensor) -> None:
-        codec = self._gradient_codec if lane.packs else None
+    def _after_gradient(self, transfer: ParameterTransfer, parameter: torch.Tensor) -> None:
+        codec = self._gradient_codec if transfer.packs else None
         if not self._waits_for_gradients:
             self._waits_for_gradients = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-        self.traffic.add("gradients", lane.send_gradient(self._link, codec), lane.raw_bytes)
+        self.traffic.add("gradients", transfer.send_gradient(self._link, codec), transfer.raw_bytes)
 
     def _after_backward(self) -> None:
         self._waits_for_gradients = False
         began = time.perf_counter()
-        for lane in self._lanes:
-            lane.gradient_arrives()
+        for transfer in self._transfers:
+            transfer.gradient_arrives()
         self._next.gradients_waited += time.perf_counter() - began
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if args[1:] or kwargs.get("closure") is not None:
             raise InputError("got a closure, which the weights on the device would not follow; call step() without one")
         self._receive(self._order)
-        for lane in self._lanes:
-            lane.settle()
+        for transfer in self._transfers:
+            transfer.settle()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.adaptive is not None:
@@ -251,44 +243,51 @@ class HostWeights:
         if not self._stale:
             return
         self._receive(self._order)
-        for lane in self._order:
-            lane.settle()
+        for transfer in self._order:
+            transfer.settle()
         self._link.begin_step()
         began = time.perf_counter()
-        for lane in self._order:
-            codec = self._widths.codec(lane.name) if lane.packs else None
-            self.traffic.add("weights", lane.send(self._link, codec), lane.raw_bytes)
+        for transfer in self._order:
+            self.traffic.add("weights", transfer.send(self._link, self._codec_of(transfer)), transfer.raw_bytes)
         self._next.pack += time.perf_counter() - began
         self._stale = False
 
-    def _receive(self, lanes: Iterable[Lane]) -> None:
-        for lane in lanes:
-            if lane.is_under_way:
-                self._next.waited += lane.arrive()
+    def _codec_of(self, transfer: ParameterTransfer) -> Codec | None:
+        return self._weight_codecs.codec(transfer.name) if transfer.packs else None
+
+    def _receive(self, transfers: Iterable[ParameterTransfer]) -> None:
+        for transfer in transfers:
+            if transfer.is_under_way:
+                self._next.waited += transfer.arrive()
                 began = time.perf_counter()
-                lane.unpack()
+                transfer.unpack()
                 self._next.unpack += time.perf_counter() - began
 
     # Checkpoints hold the masters, and fill them.
 
     def _after_state_dict(
-        self, lanes: dict[str, Lane], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+        self,
+        transfers: dict[str, ParameterTransfer],
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Any,
     ) -> None:
-        for name, lane in lanes.items():
+        for name, transfer in transfers.items():
             if prefix + name in state:
-                state[prefix + name] = lane.master.detach()
+                state[prefix + name] = transfer.master.detach()
 
-    def _before_load(self, lanes: dict[str, Lane], *args: Any) -> None:
-        for lane in lanes.values():
-            self._receive([lane])
-            lane.settle()
-            lane.parameter.data.copy_(lane.master.data)  # what the file lacks stays as exact as it is
+    def _before_load(self, transfers: dict[str, ParameterTransfer], *args: Any) -> None:
+        for transfer in transfers.values():
+            self._receive([transfer])
+            transfer.settle()
+            transfer.parameter.data.copy_(transfer.master.data)  # what the file lacks stays as exact as it is
 
-    def _after_load(self, lanes: dict[str, Lane], module: nn.Module, keys: Any) -> None:
-        for name, lane in lanes.items():
-            if getattr(module, name) is not lane.parameter:
-                raise InputError(f"{lane.name} was replaced by load_state_dict(assign=True); load without assign")
-            lane.master.data.copy_(lane.parameter.data)
+    def _after_load(self, transfers: dict[str, ParameterTransfer], module: nn.Module, keys: Any) -> None:
+        for name, transfer in transfers.items():
+            if getattr(module, name) is not transfer.parameter:
+                raise InputError(f"{transfer.name} was replaced by load_state_dict(assign=True); load without assign")
+            transfer.master.data.copy_(transfer.parameter.data)
         self._stale = True
 
     def _hooks(self) -> list[RemovableHandle]:
@@ -298,29 +297,31 @@ class HostWeights:
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
-        for lane in self._lanes:
-            if lane.parameter.requires_grad:
-                hook = partial(self._after_gradient, lane)
-                handles.append(lane.parameter.register_post_accumulate_grad_hook(hook))
+        for transfer in self._transfers:
+            if transfer.parameter.requires_grad:
+                hook = partial(self._after_gradient, transfer)
+                handles.append(transfer.parameter.register_post_accumulate_grad_hook(hook))
         for module in self._model.modules():
-            lanes = {
+            transfers = {
                 name: self._by_parameter[parameter]
                 for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
                 if parameter in self._by_parameter
             }
-            if not lanes:
+            if not transfers:
                 continue
             handles += [
-                module.register_forward_pre_hook(partial(self._before_module, list(lanes.values()))),
-                module.register_state_dict_post_hook(partial(self._after_state_dict, lanes)),
-                module.register_load_state_dict_pre_hook(partial(self._before_load, lanes)),
-                module.register_load_state_dict_post_hook(partial(self._after_load, lanes)),
+                module.register_forward_pre_hook(partial(self._before_module, list(transfers.values()))),
+                module.register_state_dict_post_hook(partial(self._after_state_dict, transfers)),
+                module.register_load_state_dict_pre_hook(partial(self._before_load, transfers)),
+                module.register_load_state_dict_post_hook(partial(self._after_load, transfers)),
             ]
         return handles
 
 
-def _lanes_of(model: nn.Module, optimizer: torch.optim.Optimizer, widths: Widths) -> list[Lane]:
-    """A lane for each parameter of the model that the optimizer moves."""
+def _transfers_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, weight_codecs: WeightCodecs
+) -> list[ParameterTransfer]:
+    """A transfer for each parameter of the model that the optimizer moves."""
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in wanted}
     if not found or len(found) != len(wanted):
@@ -334,12 +335,12 @@ def _lanes_of(model: nn.Module, optimizer: torch.optim.Optimizer, widths: Widths
     if len(devices) != 1:
         raise InputError(f"parameters lie on {', '.join(map(str, devices))}, expected one device; move the model")
     packs = set(packable(model))
-    lanes = []
+    transfers = []
     for name, parameter in found.items():
         own_storage(parameter)
-        most_bytes = widths.most_bytes(parameter.numel()) if name in packs else 0
-        lanes.append(Lane(name, parameter, name in packs, most_bytes))
-    return lanes
+        max_bytes = weight_codecs.max_bytes(parameter.numel()) if name in packs else 0
+        transfers.append(ParameterTransfer(name, parameter, name in packs, max_bytes))
+    return transfers
 
 
 def _opened(device: torch.device, rehearse: str | Hardware | Link | None) -> OpenLink:

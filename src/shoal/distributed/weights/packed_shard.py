@@ -14,7 +14,7 @@ import torch
 
 from shoal.codecs.codec import Codec, Encoded
 from shoal.distributed.comm.traffic import Traffic
-from shoal.distributed.weights.widths import RAW_BYTES
+from shoal.distributed.weights.weight_codecs import RAW_BYTES
 from shoal.errors import TransferError
 
 
@@ -23,7 +23,7 @@ class ShardWire:
 
     Args:
         sharded: FSDP2's own record of the parameter.
-        codec: tells the codec of the moment, the same on all ranks; None for float32 as it is.
+        codec: returns the current codec, the same on all ranks; None for float32 as it is.
         traffic: where bytes are counted.
         ranks: that the parameter is sharded over.
     """
@@ -98,8 +98,8 @@ class PackedShard(torch.Tensor):
         return whole, (whole,)
 
 
-class ToldAllGather:
-    """FSDP2's own all-gather of a module's weights, whose failure says who failed and what to do.
+class CheckedAllGather:
+    """FSDP2's own all-gather of a module's weights, whose failure names who failed and what to do.
 
     Args:
         comm: what FSDP2 gathers with.

@@ -1,4 +1,4 @@
-"""`AdaptivePrecision`: AWP on a model, updated once a batch; it says in how many bytes each weight travels."""
+"""`AdaptivePrecision`: AWP on a model, updated once a batch: in how many bytes each weight travels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.codecs.memory_order import flat, without_gaps
 from shoal.distributed.weights.awp import LayerBits, threshold_from
-from shoal.distributed.weights.norms import square_sums
 from shoal.errors import InputError
 
 _NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_ROW_ELEMS = 1024
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 Groups = Mapping[str, Sequence[torch.Tensor]]
@@ -210,3 +211,36 @@ def _block_of(model: nn.Module, name: str) -> str:
 
 def _is_composite(module: nn.Module) -> bool:
     return not isinstance(module, _CONTAINERS) and next(module.children(), None) is not None
+
+
+@torch.no_grad()
+def square_sums(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The sum of squares of each tensor, read once.
+
+    Replaces `[t.double().square().sum().item() for t in tensors]`; on CUDA one launch and one wait for all of them.
+    Exact enough to see a change of 1e-5: `torch._foreach_norm` on the CPU sums up to 100 million squares in float32:
+    1 % off there, 4e-5 for a convolution of 2.4 million weights, more than ResNet's threshold. Here squares are
+    summed in rows of 1024, and the rows in float64, as fast as memory is read: within 1e-6.
+
+    Args:
+        tensors: of floating point, any shape, on one device.
+
+    >>> square_sums([torch.ones(3), torch.full((2, 2), 2.0)])
+    [3.0, 16.0]
+    """
+    if not tensors:
+        return []
+    if tensors[0].device.type != "cpu":
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))])
+        return norms.square().tolist()
+    return [_on_the_cpu(tensor) for tensor in tensors]
+
+
+def _on_the_cpu(tensor: torch.Tensor) -> float:
+    values = flat(without_gaps(tensor))
+    if values.dtype not in (torch.float32, torch.float64):
+        values = values.float()
+    whole = values.numel() // _ROW_ELEMS * _ROW_ELEMS
+    rows = torch.linalg.vector_norm(values[:whole].view(-1, _ROW_ELEMS), dim=1).double()
+    rest = values[whole:].double()
+    return float(torch.dot(rows, rows) + torch.dot(rest, rest))

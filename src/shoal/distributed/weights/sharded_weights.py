@@ -12,12 +12,12 @@ from torch import nn
 
 from shoal.distributed.comm.agreement import agree, fingerprint
 from shoal.distributed.comm.exchange import Exchange
-from shoal.distributed.comm.fsdp_records import parameter_groups, sharded_modules
 from shoal.distributed.comm.traffic import Traffic
-from shoal.distributed.weights.packed_shard import PackedShard, ShardWire, ToldAllGather, packed
+from shoal.distributed.weights.packed_shard import CheckedAllGather, PackedShard, ShardWire, packed
 from shoal.distributed.weights.precision import AdaptivePrecision, packable
-from shoal.distributed.weights.widths import Widths
+from shoal.distributed.weights.weight_codecs import WeightCodecs, explained
 from shoal.errors import InputError
+from shoal.lowlevel.fsdp_records import parameter_groups, sharded_modules
 
 
 class ShardedWeights:
@@ -62,8 +62,8 @@ class ShardedWeights:
         one_byte: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        self._widths = Widths(precision, rounding, one_byte)
-        self.adaptive = self._widths.adaptive
+        self._weight_codecs = WeightCodecs(precision, rounding, one_byte)
+        self.adaptive = self._weight_codecs.adaptive
         self.traffic = Traffic()
         self._model = model
         _gather_nothing(model)
@@ -75,10 +75,12 @@ class ShardedWeights:
         self._group = mesh.get_group(mesh.ndim - 1)
         self._ranks = mesh.size(mesh.ndim - 1)
         packs = set(packable(model))
-        self._codecs = {name: partial(self._widths.codec, name) if name in packs else _raw for name in self._sharded}
+        self._codecs = {
+            name: partial(self._weight_codecs.codec, name) if name in packs else _raw for name in self._sharded
+        }
         exchange = Exchange(self._group, timeout_seconds=timeout_seconds)
         parameters = [(name, sharded.sharded_param) for name, sharded in self._sharded.items()]
-        agree(exchange, "ShardedWeights", **self._widths.settings(), model=fingerprint(parameters))
+        agree(exchange, "ShardedWeights", **self._weight_codecs.settings(), model=fingerprint(parameters))
         self._exchange: Exchange | None = exchange
         if self.adaptive is None:  # nothing is exchanged later
             exchange.close()
@@ -92,7 +94,7 @@ class ShardedWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """What the model's and the optimizer's states do not hold: AWP's, plain numbers, the same on all ranks."""
-        return self._widths.state_dict()
+        return self._weight_codecs.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called.
@@ -100,25 +102,14 @@ class ShardedWeights:
         Raises:
             InputError: the state is of other layers, or of a run with another kind of precision.
         """
-        self._widths.load_state_dict(state)
+        self._weight_codecs.load_state_dict(state)
         self._state_loaded = True
         _gather_nothing(self._model)
 
     def explain(self) -> str:
         """In a few lines: how wide each weight travels, and the bytes of the last step."""
-        elems: dict[str, int] = {}
-        for name, sharded in self._sharded.items():
-            codec = self._codecs[name]()
-            kind = "float32" if codec is None else codec.name
-            elems[kind] = elems.get(kind, 0) + sharded._orig_size.numel()
-        total = sum(elems.values())
-        sent = self.traffic.last_step("weights")
-        return "\n".join(
-            [
-                *(f"{kind}: {100 * share / total:.1f} % of {total} weights" for kind, share in elems.items()),
-                f"weights: {sent.sent_bytes} bytes in the last step, {100 * sent.share:.1f} % of float32's",
-            ]
-        )
+        weights = ((self._codecs[name](), sharded._orig_size.numel()) for name, sharded in self._sharded.items())
+        return explained(weights, self.traffic, ("weights",))
 
     def close(self) -> None:
         """Put plain FSDP2 back. Call it on every rank; twice is once."""
@@ -131,7 +122,7 @@ class ShardedWeights:
             if isinstance(local, PackedShard):
                 _replace(sharded, local.as_subclass(torch.Tensor))
         for group in _groups(self._model):
-            if isinstance(group._all_gather_comm, ToldAllGather):
+            if isinstance(group._all_gather_comm, CheckedAllGather):
                 group._all_gather_comm = group._all_gather_comm.comm
         if self._exchange is not None:
             self._exchange.close()
@@ -143,8 +134,8 @@ class ShardedWeights:
             if not isinstance(local, PackedShard):
                 _replace(sharded, packed(local, ShardWire(sharded, self._codecs[name], self.traffic, self._ranks)))
         for group in _groups(self._model):
-            if not isinstance(group._all_gather_comm, ToldAllGather):
-                group._all_gather_comm = ToldAllGather(group._all_gather_comm)
+            if not isinstance(group._all_gather_comm, CheckedAllGather):
+                group._all_gather_comm = CheckedAllGather(group._all_gather_comm)
         if self.adaptive is not None:
             shards = {name: sharded.sharded_param._local_tensor for name, sharded in self._sharded.items()}
             self.adaptive.watch(shards, self._sum_up)
@@ -152,7 +143,7 @@ class ShardedWeights:
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         if self._state_loaded and self._exchange is not None:
             self._state_loaded = False
-            agree(self._exchange, "the loaded state of ShardedWeights", **self._widths.settings())
+            agree(self._exchange, "the loaded state of ShardedWeights", **self._weight_codecs.settings())
         # Loading with assign=True puts other tensors there.
         if not all(isinstance(sharded.sharded_param._local_tensor, PackedShard) for sharded in self._sharded.values()):
             _gather_nothing(model)

@@ -20,9 +20,9 @@ from functools import lru_cache
 
 import torch
 
+from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import Offer, encode_residences, encoded, offers
-from shoal.capture.step_reader import Captured
-from shoal.core.lossy import Lossy
+from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.residence import Encode
 from shoal.core.simulate import simulate
@@ -30,7 +30,7 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.errors import BudgetError, PlanError
 from shoal.kernels.encoded_activation import encode, measured_errors
-from shoal.lowlevel.undisturbed import undisturbed
+from shoal.lowlevel.torch_internals import isolated
 from shoal.planners.joint import estimate
 from shoal.planners.recompute_choice import recompute_choice
 
@@ -48,7 +48,7 @@ _NORMAL_ELEMS = 1 << 16
 
 def choose_encoded(
     captured: Captured,
-    lossy: Lossy,
+    lossy: LossyOptions,
     budget_bytes: int,
     costed: Callable[[Captured], StepGraph],
     plan: Callable[[StepGraph], Plan],
@@ -78,7 +78,7 @@ def choose_encoded(
     return search.step(chosen), as_encoded(search.planned(chosen), search.exact, chosen, lossy)
 
 
-def as_encoded(plan: Plan, exact_graph: StepGraph, chosen: Iterable[str], lossy: Lossy) -> Plan:
+def as_encoded(plan: Plan, exact_graph: StepGraph, chosen: Iterable[str], lossy: LossyOptions) -> Plan:
     """A plan of a step with encoded storages that says so: what is encoded, what that adds, with what error."""
     names = tuple(chosen)
     if not names:
@@ -93,19 +93,19 @@ def as_encoded(plan: Plan, exact_graph: StepGraph, chosen: Iterable[str], lossy:
     )
 
 
-def encoded_by(plan: Plan) -> tuple[Lossy, frozenset[str]] | None:
+def encoded_by(plan: Plan) -> tuple[LossyOptions, frozenset[str]] | None:
     """How a plan encodes, and what; None where it encodes nothing."""
     said = {name: r for name, r in plan.residences.items() if isinstance(r, Encode)}
     if not said:
         return None
     first = next(iter(said.values()))
-    return Lossy(first.codec, first.block_elems, first.seed), frozenset(said)
+    return LossyOptions(first.codec, first.block_elems, first.seed), frozenset(said)
 
 
 @lru_cache(maxsize=32)
-def error_on_normal_numbers(lossy: Lossy) -> float:
+def error_on_normal_numbers(lossy: LossyOptions) -> float:
     """||decoded - x|| / ||x|| of a ReLU's output on normal numbers: what to expect before a step has been measured."""
-    with undisturbed(torch.device("cpu")), measured_errors() as errors:
+    with isolated(torch.device("cpu")), measured_errors() as errors:
         drawn = torch.randn(_NORMAL_ELEMS, generator=torch.Generator().manual_seed(0))
         encode(drawn.relu_(), lossy.codec, lossy.block_elems, lossy.seed, math.inf)
     return errors[0]
@@ -117,7 +117,7 @@ class _Search:
     def __init__(
         self,
         captured: Captured,
-        lossy: Lossy,
+        lossy: LossyOptions,
         budget_bytes: int,
         costed: Callable[[Captured], StepGraph],
         plan: Callable[[StepGraph], Plan],

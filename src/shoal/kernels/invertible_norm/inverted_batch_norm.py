@@ -24,13 +24,14 @@ from shoal.kernels.batch_norm_vectors import move_statistics
 from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps
 from shoal.kernels.norm import norm_sweeps
 from shoal.kernels.norm.statistics import wide as wide_of
+from shoal.lowlevel.direct_call import in_functorch, needs_dispatch
 
 _SCHEMA = (
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? variance, float eps, str activation, float slope)"
     " -> (Tensor, Tensor, Tensor)"
 )
 _BACKWARD_SCHEMA = (
-    "(Tensor grad, Tensor y, Tensor? weight, Tensor? bias, Tensor inverse_deviation, bool frozen, float eps,"
+    "(Tensor grad, Tensor y, Tensor? weight, Tensor? bias, Tensor invstd, bool frozen, float eps,"
     " str activation, float slope) -> (Tensor, Tensor, Tensor)"
 )
 
@@ -98,7 +99,7 @@ def inverted_batch_norm_backward(
     y: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    inverse_deviation: torch.Tensor,
+    invstd: torch.Tensor,
     frozen: bool,
     eps: float,
     activation: str,
@@ -110,13 +111,13 @@ def inverted_batch_norm_backward(
         grad: of the result, (N, C, ...).
         y: the result.
         weight, bias, eps, activation, slope: as there.
-        inverse_deviation: (C,), 1 / sqrt(variance + eps).
+        invstd: (C,), 1 / sqrt(variance + eps).
         frozen: whether the statistics were given; otherwise they depend on the input.
 
     Returns:
         Gradients of x, in the layout of `y`, and of weight and bias, (C,) of their dtypes.
     """
-    return _backward_anew(grad, y, weight, bias, inverse_deviation, frozen, eps, activation, slope)
+    return _backward_anew(grad, y, weight, bias, invstd, frozen, eps, activation, slope)
 
 
 def backward_(
@@ -124,14 +125,14 @@ def backward_(
     y: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    inverse_deviation: torch.Tensor,
+    invstd: torch.Tensor,
     frozen: bool,
     eps: float,
     activation: str,
     slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`inverted_batch_norm_backward` that writes the gradient of x over `grad`, which has the layout of `y`."""
-    return grad, *_backward(grad, grad, y, weight, bias, inverse_deviation, frozen, eps, activation, slope)
+    return grad, *_backward(grad, grad, y, weight, bias, invstd, frozen, eps, activation, slope)
 
 
 def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overwrite: bool = False) -> torch.Tensor:
@@ -152,14 +153,14 @@ def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overw
         ValueError: as the layer: `x` has another number of dimensions, or one value per channel in training mode.
     """
     layer._check_input_dim(x)
-    if x.numel() == 0 or _transformed():
+    if x.numel() == 0 or in_functorch():  # for which the op has no rules
         return _plainly(layer, x, activation, slope)
     by_batch = layer.training or layer.running_mean is None
     if by_batch:
         torch.nn.functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
     given = (None, None) if by_batch else (layer.running_mean, layer.running_var)
     arguments = (layer.weight, layer.bias, *given, layer.eps, activation, slope)
-    if _is_eager(x):
+    if not needs_dispatch((x,)):
         overwrite = (
             overwrite and not x._is_view() and not (x.is_leaf and x.requires_grad)
         )  # as torch's own in-place ops
@@ -180,7 +181,7 @@ def reconstruction_error(
     dtype: torch.dtype,
     spread: float = 4.0,
 ) -> torch.Tensor:
-    """How far a normalised input that is made again from the result can be from what it was.
+    """How far a normalised input that is recomputed from the result can be from what it was.
 
     The result is rounded to its dtype, and that is all that is lost. A LeakyReLU keeps its relative accuracy whatever
     the slope; undoing the shift costs |bias| / |scale|, so that a channel whose scale is small beside its shift is
@@ -213,11 +214,6 @@ def reconstruction_error(
     return error / scale
 
 
-def _transformed() -> bool:
-    """Whether a transform of `torch.func` looks on, for which the op has no rules."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def _plainly(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
     """The same function by PyTorch's own ops, which save more."""
     scale = {} if layer.weight is None else {"weight": kept_from_zero(layer.weight, layer.eps)}
@@ -225,13 +221,6 @@ def _plainly(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float) 
     if activation == "identity":
         return z
     return F.elu(z, slope) if activation == "elu" else F.leaky_relu(z, slope)
-
-
-def _is_eager(x: torch.Tensor) -> bool:
-    """Whether nobody looks on who reads functional ops: no compiler, no transform, no mode, no fake tensor."""
-    if type(x) is not torch.Tensor or x.is_meta or torch.compiler.is_compiling():
-        return False
-    return not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
 
 
 def _forward_anew(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -292,18 +281,18 @@ def _backward(
     y: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    inverse_deviation: torch.Tensor,
+    invstd: torch.Tensor,
     frozen: bool,
     eps: float,
     activation: str,
     slope: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = inverse_deviation.dtype
-    ones = torch.ones_like(inverse_deviation)
+    wide = invstd.dtype
+    ones = torch.ones_like(invstd)
     scale = ones if weight is None else kept_from_zero(weight.to(wide), eps)
     shift = torch.zeros_like(ones) if bias is None else bias.to(wide)
     of_weight, of_bias = sweeps(grad, y, activation).backward_into(
-        grad, result, y, scale, shift, inverse_deviation, frozen, activation, slope
+        grad, result, y, scale, shift, invstd, frozen, activation, slope
     )
     return (
         of_weight.to(wide if weight is None else weight.dtype),
@@ -325,9 +314,9 @@ def _gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None, None, None]:
     if grad is None:
         return (None,) * 8
-    y, weight, bias, inverse_deviation = ctx.saved_tensors
-    gradients = _backward_anew if _is_eager(grad) else inverted_batch_norm_backward
-    of_x, of_weight, of_bias = gradients(grad, y, weight, bias, inverse_deviation, ctx.frozen, *ctx.options)
+    y, weight, bias, invstd = ctx.saved_tensors
+    gradients = inverted_batch_norm_backward if needs_dispatch((grad,)) else _backward_anew
+    of_x, of_weight, of_bias = gradients(grad, y, weight, bias, invstd, ctx.frozen, *ctx.options)
     vectors = of_weight if weight is not None else None, of_bias if bias is not None else None
     return of_x, *vectors, None, None, None, None, None
 
@@ -345,10 +334,10 @@ def _(
     y: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    inverse_deviation: torch.Tensor,
+    invstd: torch.Tensor,
     *unused: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    vectors = (torch.empty_like(inverse_deviation if one is None else one) for one in (weight, bias))
+    vectors = (torch.empty_like(invstd if one is None else one) for one in (weight, bias))
     of_weight, of_bias = vectors
     return torch.empty_like(y), of_weight, of_bias
 

@@ -1,26 +1,41 @@
-"""What sweeps over whole tensors for the inverted batch norm: kernels where some apply, else PyTorch's pointwise ops.
+"""Passes over whole tensors for the inverted batch norm and its backward.
 
-No magic: all it does is ask each of `KERNELS` whether it applies.
+The reference is pointwise ops of PyTorch: any dtype, device and activation. On the CPU it works on pieces that fit in
+L2, so that little but the result is allocated; on CUDA each pointwise op is a pass.
+
+Native: `csrc/inverted_batch_norm.cpp`, float32 on the CPU, contiguous or channels_last. ELU and its inverse are off by
+less than an ulp, also near zero (`csrc/invertible_activations.h`). Triton: the tensors of `norm_sweeps`, computed in
+float32. Forward is one pass, which may write over its input; backward is two over the result and the gradient, the
+second of which may write over the gradient. Nothing else as large is allocated.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import Protocol
 
 import torch
+from torch import nn
 
-from shoal.kernels.invertible_norm import (
-    inverted_batch_norm_native,
-    inverted_batch_norm_reference,
-    inverted_batch_norm_triton,
-)
+from shoal.kernels.norm import norm_sweeps
+from shoal.kernels.norm.norm_rows import vector
+from shoal.kernels.norm.norm_tiles import grid_of
+from shoal.lowlevel import native
+from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
+from shoal.lowlevel.triton_launch import on_device
+
+_PIECE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a piece stay in L2
+_MIN_PIECES = 16  # so that temporaries are small beside small tensors too
+_MIN_ELEMS = 1 << 12
+_LEAKY_RELU, _ELU = range(2)  # in the order of ShoalInvertible in csrc/shoal_native.h
 
 
 class Sweeps(Protocol):
     """One implementation. What is written may be the very tensor that is read, and overlaps nothing else."""
-
-    def applies(self, source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
-        """Whether it reads `source`, and reads or writes `y`, here; (N, C, ...) of one shape and one layout."""
 
     def forward_into(
         self,
@@ -49,7 +64,7 @@ class Sweeps(Protocol):
         y: torch.Tensor,
         scale: torch.Tensor,
         shift: torch.Tensor,
-        inverse_deviation: torch.Tensor,
+        invstd: torch.Tensor,
         frozen: bool,
         activation: str,
         slope: float,
@@ -58,7 +73,7 @@ class Sweeps(Protocol):
 
         Args:
             grad, result, y: (N, C, ...) of one dtype and layout.
-            scale, shift, inverse_deviation: (C,), float32, or float64 for a float64 `y`.
+            scale, shift, invstd: (C,), float32, or float64 for a float64 `y`.
             frozen: whether the statistics were given.
             activation, slope: as for `inverted_batch_norm`.
 
@@ -67,15 +82,293 @@ class Sweeps(Protocol):
         """
 
 
-KERNELS: list[Sweeps] = [inverted_batch_norm_triton, inverted_batch_norm_native]  # the first that applies
+class _Reference:
+    """Pointwise ops of PyTorch."""
+
+    def forward_into(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        mean: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        activation: str,
+        slope: float,
+    ) -> None:
+        for (source, _), (target, per_channel) in zip(_pieces(x), _pieces(y), strict=True):
+            if x.dtype == scale.dtype:
+                torch.sub(source, mean.view(per_channel), out=target)
+                torch.addcmul(shift.view(per_channel), target, scale.view(per_channel), out=target)
+                _activate_(target, activation, slope)
+            else:
+                z = source.to(scale.dtype).sub_(mean.view(per_channel))
+                torch.addcmul(shift.view(per_channel), z, scale.view(per_channel), out=z)
+                target.copy_(_activate_(z, activation, slope))
+
+    def backward_into(
+        self,
+        grad: torch.Tensor,
+        result: torch.Tensor,
+        y: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        invstd: torch.Tensor,
+        frozen: bool,
+        activation: str,
+        slope: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide, inverse_scale = scale.dtype, scale.reciprocal()
+        of_shift, of_scale = (torch.zeros_like(scale, dtype=torch.float64) for _ in range(2))
+
+        def undone(y_piece: torch.Tensor, grad_piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            z, of_z = undo_activation(y_piece.to(wide), grad_piece.to(wide), activation, slope)
+            return z.sub_(shift.view(shape)).mul_(inverse_scale.view(shape)), of_z
+
+        for (y_piece, shape), (grad_piece, _) in zip(_pieces(y), _pieces(grad), strict=True):
+            normalised, of_z = undone(y_piece, grad_piece)
+            dims = [dim for dim in range(y_piece.dim()) if shape[dim] == 1]
+            of_shift += of_z.sum(dims)
+            of_scale += normalised.mul_(of_z).sum(dims)
+        rows = y.numel() // y.shape[1]
+        mean_grad, mean_grad_xhat = (of_shift / rows).to(wide), (of_scale / rows).to(wide)
+        gamma_invstd = scale * invstd
+        for (y_piece, shape), (grad_piece, _), (target, _) in zip(
+            _pieces(y), _pieces(grad), _pieces(result), strict=True
+        ):
+            normalised, of_z = undone(y_piece, grad_piece)
+            if not frozen:
+                of_z = of_z.sub_(mean_grad.view(shape)).sub_(normalised.mul_(mean_grad_xhat.view(shape)))
+            target.copy_(of_z.mul_(gamma_invstd.view(shape)))
+        return of_scale, of_shift
+
+
+def _activate_(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
+    if activation == "identity":
+        return z
+    return nn.functional.elu_(z, slope) if activation == "elu" else nn.functional.leaky_relu_(z, slope)
+
+
+def undo_activation(
+    y: torch.Tensor, grad: torch.Tensor, activation: str, slope: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What was activated, and its gradient; both new."""
+    if activation == "identity":
+        return y.clone(), grad.clone()
+    if activation == "leaky_relu":
+        z = torch.ops.aten.leaky_relu(y, 1 / slope)
+        return z, torch.ops.aten.leaky_relu_backward(grad, y, slope, True)
+    # Rounded to -alpha, the result has no inverse: the smallest that has one stands for it.
+    lowest = torch.finfo(y.dtype).eps / 2 - 1
+    z = torch.where(y > 0, y, torch.log1p((y / slope).clamp_(min=lowest, max=0)))
+    return z, torch.ops.aten.elu_backward(grad, slope, 1, 1, True, y)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """Views of it that cover it, each with the shape in which a vector of its channels is broadcast over it."""
+    channels = tensor.shape[1]
+    elems = tensor.numel()
+    if tensor.device.type == "cpu":
+        elems = min(_PIECE_ELEMS, max(_MIN_ELEMS, elems // _MIN_PIECES))
+    rows = tensor.movedim(1, -1)
+    if tensor.numel() == 0:
+        return
+    if rows.is_contiguous():
+        rows = rows.view(-1, channels)
+        for piece in rows.split(max(1, elems // channels)):
+            yield piece, (1, channels)
+    elif tensor.is_contiguous():
+        images = tensor.view(len(tensor), channels, -1)
+        for piece in images.split(max(1, elems // images[0].numel())):
+            yield piece, (1, channels, 1)
+    else:
+        yield tensor, (1, channels, *[1] * (tensor.dim() - 2))
+
+
+class _Call(ctypes.Structure):
+    """`ShoalInvertedBatchNorm` of csrc/shoal_native.h."""
+
+    _fields_ = (
+        ("images", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("pixels", ctypes.c_int64),
+        ("channels_last", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("level", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("slope", ctypes.c_float),
+        ("frozen", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("grad", "y", "shift", "sum", "centred", "workspace")),
+        *((name, ctypes.c_void_p) for name in ("mean", "mean_grad_xhat", "scale", "result")),
+    )
+
+
+class _Native:
+    """`csrc/inverted_batch_norm.cpp`; `level`: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says."""
+
+    def applies(self, source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
+        """Whether it reads `source`, and reads or writes `y`, here."""
+        if y.device.type != "cpu" or not y.dtype == source.dtype == torch.float32 or not y.numel():
+            return False
+        return native.library() is not None and (_is_channels_last(y) or y.is_contiguous())
+
+    def forward_into(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        mean: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        activation: str,
+        slope: float,
+        level: str | None = None,
+    ) -> None:
+        library = native.library()
+        assert library is not None
+        mean, scale, shift = mean.contiguous(), scale.contiguous(), shift.contiguous()
+        call = _call(x, y, activation, slope, level)
+        call.mean, call.shift, call.scale = mean.data_ptr(), shift.data_ptr(), scale.data_ptr()
+        library.shoal_inverted_batch_norm_forward(ctypes.byref(call))
+
+    def backward_into(
+        self,
+        grad: torch.Tensor,
+        result: torch.Tensor,
+        y: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        invstd: torch.Tensor,
+        frozen: bool,
+        activation: str,
+        slope: float,
+        level: str | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        library = native.library()
+        assert library is not None
+        scale, shift = scale.contiguous(), shift.contiguous()
+        channels = y.shape[1]
+        call = _call(y, result, activation, slope, level)
+        sums = torch.empty(2 * call.threads + 2, channels, dtype=torch.float64)
+        call.grad, call.shift = grad.data_ptr(), shift.data_ptr()
+        call.sum, call.centred, call.workspace = (sums[place:].data_ptr() for place in range(3))
+        library.shoal_inverted_batch_norm_sums(ctypes.byref(call))
+        of_shift = sums[0]
+        of_scale = sums[1] / scale
+        rows = y.numel() // channels
+        mean_grad = (of_shift / rows).float()
+        mean_grad_xhat = (of_scale / rows / scale).float()  # over gamma: it is multiplied by gamma * xhat
+        gamma_invstd = scale * invstd
+        call.frozen = frozen
+        call.mean, call.scale = mean_grad.data_ptr(), gamma_invstd.data_ptr()
+        call.mean_grad_xhat = mean_grad_xhat.data_ptr()
+        library.shoal_inverted_batch_norm_result(ctypes.byref(call))
+        return of_scale, of_shift
+
+
+def _call(y: torch.Tensor, result: torch.Tensor, activation: str, slope: float, level: str | None) -> _Call:
+    images, channels = y.shape[:2]
+    return _Call(
+        images=images,
+        channels=channels,
+        pixels=y.numel() // (images * channels),
+        channels_last=_is_channels_last(y),
+        threads=torch.get_num_threads(),
+        level=level_number(level),
+        activation=_ELU if activation == "elu" else _LEAKY_RELU,
+        slope=1.0 if activation == "identity" else slope,
+        y=y.data_ptr(),
+        result=result.data_ptr(),
+    )
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.movedim(1, -1).is_contiguous()
+
+
+class _Triton:
+    """`inverted_batch_norm_triton_kernels`."""
+
+    def applies(self, source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
+        """Whether it reads `source`, and reads or writes `y`, here."""
+        return norm_sweeps.TRITON.applies(source, y)
+
+    def forward_into(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        mean: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        activation: str,
+        slope: float,
+    ) -> None:
+        grid, (of_x, of_y) = grid_of(x, y)
+        with on_device(x.device):
+            _triton_kernels().forward[grid.by_block](
+                x, of_x, *map(vector, (mean, scale, shift)), y, of_y, slope, *grid.extent, activation, *grid.tile
+            )
+
+    def backward_into(
+        self,
+        grad: torch.Tensor,
+        result: torch.Tensor,
+        y: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        invstd: torch.Tensor,
+        frozen: bool,
+        activation: str,
+        slope: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        grid, (of_y, of_grad, of_result) = grid_of(y, grad, result)
+        parts = y.new_empty((2, grid.parts, grid.channels), dtype=torch.float32)
+        scale, shift, invstd = map(vector, (scale, shift, invstd))
+        with on_device(y.device):
+            _triton_kernels().sums[grid.by_part](
+                grad, of_grad, y, of_y, shift, *parts, slope, *grid.extent, *grid.shares, activation, *grid.tile
+            )
+            centred, of_shift = parts.sum(1, dtype=torch.float64)
+            of_scale = centred / scale
+            _triton_kernels().result[grid.by_block](
+                grad,
+                of_grad,
+                y,
+                of_y,
+                result,
+                of_result,
+                scale,
+                shift,
+                invstd,
+                of_scale,
+                of_shift,
+                float(y.numel() // grid.channels),
+                slope,
+                *grid.extent,
+                frozen,
+                activation,
+                *grid.tile,
+            )
+        return of_scale, of_shift
+
+
+@cache
+def _triton_kernels() -> ModuleType:
+    return import_module("shoal.kernels.invertible_norm.inverted_batch_norm_triton_kernels")
+
+
+REFERENCE, NATIVE, TRITON = _Reference(), _Native(), _Triton()
+_OP: Op[Sweeps] = register(
+    "inverted_batch_norm",
+    REFERENCE,
+    Implementation("triton", TRITON, TRITON.applies),
+    Implementation("native", NATIVE, NATIVE.applies),
+)
 
 
 def sweeps(source: torch.Tensor, y: torch.Tensor, activation: str) -> Sweeps:
-    """What sweeps over these tensors.
+    """What runs passes that read `source`, and read or write `y`, (N, C, ...) of one shape and one layout.
 
     >>> x = torch.ones(2, 3, 4, 5, dtype=torch.float64)
-    >>> sweeps(x, x, "elu") is inverted_batch_norm_reference
+    >>> sweeps(x, x, "elu") is REFERENCE
     True
     """
-    found = (kernel for kernel in KERNELS if kernel.applies(source, y, activation))
-    return next(found, inverted_batch_norm_reference)
+    return choose(_OP, source, y, activation)

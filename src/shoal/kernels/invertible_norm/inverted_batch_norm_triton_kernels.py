@@ -1,4 +1,4 @@
-"""Triton kernels of `inverted_batch_norm`; imported by `inverted_batch_norm_triton` only, and only where they run.
+"""Triton kernels of `inverted_batch_norm`; imported by `inverted_batch_norm_sweeps` only, and only where they run.
 
 Tensors, tiles and programs are those of `shoal.kernels.norm.norm_triton_kernels`. ACTIVATION is "leaky_relu", "elu" or
 "identity". All arithmetic is float32.
@@ -39,7 +39,7 @@ def _undone(y, grad, slope, ACTIVATION: tl.constexpr):
     if ACTIVATION == "leaky_relu":
         return tl.where(y > 0.0, y, y * (1.0 / slope)), tl.where(y > 0.0, grad, grad * slope)
     elif ACTIVATION == "elu":
-        # Rounded to -alpha, the result has no inverse: the least that has one stands for it. A NaN stays one.
+        # Rounded to -alpha, the result has no inverse: the smallest that has one stands for it. A NaN stays one.
         w = tl.where(y > 0.0, 0.0, y * (1.0 / slope))
         w = tl.where(w < -0.99999994, -0.99999994, w)
         return tl.where(y > 0.0, y, _log1p(w)), tl.where(y > 0.0, grad, grad * (y + slope))
@@ -136,7 +136,7 @@ def result(
     ld_of_x,
     scale,
     shift,
-    inverse_deviation,
+    invstd,
     of_scale,
     of_shift,
     count,
@@ -150,7 +150,7 @@ def result(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """of_x = (dz - mean of dz - (z - shift) / scale * of_scale / count) * scale / deviation; with FROZEN of dz alone.
+    """of_x = (dz - mean of dz - (z - shift) / scale * of_scale / count) * scale * invstd; with FROZEN of dz alone.
 
     of_x may be grad. One block a program.
     """
@@ -160,14 +160,15 @@ def result(
     ours = columns < channels
     there = (first + rows < pixels)[:, None] & ours[None, :]
     factor = tl.load(scale + columns, mask=ours, other=1.0)[None, :]
-    steep = factor * tl.load(inverse_deviation + columns, mask=ours, other=0.0)[None, :]
+    gamma_invstd = factor * tl.load(invstd + columns, mask=ours, other=0.0)[None, :]
     dz = tl.load(tile(grad, ld_grad, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
     z = tl.load(tile(y, ld_y, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
     z, dz = _undone(z.to(tl.float32), dz.to(tl.float32), slope, ACTIVATION)
     if not FROZEN:
         added = tl.load(shift + columns, mask=ours, other=0.0)[None, :]
-        slide = tl.load(of_shift + columns, mask=ours, other=0.0).to(tl.float32)[None, :] / count
-        tilt = tl.load(of_scale + columns, mask=ours, other=0.0).to(tl.float32)[None, :] / count / factor
-        dz = dz - slide - (z - added) * tilt
+        mean_grad = tl.load(of_shift + columns, mask=ours, other=0.0).to(tl.float32)[None, :] / count
+        # Over gamma: it is multiplied by gamma * xhat.
+        mean_grad_xhat = tl.load(of_scale + columns, mask=ours, other=0.0).to(tl.float32)[None, :] / count / factor
+        dz = dz - mean_grad - (z - added) * mean_grad_xhat
     to = tile(of_x, ld_of_x, image, first, rows, columns, pixels, CHANNELS_LAST)
-    tl.store(to, (dz * steep).to(of_x.dtype.element_ty), mask=there)
+    tl.store(to, (dz * gamma_invstd).to(of_x.dtype.element_ty), mask=there)

@@ -16,9 +16,10 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from shoal.kernels.batch_norm_vectors import batch_norm_scale, batch_norm_scale_backward
+from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
 from shoal.kernels.norm.norm_conv import convolve, convolve_backward
 from shoal.kernels.norm.norm_conv_native import Window
-from shoal.kernels.norm.statistics import laid_out, layout_of, measure, strides_layout, whole_gradient, wide
+from shoal.kernels.norm.statistics import measure, whole_gradient, wide
 
 Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
 
@@ -31,14 +32,14 @@ class Step:
         gamma, beta: of the batch norm, (C,).
         weight: of the convolution, (K, C, ...), its sides odd.
         eps: of the batch norm.
-        rectify: whether a ReLU stands between them.
+        relu: whether a ReLU stands between them.
     """
 
     gamma: torch.Tensor
     beta: torch.Tensor
     weight: torch.Tensor
     eps: float
-    rectify: bool
+    relu: bool
 
 
 def dense_block(
@@ -71,7 +72,7 @@ def dense_block(
         variance,
         parameters,
         [step.eps for step in steps],
-        [step.rectify for step in steps],
+        [step.relu for step in steps],
         len(layers[0]),
     )
     features, means, variances, *inner = found
@@ -81,10 +82,10 @@ def dense_block(
 
 
 def _layers(
-    parameters: Sequence[torch.Tensor], eps: Sequence[float], rectify: Sequence[bool], steps: int
+    parameters: Sequence[torch.Tensor], eps: Sequence[float], relu: Sequence[bool], steps: int
 ) -> list[list[Step]]:
     flat = [
-        Step(parameters[3 * at], parameters[3 * at + 1], parameters[3 * at + 2], eps[at], rectify[at])
+        Step(parameters[3 * at], parameters[3 * at + 1], parameters[3 * at + 2], eps[at], relu[at])
         for at in range(len(eps))
     ]
     return [flat[at : at + steps] for at in range(0, len(flat), steps)]
@@ -98,7 +99,7 @@ def _window(weight: torch.Tensor) -> Window:
 def _empty(like: torch.Tensor, channels: int) -> torch.Tensor:
     """Room for `channels` on the pixels of `like`, in its layout."""
     shape = (like.shape[0], channels, *like.shape[2:])
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout_of(like))
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format_of(like))
 
 
 def _forward(
@@ -107,10 +108,10 @@ def _forward(
     variance: torch.Tensor | None,
     parameters: list[torch.Tensor],
     eps: list[float],
-    rectify: list[bool],
+    relu: list[bool],
     steps: int,
 ) -> list[torch.Tensor]:
-    layers, have = _layers(parameters, eps, rectify, steps), x.shape[1]
+    layers, have = _layers(parameters, eps, relu, steps), x.shape[1]
     channels = have + sum(layer[-1].weight.shape[0] for layer in layers)
     features = _empty(x, channels)
     features[:, :have] = x
@@ -134,8 +135,8 @@ def _step(
     x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, step: Step, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     line, window = _line(step, variance), _window(step.weight)
-    y, mean_y, variance_y = convolve(x, mean, *line, step.rectify, step.weight, None, window, True, out)
-    return laid_out(y, layout_of(x)) if out is None else y, mean_y, variance_y
+    y, mean_y, variance_y = convolve(x, mean, *line, step.relu, step.weight, None, window, True, out)
+    return dense_in_format(y, memory_format_of(x)) if out is None else y, mean_y, variance_y
 
 
 def _line(step: Step, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,10 +150,10 @@ def _forward_fake(
     variance: torch.Tensor | None,
     parameters: list[torch.Tensor],
     eps: list[float],
-    rectify: list[bool],
+    relu: list[bool],
     steps: int,
 ) -> list[torch.Tensor]:
-    layers = _layers(parameters, eps, rectify, steps)
+    layers = _layers(parameters, eps, relu, steps)
     channels = x.shape[1] + sum(layer[-1].weight.shape[0] for layer in layers)
     kind = wide(x.dtype) if mean is None else mean.dtype
     found = [_empty(x, channels), *(x.new_empty(channels, dtype=kind) for _ in range(2))]
@@ -173,12 +174,12 @@ def _backward(
     inner: list[torch.Tensor],
     parameters: list[torch.Tensor],
     eps: list[float],
-    rectify: list[bool],
+    relu: list[bool],
     steps: int,
     measured: bool,
 ) -> list[torch.Tensor]:
     """Gradients of x, of mean and variance unless they were `measured` here, and of the parameters in their order."""
-    layers, have = _layers(parameters, eps, rectify, steps), features.shape[1]
+    layers, have = _layers(parameters, eps, relu, steps), features.shape[1]
     sums = _empty(features, have)
     if grad is None:
         sums.zero_()
@@ -210,7 +211,7 @@ def _backward(
                 mean_y,
                 mean,
                 *_line(step, variance),
-                step.rectify,
+                step.relu,
                 step.weight,
                 _window(step.weight),
                 (True, True, True, False),
@@ -237,7 +238,10 @@ def _backward(
     return [
         _empty(features, have).copy_(of_x),
         *(() if measured else (of_mean.clone(), of_variance.clone())),
-        *(laid_out(of.to(to.dtype), strides_layout(to)) for of, to in zip(grads, parameters, strict=True)),
+        *(
+            dense_in_format(of.to(to.dtype), suggested_memory_format(to))
+            for of, to in zip(grads, parameters, strict=True)
+        ),
     ]
 
 
@@ -251,19 +255,19 @@ def _backward_fake(
     inner: list[torch.Tensor],
     parameters: list[torch.Tensor],
     eps: list[float],
-    rectify: list[bool],
+    relu: list[bool],
     steps: int,
     measured: bool,
 ) -> list[torch.Tensor]:
-    layers = _layers(parameters, eps, rectify, steps)
+    layers = _layers(parameters, eps, relu, steps)
     have = features.shape[1] - sum(layer[-1].weight.shape[0] for layer in layers)
-    grads = [torch.empty_like(tensor, memory_format=strides_layout(tensor)) for tensor in parameters]
+    grads = [torch.empty_like(tensor, memory_format=suggested_memory_format(tensor)) for tensor in parameters]
     vectors = [] if measured else [means.new_empty(have), variances.new_empty(have)]
     return [_empty(features, have), *vectors, *grads]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    _, mean, _, parameters, ctx.eps, ctx.rectify, ctx.steps = inputs
+    _, mean, _, parameters, ctx.eps, ctx.relu, ctx.steps = inputs
     ctx.measured = mean is None
     ctx.written = len(output)
     ctx.set_materialize_grads(False)
@@ -284,7 +288,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...
         inner,
         parameters,
         ctx.eps,
-        ctx.rectify,
+        ctx.relu,
         ctx.steps,
         ctx.measured,
     )
@@ -294,13 +298,12 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...
 
 torch.library.define(
     "shoal::dense_block",
-    "(Tensor x, Tensor? mean, Tensor? variance, Tensor[] parameters, float[] eps, bool[] rectify, int steps)"
-    " -> Tensor[]",
+    "(Tensor x, Tensor? mean, Tensor? variance, Tensor[] parameters, float[] eps, bool[] relu, int steps) -> Tensor[]",
 )
 torch.library.define(
     "shoal::dense_block_backward",
     "(Tensor? grad, Tensor? of_means, Tensor? of_variances, Tensor features, Tensor means, Tensor variances,"
-    " Tensor[] inner, Tensor[] parameters, float[] eps, bool[] rectify, int steps, bool measured) -> Tensor[]",
+    " Tensor[] inner, Tensor[] parameters, float[] eps, bool[] relu, int steps, bool measured) -> Tensor[]",
 )
 torch.library.impl("shoal::dense_block", "CompositeExplicitAutograd", _forward)
 torch.library.impl("shoal::dense_block_backward", "CompositeExplicitAutograd", _backward)

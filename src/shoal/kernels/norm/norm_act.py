@@ -1,7 +1,7 @@
-"""`shoal::norm_act`: normalise, add a residual, rectify; for a batch norm that others than one convolution read.
+"""`shoal::norm_act`: normalise, add a residual, apply ReLU; for a batch norm that others than one convolution read.
 
 Saved for the backward pass: what was normalised and vectors. The normalised tensor is not; the result is only where a
-residual was added before the ReLU, since then nothing else tells which elements were cut off.
+residual was added before the ReLU, since nothing else then says which elements are zero.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from shoal.kernels.memory_format import dense_in_format, in_format, memory_format_of
 from shoal.kernels.norm.norm_sweeps import sweeps
-from shoal.kernels.norm.statistics import by_channel, in_layout, laid_out, layout_of
+from shoal.kernels.norm.statistics import by_channel
 from shoal.lowlevel.direct_call import direct_call
 
 _aten = torch.ops.aten
-_PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in the second cache
+_PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2
 
 
 def norm_act(
@@ -26,7 +27,7 @@ def norm_act(
     scale: torch.Tensor,
     shift: torch.Tensor,
     residual: torch.Tensor | None = None,
-    rectify: bool = True,
+    relu: bool = True,
 ) -> torch.Tensor:
     """Replaces `relu((torch.cat(xs, 1) - mean) * scale + shift + residual)`.
 
@@ -34,7 +35,7 @@ def norm_act(
         xs: tensors of (N, C_i, ...) that are normalised as one of C = sum of C_i channels.
         mean, scale, shift: (C,), in float32 or float64.
         residual: of the shape of the result, or None.
-        rectify: whether a ReLU follows.
+        relu: whether a ReLU follows.
 
     Returns:
         (N, C, ...), differentiable once.
@@ -43,7 +44,7 @@ def norm_act(
     >>> norm_act([torch.tensor([[[1.0, 5.0]]])], 3 * ones, 2 * ones, ones)
     tensor([[[0., 5.]]])
     """
-    result: torch.Tensor = _norm_act(list(xs), mean, scale, shift, residual, rectify)
+    result: torch.Tensor = _norm_act(list(xs), mean, scale, shift, residual, relu)
     return result
 
 
@@ -63,7 +64,7 @@ def reduced(
     grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of mean, scale and shift from that of the normalised tensor."""
-    if x.is_cpu and layout_of(x) != torch.contiguous_format:
+    if x.is_cpu and memory_format_of(x) != torch.contiguous_format:
         of_scale, of_shift = (total.to(scale.dtype) for total in _channel_sums(grad, x, mean))
         return -scale * of_shift, of_scale, of_shift
     ones = torch.ones_like(mean)
@@ -96,24 +97,24 @@ def activated(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """relu((x - mean) * scale + shift) in `dtype`, without autograd; x itself is rectified where the vectors are None.
+    """relu((x - mean) * scale + shift) in `dtype`, without autograd; relu(x) where the vectors are None.
 
     >>> one = torch.ones(1)
     >>> activated(torch.tensor([[[1.0, 5.0]]]), 3 * one, 2 * one, one, True, torch.float32)
     tensor([[[0., 5.]]])
     """
     if mean is None or scale is None or shift is None:
-        return (x.relu() if rectify else x).to(dtype)
-    out = torch.empty_like(x, dtype=dtype, memory_format=layout_of(x))
+        return (x.relu() if relu else x).to(dtype)
+    out = torch.empty_like(x, dtype=dtype, memory_format=memory_format_of(x))
     kernel = sweeps(x, out)
     if kernel is None:
         del out
         a = normalised(x, mean, scale, shift)
-        return (a.relu_() if rectify else a).to(dtype)
-    kernel.norm_act(x, mean, scale, shift, None, rectify, out)
+        return (a.relu_() if relu else a).to(dtype)
+    kernel.norm_act(x, mean, scale, shift, None, relu, out)
     return out
 
 
@@ -123,30 +124,32 @@ def activated_backward(
     mean: torch.Tensor,
     scale: torch.Tensor,
     shift: torch.Tensor,
-    rectify: bool,
+    relu: bool,
     needs: Sequence[bool],
 ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
     """From the gradient of `activated`: that of x, and those of mean, scale and shift.
 
     Args:
-        grad: of what `activated` returned, which is not needed: it is made again from x.
+        grad: of what `activated` returned, which is not needed: it is recomputed from x.
         needs: whether the gradient of x is wanted, and those of the vectors.
     """
-    of_x, of_vectors, _ = _gradients(grad, [x], mean, scale, shift, None, rectify, [*needs, False])
+    of_x, of_vectors, _ = _gradients(grad, [x], mean, scale, shift, None, relu, [*needs, False])
     return of_x[0] if of_x else None, of_vectors
 
 
 def parted(grad: torch.Tensor, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The gradient of `joined(xs)` as one tensor for each, none of which looks at another's memory."""
     if len(xs) == 1:
-        return [laid_out(grad.to(xs[0].dtype), layout_of(xs[0]))]
+        return [dense_in_format(grad.to(xs[0].dtype), memory_format_of(xs[0]))]
     parts = grad.split([x.shape[1] for x in xs], 1)
-    return [torch.empty_like(x, memory_format=layout_of(x)).copy_(part) for part, x in zip(parts, xs, strict=True)]
+    return [
+        torch.empty_like(x, memory_format=memory_format_of(x)).copy_(part) for part, x in zip(parts, xs, strict=True)
+    ]
 
 
 def parted_fake(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What `parted` returns, in shapes."""
-    return [torch.empty_like(x, memory_format=layout_of(x)) for x in xs]
+    return [torch.empty_like(x, memory_format=memory_format_of(x)) for x in xs]
 
 
 def _kind(xs: Sequence[torch.Tensor], residual: torch.Tensor | None) -> torch.dtype:
@@ -162,24 +165,24 @@ def _forward(
     scale: torch.Tensor,
     shift: torch.Tensor,
     residual: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
 ) -> torch.Tensor:
-    layout = layout_of(xs[0])
-    given = [in_layout(x, layout) for x in xs]
-    added = None if residual is None else in_layout(residual, layout)
-    out = _forward_fake(xs, mean, scale, shift, residual, rectify)
+    layout = memory_format_of(xs[0])
+    given = [in_format(x, layout) for x in xs]
+    added = None if residual is None else in_format(residual, layout)
+    out = _forward_fake(xs, mean, scale, shift, residual, relu)
     kernel = sweeps(out, *given, *([] if added is None else [added]))
     if kernel is not None:
         for x, run in zip(given, _runs(xs), strict=True):
             part = None if added is None else added[:, run]
-            kernel.norm_act(x, mean[run], scale[run], shift[run], part, rectify, out[:, run])
+            kernel.norm_act(x, mean[run], scale[run], shift[run], part, relu, out[:, run])
         return out
     del out, given, added
     z = normalised(joined(xs), mean, scale, shift)
     z = z.to(_kind(xs, residual))
     z = z if residual is None else z.add_(residual)
-    z = z.relu_() if rectify else z
-    return laid_out(z, layout)
+    z = z.relu_() if relu else z
+    return dense_in_format(z, layout)
 
 
 def _runs(xs: Sequence[torch.Tensor]) -> list[slice]:
@@ -194,11 +197,11 @@ def _forward_fake(
     scale: torch.Tensor,
     shift: torch.Tensor,
     residual: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
 ) -> torch.Tensor:
     shape = [xs[0].shape[0], sum(x.shape[1] for x in xs), *xs[0].shape[2:]]
     kind, device = _kind(xs, residual), xs[0].device
-    return torch.empty(shape, dtype=kind, device=device, memory_format=layout_of(xs[0]))
+    return torch.empty(shape, dtype=kind, device=device, memory_format=memory_format_of(xs[0]))
 
 
 def _backward(
@@ -208,11 +211,11 @@ def _backward(
     scale: torch.Tensor,
     shift: torch.Tensor,
     z: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     needs: list[bool],
 ) -> list[torch.Tensor]:
     """`needs`: of xs, of the vectors, of the residual after a ReLU. What is needed comes in that order."""
-    of_xs, of_vectors, masked = _gradients(grad, xs, mean, scale, shift, z, rectify, needs)
+    of_xs, of_vectors, masked = _gradients(grad, xs, mean, scale, shift, z, relu, needs)
     return [*of_xs, *(of_vectors or ()), *([] if masked is None else [masked])]
 
 
@@ -223,29 +226,27 @@ def _gradients(
     scale: torch.Tensor,
     shift: torch.Tensor,
     z: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     needs: Sequence[bool],
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
     """As for `_backward`: of xs (none where not needed), of the vectors, and what the ReLU lets through."""
-    layout = layout_of(xs[0])
-    coming, given = in_layout(grad, layout), [in_layout(x, layout) for x in xs]
+    layout = memory_format_of(xs[0])
+    coming, given = in_format(grad, layout), [in_format(x, layout) for x in xs]
     kernel = sweeps(coming, *given, *([] if z is None else [z]))
     if kernel is None:
         del coming, given
-        return _reference_gradients(grad, xs, mean, scale, shift, z, rectify, needs)
+        return _reference_gradients(grad, xs, mean, scale, shift, z, relu, needs)
     masked = torch.empty_like(coming, memory_format=layout) if needs[2] else None
     of_xs = [torch.empty_like(x, memory_format=layout) if needs[0] else None for x in given]
     vectors = []
     for x, of_x, run in zip(given, of_xs, _runs(xs), strict=True):
         result, through = (None if whole is None else whole[:, run] for whole in (z, masked))
         vectors.append(
-            kernel.norm_act_backward(
-                coming[:, run], result, x, mean[run], scale[run], shift[run], rectify, of_x, through
-            )
+            kernel.norm_act_backward(coming[:, run], result, x, mean[run], scale[run], shift[run], relu, of_x, through)
         )
     of_scale, of_shift = (torch.cat(parts).to(scale.dtype) for parts in zip(*vectors, strict=True))
     return (
-        [laid_out(of_x, layout_of(x)) for of_x, x in zip(of_xs, xs, strict=True) if of_x is not None],
+        [dense_in_format(of_x, memory_format_of(x)) for of_x, x in zip(of_xs, xs, strict=True) if of_x is not None],
         (-scale * of_shift, of_scale, of_shift) if needs[1] else None,
         masked,
     )
@@ -258,23 +259,23 @@ def _reference_gradients(
     scale: torch.Tensor,
     shift: torch.Tensor,
     z: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     needs: Sequence[bool],
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
     x = joined(xs)
-    if rectify:
+    if relu:
         over = normalised(x, mean, scale, shift) if z is None else None
         if over is not None and over.dtype == grad.dtype:
             grad = _aten.threshold_backward.grad_input(grad, over, 0, grad_input=over)
         else:
             grad = _aten.threshold_backward(grad, over if z is None else z, 0)
         del over
-    grad = laid_out(grad, layout_of(xs[0]))
+    grad = dense_in_format(grad, memory_format_of(xs[0]))
     of_vectors = reduced(grad, x, mean, scale) if needs[1] else None
     of_xs: list[torch.Tensor] = []
     if needs[0]:
         factor = by_channel(scale, x)
-        of_xs = parted(grad.mul_(factor) if rectify and not needs[2] else grad * factor, xs)
+        of_xs = parted(grad.mul_(factor) if relu and not needs[2] else grad * factor, xs)
     return of_xs, of_vectors, grad if needs[2] else None
 
 
@@ -285,18 +286,18 @@ def _backward_fake(
     scale: torch.Tensor,
     shift: torch.Tensor,
     z: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     needs: list[bool],
 ) -> list[torch.Tensor]:
     found = parted_fake(xs) if needs[0] else []
     found += [torch.empty_like(vector) for vector in (mean, scale, shift)] if needs[1] else []
-    return [*found, torch.empty_like(grad, memory_format=layout_of(xs[0]))] if needs[2] else found
+    return [*found, torch.empty_like(grad, memory_format=memory_format_of(xs[0]))] if needs[2] else found
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    xs, mean, scale, shift, residual, rectify = inputs
-    keeps = rectify and residual is not None
-    ctx.rectify, ctx.n, ctx.residual_kind = rectify, len(xs), None if residual is None else residual.dtype
+    xs, mean, scale, shift, residual, relu = inputs
+    keeps = relu and residual is not None
+    ctx.relu, ctx.n, ctx.residual_kind = relu, len(xs), None if residual is None else residual.dtype
     ctx.save_for_backward(*xs, mean, scale, shift, *([output] if keeps else []))
 
 
@@ -306,24 +307,24 @@ def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     xs, (mean, scale, shift), z = list(saved[:n]), saved[n : n + 3], (saved[n + 3] if len(saved) > n + 3 else None)
     of_xs, *of_vectors = ctx.needs_input_grad[:4]
     of_residual = ctx.needs_input_grad[4]
-    needs = [any(of_xs), any(of_vectors), bool(of_residual and ctx.rectify)]
+    needs = [any(of_xs), any(of_vectors), bool(of_residual and ctx.relu)]
     found: list[torch.Tensor] = []
     if any(needs):
-        found = _norm_act_backward(grad, xs, mean, scale, shift, z, ctx.rectify, needs)
+        found = _norm_act_backward(grad, xs, mean, scale, shift, z, ctx.relu, needs)
     taken = iter(found)
     grads = [next(taken) for _ in xs] if needs[0] else [None] * n
     vectors = [next(taken) for _ in range(3)] if needs[1] else [None] * 3
-    residual = (next(taken) if ctx.rectify else grad).to(ctx.residual_kind) if of_residual else None
+    residual = (next(taken) if ctx.relu else grad).to(ctx.residual_kind) if of_residual else None
     return grads, *vectors, residual, None
 
 
 torch.library.define(
     "shoal::norm_act",
-    "(Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? residual, bool rectify) -> Tensor",
+    "(Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? residual, bool relu) -> Tensor",
 )
 torch.library.define(
     "shoal::norm_act_backward",
-    "(Tensor grad, Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? z, bool rectify, bool[] needs)"
+    "(Tensor grad, Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? z, bool relu, bool[] needs)"
     " -> Tensor[]",
 )
 torch.library.impl("shoal::norm_act", "CompositeExplicitAutograd", _forward)

@@ -1,29 +1,49 @@
-"""`shoal::norm_conv`: a convolution that normalises and rectifies what it reads and measures what it writes.
+"""`shoal::norm_conv`: a convolution that applies batch norm and ReLU to what it reads and measures what it writes.
 
 Batch norm split in two (Jung et al., MLSys'19, section 3): the statistics of a convolution's result come from the
 convolution, and the normalisation happens where the next one reads. The backward pass makes the normalised tensor
 again, so that none is ever kept. Gradients of the statistics are summed over all their readers by autograd and reach
 the producer as two vectors, one affine map for all.
 
-The reference here is PyTorch's own kernels around its convolution; `norm_conv_native` is called where it applies.
+The reference here is PyTorch's own kernels around its convolution; `norm_conv_native` runs where it applies and pays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
 from shoal.kernels.norm import norm_conv_native, norm_weight_grad
 from shoal.kernels.norm.norm_act import activated, activated_backward, joined, parted, parted_fake
 from shoal.kernels.norm.norm_conv_native import Window
-from shoal.kernels.norm.norm_rows import pitch
-from shoal.kernels.norm.statistics import laid_out, layout_of, measure, strides_layout, whole_gradient, wide
+from shoal.kernels.norm.norm_rows import row_stride
+from shoal.kernels.norm.statistics import measure, whole_gradient, wide
 from shoal.lowlevel.direct_call import direct_call
+from shoal.lowlevel.dispatch import Implementation, Op, choose, register
 
 _aten = torch.ops.aten
+
+_FORWARD: Op[ModuleType | None] = register(
+    "norm_conv",
+    None,
+    Implementation("native", norm_conv_native, norm_conv_native.applies, norm_conv_native.forward_pays),
+)
+_BACKWARD: Op[ModuleType | None] = register(
+    "norm_conv_backward",
+    None,
+    Implementation("native", norm_conv_native, norm_conv_native.applies, norm_conv_native.backward_pays),
+)
+# Of the backward pass where that one does not run.
+_WEIGHT_GRAD: Op[ModuleType | None] = register(
+    "norm_conv_weight_grad",
+    None,
+    Implementation("native", norm_weight_grad, norm_weight_grad.applies, norm_weight_grad.pays),
+)
 
 
 def norm_conv(
@@ -31,7 +51,7 @@ def norm_conv(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     window: Window,
@@ -42,7 +62,7 @@ def norm_conv(
     Args:
         xs: tensors of (N, C_i, ...) that are read as one of C = sum of C_i channels; they are saved as they are.
         mean, scale, shift: (C,), in float32 or float64; all None: nothing is normalised.
-        rectify: whether a ReLU comes before the convolution.
+        relu: whether a ReLU comes before the convolution.
         weight, bias: of the convolution; its dtype is that of the result.
         window: of the convolution.
         statistics: whether mean and biased variance of the result's channels are wanted.
@@ -67,7 +87,7 @@ def norm_conv(
         mean,
         scale,
         shift,
-        rectify,
+        relu,
         weight,
         bias,
         window.stride,
@@ -84,7 +104,7 @@ def convolve(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     window: Window,
@@ -92,13 +112,12 @@ def convolve(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`norm_conv` of one tensor without autograd; the result goes to `out` where there is one."""
-    if _is_native(x, weight, bias, window):
-        rows = out if out is not None and pitch(out) is not None else None
-        y, mean_y, variance_y = norm_conv_native.forward(
-            x, mean, scale, shift, rectify, weight, bias, window, statistics, out=rows
-        )
+    native = choose(_FORWARD, x, weight, bias, window)
+    if native is not None:
+        rows = out if out is not None and row_stride(out) is not None else None
+        y, mean_y, variance_y = native.forward(x, mean, scale, shift, relu, weight, bias, window, statistics, out=rows)
         return y if out is None or out is rows else out.copy_(y), mean_y, variance_y
-    a = activated(x, mean, scale, shift, rectify, weight.dtype)
+    a = activated(x, mean, scale, shift, relu, weight.dtype)
     y = torch.convolution(
         a, weight, bias, window.stride, window.padding, window.dilation, False, [0] * len(window.stride), window.groups
     )
@@ -108,8 +127,9 @@ def convolve(
     return y if out is None else out.copy_(y), mean_y, variance_y
 
 
-def _is_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
-    return norm_conv_native.applies(x, weight, bias, window) and norm_conv_native.pays(x, weight, backward=False)
+def runs_winograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
+    """Whether `convolve` is native here and uses Winograd's algorithm."""
+    return choose(_FORWARD, x, weight, bias, window) is not None and norm_conv_native.winograd_pays(x, weight)
 
 
 def _forward(
@@ -117,7 +137,7 @@ def _forward(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     stride: list[int],
@@ -128,10 +148,10 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     window = Window(stride, padding, dilation, groups)
     x = joined(xs)
-    y, mean_y, variance_y = convolve(x, mean, scale, shift, rectify, weight, bias, window, statistics)
-    if _is_native(x, weight, bias, window):
-        read = layout_of(x) if rectify or mean is not None else strides_layout(x)
-        y = laid_out(y, strides_layout(weight) if read == torch.contiguous_format else read)
+    y, mean_y, variance_y = convolve(x, mean, scale, shift, relu, weight, bias, window, statistics)
+    if choose(_FORWARD, x, weight, bias, window) is not None:
+        read = memory_format_of(x) if relu or mean is not None else suggested_memory_format(x)
+        y = dense_in_format(y, suggested_memory_format(weight) if read == torch.contiguous_format else read)
     return y, mean_y, variance_y
 
 
@@ -140,7 +160,7 @@ def _forward_fake(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     stride: list[int],
@@ -150,8 +170,8 @@ def _forward_fake(
     statistics: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     a = joined(xs).to(weight.dtype)
-    if rectify or mean is not None:
-        a = torch.empty_like(a, memory_format=layout_of(a))
+    if relu or mean is not None:
+        a = torch.empty_like(a, memory_format=memory_format_of(a))
     # In the layout that PyTorch's own has, which depends on dtype, sizes and the kernel that it chooses.
     y = torch.convolution(a, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
     channels = y.shape[1] if statistics else 0
@@ -168,7 +188,7 @@ def _backward(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     stride: list[int],
     padding: list[int],
@@ -179,11 +199,11 @@ def _backward(
     """`needs`: of xs, of the vectors, of the weight, of the bias. What is needed comes in that order."""
     window = Window(stride, padding, dilation, groups)
     of_x, *of_vectors, of_weight, of_bias = convolve_backward(
-        grad, of_mean, of_variance, joined(xs), y, mean_y, mean, scale, shift, rectify, weight, window, needs
+        grad, of_mean, of_variance, joined(xs), y, mean_y, mean, scale, shift, relu, weight, window, needs
     )
     found = [] if of_x is None else parted(of_x, xs)
     if of_weight is not None:
-        of_weight = laid_out(of_weight, strides_layout(weight))
+        of_weight = dense_in_format(of_weight, suggested_memory_format(weight))
     return found + [gradient for gradient in (*of_vectors, of_weight, of_bias) if gradient is not None]
 
 
@@ -197,7 +217,7 @@ def convolve_backward(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     window: Window,
     needs: Sequence[bool],
@@ -210,19 +230,20 @@ def convolve_backward(
         grad_x: the gradient of x is added to it and it is returned; None: a new tensor.
         The others as for `norm_conv_native.backward`.
     """
-    if norm_conv_native.applies(x, weight, None, window) and norm_conv_native.pays(x, weight, backward=True):
-        rows = grad_x if grad_x is not None and pitch(grad_x) is not None else None
-        of_input, *others = norm_conv_native.backward(
-            grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, rectify, weight, window, needs, grad_x=rows
+    native = choose(_BACKWARD, x, weight, None, window)
+    if native is not None:
+        rows = grad_x if grad_x is not None and row_stride(grad_x) is not None else None
+        of_input, *others = native.backward(
+            grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, relu, weight, window, needs, grad_x=rows
         )
         if grad_x is not None and grad_x is not rows and of_input is not None:
             of_input = grad_x.add_(of_input)
         return of_input, *others
     if y is not None and mean_y is not None and of_mean is not None and of_variance is not None:
         grad = whole_gradient(grad, y, mean_y, of_mean, of_variance, y.dtype)
-    alone = needs[2] and norm_weight_grad.applies(x, weight, window) and norm_weight_grad.pays(weight)
+    alone = choose(_WEIGHT_GRAD, x, weight, window) if needs[2] else None
     # The gradient of its input needs but the shape of what was convolved, and the ReLU's the signs.
-    a = x if alone else activated(x, mean, scale, shift, rectify, weight.dtype)
+    a = x if alone is not None else activated(x, mean, scale, shift, relu, weight.dtype)
     through = needs[0] or needs[1]
     da, of_weight, of_bias = _aten.convolution_backward(
         grad,
@@ -235,17 +256,17 @@ def convolve_backward(
         False,
         [0] * len(window.stride),
         window.groups,
-        [through, needs[2] and not alone, needs[3]],
+        [through, needs[2] and alone is None, needs[3]],
     )
-    if alone:
-        of_weight = norm_weight_grad.weight_grad(grad, x, mean, scale, shift, rectify, weight, window)
+    if alone is not None:
+        of_weight = alone.weight_grad(grad, x, mean, scale, shift, relu, weight, window)
     del grad
     of_x = da
     vectors: tuple[torch.Tensor | None, ...] | None = None
     if through and mean is not None and scale is not None and shift is not None:
         del a
-        of_x, vectors = activated_backward(da, x, mean, scale, shift, rectify, needs[:2])
-    elif through and rectify:
+        of_x, vectors = activated_backward(da, x, mean, scale, shift, relu, needs[:2])
+    elif through and relu:
         of_x = _aten.threshold_backward(da, a, 0)
     del da
     if grad_x is not None and of_x is not None:
@@ -268,7 +289,7 @@ def _backward_fake(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     stride: list[int],
     padding: list[int],
@@ -283,8 +304,8 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    xs, mean, scale, shift, rectify, weight, _, *window, statistics = inputs
-    ctx.n, ctx.rectify, ctx.window = len(xs), rectify, window
+    xs, mean, scale, shift, relu, weight, _, *window, statistics = inputs
+    ctx.n, ctx.relu, ctx.window = len(xs), relu, window
     ctx.normalises, ctx.statistics = mean is not None, statistics
     vectors = [mean, scale, shift] if ctx.normalises else []
     ctx.save_for_backward(*xs, weight, *vectors, *(output[:2] if statistics else ()))
@@ -306,7 +327,7 @@ def _differentiate(ctx: Any, grad: torch.Tensor, of_mean: torch.Tensor, of_varia
         y,
         mean_y,
         *vectors,
-        ctx.rectify,
+        ctx.relu,
         weight,
         *ctx.window,
         needs,
@@ -320,14 +341,14 @@ def _differentiate(ctx: Any, grad: torch.Tensor, of_mean: torch.Tensor, of_varia
 
 torch.library.define(
     "shoal::norm_conv",
-    "(Tensor[] xs, Tensor? mean, Tensor? scale, Tensor? shift, bool rectify, Tensor weight, Tensor? bias,"
+    "(Tensor[] xs, Tensor? mean, Tensor? scale, Tensor? shift, bool relu, Tensor weight, Tensor? bias,"
     " SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, bool statistics)"
     " -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "shoal::norm_conv_backward",
     "(Tensor grad, Tensor? of_mean, Tensor? of_variance, Tensor[] xs, Tensor? y, Tensor? mean_y, Tensor? mean,"
-    " Tensor? scale, Tensor? shift, bool rectify, Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation,"
+    " Tensor? scale, Tensor? shift, bool relu, Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation,"
     " SymInt groups, bool[] needs) -> Tensor[]",
 )
 torch.library.impl("shoal::norm_conv", "CompositeExplicitAutograd", _forward)

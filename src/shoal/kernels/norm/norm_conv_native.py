@@ -1,46 +1,34 @@
-"""`norm_conv` in one native pass: normalise, rectify, convolve and measure while the pixels are in the cache.
+"""`norm_conv` in one native pass: normalise, apply ReLU, convolve and measure while the pixels are in the cache.
 
 Batch norm split in two (Jung et al., MLSys'19): `csrc/norm_conv.cpp` normalises a strip of pixels into a small panel,
-feeds register tiles from it and sums up what they write. The backward pass makes the panel again from the saved input,
+feeds register tiles from it and sums up what they write. The backward pass recomputes the panel from the saved input,
 so no normalised tensor is ever in memory. 1 x 1 and 3 x 3, stride 1, one group, float32, channels_last.
 
-A 3 x 3 goes by squares of 2 x 2 results, Winograd's F(2 x 2, 3 x 3) (Lavin and Gray, CVPR'16): 16 products where nine
-taps take 36, and fewer roundings. SHOAL_NORM_WINOGRAD=0 in the environment has nine taps instead.
+A 3 x 3 uses Winograd's F(2x2, 3x3) (Lavin and Gray, CVPR'16): 16 products where a direct convolution takes 36, and
+fewer roundings. SHOAL_KERNELS=no-winograd in the environment has a direct convolution instead.
 
-Known limits: every other convolution is the library's; x may have gaps between its pixels but not between its rows. By
-squares, an infinity makes NaN of the results that read it.
+Known limits: every other convolution is the library's; x may have gaps between its pixels but not between its rows.
+With Winograd's algorithm an infinity makes NaN of the results that read it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shoal.errors import InputError
-from shoal.kernels.norm.norm_rows import (
-    bytes_of,
-    empty_rows,
-    in_rows,
-    level_number,
-    pitch,
-    place,
-    run,
-    vector,
-    workspace,
-)
-from shoal.lowlevel.native import levels
-
-WINOGRAD_VARIABLE = "SHOAL_NORM_WINOGRAD"
+from shoal.kernels.norm.norm_rows import address, empty_rows, in_rows, row_stride, vector, workspace
+from shoal.lowlevel.dispatch import allowed, level_number
+from shoal.lowlevel.native import levels, run_native
 
 _ONES = [1, 1]
-_WIDE = 1 << 16  # channels in times channels out: nine taps of such a weight fit no second cache
-_WIDE_BACKWARD = 1 << 14  # nor, beside its gradient, of such a one
-_FEW_CHANNELS, _FEW_SQUARES = 16, 32
-_MUCH_WORK = 1 << 24  # multiplications of one tap
+_WIDE = 1 << 16  # channels in times channels out: a weight that is not much smaller than L2
+_WIDE_BACKWARD = 1 << 14  # and with its gradient beside it
+_FEW_CHANNELS, _FEW_TILES = 16, 32
+_MUCH_WORK = 1 << 24  # multiplications for one element of the kernel
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("images", "height", "width", "in_channels", "out_channels")),
-        *((name, ctypes.c_int32) for name in ("kernel", "rectify", "threads", "level")),
+        *((name, ctypes.c_int32) for name in ("kernel", "relu", "threads", "level")),
         ("x", ctypes.c_void_p),
         ("ld_x", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("mean", "scale", "shift", "weight")),
@@ -95,30 +83,37 @@ def applies(
         and list(window.dilation) == _ONES
         and list(window.padding) == [kernel[0] // 2] * 2
         and (bias is None or bias.dtype == torch.float32)
-        and pitch(x) is not None
+        and row_stride(x) is not None
     )
 
 
-def by_squares(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether Winograd's algorithm is faster for it than nine taps: not where transforms of the weight are the work."""
+def winograd_pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether Winograd's algorithm is faster than a direct convolution: not where its transforms are the work."""
     if weight.shape[2] != 3 or min(weight.shape[:2]) < _FEW_CHANNELS:
         return False
     images, _, height, width = x.shape
-    squares = images * ((height + 1) // 2) * ((width + 1) // 2)
-    return squares >= _FEW_SQUARES and os.environ.get(WINOGRAD_VARIABLE) != "0"
+    tiles = images * ((height + 1) // 2) * ((width + 1) // 2)
+    return tiles >= _FEW_TILES and allowed().winograd
 
 
-def pays(x: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> bool:
-    """Whether that is faster than the library's convolution between two sweeps, as `python -m bench.norm_conv` has it.
+def forward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
+    """Whether `forward` is faster than the library's convolution and two passes, as measured by `bench.norm_conv`.
 
-    A 1 x 1 is, and a 3 x 3 by squares. Of the others a 3 x 3 is backward, unless it is wide: then its weight's gradient
-    alone is (`norm_weight_grad`); forward, the library wins with AVX2 where there is much to do.
+    A 1 x 1 is, and a 3 x 3 by Winograd's algorithm. Of the other 3 x 3 the library wins with AVX2 where there is much
+    to do.
     """
-    if weight.shape[2] == 1 or by_squares(x, weight):
+    if weight.shape[2] == 1 or winograd_pays(x, weight):
         return True
-    if weight.shape[0] * weight.shape[1] >= (_WIDE_BACKWARD if backward else _WIDE):
+    if weight.shape[0] * weight.shape[1] >= _WIDE:
         return False
-    return backward or levels()[-1] == "avx512" or x.numel() * weight.shape[0] < _MUCH_WORK
+    return levels()[-1] == "avx512" or x.numel() * weight.shape[0] < _MUCH_WORK
+
+
+def backward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
+    """The same of `backward`: not for a wide 3 x 3, of which the weight's gradient alone is (`norm_weight_grad`)."""
+    if weight.shape[2] == 1 or winograd_pays(x, weight):
+        return True
+    return weight.shape[0] * weight.shape[1] < _WIDE_BACKWARD
 
 
 def forward(
@@ -126,7 +121,7 @@ def forward(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     window: Window,
@@ -141,32 +136,32 @@ def forward(
     Args:
         x: (N, C, H, W), float32, as `applies` wants it.
         mean, scale, shift: (C,); all None: nothing is normalised.
-        rectify: whether a ReLU comes before the convolution.
+        relu: whether a ReLU comes before the convolution.
         weight, bias: (K, C, 1, 1) or (K, C, 3, 3); (K,) or None.
         window: of the convolution; `applies` says which.
         statistics: whether mean and biased variance of y are wanted.
         out: where y is written, (N, K, H, W), channels_last, its pixels perhaps apart: a slice of a dense block.
-        winograd: whether a 3 x 3 goes by squares; None: as `by_squares` says.
-        level: "portable", "avx2" or "avx512"; None: the variable SHOAL_NORM_LEVEL, else the best.
+        winograd: whether a 3 x 3 uses Winograd's algorithm; None: as `winograd_pays` says.
+        level: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says.
 
     Returns:
         y in channels_last, its mean and variance, (K,), float32; (0,) where not wanted.
     """
     images, _, height, width = x.shape
     y = empty_rows(images, weight.shape[0], height, width) if out is None else out
-    ld_y = pitch(y)
+    ld_y = row_stride(y)
     if ld_y is None or y.shape != (images, weight.shape[0], height, width):
         raise InputError(f"out is {tuple(y.shape)} of strides {y.stride()}; give a channels_last tensor for the result")
     found = [torch.empty(weight.shape[0] if statistics else 0) for _ in range(2)]
     own_bias = None if bias is None else vector(bias)
     vectors = _vectors(x, mean, scale, shift)
-    call = _call(x, vectors, rectify, weight, winograd, level)
-    call.bias, call.y, call.ld_y = place(own_bias), y.data_ptr(), ld_y
+    call = _call(x, vectors, relu, weight, winograd, level)
+    call.bias, call.y, call.ld_y = address(own_bias), y.data_ptr(), ld_y
     if statistics:
         call.mean_y, call.variance_y = found[0].data_ptr(), found[1].data_ptr()
-    space = workspace(bytes_of("shoal_norm_conv_workspace_bytes", ctypes.byref(call), 0))
+    space = workspace("shoal_norm_conv_workspace_bytes", ctypes.byref(call), 0)
     call.workspace = space.data_ptr()
-    run("shoal_norm_conv_forward", call)
+    run_native("shoal_norm_conv_forward", call)
     return y, found[0], found[1]
 
 
@@ -180,7 +175,7 @@ def backward(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     window: Window,
     needs: Sequence[bool],
@@ -203,7 +198,7 @@ def backward(
     images, channels, height, width = x.shape
     grad = in_rows(grad)
     into = empty_rows(images, channels, height, width) if grad_x is None else grad_x
-    ld_into = pitch(into)
+    ld_into = row_stride(into)
     if ld_into is None or into.shape != x.shape:
         raise InputError(
             f"grad_x is {tuple(into.shape)} of strides {into.stride()}; give a channels_last tensor like x"
@@ -211,18 +206,18 @@ def backward(
     of_weight = torch.empty_like(weight, memory_format=torch.channels_last)
     of_scale, of_shift = torch.empty(channels), torch.empty(channels)
     vectors = _vectors(x, mean, scale, shift)
-    call = _call(x, vectors, rectify, weight, winograd, level)
-    call.grad_y, call.ld_grad_y = grad.data_ptr(), pitch(grad)
+    call = _call(x, vectors, relu, weight, winograd, level)
+    call.grad_y, call.ld_grad_y = grad.data_ptr(), row_stride(grad)
     call.grad_x, call.ld_grad_x, call.accumulate = into.data_ptr(), ld_into, grad_x is not None
     call.grad_weight, call.grad_scale, call.grad_shift = (t.data_ptr() for t in (of_weight, of_scale, of_shift))
     kept: list[torch.Tensor] = []  # what the call points to lives as long
     if y is not None and mean_y is not None and of_mean is not None and of_variance is not None:
         kept = [in_rows(y), vector(mean_y), vector(of_mean), vector(of_variance)]
         call.y, call.mean_y, call.grad_mean_y, call.grad_variance_y = (tensor.data_ptr() for tensor in kept)
-        call.ld_y = pitch(kept[0])
-    space = workspace(bytes_of("shoal_norm_conv_workspace_bytes", ctypes.byref(call), 1))
+        call.ld_y = row_stride(kept[0])
+    space = workspace("shoal_norm_conv_workspace_bytes", ctypes.byref(call), 1)
     call.workspace = space.data_ptr()
-    run("shoal_norm_conv_backward", call)
+    run_native("shoal_norm_conv_backward", call)
     found: tuple[torch.Tensor | None, ...] = (None, None, None)
     if needs[1] and mean is not None and scale is not None and shift is not None:
         of_vectors = (-vectors[1] * of_shift, of_scale, of_shift)
@@ -246,7 +241,7 @@ def _vectors(
 def _call(
     x: torch.Tensor,
     vectors: tuple[torch.Tensor, ...],
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     winograd: bool | None,
     level: str | None,
@@ -263,12 +258,12 @@ def _call(
         in_channels=channels,
         out_channels=weight.shape[0],
         kernel=kernel,
-        rectify=rectify,
+        relu=relu,
         threads=torch.get_num_threads(),
         level=level_number(level),
-        winograd=kernel == 3 and (by_squares(x, weight) if winograd is None else winograd),
+        winograd=kernel == 3 and (winograd_pays(x, weight) if winograd is None else winograd),
         x=x.data_ptr(),
-        ld_x=pitch(x),
+        ld_x=row_stride(x),
         weight=weight.data_ptr(),
         weight_out=weight.stride(0),
         weight_in=weight.stride(1),

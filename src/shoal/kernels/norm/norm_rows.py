@@ -5,36 +5,19 @@ No magic: all it does is read strides and fill in addresses for `csrc/shoal_nati
 
 from __future__ import annotations
 
-import ctypes
-import os
-from collections.abc import Callable
-
 import torch
 
-from shoal.errors import InputError
-from shoal.lowlevel.native import LEVELS, function, levels
-
-LEVEL_VARIABLE = "SHOAL_NORM_LEVEL"
+from shoal.lowlevel.native import bytes_needed
 
 
-def level_number(level: str | None) -> int:
-    """Of `level`, else of the variable SHOAL_NORM_LEVEL, else -1: the best there is."""
-    name = os.environ.get(LEVEL_VARIABLE) if level is None else level
-    if not name:
-        return -1
-    if name not in levels():
-        raise InputError(f"level {name!r}: this machine runs {', '.join(levels()) or 'none'}; choose one of those")
-    return LEVELS.index(name)
-
-
-def pitch(x: torch.Tensor) -> int | None:
+def row_stride(x: torch.Tensor) -> int | None:
     """Floats from pixel to pixel of `x`, (N, C, H, W), in NHWC order without gaps between its rows; else None.
 
-    >>> pitch(torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))
+    >>> row_stride(torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))
     3
-    >>> pitch(torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)[:, :2])
+    >>> row_stride(torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)[:, :2])
     3
-    >>> pitch(torch.ones(2, 3, 4, 5))
+    >>> row_stride(torch.ones(2, 3, 4, 5))
     """
     if x.dim() != 4 or x.dtype != torch.float32 or not x.is_cpu or x.layout != torch.strided:
         return None
@@ -46,7 +29,7 @@ def pitch(x: torch.Tensor) -> int | None:
     over_images, over_channels, over_rows, over_columns = x.stride()
     if channels > 1 and over_channels != 1:
         return None
-    # A dimension of size one may have any stride: the first that is longer tells.
+    # A dimension of size one may have any stride: the first longer one decides.
     if width > 1:
         found = over_columns
     elif height > 1:
@@ -63,7 +46,7 @@ def pitch(x: torch.Tensor) -> int | None:
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a channels_last copy where the kernels cannot read it."""
-    if pitch(x) is not None:
+    if row_stride(x) is not None:
         return x
     return x.to(torch.float32).contiguous(memory_format=torch.channels_last)
 
@@ -80,31 +63,11 @@ def vector(values: torch.Tensor) -> torch.Tensor:
     return values.detach().float().contiguous()
 
 
-def place(tensor: torch.Tensor | None) -> int | None:
+def address(tensor: torch.Tensor | None) -> int | None:
     """Its address; null for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
-def workspace(bytes_: int) -> torch.Tensor:
-    """Memory of torch's own allocator, that of the step's budget, at a cache line."""
-    return torch.empty(max(bytes_, 1), dtype=torch.uint8)
-
-
-def run(call: str, argument: ctypes.Structure) -> None:
-    """Calls a function of the native library; ctypes gives the interpreter's lock away meanwhile."""
-    if _function(call)(ctypes.byref(argument)) != 0:
-        raise InputError(
-            f"{call}: this processor does not run the level asked for; choose one of {', '.join(levels())}"
-        )
-
-
-def bytes_of(call: str, *arguments: object) -> int:
-    """What a function of the native library that returns bytes says."""
-    return int(_function(call)(*arguments))
-
-
-def _function(name: str) -> Callable[..., int]:
-    found = function(name)
-    if found is None:
-        raise InputError("the native library was not built; use the torch reference")
-    return found
+def workspace(name: str, *arguments: object) -> torch.Tensor:
+    """Memory of torch's own allocator, that of the step's budget, as much as a function of the library counts."""
+    return torch.empty(max(bytes_needed(name, *arguments), 1), dtype=torch.uint8)

@@ -1,22 +1,32 @@
-"""What sweeps over whole tensors for batch norm faster than PyTorch's own kernels, where something does.
+"""Passes over whole tensors for batch norm: statistics, normalise (+ residual, + ReLU), its gradient.
 
-No magic: all it does is ask each of `KERNELS` whether it applies.
+For a batch norm whose producer is no convolution, or whose result others than one convolution read. Each pass reads and
+writes every element once. Where no implementation applies the callers have PyTorch's own kernels in place.
+
+Native: float32 on the CPU, channels_last; `row_stride` says which slices. Triton: float32, float16 and bfloat16 on
+CUDA, computed in float32, contiguous or channels_last, also a slice of the channels. With TRITON_INTERPRET=1 Triton's
+interpreter runs on the CPU: slow, for tests.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Protocol
 
 import torch
 
-from shoal.kernels.norm import norm_pass_native, norm_triton
+from shoal.errors import InputError
+from shoal.kernels.norm.norm_rows import row_stride, vector, workspace
+from shoal.kernels.norm.norm_tiles import grid_of, is_channels_last, power
+from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
+from shoal.lowlevel.native import levels, run_native
+from shoal.lowlevel.triton_launch import TritonKernels, on_device
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of Triton's kernels
 
 
 class Sweeps(Protocol):
     """One implementation. Every tensor is read or written once; nothing written may overlap anything read."""
-
-    def applies(self, *tensors: torch.Tensor) -> bool:
-        """Whether it reads and writes such tensors, (N, C, ...), all of one shape but for their channels."""
 
     def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Replaces `torch.var_mean(x, (0, 2, 3), correction=0)`: mean and variance, (C,), in float32."""
@@ -28,7 +38,7 @@ class Sweeps(Protocol):
         scale: torch.Tensor,
         shift: torch.Tensor,
         residual: torch.Tensor | None,
-        rectify: bool,
+        relu: bool,
         out: torch.Tensor,
     ) -> None:
         """Write relu((x - mean) * scale + shift + residual) into `out`, in its dtype.
@@ -37,7 +47,7 @@ class Sweeps(Protocol):
             x: (N, C, ...).
             mean, scale, shift: (C,); used in float32.
             residual: of the shape of x, or None.
-            rectify: whether a ReLU follows.
+            relu: whether a ReLU follows.
             out: of the shape of x.
         """
 
@@ -49,7 +59,7 @@ class Sweeps(Protocol):
         mean: torch.Tensor,
         scale: torch.Tensor,
         shift: torch.Tensor,
-        rectify: bool,
+        relu: bool,
         grad_x: torch.Tensor | None,
         masked: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,19 +67,235 @@ class Sweeps(Protocol):
 
         Args:
             grad: of the result.
-            z: the result, read where `rectify` is set; None: made again from x, nothing was added.
-            x, mean, scale, shift, rectify: as for `norm_act`.
+            z: the result, read where `relu` is set; None: recomputed from x, nothing was added.
+            x, mean, scale, shift, relu: as for `norm_act`.
             grad_x: where the gradient of x is written; None: it is not wanted.
             masked: where `grad` is written as the ReLU lets it through; None: it is not wanted.
         """
 
 
-KERNELS: list[Sweeps] = [norm_triton, norm_pass_native]  # the first that applies
+class _Pass(ctypes.Structure):
+    """ShoalNormPass of csrc/shoal_native.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "channels")),
+        *((name, ctypes.c_int32) for name in ("relu", "threads", "level", "unused")),
+        ("x", ctypes.c_void_p),
+        ("ld_x", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("mean", "scale", "shift", "residual")),
+        ("ld_residual", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("ld_out", ctypes.c_int64),
+        ("grad", ctypes.c_void_p),
+        ("ld_grad", ctypes.c_int64),
+        ("grad_x", ctypes.c_void_p),
+        ("ld_grad_x", ctypes.c_int64),
+        ("grad_residual", ctypes.c_void_p),
+        ("ld_grad_residual", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("sum_of_centred", "sum", "statistic_mean", "statistic_variance")),
+        ("workspace", ctypes.c_void_p),
+    )
+
+
+class _Native:
+    """`csrc/norm_pass.cpp`; `level`: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says."""
+
+    def applies(self, *tensors: torch.Tensor) -> bool:
+        """Whether it reads and writes such tensors, (N, C, H, W), here; all of one shape but for their channels."""
+        return bool(levels()) and all(row_stride(x) is not None for x in tensors)
+
+    def statistics(self, x: torch.Tensor, *, level: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums are taken around a pivot in every block of rows and added up in doubles."""
+        mean, variance = torch.empty(x.shape[1]), torch.empty(x.shape[1])
+        call = _call(x, level)
+        call.statistic_mean, call.statistic_variance = mean.data_ptr(), variance.data_ptr()
+        space = _workspace(call)
+        call.workspace = space.data_ptr()
+        run_native("shoal_statistics", call)
+        return mean, variance
+
+    def norm_act(
+        self,
+        x: torch.Tensor,
+        mean: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        residual: torch.Tensor | None,
+        relu: bool,
+        out: torch.Tensor,
+        *,
+        level: str | None = None,
+    ) -> None:
+        vectors = list(map(vector, (mean, scale, shift)))
+        call = _call(x, level)
+        call.relu = relu
+        call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
+        call.residual, call.ld_residual = _rows(residual, x)
+        call.out, call.ld_out = _rows(out, x)
+        run_native("shoal_norm_act", call)
+
+    def norm_act_backward(
+        self,
+        grad: torch.Tensor,
+        z: torch.Tensor | None,
+        x: torch.Tensor,
+        mean: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        relu: bool,
+        grad_x: torch.Tensor | None,
+        masked: torch.Tensor | None,
+        *,
+        level: str | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        of_scale, of_shift = torch.empty(x.shape[1]), torch.empty(x.shape[1])
+        vectors = list(map(vector, (mean, scale, shift)))
+        call = _call(x, level)
+        call.relu = relu
+        call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
+        call.grad, call.ld_grad = _rows(grad, x)
+        call.out, call.ld_out = _rows(z, x)
+        call.grad_x, call.ld_grad_x = _rows(grad_x, x)
+        call.grad_residual, call.ld_grad_residual = _rows(masked, x)
+        call.sum_of_centred, call.sum = of_scale.data_ptr(), of_shift.data_ptr()
+        space = _workspace(call)
+        call.workspace = space.data_ptr()
+        run_native("shoal_norm_act_backward", call)
+        return of_scale, of_shift
+
+
+def _row_stride(x: torch.Tensor) -> int:
+    found = row_stride(x)
+    if found is None:
+        raise InputError(f"{x.dtype} of strides {x.stride()}; give a channels_last float32 tensor on the CPU")
+    return found
+
+
+def _rows(tensor: torch.Tensor | None, x: torch.Tensor) -> tuple[int | None, int]:
+    """Address and row stride of a tensor of the shape of `x`; null for None."""
+    if tensor is None:
+        return None, 0
+    if tensor.shape != x.shape:
+        raise InputError(f"{tuple(tensor.shape)} beside x of {tuple(x.shape)}; give tensors of one shape")
+    return tensor.data_ptr(), _row_stride(tensor)
+
+
+def _call(x: torch.Tensor, level: str | None) -> _Pass:
+    rows = x.numel() // x.shape[1] if x.numel() else 0
+    threads = max(1, min(torch.get_num_threads(), rows))
+    return _Pass(
+        rows=rows, channels=x.shape[1], threads=threads, level=level_number(level), x=x.data_ptr(), ld_x=_row_stride(x)
+    )
+
+
+def _workspace(call: _Pass) -> torch.Tensor:
+    return workspace("shoal_norm_pass_workspace_bytes", ctypes.byref(call))
+
+
+class _Triton:
+    """`norm_triton_kernels`."""
+
+    def applies(self, *tensors: torch.Tensor) -> bool:
+        """Whether it reads and writes such tensors, (N, C, ...), here; all of one shape but for their channels."""
+        device = tensors[0].device
+        if not TRITON_KERNELS.run_on(device) or any(x.device != device or x.dtype not in _DTYPES for x in tensors):
+            return False
+        return is_channels_last(*tensors) is not None
+
+    def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        grid, (at,) = grid_of(x)
+        moments = x.new_empty((3, grid.parts, grid.channels), dtype=torch.float32)
+        counts = x.new_empty(grid.parts, dtype=torch.int32)
+        # An op's results: none may be a view.
+        mean, variance = (x.new_empty(grid.channels, dtype=torch.float32) for _ in range(2))
+        found, columns = TRITON_KERNELS.found(), min(grid.columns, 16)
+        with on_device(x.device):
+            found.moments[grid.by_part](x, at, *moments, counts, *grid.extent, *grid.shares, *grid.tile)
+            found.merge[(-(-grid.channels // columns),)](
+                *moments, counts, mean, variance, grid.parts, grid.channels, min(power(grid.parts), 64), columns
+            )
+        return mean, variance
+
+    def norm_act(
+        self,
+        x: torch.Tensor,
+        mean: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        residual: torch.Tensor | None,
+        relu: bool,
+        out: torch.Tensor,
+    ) -> None:
+        grid, at = grid_of(x, residual, out)
+        with on_device(x.device):
+            TRITON_KERNELS.found().activate[grid.by_block](
+                x,
+                at[0],
+                *map(vector, (mean, scale, shift)),
+                residual,
+                at[1],
+                out,
+                at[2],
+                *grid.extent,
+                relu,
+                *grid.tile,
+            )
+
+    def norm_act_backward(
+        self,
+        grad: torch.Tensor,
+        z: torch.Tensor | None,
+        x: torch.Tensor,
+        mean: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        relu: bool,
+        grad_x: torch.Tensor | None,
+        masked: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        grid, at = grid_of(x, grad, z, grad_x, masked)
+        sums = x.new_empty((2, grid.parts, grid.channels), dtype=torch.float32)
+        with on_device(x.device):
+            TRITON_KERNELS.found().activate_backward[grid.by_part](
+                grad,
+                at[1],
+                z,
+                at[2],
+                x,
+                at[0],
+                *map(vector, (mean, scale, shift)),
+                grad_x,
+                at[3],
+                masked,
+                at[4],
+                *sums,
+                *grid.extent,
+                *grid.shares,
+                relu,
+                *grid.tile,
+            )
+        of_scale, of_shift = sums.sum(1)
+        return of_scale, of_shift
+
+
+def _try_on(device: torch.device) -> None:
+    one = torch.ones((1, 1), device=device)
+    TRITON.norm_act(one, one[0], one[0], one[0], None, True, torch.empty_like(one))
+
+
+TRITON_KERNELS = TritonKernels("shoal.kernels.norm.norm_triton_kernels", "PyTorch's own kernels", InputError, _try_on)
+NATIVE, TRITON = _Native(), _Triton()
+_OP: Op[Sweeps | None] = register(
+    "norm_sweeps",
+    None,
+    Implementation("triton", TRITON, TRITON.applies),
+    Implementation("native", NATIVE, NATIVE.applies),
+)
 
 
 def sweeps(*tensors: torch.Tensor) -> Sweeps | None:
-    """What sweeps over `tensors`; None: PyTorch's own kernels do.
+    """What runs passes over `tensors`; None: PyTorch's own kernels do.
 
     >>> sweeps(torch.ones(2, 3, 4, 5, dtype=torch.float64))
     """
-    return next((kernel for kernel in KERNELS if kernel.applies(*tensors)), None)
+    return choose(_OP, *tensors)

@@ -14,7 +14,7 @@ import torch
 from shoal.errors import InputError
 
 _TILE_ELEMS = 2048
-_MOST = 2**31  # elements that a tile's addresses may span
+_MAX_SPAN_ELEMS = 2**31  # elements that a tile's addresses may span
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Grid:
     channels: int
     rows: int
     columns: int
-    most_parts: int
+    max_parts: int
 
     @property
     def blocks_an_image(self) -> int:
@@ -39,7 +39,7 @@ class Grid:
 
     @property
     def blocks_a_part(self) -> int:
-        return -(-self.blocks // max(1, self.most_parts // -(-self.channels // self.columns)))
+        return -(-self.blocks // max(1, self.max_parts // -(-self.channels // self.columns)))
 
     @property
     def parts(self) -> int:
@@ -66,7 +66,7 @@ class Grid:
         return self.channels_last, self.rows, self.columns
 
 
-def laid_out(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Grid, list[int]]:
+def grid_of(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Grid, list[int]]:
     """The grid, and `ld` of each tensor as the kernels want it; 0 for None."""
     given = [other for other in others if other is not None]
     if any(other.shape != x.shape for other in given):
@@ -82,23 +82,23 @@ def laid_out(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Grid, list[
     else:
         rows = min(power(pixels), 128)
         columns = min(power(channels), _TILE_ELEMS // rows)
-    grid = Grid(channels_last, images, pixels, channels, rows, columns, _most_parts(x.device))
-    return grid, [0 if t is None else pitch(t, channels_last) or 0 for t in (x, *others)]
+    grid = Grid(channels_last, images, pixels, channels, rows, columns, _max_parts(x.device))
+    return grid, [0 if t is None else leading_stride(t, channels_last) or 0 for t in (x, *others)]
 
 
 def is_channels_last(*tensors: torch.Tensor) -> bool | None:
     """Which of the two layouts all have; None for neither."""
     if tensors[0].dim() < 2 or not tensors[0].numel():
         return None
-    return next((way for way in (True, False) if all(pitch(x, way) for x in tensors)), None)
+    return next((way for way in (True, False) if all(leading_stride(x, way) for x in tensors)), None)
 
 
-def pitch(x: torch.Tensor, channels_last: bool) -> int | None:
+def leading_stride(x: torch.Tensor, channels_last: bool) -> int | None:
     """Elements from pixel to pixel in channels_last, from image to image else; None where that is not the layout.
 
-    >>> pitch(torch.ones(2, 3, 4, 5), False), pitch(torch.ones(2, 3, 4, 5)[:, :2], False)
+    >>> leading_stride(torch.ones(2, 3, 4, 5), False), leading_stride(torch.ones(2, 3, 4, 5)[:, :2], False)
     (60, 60)
-    >>> pitch(torch.ones(2, 3, 4, 5), True)
+    >>> leading_stride(torch.ones(2, 3, 4, 5), True)
     """
     images, channels, *sides = x.shape
     over_images, over_channels, *over_sides = x.stride()
@@ -107,12 +107,12 @@ def pitch(x: torch.Tensor, channels_last: bool) -> int | None:
             return None
         step = _step([images, *sides], [over_images, *over_sides])
         found = channels if step == 0 else step
-        return found if found is not None and channels <= found < _MOST // _TILE_ELEMS else None
+        return found if found is not None and channels <= found < _MAX_SPAN_ELEMS // _TILE_ELEMS else None
     pixels = prod(sides)
     if _step(sides, over_sides) not in (0, 1) or (channels > 1 and over_channels != pixels):
         return None
     found = over_images if images > 1 else channels * pixels
-    return found if channels * pixels <= found and channels * pixels < _MOST else None
+    return found if channels * pixels <= found and channels * pixels < _MAX_SPAN_ELEMS else None
 
 
 def _step(sizes: list[int], strides: list[int]) -> int | None:
@@ -135,6 +135,6 @@ def power(number: int) -> int:
 
 
 @cache
-def _most_parts(device: torch.device) -> int:
+def _max_parts(device: torch.device) -> int:
     # Enough to fill the device a few times over; few on the CPU, so that each has several blocks there too.
     return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

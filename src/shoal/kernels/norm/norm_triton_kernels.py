@@ -41,7 +41,7 @@ def activate(
     pixels,
     channels,
     blocks_an_image,
-    RECTIFY: tl.constexpr,
+    RELU: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -60,7 +60,7 @@ def activate(
     if residual is not None:
         more = tile(residual, ld_residual, image, first, rows, columns, pixels, CHANNELS_LAST)
         value += tl.load(more, mask=there, other=0.0).to(tl.float32)
-    if RECTIFY:
+    if RELU:
         value = tl.where(value <= 0.0, 0.0, value)  # as PyTorch's ReLU a NaN stays one
     to = tile(out, ld_out, image, first, rows, columns, pixels, CHANNELS_LAST)
     tl.store(to, value.to(out.dtype.element_ty), mask=there)
@@ -175,14 +175,14 @@ def activate_backward(
     blocks_an_image,
     blocks,
     blocks_a_part,
-    RECTIFY: tl.constexpr,
+    RELU: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """With da = grad where z > 0: grad_x = da * scale, masked = da, and each part's sums of da * (x - mean) and da.
 
-    z, grad_x and masked may be None; z is then made again from x.
+    z, grad_x and masked may be None; z is then recomputed from x.
     """
     part = tl.program_id(0)
     rows = tl.arange(0, ROWS)
@@ -201,7 +201,7 @@ def activate_backward(
         da = da.to(tl.float32)
         off = tl.load(tile(x, ld_x, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
         off = off.to(tl.float32) - middle
-        if RECTIFY:
+        if RELU:
             if z is not None:
                 kept = tile(z, ld_z, image, first, rows, columns, pixels, CHANNELS_LAST)
                 da = tl.where(tl.load(kept, mask=there, other=0.0).to(tl.float32) <= 0.0, 0.0, da)

@@ -1,11 +1,11 @@
 """The gradient of a convolution's weight in one native pass that normalises what the convolution read.
 
-`csrc/norm_weight_grad.cpp` keeps a block of the weight's gradient in the second cache while all pixels go by. For
-weights that fit no second cache, where `norm_conv_native.backward` would fetch its sums from memory with every strip,
-and for strides, which that does not do. 1 x 1 and 3 x 3, one group, float32, channels_last. Each sum is one thread's:
+`csrc/norm_weight_grad.cpp` keeps a block of the weight's gradient in L2 while all pixels go by. For weights that do not
+fit in L2, where `norm_conv_native.backward` would load its sums from memory with every strip, and for strides, which
+that does not do. 1 x 1 and 3 x 3, one group, float32, channels_last. Each sum is one thread's:
 the result does not depend on how many there are.
 
-Known limits: the gradient of the input is somebody else's.
+Known limits: the gradient of the input is not computed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import ctypes
 import torch
 
 from shoal.kernels.norm.norm_conv_native import Window
-from shoal.kernels.norm.norm_rows import bytes_of, in_rows, level_number, pitch, run, vector, workspace
-from shoal.lowlevel.native import levels
+from shoal.kernels.norm.norm_rows import in_rows, row_stride, vector, workspace
+from shoal.lowlevel.dispatch import level_number
+from shoal.lowlevel.native import levels, run_native
 
 _KERNELS = ((1, 1), (3, 3))
 
@@ -27,7 +28,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("images", "height", "width", "out_height", "out_width")),
         *((name, ctypes.c_int64) for name in ("in_channels", "out_channels")),
-        *((name, ctypes.c_int32) for name in ("kernel", "stride", "rectify", "threads", "level", "unused")),
+        *((name, ctypes.c_int32) for name in ("kernel", "stride", "relu", "threads", "level", "unused")),
         ("x", ctypes.c_void_p),
         ("ld_x", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("mean", "scale", "shift", "grad_y")),
@@ -55,11 +56,11 @@ def applies(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
         and stride == [stride[0]] * 2
         and list(window.dilation) == [1, 1]
         and list(window.padding) == [kernel[0] // 2] * 2
-        and pitch(x) is not None
+        and row_stride(x) is not None
     )
 
 
-def pays(weight: torch.Tensor) -> bool:
+def pays(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
     """Whether that is faster than the library's: it is for a 3 x 3, 1.3 to 1.9 times with AVX2, but not for a 1 x 1."""
     return weight.shape[2] == 3
 
@@ -70,7 +71,7 @@ def weight_grad(
     mean: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    rectify: bool,
+    relu: bool,
     weight: torch.Tensor,
     window: Window,
     *,
@@ -82,10 +83,10 @@ def weight_grad(
         grad: of y, (N, K, H', W'), whole.
         x: (N, C, H, W), float32, as `applies` wants it.
         mean, scale, shift: (C,); all None: nothing is normalised.
-        rectify: whether a ReLU comes before the convolution.
+        relu: whether a ReLU comes before the convolution.
         weight: (K, C, 1, 1) or (K, C, 3, 3); only its shape is read.
         window: of the convolution.
-        level: "portable", "avx2" or "avx512"; None: the variable SHOAL_NORM_LEVEL, else the best.
+        level: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says.
 
     Returns:
         Of the shape of `weight`, channels_last, float32.
@@ -113,17 +114,17 @@ def weight_grad(
         out_channels=weight.shape[0],
         kernel=weight.shape[2],
         stride=window.stride[0],
-        rectify=rectify,
+        relu=relu,
         threads=torch.get_num_threads(),
         level=level_number(level),
         x=x.data_ptr(),
-        ld_x=pitch(x),
+        ld_x=row_stride(x),
         grad_y=grad.data_ptr(),
-        ld_grad_y=pitch(grad),
+        ld_grad_y=row_stride(grad),
         grad_weight=of_weight.data_ptr(),
     )
     call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
-    space = workspace(bytes_of("shoal_norm_weight_grad_workspace_bytes", ctypes.byref(call)))
+    space = workspace("shoal_norm_weight_grad_workspace_bytes", ctypes.byref(call))
     call.workspace = space.data_ptr()
-    run("shoal_norm_weight_grad", call)
+    run_native("shoal_norm_weight_grad", call)
     return of_weight

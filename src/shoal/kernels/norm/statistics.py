@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shoal.kernels.memory_format import dense_in_format, in_format, memory_format_of
 from shoal.kernels.norm.norm_sweeps import sweeps
 from shoal.lowlevel.direct_call import direct_call
 
@@ -46,7 +47,7 @@ def measure(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     kernel = sweeps(x)
     if kernel is not None:
         return kernel.statistics(x)
-    if x.dtype == wide(x.dtype) and layout_of(x) != torch.contiguous_format:
+    if x.dtype == wide(x.dtype) and memory_format_of(x) != torch.contiguous_format:
         # PyTorch's own for batch norm: two sweeps, nothing allocated; in other layouts it is slow.
         mean, variance = torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
         return mean, variance
@@ -76,8 +77,8 @@ def whole_gradient(
     """
     count = x.numel() // x.shape[1]
     constant, slope = of_mean / count, of_variance * (2 / count)
-    whole = torch.empty_like(x, dtype=dtype or wide(x.dtype), memory_format=layout_of(x))
-    added = None if grad is None else in_layout(grad, layout_of(x))
+    whole = torch.empty_like(x, dtype=dtype or wide(x.dtype), memory_format=memory_format_of(x))
+    added = None if grad is None else in_format(grad, memory_format_of(x))
     kernel = sweeps(x, whole, *([] if added is None else [added]))
     if kernel is not None:
         kernel.norm_act(x, mean, slope, constant, added, False, whole)
@@ -86,55 +87,6 @@ def whole_gradient(
     whole = x - by_channel(mean, x)  # promotes
     torch.addcmul(by_channel(constant, x), whole, by_channel(slope, x), out=whole)
     return (whole if grad is None else whole.add_(grad)).to(dtype or whole.dtype)
-
-
-def layout_of(*tensors: torch.Tensor) -> torch.memory_format:
-    """channels_last where one of the tensors is, or is a slice of one that is, and is not contiguous as well.
-
-    So does PyTorch's batch norm lay its result out.
-
-    >>> x = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    >>> layout_of(x), layout_of(x[:, :2]), layout_of(x.contiguous())
-    (torch.channels_last, torch.channels_last, torch.contiguous_format)
-    """
-    return strides_layout(*(x for x in tensors if not x.is_contiguous()))
-
-
-def strides_layout(*tensors: torch.Tensor) -> torch.memory_format:
-    """channels_last where the strides of one of the tensors are such, even if it is contiguous as well.
-
-    So does PyTorch's convolution lay its result out, of its input and its weight. It is `Tensor::suggest_memory_format`
-    of ATen (c10/core/MemoryFormat.h), which Python does not have.
-
-    >>> strides_layout(torch.ones(2, 1, 4, 5).to(memory_format=torch.channels_last))
-    torch.channels_last
-    """
-    for x in tensors:
-        if x.dim() in (4, 5) and _strides_are_channels_last(x):
-            return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-    return torch.contiguous_format
-
-
-def laid_out(x: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
-    """`x`, or a copy: without gaps, and with that layout's strides where a size of one leaves others."""
-    dense = x.contiguous(memory_format=layout)
-    return dense if strides_layout(dense) == layout else torch.empty_like(dense, memory_format=layout).copy_(dense)
-
-
-def in_layout(x: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
-    """`x`, or a copy where it lies otherwise or was expanded."""
-    expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x if layout_of(x) == layout and not expanded else x.contiguous(memory_format=layout)
-
-
-def _strides_are_channels_last(x: torch.Tensor) -> bool:
-    least = 0
-    for dim in (1, *range(x.dim() - 1, 1, -1), 0):
-        size, stride = x.shape[dim], x.stride(dim)
-        if size == 0 or stride < least or (dim == 0 and least == x.stride(1)):
-            return False
-        least = stride * size
-    return x.stride(1) > 0
 
 
 def _forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,13 +98,13 @@ def _forward_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _backward(of_mean: torch.Tensor, of_variance: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    return laid_out(whole_gradient(None, x, mean, of_mean, of_variance, x.dtype), layout_of(x))
+    return dense_in_format(whole_gradient(None, x, mean, of_mean, of_variance, x.dtype), memory_format_of(x))
 
 
 def _backward_fake(
     of_mean: torch.Tensor, of_variance: torch.Tensor, x: torch.Tensor, mean: torch.Tensor
 ) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=layout_of(x))
+    return torch.empty_like(x, memory_format=memory_format_of(x))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -42,7 +42,7 @@ def join_dense_blocks(graph: fx.Graph, added: dict[str, nn.Module], size: Fusion
     Args:
         graph: of fused layers; it is changed.
         added: the modules that it calls by name; the blocks come to them.
-        size: says which maps are too small.
+        size: decides which maps are too small.
 
     Returns:
         The names of the first and the last convolution of each block.

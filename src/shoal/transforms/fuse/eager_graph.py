@@ -1,4 +1,4 @@
-"""A traced network's graph that calls its layers without the ways in of `nn.Module`, for eager mode.
+"""A traced network's graph that calls its layers without `nn.Module.__call__`, for eager mode.
 
 Each call of a module by its path looks the path up part by part and asks after hooks, which shows where layers are
 small. Modules with hooks are called as ever.

@@ -11,7 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from shoal.errors import InputError
 from shoal.kernels.batch_norm_vectors import runs_again
-from shoal.lowlevel.direct_call import watched
+from shoal.lowlevel.direct_call import needs_dispatch
 from shoal.transforms.fuse.eager_graph import EagerGraph
 from shoal.transforms.fuse.fuse_graph import LEVELS, Level, fuse_graph
 from shoal.transforms.fuse.fusion_ops import Tracer
@@ -20,7 +20,7 @@ from shoal.transforms.fuse.fusion_summary import FusionSummary, Left
 from shoal.transforms.stand_in import StandIn
 from shoal.transforms.tracing import UntraceableError, has_hooks, trace
 
-_MOST_INPUTS = 64  # kinds of inputs that a network remembers
+_MAX_INPUTS = 64  # kinds of inputs that a network remembers
 
 
 def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When = "pays") -> FusedModule:
@@ -40,11 +40,11 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
             "icf": and tensors that are concatenated are measured once, by whoever makes them, and no concatenation is
             kept that only batch norms read: a dense block saves each feature map once.
         when: "pays": in eager mode on the CPU, small maps run as PyTorch's own layers: calling a fused one would cost
-            more than the passes it saves. Decided at every call, by `shoal.transforms.fuse.fusion_size.LEAST_ELEMS`.
+            more than the passes it saves. Decided at every call, by `shoal.transforms.fuse.fusion_size.MIN_ELEMS`.
             "always": they are fused too, which saves their bytes. Under `shoal.compile` and `torch.compile` all are.
 
     Returns:
-        A module that trains fused and in eval mode is the network itself. `summary` tells what was fused, what not
+        A module that trains fused and in eval mode is the network itself. `summary` lists what was fused, what not
         and why; print it.
 
     Raises:
@@ -59,7 +59,7 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
     >>> list(fused.state_dict()) == list(net.state_dict())
     True
 
-    Known limits: a network that torch.fx cannot trace stays as it was, and the summary says so; so do layers with
+    Known limits: a network that torch.fx cannot trace stays as it was, and the summary lists it; so do layers with
     hooks, subclasses of batch norm, SyncBatchNorm, activations other than ReLU, and batch norms whose input is written
     over in place. Gradients of gradients are not
     available. Under transforms of `torch.func` and forward-mode derivatives the network itself runs. Layers that are
@@ -110,12 +110,12 @@ class FusedModule(StandIn):
             self._fuse()
         if compiler.is_compiling() or not self._fused or _has_any_global_hook():
             return (self._fused or self._source)[0].forward(*args, **kwargs)
-        kind = _kind(args) if not kwargs and not runs_again() and not watched(args) else None
+        kind = _kind(args) if not kwargs and not runs_again() and not needs_dispatch(args) else None
         if kind is not None and kind in self._unfused_inputs:
             return self.source.forward(*args)
         fusions = self._size.fusions
         result = self._eager(self._fused[0])(*args, **kwargs)
-        if kind is not None and self._size.fusions == fusions and len(self._unfused_inputs) < _MOST_INPUTS:
+        if kind is not None and self._size.fusions == fusions and len(self._unfused_inputs) < _MAX_INPUTS:
             self._unfused_inputs.add(kind)
         return result
 
@@ -164,7 +164,7 @@ def _kind(args: tuple[Any, ...]) -> Any:
 
 def _highest(model: nn.Module, graph: fx.Graph) -> Level:
     """The lowest level that fuses all that can be."""
-    (_, most), (_, without_concatenations) = (
+    (_, all_levels), (_, without_concatenations) = (
         fuse_graph(model, graph, level, FusionSize("always")) for level in ("icf", "bnff")
     )
-    return "bnff" if most.fused == without_concatenations.fused else "icf"
+    return "bnff" if all_levels.fused == without_concatenations.fused else "icf"

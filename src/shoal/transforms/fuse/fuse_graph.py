@@ -57,7 +57,7 @@ def fuse_graph(
         root: the network, whose layers the result calls.
         graph: of the network.
         level: how much is fused; "icf" where "bnff" would do is the same.
-        size: says which maps are too small.
+        size: decides which maps are too small.
     """
     return _Builder(root, graph, level, size).build()
 

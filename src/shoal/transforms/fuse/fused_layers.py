@@ -17,11 +17,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.kernels.batch_norm_vectors import batch_norm_scale, move_statistics, runs_again
+from shoal.kernels.memory_format import memory_format_of, suggested_memory_format
 from shoal.kernels.norm.dense_block import Step, dense_block
 from shoal.kernels.norm.norm_act import joined, norm_act
 from shoal.kernels.norm.norm_conv import norm_conv
 from shoal.kernels.norm.norm_conv_native import Window
-from shoal.kernels.norm.statistics import layout_of, statistics, strides_layout, wide
+from shoal.kernels.norm.statistics import statistics, wide
 from shoal.transforms.fuse import fusion_size
 from shoal.transforms.fuse.fusion_size import FusionSize
 
@@ -53,7 +54,7 @@ class Affine(nn.Module):
     Args:
         layer: the batch norm.
         rectify: whether a ReLU comes right after it.
-        size: says which maps are too small.
+        size: decides which maps are too small.
     """
 
     def __init__(self, layer: _BatchNorm, rectify: bool, size: FusionSize) -> None:
@@ -129,7 +130,7 @@ class Convolve(nn.Module):
         layer: the convolution.
         rectify: whether a ReLU comes before it.
         readers: batch norms that read its result.
-        size: says which maps are too small.
+        size: decides which maps are too small.
     """
 
     def __init__(self, layer: _ConvNd, rectify: bool, readers: Iterable[_BatchNorm], size: FusionSize) -> None:
@@ -167,7 +168,7 @@ class DenseBlock(nn.Module):
 
     Args:
         layers: batch norms and convolutions of each.
-        size: says which maps are too small.
+        size: decides which maps are too small.
     """
 
     def __init__(self, layers: Sequence[Sequence[tuple[Affine, Convolve]]], size: FusionSize) -> None:
@@ -213,11 +214,11 @@ class DenseBlock(nn.Module):
     def _is_one_op(self, xs: Sequence[torch.Tensor]) -> bool:
         kind, device = xs[0].dtype, xs[0].device
         # The block has the layout of what it reads; where PyTorch's convolutions may have another, they run one by one.
-        layout = strides_layout(*xs, *(conv.layer.weight for layer in self.layers for _, conv in layer))
+        layout = suggested_memory_format(*xs, *(conv.layer.weight for layer in self.layers for _, conv in layer))
         return (
-            all(layout_of(x) == layout for x in xs)
+            all(memory_format_of(x) == layout for x in xs)
             and layout != torch.channels_last_3d
-            and self.size.fuses(xs[0], self._elems(xs[0]), fusion_size.LEAST_BLOCK_ELEMS)
+            and self.size.fuses(xs[0], self._elems(xs[0]), fusion_size.MIN_BLOCK_ELEMS)
             and (xs[0].is_meta or not torch.is_autocast_enabled(device.type))
             and all(x.dtype == kind for x in xs)
             and xs[0].numel() > xs[0].shape[1]

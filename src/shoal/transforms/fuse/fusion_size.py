@@ -10,25 +10,25 @@ from typing import Literal
 
 import torch
 
-from shoal.kernels.norm import norm_conv_native
+from shoal.kernels.norm.norm_conv import runs_winograd
 from shoal.kernels.norm.norm_conv_native import Window
-from shoal.lowlevel.direct_call import watched
+from shoal.lowlevel.direct_call import needs_dispatch
 
 When = Literal["pays", "always"]
 WHENS: tuple[When, ...] = ("pays", "always")
 
-LEAST_ELEMS = 1 << 20
+MIN_ELEMS = 1 << 20
 """Elements from which on a fused batch norm is worth its call from Python, on the CPU: 2^18 to 2^21 were tried on six
-networks, whose scatter told only the ends apart; one layer in the cache lost up to 2^19.
+networks, whose scatter separated only the ends; one layer in the cache lost up to 2^19.
 
 A smaller map (4 MiB of float32) stays in the last cache, where the passes over it that fusing saves are worth less than
 what calling an op written in Python costs beside PyTorch's own."""
 
-LEAST_BLOCK_ELEMS = LEAST_ELEMS // 8
+MIN_BLOCK_ELEMS = MIN_ELEMS // 8
 """The same for all channels of a dense block: one call there, and no concatenation is written for any of its layers."""
 
-LEAST_PRODUCTS = 1 << 24
-"""Multiplications of nine taps from which on a native 3 x 3 by squares is worth its call, whatever it is fused with."""
+MIN_PRODUCTS = 1 << 24
+"""Multiplications of a direct 3 x 3 convolution from which on the native Winograd one is worth its call by itself."""
 
 
 class FusionSize:
@@ -49,10 +49,10 @@ class FusionSize:
         self.when = when
         self.fusions = 0
 
-    def fuses(self, x: torch.Tensor, elems: int | None = None, least: int | None = None) -> bool:
+    def fuses(self, x: torch.Tensor, elems: int | None = None, min_elems: int | None = None) -> bool:
         """Whether a batch norm of `elems` elements, by default those of `x`, is done by its neighbours.
 
-        `least` stands in for `LEAST_ELEMS`.
+        `min_elems` stands in for `MIN_ELEMS`.
 
         >>> FusionSize("pays").fuses(torch.ones(1, 8, 4, 4)), FusionSize("always").fuses(torch.ones(1, 8, 4, 4))
         (False, True)
@@ -61,8 +61,8 @@ class FusionSize:
             return False
         if torch.compiler.is_compiling():
             return True
-        enough = (x.numel() if elems is None else elems) >= (LEAST_ELEMS if least is None else least)
-        found = self.when == "always" or enough or not x.is_cpu or watched((x,))
+        enough = (x.numel() if elems is None else elems) >= (MIN_ELEMS if min_elems is None else min_elems)
+        found = self.when == "always" or enough or not x.is_cpu or needs_dispatch((x,))
         self.fusions += found
         return found
 
@@ -82,9 +82,8 @@ class FusionSize:
         x = xs[0]
         found = (
             len(xs) == 1
-            and x.numel() * weight.shape[0] * 9 >= LEAST_PRODUCTS
-            and norm_conv_native.applies(x, weight, bias, window)
-            and norm_conv_native.by_squares(x, weight)
+            and x.numel() * weight.shape[0] * 9 >= MIN_PRODUCTS
+            and runs_winograd(x, weight, bias, window)
             and not torch.is_autocast_enabled("cpu")
         )
         self.fusions += found

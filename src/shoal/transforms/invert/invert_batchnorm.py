@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
+import warnings
 from typing import Literal
 
 from torch import fx, nn
@@ -11,11 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import CaptureError, InputError
 from shoal.transforms.invert.inverted_graph import find
-from shoal.transforms.invert.inverted_model import INEXACT, InvertedModel, inexact_channels
+from shoal.transforms.invert.inverted_model import InvertedModel, check_limit
 from shoal.transforms.stand_in import StandIn
 from shoal.transforms.tracing import UntraceableError, has_hooks, trace
-
-_log = logging.getLogger(__name__)
 
 
 def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | None = None) -> InvertedModel:
@@ -28,7 +26,7 @@ def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | No
 
     It changes the model, so it is asked for by name: a ReLU becomes a LeakyReLU of `slope`, and scales stay at least
     eps away from zero, on their side. Weights are moved towards zero by eps, so that the scales are those the network
-    has; `restore_batchnorm` moves them back.
+    has; `restore` moves them back.
 
     Args:
         model: a network that torch.fx can trace. Its parameters, buffers and modules are shared, not copied, under
@@ -38,8 +36,8 @@ def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | No
             any. For trained models, whose channels may have scales near zero.
 
     Returns:
-        A module that computes the converted network, in training and in eval mode; `describe()` tells what was
-        converted, what was not and why.
+        A module that computes the converted network, in training and in eval mode; `describe()` lists what was
+        converted, what was not and why; `restore()` makes it a network of plain batch norms again.
 
     Raises:
         InputError: an argument is out of range, a channel is over the limit, or a module whose call is taken apart has
@@ -59,7 +57,7 @@ def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | No
     Limits: use the result, and no longer `model`, whose own forward pass has other scales by eps. Replace layers of
     the network before it is inverted, not after: the result refuses to run then. Hooks that are put on
     converted batch norms and activations later do not run. In half precision the result holds fewer digits to make the
-    input from; `reconstruction_errors(torch.bfloat16)` tells how few. ELU flattens out: below about -10 little can be
+    input from; `reconstruction_errors(torch.bfloat16)` gives how few. ELU flattens out: below about -10 little can be
     made again. No double backward. Invert first: `shoal.fuse_batchnorm` and `shoal.split` take the result.
     """
     if not isinstance(model, nn.Module):
@@ -72,14 +70,14 @@ def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | No
         )
     if not isinstance(slope, (int, float)) or isinstance(slope, bool) or not 0 < slope < math.inf:
         raise InputError(f"slope={slope!r}: expected a number more than 0, such as 0.01; a slope of 0 has no inverse")
-    _check_limit(limit)
+    check_limit(limit)
     graphs = (_traced(model, training=True), _traced(model, training=False))
     modules = dict(model.named_modules(remove_duplicate=False))
     sites, left = find(graphs, modules, float(slope))
     _refuse_hooks(model)
     found = InvertedModel(model, graphs, sites, left)
     try:
-        _refuse_inexact(found, limit)
+        found.refuse_inexact(limit)
     except InputError:
         found.give_weights_back()
         raise
@@ -92,46 +90,15 @@ def restore_batchnorm(
     activation: Literal["leaky_relu", "relu"] = "leaky_relu",
     limit: float | None = None,
 ) -> nn.Module:
-    """Make a network that `invert_batchnorm` converted one of plain batch norms again.
-
-    Weights become the scales that the inverted form used, so the function is the same to rounding; those that did not
-    change since the conversion get the very values that they had. Channels where the inversion was inexact are told in
-    the log: training could follow their scales only roughly.
-
-    Args:
-        model: what `invert_batchnorm` returned. It is used up: parameters are shared with the result.
-        activation: "leaky_relu" keeps the function; "relu" makes the ReLUs again that were converted, which changes it.
-        limit: as for `invert_batchnorm`.
-
-    Returns:
-        The network that was converted, where every activation is what it was; else a module that calls its layers with
-        LeakyReLU in place of the ReLUs. Names in state dicts stay.
-
-    Raises:
-        InputError: the model is none that was inverted or was restored already, an argument is out of range, or
-            channels are over the limit; nothing is changed then.
-
-    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-    >>> restore_batchnorm(invert_batchnorm(net), activation="relu") is net
-    True
-    """
+    """The old name of `InvertedModel.restore`, for one release; it warns."""
+    warnings.warn(
+        "shoal.restore_batchnorm(model) will go; call model.restore() on what shoal.invert_batchnorm returned",
+        DeprecationWarning,
+        stacklevel=2,
+    )
     if not isinstance(model, InvertedModel):
         raise InputError(f"model is a {type(model).__name__}; expected what shoal.invert_batchnorm returned")
-    if activation not in ("leaky_relu", "relu"):
-        raise InputError(f"activation={activation!r}: expected 'leaky_relu', which keeps the function, or 'relu'")
-    _check_limit(limit)
-    if model.used_up:
-        raise InputError("the model was restored already; use what shoal.restore_batchnorm returned then")
-    _refuse_inexact(model, limit)
-    told = inexact_channels(model, INEXACT)
-    if told:
-        _log.warning("inverted batch norm was inexact in %s", told)
-    source, mode = model.source, model.training
-    model.scale_plainly()
-    if activation == "relu" or all(site.was != "ReLU" for site in model.inverted):
-        source.training = mode
-        return source
-    return model.restored()
+    return model.restore(activation=activation, limit=limit)
 
 
 class _Tracer(fx.Tracer):
@@ -159,17 +126,3 @@ def _refuse_hooks(model: nn.Module) -> None:
                 f"{name} has hooks, which do not run in a converted network; remove them, or "
                 "convert the parts behind and before it"
             )
-
-
-def _check_limit(limit: float | None) -> None:
-    if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
-        raise InputError(f"limit={limit!r}: expected the largest error allowed, more than 0, such as 1e-3, or None")
-
-
-def _refuse_inexact(model: InvertedModel, limit: float | None) -> None:
-    told = inexact_channels(model, limit) if limit is not None else ""
-    if told:
-        raise InputError(
-            f"inverting batch norm is inexact to more than limit={limit:g} in {told}: their scales are small beside "
-            "their shifts; give a larger limit, or train these layers in the plain form"
-        )

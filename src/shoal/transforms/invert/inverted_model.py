@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -14,9 +15,11 @@ from shoal.transforms.invert.inverted_graph import Inverted, Left, inverted_grap
 from shoal.transforms.live_graph import live_graph
 from shoal.transforms.stand_in import StandIn
 
-INEXACT = 1e-3  # of a normalised input, whose variance is 1: where `describe` and `restore_batchnorm` speak up
-_CHANNELS_TOLD = 8
+_INEXACT = 1e-3  # of a normalised input, whose variance is 1: from there `describe` and `restore` name the channels
+_MAX_CHANNELS_LISTED = 8
 _NAMES = {"leaky_relu": "LeakyReLU", "elu": "ELU", "identity": "Identity"}
+
+_log = logging.getLogger(__name__)
 
 
 class _Rewritten(StandIn):
@@ -50,7 +53,7 @@ class InvertedModel(_Rewritten):
     Attributes:
         inverted: what was converted, in the order of the network.
         left: what was not, and why.
-        used_up: whether `restore_batchnorm` gave its weights back.
+        used_up: whether `restore` gave its weights back.
     """
 
     made_by = "shoal.invert_batchnorm"
@@ -97,7 +100,7 @@ class InvertedModel(_Rewritten):
             now = f"{_NAMES[site.activation]}({site.slope:g})"
             error = errors[site.layer]
             worst = "unknown" if error.is_meta else f"{error.max():.0e}"
-            channels = [] if error.is_meta else (error > INEXACT).nonzero().flatten().tolist()
+            channels = [] if error.is_meta else (error > _INEXACT).nonzero().flatten().tolist()
             rows.append((site.layer, site.was, now, worst + (f" in {_channels(channels)}" if channels else "")))
         names = [row[0] for row in rows] + [left.layer for left in self.left]
         widths = [max(map(len, names)), *(max(len(row[column]) for row in rows) for column in (1, 2))]
@@ -106,6 +109,61 @@ class InvertedModel(_Rewritten):
         ]
         lines += [f"{left.layer.ljust(widths[0])}  kept: {left.reason}" for left in self.left]
         return "\n".join(lines)
+
+    def restore(
+        self, *, activation: Literal["leaky_relu", "relu"] = "leaky_relu", limit: float | None = None
+    ) -> nn.Module:
+        """Make it a network of plain batch norms again.
+
+        Weights become the scales that the inverted form used, so the function is the same to rounding; those that did
+        not change since the conversion get the very values that they had. A warning in the log names the channels
+        where the inversion was inexact: training could follow their scales only roughly.
+
+        Args:
+            activation: "leaky_relu" keeps the function; "relu" makes the ReLUs again that were converted, which
+                changes it.
+            limit: as for `invert_batchnorm`.
+
+        Returns:
+            The network that was converted, where every activation is what it was; else a module that calls its layers
+            with LeakyReLU in place of the ReLUs. Names in state dicts stay, and parameters are shared: this model is
+            used up.
+
+        Raises:
+            InputError: it was restored already, an argument is out of range, or channels are over the limit; nothing
+                is changed then.
+
+        >>> from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        >>> invert_batchnorm(net).restore(activation="relu") is net
+        True
+        """
+        if activation not in ("leaky_relu", "relu"):
+            raise InputError(f"activation={activation!r}: expected 'leaky_relu', which keeps the function, or 'relu'")
+        check_limit(limit)
+        if self.used_up:
+            raise InputError("the model was restored already; use what restore() returned then")
+        self.refuse_inexact(limit)
+        if inexact := self._inexact_channels(_INEXACT):
+            _log.warning("inverted batch norm was inexact in %s", inexact)
+        mode = self.training
+        self._scale_plainly()
+        if activation == "relu" or all(site.was != "ReLU" for site in self.inverted):
+            self.source.training = mode
+            return self.source
+        return RestoredModel(self.source, self._traces, self._sites)
+
+    def refuse_inexact(self, limit: float | None) -> None:
+        """
+        Raises:
+            InputError: a channel's inputs can be off by more than the limit; it is named.
+        """
+        inexact = self._inexact_channels(limit) if limit is not None else ""
+        if inexact:
+            raise InputError(
+                f"inverting batch norm is inexact to more than limit={limit:g} in {inexact}: their scales are small "
+                "beside their shifts; give a larger limit, or train these layers in the plain form"
+            )
 
     def keep_scales(self) -> None:
         """Move the weights towards zero by eps, so that the scales are what the weights were."""
@@ -120,7 +178,7 @@ class InvertedModel(_Rewritten):
             for (weight, _), given in zip(self.weights(), self._given, strict=True):
                 weight.copy_(given)
 
-    def scale_plainly(self) -> None:
+    def _scale_plainly(self) -> None:
         """Give the weights the values of the scales, for layers called in the plain form.
 
         Those that did not change since `keep_scales` become what they were: below eps their scales are not that.
@@ -135,18 +193,19 @@ class InvertedModel(_Rewritten):
                 unchanged = weight == _towards_zero(given, eps)
                 weight.copy_(torch.where(unchanged, given, kept_from_zero(weight, eps)))
 
-    def restored(self) -> RestoredModel:
-        """The same graph of plain batch norms, with LeakyReLU for the ReLUs that were converted."""
-        return RestoredModel(self.source, self._traces, self._sites)
+    def _inexact_channels(self, limit: float) -> str:
+        errors = {name: error for name, error in self.reconstruction_errors().items() if not error.is_meta}
+        over = {name: (error > limit).nonzero().flatten().tolist() for name, error in errors.items()}
+        return "; ".join(f"{name}: {_channels(channels)}" for name, channels in over.items() if channels)
 
     def extra_repr(self) -> str:
         return f"inverted={len(self.inverted)}, left={len(self.left)}"
 
 
 class RestoredModel(_Rewritten):
-    """A network of plain batch norms with LeakyReLU in place of some ReLUs; made by `restore_batchnorm`."""
+    """A network of plain batch norms with LeakyReLU in place of some ReLUs; made by `InvertedModel.restore`."""
 
-    made_by = "shoal.restore_batchnorm"
+    made_by = "shoal.invert_batchnorm(...).restore"
 
     def __init__(self, model: nn.Module, traces: Sequence[fx.Graph], sites: Mapping[str, Inverted]) -> None:
         super().__init__(model, [leaky_graph(graph, sites) for graph in traces], "RestoredGraph")
@@ -162,13 +221,16 @@ def _towards_zero(weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight.sign() * (weight.abs() - eps).clamp(min=0)
 
 
-def inexact_channels(model: InvertedModel, limit: float) -> str:
-    errors = {name: error for name, error in model.reconstruction_errors().items() if not error.is_meta}
-    over = {name: (error > limit).nonzero().flatten().tolist() for name, error in errors.items()}
-    return "; ".join(f"{name}: {_channels(channels)}" for name, channels in over.items() if channels)
+def check_limit(limit: float | None) -> None:
+    """
+    Raises:
+        InputError: it is neither None nor a number above 0.
+    """
+    if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
+        raise InputError(f"limit={limit!r}: expected the largest error allowed, more than 0, such as 1e-3, or None")
 
 
 def _channels(channels: Sequence[int]) -> str:
-    told = ", ".join(map(str, channels[:_CHANNELS_TOLD]))
-    more = f" and {len(channels) - _CHANNELS_TOLD} more" if len(channels) > _CHANNELS_TOLD else ""
-    return f"channel{'s' if len(channels) > 1 else ''} {told}{more}"
+    listed = ", ".join(map(str, channels[:_MAX_CHANNELS_LISTED]))
+    more = f" and {len(channels) - _MAX_CHANNELS_LISTED} more" if len(channels) > _MAX_CHANNELS_LISTED else ""
+    return f"channel{'s' if len(channels) > 1 else ''} {listed}{more}"

@@ -5,7 +5,7 @@ floor((i + omega) * L / N), or the nearest one at which all layers can be cut an
 them (`patch_sizes`).
 
 A step that is compiled takes its cuts as sizes of tensors without elements, so that one compiled step serves every
-draw: the sizes are symbols there, each with the least and the most it can be.
+draw: the sizes are symbols there, each with its minimum and maximum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shoal.transforms.split.patch_sizes import Measuring, all_least_rows
+from shoal.transforms.split.patch_sizes import Measuring, all_min_rows
 from shoal.transforms.split.split_plan import SplitPlan
 
 Cuts = tuple[tuple[int, ...], ...]  # inner cuts of the joined tensor, along each dimension
@@ -39,21 +39,21 @@ def draw(plan: SplitPlan, sizes: Sequence[int], omega: float, measuring: Measuri
     Raises:
         InputError: the input is too small for the grid.
     """
-    return _cuts(plan, sizes, omega, measuring, lambda least, most: int(torch.randint(least, most + 1, ())))
+    return _cuts(plan, sizes, omega, measuring, lambda low, high: int(torch.randint(low, high + 1, ())))
 
 
 def limits(plan: SplitPlan, sizes: Sequence[int], omega: float, measuring: Measuring = _NONE) -> tuple[Cuts, Cuts]:
-    """The least and the most that every cut can be; as for `draw`."""
-    least = _cuts(plan, sizes, omega, measuring, lambda least, most: least)
-    return least, _cuts(plan, sizes, omega, measuring, lambda least, most: most)
+    """The minimum and the maximum of every cut; as for `draw`."""
+    low = _cuts(plan, sizes, omega, measuring, lambda low, high: low)
+    return low, _cuts(plan, sizes, omega, measuring, lambda low, high: high)
 
 
-def as_sizes(cuts: Cuts, least: Cuts, most: Cuts) -> tuple[tuple[Carrier, ...], ...]:
+def as_sizes(cuts: Cuts, low: Cuts, high: Cuts) -> tuple[tuple[Carrier, ...], ...]:
     """Cuts as a compiled step takes them: each the size of a tensor without elements and the bounds of that size.
 
     Where nothing can be drawn it is an int.
     """
-    per_dim = zip(cuts, least, most, strict=True)
+    per_dim = zip(cuts, low, high, strict=True)
     return tuple(tuple(_as_size(*three) for three in zip(*one, strict=True)) for one in per_dim)
 
 
@@ -62,32 +62,32 @@ def from_sizes(carriers: Sequence[Sequence[Carrier]]) -> Cuts:
     return tuple(tuple(one if isinstance(one, int) else _from_size(*one) for one in along) for along in carriers)
 
 
-def _as_size(cut: int, least: int, most: int) -> Carrier:
-    if least == most:
+def _as_size(cut: int, low: int, high: int) -> Carrier:
+    if low == high:
         return cut
     carrier = torch.empty(0, cut + _OFF_ZERO)
     torch._dynamo.mark_dynamic(carrier, 1)
-    return carrier, least + _OFF_ZERO, most + _OFF_ZERO
+    return carrier, low + _OFF_ZERO, high + _OFF_ZERO
 
 
-def _from_size(carrier: torch.Tensor, least: int, most: int) -> int:
+def _from_size(carrier: torch.Tensor, low: int, high: int) -> int:
     size = carrier.shape[1]
-    torch._check(size >= least)
-    torch._check(size <= most)
+    torch._check(size >= low)
+    torch._check(size <= high)
     return size - _OFF_ZERO
 
 
 def _cuts(
     plan: SplitPlan, sizes: Sequence[int], omega: float, measuring: Measuring, choose: Callable[[int, int], int]
 ) -> Cuts:
-    even, rows = plan.even_cuts(sizes), all_least_rows(plan, sizes, measuring)
+    even, rows = plan.even_cuts(sizes), all_min_rows(plan, sizes, measuring)
     found = []
     for dim, (length, parts, joined) in enumerate(zip(sizes, plan.grid, plan.joined(sizes), strict=True)):
         scale, offset = plan.cuts[dim].scales[plan.extents[0]], plan.cuts[dim].offsets[plan.extents[0]]
         cuts: list[int] = []
         for i in range(1, parts):
-            least, most = math.ceil((i - omega) * length / parts), math.floor((i + omega) * length / parts)
-            row = choose(least, most) if least <= most else scale * even[dim][i - 1] + offset
+            low, high = math.ceil((i - omega) * length / parts), math.floor((i + omega) * length / parts)
+            row = choose(low, high) if low <= high else scale * even[dim][i - 1] + offset
             first, last = (cuts[-1] if cuts else 0) + rows[dim][i - 1], joined - sum(rows[dim][i:])
             cuts.append(min(max(round((row - offset) / scale), first), last))
         found.append(tuple(cuts))

@@ -55,7 +55,7 @@ def check_patches(plan: SplitPlan, sizes: Sequence[int], regions: Sequence[Regio
                     raise _one_element(plan, sizes, number)
 
 
-def least_rows(plan: SplitPlan, sizes: Sequence[int], dim: int, measuring: Measuring) -> list[int]:
+def min_rows(plan: SplitPlan, sizes: Sequence[int], dim: int, measuring: Measuring) -> list[int]:
     """The fewest rows of the joined tensor that each part along `dim` must have, without halos.
 
     Args:
@@ -66,7 +66,7 @@ def least_rows(plan: SplitPlan, sizes: Sequence[int], dim: int, measuring: Measu
     """
     parts, lengths = plan.grid[dim], plan.lengths(sizes)
     joined, cuts = plan.joined(sizes)[dim], plan.cuts[dim]
-    least = []
+    needed = []
     for part in range(parts):
         rows = 1
         for tensor, need in _needs(plan, dim, part, measuring):
@@ -79,22 +79,22 @@ def least_rows(plan: SplitPlan, sizes: Sequence[int], dim: int, measuring: Measu
                 rows = max(rows, -(-need // scale))
             else:
                 rows = max(rows, joined - (lengths[tensor][dim] - need - offset) // scale)
-        least.append(rows)
-    if sum(least) > joined and parts > 1:
+        needed.append(rows)
+    if sum(needed) > joined and parts > 1:
         raise InputError(
-            f"an input of {_times(sizes)} is too small for grid={plan.grid}: its patches need {sum(least)} rows along "
+            f"an input of {_times(sizes)} is too small for grid={plan.grid}: its patches need {sum(needed)} rows along "
             f"dimension {dim} of the feature map at the join, which has {joined}; give fewer patches or a larger input"
         )
-    return least
+    return needed
 
 
-def all_least_rows(plan: SplitPlan, sizes: Sequence[int], measuring: Measuring) -> list[list[int]]:
-    """`least_rows` along every dimension: of one image, batch norms have their two elements along the roomiest.
+def all_min_rows(plan: SplitPlan, sizes: Sequence[int], measuring: Measuring) -> list[list[int]]:
+    """`min_rows` along every dimension: of one image, batch norms have their two elements along the roomiest.
 
     Raises:
         InputError: no cuts leave every patch large enough.
     """
-    found = [least_rows(plan, sizes, dim, Measuring()) for dim in range(len(plan.grid))]
+    found = [min_rows(plan, sizes, dim, Measuring()) for dim in range(len(plan.grid))]
     lengths = plan.lengths(sizes)
     whole = [dim for dim, parts in enumerate(plan.grid) if parts == 1]
     if all(any(lengths[number + 1][dim] > 1 for dim in whole) for number in measuring.steps):
@@ -103,7 +103,7 @@ def all_least_rows(plan: SplitPlan, sizes: Sequence[int], measuring: Measuring) 
     cut = [dim for dim, parts in enumerate(plan.grid) if parts > 1]
     for dim in sorted(cut, key=lambda dim: joined[dim] / plan.grid[dim], reverse=True):
         try:
-            found[dim] = least_rows(plan, sizes, dim, measuring)
+            found[dim] = min_rows(plan, sizes, dim, measuring)
         except InputError:
             continue
         return found

@@ -1,6 +1,6 @@
 """The ops of a split region, on one patch: every window is masked to the patch it lies in.
 
-A *region* says, for each dimension, from where to where each of its patches reaches. Patches are told by one index a
+A *region* says, for each dimension, from where to where each of its patches reaches. A patch has one index a
 dimension. Where a patch is padded on both sides as the layer pads, or would lose no output by it, the layer's own
 kernel does it; else the patch is padded first.
 """
@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
+from shoal.transforms.split.sliding_window import SlidingWindow
 from shoal.transforms.split.spatial_ops import padding_mode, windows_of
-from shoal.transforms.split.window import Window
 
 Span = tuple[int, int]
 Region = tuple[tuple[Span, ...], ...]
@@ -107,14 +107,14 @@ def pool(x: torch.Tensor, layer: nn.Module, inputs: Region, outputs: Region, pat
         return run(x, kernel, stride, begins, dilation)
     if _is_native(windows, inputs, outputs, patch):
         return run(x, kernel, stride, [w.begin for w in windows], dilation, windows[0].ceil)
-    x = _padded(x, windows, inputs, outputs, patch, "constant", _least_value(x))
+    x = _padded(x, windows, inputs, outputs, patch, "constant", _min_value(x))
     return run(x, kernel, stride, [0] * len(windows), dilation)
 
 
 def _average(
     x: torch.Tensor,
     layer: nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d,
-    windows: Sequence[Window],
+    windows: Sequence[SlidingWindow],
     inputs: Region,
     outputs: Region,
     patch: Sequence[int],
@@ -140,7 +140,7 @@ def _average(
 
 
 def _counts(
-    window: Window, inputs: Span, outputs: Span, length: int, include_padding: bool, device: torch.device
+    window: SlidingWindow, inputs: Span, outputs: Span, length: int, include_padding: bool, device: torch.device
 ) -> torch.Tensor:
     """What each window of a patch divides by, along one dimension."""
     first = torch.arange(*outputs, device=device) * window.stride - window.begin
@@ -150,7 +150,7 @@ def _counts(
     return (last.clamp(max=inputs[1]) - first.clamp(min=inputs[0])).clamp(min=1)
 
 
-def _is_native(windows: Sequence[Window], inputs: Region, outputs: Region, patch: Sequence[int]) -> bool:
+def _is_native(windows: Sequence[SlidingWindow], inputs: Region, outputs: Region, patch: Sequence[int]) -> bool:
     """Whether the layer as it is does right by the patch: same padding in front, same number of windows."""
     for window, has, makes in zip(windows, at(inputs, patch), at(outputs, patch), strict=True):
         begin, _ = window.padding(has, makes)
@@ -160,13 +160,13 @@ def _is_native(windows: Sequence[Window], inputs: Region, outputs: Region, patch
 
 
 def _native_padding(
-    windows: Sequence[Window], inputs: Region, outputs: Region, patch: Sequence[int]
+    windows: Sequence[SlidingWindow], inputs: Region, outputs: Region, patch: Sequence[int]
 ) -> tuple[int, ...] | None:
     """The padding, the same on both sides, with which a kernel makes the outputs; None where there is none."""
     begins = []
     for window, has, makes in zip(windows, at(inputs, patch), at(outputs, patch), strict=True):
         begin, _ = window.padding(has, makes)
-        evenly = Window(window.kernel, window.stride, window.dilation, begin, begin)
+        evenly = SlidingWindow(window.kernel, window.stride, window.dilation, begin, begin)
         if begin < 0 or evenly.out_length(has[1] - has[0]) != makes[1] - makes[0]:
             return None
         begins.append(begin)
@@ -175,7 +175,7 @@ def _native_padding(
 
 def _padded(
     x: torch.Tensor,
-    windows: Sequence[Window],
+    windows: Sequence[SlidingWindow],
     inputs: Region,
     outputs: Region,
     patch: Sequence[int],
@@ -196,7 +196,7 @@ def _padded(
 
 
 def border_padding(
-    windows: Sequence[Window], inputs: Region, outputs: Region, patch: Sequence[int]
+    windows: Sequence[SlidingWindow], inputs: Region, outputs: Region, patch: Sequence[int]
 ) -> list[tuple[int, int]]:
     """By how much a patch is padded at the borders of the whole, as the layer pads those."""
     found = []
@@ -216,5 +216,5 @@ def _last_first(pads: Sequence[Span]) -> list[int]:
     return [number for begin, end in reversed(pads) for number in (begin, end)]
 
 
-def _least_value(x: torch.Tensor) -> float:
+def _min_value(x: torch.Tensor) -> float:
     return float("-inf") if x.is_floating_point() else float(torch.iinfo(x.dtype).min)

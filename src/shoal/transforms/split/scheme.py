@@ -2,7 +2,7 @@
 
 Tensors that pointwise ops tie together, such as the two sides of a residual addition, are cut at the same places: they
 form an *extent*. A window op ties the extent it reads to the one it writes: a cut at O behind it allows a stretch of
-cuts before it, o*s + [least, most]. So every extent is cut at scale*O + offset for a cut at O of the coarsest one, with
+cuts before it, o*s + [low, high]. So every extent is cut at scale*O + offset for a cut at O of the coarsest one, with
 constant offsets: whatever O is, the padding of an inner patch is the same, and only the cuts of the input change.
 
 Of the offsets that lose nothing the one nearest to 0 is taken, which pads inner patches as the layer pads its borders.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shoal.errors import CaptureError
-from shoal.transforms.split.window import Window
+from shoal.transforms.split.sliding_window import SlidingWindow
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Tie:
     name: str
     source: int
     result: int
-    window: Window
+    window: SlidingWindow
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def propagate(ties: Sequence[Tie], reference: int, extents: Sequence[int]) -> Cu
 
     Args:
         ties: in the order in which they run.
-        reference: the extent in whose cuts the others are told.
+        reference: the extent in whose cuts the others are given.
         extents: all of them, each after those it is made from.
 
     Raises:
@@ -102,20 +102,20 @@ def _scales(ties: Sequence[Tie], reference: int, extents: Sequence[int]) -> dict
 def _offset(extent: int, ties: Sequence[Tie], offsets: Mapping[int, int]) -> int:
     """The offset nearest to that of the readers among those that lose nothing."""
     wanted: list[int] = []
-    least, most = -(1 << 40), 1 << 40
+    minimum, maximum = -(1 << 40), 1 << 40
     for tie in ties:
         low, high = tie.window.cuts
         stride = tie.window.stride
         if tie.source == extent and tie.result in offsets:
             at = stride * offsets[tie.result]
             wanted.append(at)
-            narrowed = max(least, at + low), min(most, at + high)
+            narrowed = max(minimum, at + low), min(maximum, at + high)
         elif tie.result == extent and tie.source in offsets:
             at = offsets[tie.source]
             wanted.append(at // stride)
-            narrowed = max(least, -((high - at) // stride)), min(most, (at - low) // stride)
+            narrowed = max(minimum, -((high - at) // stride)), min(maximum, (at - low) // stride)
         else:
             continue
         if narrowed[0] <= narrowed[1]:
-            least, most = narrowed
-    return min(max(wanted[0], least), most) if wanted else 0
+            minimum, maximum = narrowed
+    return min(max(wanted[0], minimum), maximum) if wanted else 0

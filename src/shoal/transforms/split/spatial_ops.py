@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
 from shoal.transforms.invert.inverted_graph import inverted
-from shoal.transforms.split.window import Window
+from shoal.transforms.split.sliding_window import SlidingWindow
 
 SpatialKind = Literal["convolution", "pooling", "padding", "batch norm", "pointwise", "concatenation"]
 
@@ -161,7 +161,7 @@ def padding_mode(layer: nn.Module) -> str | None:
     return next((mode for start, mode in _PADDINGS.items() if name.startswith(start)), None)
 
 
-def windows_of(layer: nn.Module, dims: int) -> tuple[Window, ...]:
+def windows_of(layer: nn.Module, dims: int) -> tuple[SlidingWindow, ...]:
     """A window layer along each spatial dimension."""
     if isinstance(layer, _ConvNd):
         kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
@@ -170,7 +170,7 @@ def windows_of(layer: nn.Module, dims: int) -> tuple[Window, ...]:
             pads = [(total // 2, total - total // 2) for total in totals]
         else:
             pads = [(p, p) for p in layer.padding]
-        return tuple(Window(k, s, d, *p) for k, s, d, p in zip(kernel, stride, dilation, pads, strict=True))
+        return tuple(SlidingWindow(k, s, d, *p) for k, s, d, p in zip(kernel, stride, dilation, pads, strict=True))
     if isinstance(layer, (_MaxPoolNd, _AvgPoolNd)):
         setting: Any = layer  # nn.Module's attributes have no types of their own
         kernels = each(setting.kernel_size, dims)
@@ -178,8 +178,8 @@ def windows_of(layer: nn.Module, dims: int) -> tuple[Window, ...]:
         paddings = each(setting.padding, dims)
         dilations = each(getattr(layer, "dilation", 1), dims)
         return tuple(
-            Window(k, s, d, p, p, setting.ceil_mode)
+            SlidingWindow(k, s, d, p, p, setting.ceil_mode)
             for k, s, d, p in zip(kernels, strides, dilations, paddings, strict=True)
         )
     flat = each(layer.padding, 2 * dims)  # type: ignore[arg-type]  # a padding layer's: last dimension first
-    return tuple(Window(begin=flat[2 * d], end=flat[2 * d + 1]) for d in reversed(range(dims)))
+    return tuple(SlidingWindow(begin=flat[2 * d], end=flat[2 * d + 1]) for d in reversed(range(dims)))

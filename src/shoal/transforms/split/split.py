@@ -12,7 +12,7 @@ from shoal.errors import CaptureError, InputError
 from shoal.transforms.invert.inverted_graph import inverted_layers
 from shoal.transforms.split import drawn_cuts
 from shoal.transforms.split.patch_map import PatchMap
-from shoal.transforms.split.patch_sizes import Measuring, all_least_rows, check_patches
+from shoal.transforms.split.patch_sizes import Measuring, all_min_rows, check_patches
 from shoal.transforms.split.patches import Region, Span
 from shoal.transforms.split.split_graph import split_graph
 from shoal.transforms.split.split_plan import SplitPlan, plan_split
@@ -177,7 +177,7 @@ class SplitModule(StandIn):
         if self._plan is None or not self.training:
             return None
         sizes = self._sizes_of(args)
-        if self.stochastic is None:  # told here, where no compiler is between the error and whoever called
+        if self.stochastic is None:  # raised here, where no compiler is between the error and the caller
             self._regions(sizes, self._plan.even_cuts(sizes), self._measuring(args), drawn=False)
             return None
         how = (self._plan, sizes, self.stochastic, self._measuring(args))
@@ -200,7 +200,7 @@ class SplitModule(StandIn):
             measuring = self._measuring_of(images)
             check_patches(self._plan, sizes, self._plan.regions(sizes, cores), measuring)
             if self.stochastic is not None:
-                all_least_rows(self._plan, sizes, measuring)
+                all_min_rows(self._plan, sizes, measuring)
 
     def patch_map(self, sizes: Sequence[int]) -> PatchMap | None:
         """Where the patches lie in an input of this spatial size; None where nothing is split.
@@ -217,8 +217,8 @@ class SplitModule(StandIn):
         if self.stochastic is not None:
             ends = [plan.cores(sizes, cuts)[0] for cuts in drawn_cuts.limits(plan, sizes, self.stochastic)]
             drawn = tuple(
-                tuple((low[1], high[1]) for low, high in zip(least[:-1], most[:-1], strict=True))
-                for least, most in zip(*ends, strict=True)
+                tuple((low[1], high[1]) for low, high in zip(lowest[:-1], highest[:-1], strict=True))
+                for lowest, highest in zip(*ends, strict=True)
             )
         return PatchMap(
             tuple(sizes),
@@ -233,8 +233,8 @@ class SplitModule(StandIn):
         """A table of every split layer: where each of its patches begins and ends, and how it is padded.
 
         Args:
-            sizes: the spatial size of an input, such as (224, 224). With drawn cuts, those of the even places are told,
-                and between which rows of the joined tensor each is drawn.
+            sizes: the spatial size of an input, such as (224, 224). With drawn cuts, the even ones are listed, and
+                between which rows of the joined tensor each is drawn.
 
         Raises:
             InputError: it is too small for the grid or for a layer, or has another number of dimensions.
@@ -242,8 +242,8 @@ class SplitModule(StandIn):
         if self._plan is None:
             return "nothing is split"
         self.check(sizes)
-        told = _described(self._plan, tuple(sizes), self.batch_norm)
-        return told if self.stochastic is None else f"{told}\n{_drawn(self._plan, tuple(sizes), self.stochastic)}"
+        table = _described(self._plan, tuple(sizes), self.batch_norm)
+        return table if self.stochastic is None else f"{table}\n{_drawn(self._plan, tuple(sizes), self.stochastic)}"
 
     def extra_repr(self) -> str:
         drawn = "" if self.stochastic is None else f", stochastic={self.stochastic}"
@@ -318,13 +318,15 @@ def _refuse_inverted(graph: fx.Graph, region: SplitRegion) -> None:
 
 def _drawn(plan: SplitPlan, sizes: tuple[int, ...], omega: float) -> str:
     """Between which rows of the joined tensor cuts are drawn."""
-    rows = all_least_rows(plan, sizes, Measuring())
+    rows = all_min_rows(plan, sizes, Measuring())
     lines = []
     for dim, ends in enumerate(zip(*drawn_cuts.limits(plan, sizes, omega), strict=True)):
-        between = ", ".join(f"{least} to {most}" for least, most in zip(*ends, strict=True))
+        between = ", ".join(f"{low} to {high}" for low, high in zip(*ends, strict=True))
         if between:
-            least = ", ".join(map(str, rows[dim]))
-            lines.append(f"cuts of dim {dim} are drawn from {between} of the join, where its patches need {least} rows")
+            needed = ", ".join(map(str, rows[dim]))
+            lines.append(
+                f"cuts of dim {dim} are drawn from {between} of the join, where its patches need {needed} rows"
+            )
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from itertools import groupby
 
 from torch import fx, nn
 
+from shoal.transforms.live_graph import attribute_at
 from shoal.transforms.split.joint_batch_norm import joint_batch_norm
 from shoal.transforms.split.patches import convolve, crop, cut, join, pad, pool
 from shoal.transforms.split.spatial_ops import layer_of
@@ -153,8 +154,5 @@ class _Builder:
         found: dict[str, object] = {}
         for node in self.out.nodes:
             if node.op in ("call_module", "get_attr") and str(node.target) not in self.added:
-                value: object = self.root
-                for part in str(node.target).split("."):
-                    value = getattr(value, part)
-                found[str(node.target)] = value
+                found[str(node.target)] = attribute_at(self.root, str(node.target))
         return found

@@ -10,9 +10,9 @@ from torch import nn
 from shoal.errors import InputError
 from shoal.transforms.split.patches import Region, Span
 from shoal.transforms.split.scheme import Cuts, Tie, propagate
+from shoal.transforms.split.sliding_window import SlidingWindow
 from shoal.transforms.split.spatial_ops import layer_of, padding_mode, windows_of
 from shoal.transforms.split.split_region import SplitRegion
-from shoal.transforms.split.window import Window
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SplitStep:
 
     name: str
     inputs: tuple[int, ...]
-    windows: tuple[Window, ...] | None
+    windows: tuple[SlidingWindow, ...] | None
     mirrors: bool = False
     normalises: bool = False
 
@@ -40,7 +40,7 @@ class SplitPlan:
 
     Attributes:
         steps: in the order in which they run; step n makes tensor n + 1.
-        leaving: tensors that are joined; the cuts are told in those of the last.
+        leaving: tensors that are joined; cuts are given in rows of the last.
         grid: patches along each dimension.
         exact: whether patches overlap so that nothing is lost.
         extents: of each tensor.
@@ -73,7 +73,7 @@ class SplitPlan:
         return found
 
     def joined(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The spatial sizes of the tensor in whose cuts all others are told."""
+        """The spatial sizes of the tensor in whose cuts all others are given."""
         return self.lengths(sizes)[self.leaving[-1]]
 
     def even_cuts(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -125,7 +125,7 @@ class SplitPlan:
             for source in step.inputs:
                 for dim, spans in enumerate(made):
                     for part, span in enumerate(spans):
-                        window = step.windows[dim] if step.windows is not None else Window()
+                        window = step.windows[dim] if step.windows is not None else SlidingWindow()
                         first, last = window.reads(span, lengths[source][dim])
                         have = covered[source][dim][part]
                         covered[source][dim][part] = (min(first, have[0]), max(last, have[1]))

@@ -1,0 +1,64 @@
+"""What all commands share: the program they belong to, how they print, and how they report a user's mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from shoal.errors import InputError, ShoalError
+
+WRONG = 2
+OUT_OF_MEMORY = 3
+INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Train convolutional networks inside a byte budget.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+errors = Console(stderr=True)
+
+
+def output() -> Console:
+    """Where results go: stdout, as wide as a row needs where it is no terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 240
+    return console
+
+
+@contextmanager
+def errors_reported(*, quiet: bool = False) -> Iterator[None]:
+    """A user's mistake is one line on stderr and exit code 2. `quiet` where another process reports the same."""
+    try:
+        yield
+    except ShoalError as error:
+        if not quiet:
+            report_error(str(error))
+        raise typer.Exit(WRONG) from None
+    except KeyboardInterrupt:
+        if not quiet:
+            report_error("interrupted at once; what was done since the last checkpoint is lost")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def report_error(message: str) -> None:
+    """Print one line on stderr."""
+    errors.print(f"[bold red]shoal:[/] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
+
+
+def patch_grid(text: str) -> tuple[int, ...]:
+    """Read --grid, such as 2x2.
+
+    Raises:
+        InputError: it is not numbers with an x in between.
+    """
+    parts = text.lower().split("x")
+    if not all(part.strip().isdigit() for part in parts):
+        raise InputError(f"--grid {text}: expected numbers of patches with an x in between, such as 2x2")
+    return tuple(int(part) for part in parts)

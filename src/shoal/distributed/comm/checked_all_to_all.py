@@ -1,0 +1,201 @@
+"""One message from every rank to every other, all under way at once, each checked against its header."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.distributed.comm.message import HEADER_BYTES, Header, body_tag, checksum, fitting, read_header
+from shoal.errors import TransferError
+
+HEADER_TAG = 1
+# In gloo's errors where a peer has ended.
+_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket closed")
+_Message = tuple[int, torch.Tensor, int]  # peer, bytes, tag
+
+
+@dataclass(eq=False)
+class CheckedAllToAll:
+    """
+    Attributes:
+        group, members: the process group, and its ranks' numbers in the world.
+        rank: of this process in the group.
+        sequence: the round's number, the same on every rank.
+        what: is exchanged.
+        received: where each rank's message goes to, of the expected lengths; `rank`'s own is left alone.
+        timeout_seconds: for all that is left when `finish` is called.
+        host_headers: whether headers travel between hosts, wherever the messages are.
+        parts: what goes to each rank, once it is sent.
+        peers: all ranks but this one.
+    """
+
+    group: Any
+    members: list[int]
+    rank: int
+    sequence: int
+    what: str
+    received: list[torch.Tensor]
+    timeout_seconds: float
+    host_headers: bool
+    parts: list[torch.Tensor] = field(default_factory=list)
+    peers: list[int] = field(init=False)
+    # Whatever is being read or written must outlive an error.
+    _kept: list[Any] = field(default_factory=list)
+    _coming: dict[int, torch.Tensor] = field(default_factory=dict)  # headers, by rank
+    _headers: dict[int, Any] = field(default_factory=dict)  # what to wait for, by rank
+    _bodies: dict[int, Any] = field(default_factory=dict)
+    _sending: list[tuple[int, Any]] = field(default_factory=list)
+    _deadline: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.peers = [r for r in range(len(self.members)) if r != self.rank]
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank puts on the wire."""
+        return sum(HEADER_BYTES + self.parts[r].numel() for r in self.peers)
+
+    @property
+    def _tagged(self) -> bool:
+        """Whether tags keep messages of another length out of the buffers. NCCL has none: there headers are read first,
+        and nothing is under way before `finish`.
+        """
+        return self.received[self.rank].device.type == "cpu"
+
+    def expect(self) -> None:
+        """Start to receive. A sender on gloo waits until the receiver has announced a buffer: the sooner the better.
+
+        Raises:
+            TransferError: a rank died.
+        """
+        device = "cpu" if self.host_headers else self.received[self.rank].device
+        self._coming = {r: torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device) for r in self.peers}
+        if self._tagged:
+            self._headers = self._start(self._incoming_headers(), [])
+            self._bodies = self._start(self._messages(self.received), [])
+
+    def send(self, parts: list[torch.Tensor]) -> None:
+        """Start to send what goes to each rank.
+
+        Raises:
+            TransferError: a rank died.
+        """
+        self.parts = parts
+        if self._tagged:
+            self._start([], self._outgoing_headers())
+            self._start([], self._messages(parts))
+
+    def finish(self) -> None:
+        """
+        Raises:
+            TransferError: a rank died, gave up, sent nothing in time, or sent something else than was expected.
+        """
+        self._deadline = time.monotonic() + self.timeout_seconds
+        if not self._tagged:
+            self._headers = self._start(self._incoming_headers(), self._outgoing_headers())
+        found = {r: self._header_of(r, self._headers[r], self._coming[r]) for r in self.peers}
+        if not self._tagged:
+            self._bodies = self._start(self._messages(self.received), self._messages(self.parts))
+        for r in self.peers:
+            self._wait(self._bodies.get(r), r)
+            self._check(r, found[r])
+        for r, work in self._sending:
+            self._wait(work, r)
+
+    def _incoming_headers(self) -> list[_Message]:
+        return [(r, self._coming[r], HEADER_TAG) for r in self.peers]
+
+    def _outgoing_headers(self) -> list[_Message]:
+        sums: dict[int, int] = {}  # a part that goes to all is summed once
+        headers = []
+        for r in self.peers:
+            part = self.parts[r]
+            if id(part) not in sums:
+                sums[id(part)] = checksum(part)
+            header = Header(self.sequence, part.numel(), sums[id(part)], fitting(self.what)).to_tensor()
+            headers.append((r, header.to(self._coming[r].device), HEADER_TAG))
+        return headers
+
+    def _messages(self, of: list[torch.Tensor]) -> list[_Message]:
+        return [(r, of[r], body_tag(self.sequence, of[r].numel())) for r in self.peers if of[r].numel()]
+
+    def _start(self, receives: list[_Message], sends: list[_Message]) -> dict[int, Any]:
+        """Start messages; what to wait for, by the rank that sends."""
+        messages = receives + sends
+        self._kept.append(messages)
+        if not messages:
+            return {}
+        peers = [r for r, _, _ in messages]
+        try:
+            if all(data.device.type == "cpu" for _, data, _ in messages):
+                works = [self.group.recv([data], r, tag) for r, data, tag in receives]
+                works += [self.group.send([data], r, tag) for r, data, tag in sends]
+            else:
+                works = self._start_together(receives, sends)
+        except RuntimeError as error:
+            raise self._lost(None, error) from error
+        self._kept.append(works)
+        self._sending += zip(peers[len(receives) :], works[len(receives) :], strict=True)
+        return dict(zip(peers[: len(receives)], works, strict=False))
+
+    def _start_together(self, receives: list[_Message], sends: list[_Message]) -> list[Any]:
+        """NCCL needs all of them in one group; for gloo this takes longer than starting each."""
+        ops = [dist.P2POp(dist.irecv, data, self.members[r], self.group, tag) for r, data, tag in receives]
+        ops += [dist.P2POp(dist.isend, data, self.members[r], self.group, tag) for r, data, tag in sends]
+        works = dist.batch_isend_irecv(ops)
+        return works if len(works) == len(ops) else works[:1] * len(ops)  # one of them
+
+    def _header_of(self, peer: int, work: Any, data: torch.Tensor) -> Header:
+        self._wait(work, peer)
+        header = read_header(data)
+        if header is None:
+            raise TransferError(
+                f"{self.what}: got bytes from rank {peer} that are no header, expected one; "
+                "run the same version of Shoal on every rank"
+            )
+        if header.gave_up:
+            raise TransferError(f"{self.what}: {header.text}")
+        expected_bytes = self.received[peer].numel()
+        expected = (self.sequence, expected_bytes, fitting(self.what))
+        if (header.sequence, header.length_bytes, header.text) != expected:
+            raise TransferError(
+                f"{self.what}: got message {header.sequence} ({header.text}) of {header.length_bytes} bytes from rank "
+                f"{peer}, expected message {self.sequence} of {expected_bytes} bytes; "
+                "give every rank the same model, codec and options"
+            )
+        return header
+
+    def _check(self, peer: int, header: Header) -> None:
+        found = checksum(self.received[peer])
+        if found != header.checksum:
+            raise TransferError(
+                f"{self.what}: got {header.length_bytes} bytes from rank {peer} with checksum {found:08x}, expected "
+                f"{header.checksum:08x}: they were damaged; check the link, then start from the last checkpoint"
+            )
+
+    def _wait(self, work: Any, peer: int) -> None:
+        if work is None:
+            return
+        left_seconds = max(self._deadline - time.monotonic(), 0.001)
+        try:
+            work.wait(timedelta(seconds=left_seconds))
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+
+    def _lost(self, peer: int | None, error: RuntimeError) -> TransferError:
+        who = "a rank" if peer is None else f"rank {peer}"
+        if any(words in str(error) for words in _GONE):
+            reason = f"got a closed connection from {who}, expected its message {self.sequence}: it ended or was killed"
+        elif "imed out" in str(error) or "timeout" in str(error):
+            reason = (
+                f"got nothing from {who} for {self.timeout_seconds:g} seconds, expected its message {self.sequence}: "
+                "it or the link hangs"
+            )
+        else:
+            reason = f"got an error of the link to {who}: {str(error).splitlines()[0]}"
+        return TransferError(f"{self.what}: {reason}; see its log, then start all ranks from the last checkpoint")

@@ -1,0 +1,190 @@
+"""Memory that the training loop around a model holds, learnt from metered steps, and a step with that counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from shoal.capture.accumulation import ACCUMULATE
+from shoal.core.plan import Plan
+from shoal.core.step import Op, StepGraph, Storage, StorageKind
+
+HELD_RESULTS = "results_of_the_step_before"
+HELD_GRADIENTS = "gradients_of_the_step_before"
+KEPT_OF_LOSS = "kept_of_the_loss"
+
+
+@dataclass(frozen=True)
+class LoopMemory:
+    """What is known of the memory that a training loop holds.
+
+    Attributes:
+        learnt: whether a step has been metered; before that, the worst case is assumed.
+        calls_at_once: how many calls come before a backward pass.
+        held_result_bytes: outputs of the step before that the loop holds until the forward pass returns new ones. None:
+            not known yet, and taken for as many as the step's own.
+        held_gradient_bytes: gradients of the step before, where they are dropped between the two passes.
+        drops_late: whether gradients that the optimizer has used are dropped after the next forward pass, not kept.
+        released: places, among the forward graph's outputs, of those that nobody holds when the backward pass begins.
+        tangents_pass: whether the gradients of outputs die with their last reader, not with the step.
+        small_bytes: room for the loss itself and other small tensors of the loop, all step.
+        kept_share: what the loss keeps for the whole backward pass, as a multiple of the outputs' gradients. 1 is
+            `F.mse_loss`, whose mean lies in the storage of all squares.
+        loss_share: its workspace besides, as such a multiple.
+    """
+
+    learnt: bool = False
+    calls_at_once: int = 1
+    held_result_bytes: int | None = None
+    held_gradient_bytes: int = 0
+    drops_late: bool = True
+    released: frozenset[int] = frozenset()
+    tangents_pass: bool = False
+    small_bytes: int = 512
+    loss_share: float = 1.0
+    kept_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The step that a plan was made for, without the loop around it.
+
+    Attributes:
+        graph, exact_graph: as of `Plan`, with costs.
+        outputs: names of the storages that the caller gets, by their places among the outputs.
+        others_bytes: of other calls of the model, in use while one runs.
+        fingerprint: of the step as it was captured.
+    """
+
+    graph: StepGraph
+    exact_graph: StepGraph | None
+    outputs: Mapping[int, str]
+    others_bytes: int
+    fingerprint: str
+
+    def of(self, plan: Plan, loop: LoopMemory) -> Plan:
+        """The plan's residences in such a loop."""
+
+        def now(graph: StepGraph) -> StepGraph:
+            graph = in_loop(graph, loop, self.outputs)
+            return replace(graph, standing_bytes=graph.standing_bytes + self.others_bytes)
+
+        return replace(plan, graph=now(self.graph), exact_graph=self.exact_graph and now(self.exact_graph))
+
+    def with_static(self, more_bytes: int) -> Basis:
+        """With so many bytes more in use all step."""
+
+        def more(graph: StepGraph) -> StepGraph:
+            return replace(graph, standing_bytes=graph.standing_bytes + more_bytes)
+
+        return replace(self, graph=more(self.graph), exact_graph=self.exact_graph and more(self.exact_graph))
+
+
+def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:
+    """The loop that holds least: it drops every output when the loss is known, as
+    `F.cross_entropy(model(x), y).backward()` does, whose workspace is as large as those outputs."""
+    return replace(
+        loop,
+        released=frozenset(places),
+        held_result_bytes=0,
+        tangents_pass=True,
+        loss_share=1.0,
+        kept_share=0.0,
+    )
+
+
+def step_alone() -> LoopMemory:
+    """A loop that holds nothing: what a given plan, which is run as it is, was made for."""
+    return LoopMemory(held_result_bytes=0, small_bytes=0, kept_share=0.0)
+
+
+def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> StepGraph:
+    """The step with the memory that the loop holds.
+
+    Args:
+        graph: the step by itself.
+        loop: what the loop holds.
+        outputs: names of the storages that the caller gets, by their places among the outputs.
+    """
+    released = {outputs[place] for place in loop.released if place in outputs}
+    saved = {graph.storages[storage].name for storage in graph.saved}
+    tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")
+
+    def seen(storage: Storage) -> Storage:
+        if storage.kind == "output" and storage.name in released - saved:
+            return replace(storage, kind="activation")
+        if storage.kind == "tangent" and loop.tangents_pass:
+            return replace(storage, kind="error")
+        return storage
+
+    storages = list(map(seen, graph.storages))
+    scratch_bytes = math.ceil(loop.loss_share * tangent_bytes)
+    tangents = {s.id for s in graph.storages if s.kind == "tangent"}
+
+    def run(op: Op) -> Op:
+        if op.phase == "loss":
+            return replace(op, workspace_bytes=scratch_bytes)
+        if op.overwrites in tangents:  # a hook of the caller's may hold it
+            return replace(op, overwrites=-1)
+        return op
+
+    ops = list(map(run, graph.ops))
+    kept_bytes = math.ceil(loop.kept_share * tangent_bytes)
+    if kept_bytes and any(op.phase == "loss" for op in ops):
+        kept = Storage(len(storages), KEPT_OF_LOSS, kept_bytes, "error", "", (kept_bytes,), "uint8", (KEPT_OF_LOSS,))
+        ops[-1] = replace(ops[-1], reads=(*ops[-1].reads, kept.id))
+        ops = [replace(op, writes=(*op.writes, kept.id)) if op.phase == "loss" else op for op in ops]
+        storages.append(kept)
+    if ops and loop.held_gradient_bytes:
+        last = next((op for op in reversed(ops) if op.phase != "backward"), ops[0])
+        ops, storages = _with_held(ops, storages, HELD_GRADIENTS, loop.held_gradient_bytes, last)
+    result_bytes = loop.held_result_bytes
+    if result_bytes is None:
+        names = set(outputs.values())
+        result_bytes = sum(s.nbytes for s in graph.storages if s.kind == "output" and s.name in names)
+    if ops and result_bytes:
+        last = next((op for op in reversed(ops) if op.phase == "forward"), ops[0])
+        ops, storages = _with_held(ops, storages, HELD_RESULTS, result_bytes, last)
+    standing_bytes = graph.standing_bytes + loop.small_bytes
+    return replace(graph, ops=tuple(ops), storages=tuple(storages), standing_bytes=standing_bytes)
+
+
+def by_itself(graph: StepGraph) -> StepGraph:
+    """The step without what a loop holds and without autograd's copies of gradients: only what is computed."""
+    ops = [op for op in graph.ops if op.name not in (HELD_RESULTS, HELD_GRADIENTS, ACCUMULATE)]
+    held = {s.id for s in graph.storages if s.name in (HELD_RESULTS, HELD_GRADIENTS, KEPT_OF_LOSS)}
+    kinds: dict[int, StorageKind] = {}
+    for op in ops:
+        if op.phase == "loss":
+            kinds |= dict.fromkeys(op.reads, "output")
+            kinds |= dict.fromkeys(op.writes, "tangent")
+
+    def own(storages: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(s for s in storages if s not in held)
+
+    return replace(
+        graph,
+        ops=tuple(replace(op, id=place, reads=own(op.reads), writes=own(op.writes)) for place, op in enumerate(ops)),
+        storages=tuple(replace(s, kind=kinds.get(s.id, s.kind)) for s in graph.storages if s.id not in held),
+    )
+
+
+def dropped_bytes(graph: StepGraph) -> int:
+    """Bytes of what nobody has any more once the loss is known: outputs, and gradients of the step before."""
+    loss = [op.id for op in graph.ops if op.phase == "loss"]
+    return sum(
+        s.nbytes
+        for s in graph.storages
+        if s.kind == "activation" and graph.readers[s.id] and graph.readers[s.id][-1] in loss
+    )
+
+
+def _with_held(
+    ops: list[Op], storages: list[Storage], name: str, nbytes: int, last_reader: Op
+) -> tuple[list[Op], list[Storage]]:
+    """An op before all others "writes" what is held from the step before, and `last_reader` is the last to read it."""
+    held = Storage(len(storages), name, nbytes, "activation", "", (nbytes,), "uint8", (name,))
+    first = Op(0, name, name, "forward", "", (), (held.id,), recomputable=False)
+    later = [replace(op, id=op.id + 1, reads=(*op.reads, held.id) if op is last_reader else op.reads) for op in ops]
+    return [first, *later], [*storages, held]

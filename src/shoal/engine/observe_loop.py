@@ -1,0 +1,47 @@
+"""What a metered step shows of the memory that the training loop holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.engine.loop_memory import LoopMemory, dropped_bytes
+from shoal.engine.metering import Window
+from shoal.memory.step_meter import Measured
+
+
+def observe_loop(window: Window, measured: Measured, loop: LoopMemory, *, gradients_pass: bool) -> LoopMemory:
+    """What is known of the loop after one more metered step: the worst of all steps, attribute by attribute.
+
+    Args:
+        window: the steps that ran, and what became of their outputs and gradients.
+        measured: bytes in use meanwhile.
+        loop: what was known before.
+        gradients_pass: whether gradients of the step before were there when the first forward pass began.
+    """
+    released = frozenset(window.released - window.kept)
+    seen = replace(
+        loop,
+        learnt=True,
+        released=loop.released & released if loop.learnt else released,
+        tangents_pass=not window.tangents_stayed and (loop.tangents_pass or not loop.learnt),
+        drops_late=loop.drops_late and not (window.gradients_stayed and gradients_pass),
+    )
+    loss_shares = [loop.loss_share] if loop.learnt else []
+    kept_shares = [loop.kept_share] if loop.learnt else []
+    for step in window.steps:
+        plan = step.plan and step.basis and step.basis.of(step.plan, replace(seen, kept_share=0.0))
+        at_loss = plan and next((m for m in plan.timeline.moments if m.phase == "loss"), None)
+        if not plan or not at_loss or not at_loss.error_bytes:
+            continue
+        rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
+        left_bytes = rest_bytes - dropped_bytes(plan.graph)
+        kept_bytes = max(0, measured.before_backward_bytes - left_bytes) if measured.before_backward_bytes else 0
+        kept_shares.append(kept_bytes / at_loss.error_bytes)
+        if measured.loss_bytes:
+            scratch_bytes = measured.loss_bytes - rest_bytes - kept_bytes
+            loss_shares.append(max(0, scratch_bytes) / at_loss.error_bytes)
+    return replace(
+        seen,
+        loss_share=max(loss_shares, default=loop.loss_share),
+        kept_share=max(kept_shares, default=loop.kept_share),
+    )

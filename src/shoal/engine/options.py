@@ -1,0 +1,261 @@
+"""What a model is compiled with, read and validated in one place: keywords, text, a mapping of `torch.compile`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal import codecs, planners
+from shoal.core import presets
+from shoal.core.hardware import Hardware
+from shoal.core.lossy import CODECS, DEFAULT_BLOCK_ELEMS, EXEMPTIONS, LossyOptions
+from shoal.core.sizes import parse_bytes
+from shoal.cost.measure import measure
+from shoal.engine import graph_runner
+from shoal.errors import CodecError, InputError, brief
+from shoal.offload.policy import AUTO, Offloading, offloading, rehearsed
+
+_ENCODING_PLANNER = "joint"  # the one that looks for what to encode
+_LOSSY_OPTIONS = ("codec", "block", "stochastic", "exempt")
+_OF_A_BACKEND = ("budget", "planner", "kernels", "optimizer", "offload_to", "host_budget", "lossy")
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """Where saved tensors may wait beside the device.
+
+    Attributes:
+        to: "host", a folder on a local disk, "auto" for "host" where the device has memory of its own, None for
+            nowhere.
+        host_budget_bytes: most bytes there; None for half of what is available.
+        rehearse: on the CPU, the machine whose link copies are slowed down to; None for as fast as they go.
+    """
+
+    to: str | None = AUTO
+    host_budget_bytes: int | None = None
+    rehearse: Hardware | None = None
+
+    def on(self, device_type: str) -> Offloading | None:
+        """The same for a device; None where nothing leaves it.
+
+        Raises:
+            InputError: the folder is not there, or the device has a link of its own to rehearse another one's on.
+        """
+        pace = None
+        if self.rehearse is not None:
+            if device_type != "cpu":
+                raise InputError(
+                    f"rehearse={self.rehearse.name!r}: a rehearsal runs on the CPU; the model is on {device_type}"
+                )
+            pace = rehearsed(self.rehearse, measure("cpu"))
+        return offloading(self.to, self.host_budget_bytes, device_type=device_type, pace=pace)
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What `shoal.compile`, the backend "shoal", `shoal.plan` and `shoal train` are asked for; see `shoal.compile`.
+
+    Attributes:
+        budget_bytes: device bytes at the peak of a step; None keeps everything and only reports.
+        planner: a name, or a function with the planners' signature.
+        kernels: what runs the planned graphs, "eager" or "inductor".
+        offload: where saved tensors may wait.
+        lossy: which of them may be encoded, and how; None for none.
+        split: "auto" to split the first layers where that makes the faster plan.
+    """
+
+    budget_bytes: int | None = None
+    planner: str | planners.Planner = _ENCODING_PLANNER
+    kernels: str = "eager"
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
+    lossy: LossyOptions | None = None
+    split: str | None = None
+
+    def __post_init__(self) -> None:
+        planners.get(self.planner)
+        graph_runner.compiler(self.kernels)
+        if self.kernels == "inductor" and self.offload.to not in (AUTO, None):
+            raise InputError(f"offload_to={self.offload.to!r} needs kernels='eager': Inductor reorders what is planned")
+        if self.split not in (None, AUTO):
+            raise InputError(
+                f"split={self.split!r}: expected 'auto' or None; shoal.split() itself takes depth and grid"
+            )
+        if self.split == AUTO and self.budget_bytes is None:
+            raise InputError("split='auto' chooses for a budget, by planning; give budget=, and no plan=")
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        budget: int | str | None = None,
+        planner: str | planners.Planner = _ENCODING_PLANNER,
+        kernels: str = "eager",
+        inner: str | None = None,
+        offload_to: str | Path | None = AUTO,
+        host_budget: int | str | None = None,
+        rehearse: str | Hardware | None = None,
+        lossy: str | Mapping[str, Any] | LossyOptions | None = None,
+        split: str | None = None,
+        has_plan: bool = False,
+    ) -> CompileOptions:
+        """The options that a caller's keywords stand for, each an object or a text.
+
+        Args:
+            inner: the earlier name of `kernels`.
+            has_plan: whether a plan is given beside them, which is run as it is.
+
+        Raises:
+            InputError: one is none of what `shoal.compile` lists, or two contradict each other.
+            CodecError: `lossy` names no codec for activations.
+
+        >>> CompileOptions.of(budget="2GiB", lossy="dynamic_tree").lossy.block_elems
+        4096
+        """
+        if inner is not None:
+            warnings.warn("inner= is called kernels= now", DeprecationWarning, stacklevel=3)
+            kernels = inner
+        if has_plan and split is not None:
+            raise InputError("split='auto' chooses for a budget, by planning; give budget=, and no plan=")
+        permitted = lossy_options(lossy, planner)
+        if permitted is not None and not has_plan:
+            if budget is None:
+                raise InputError("lossy encodes what a budget leaves no room for; give budget= too")
+            if kernels == "inductor":
+                raise InputError("lossy needs kernels='eager': Inductor does not know the ops that encode")
+        offload = OffloadOptions(
+            None if offload_to is None else str(offload_to),
+            None if host_budget is None else parse_bytes(host_budget, "host_budget"),
+            presets.get(rehearse) if isinstance(rehearse, str) else rehearse,
+        )
+        return cls(None if budget is None else parse_bytes(budget), planner, kernels, offload, permitted, split)
+
+    @classmethod
+    def of_backend(
+        cls, options: Mapping[str, Any], mode: str | None = None
+    ) -> tuple[CompileOptions, torch.optim.Optimizer | None]:
+        """What `options=` and `mode=` of `torch.compile(backend="shoal")` stand for, and the optimizer among them.
+
+        Raises:
+            InputError: as `of`; an option is unknown, or a mode is given.
+        """
+        if mode not in (None, "default"):
+            raise InputError(
+                f"mode={mode!r}: the backend 'shoal' has no modes; choose options={{'kernels': 'inductor'}}"
+            )
+        given = dict(options)
+        if unknown := sorted(given.keys() - {*_OF_A_BACKEND, "inner"}, key=str):
+            raise InputError(f"options {unknown} are unknown; there are {', '.join(_OF_A_BACKEND)}")
+        optimizer = given.pop("optimizer", None)
+        check_optimizer(optimizer)
+        return cls.of(**given), optimizer
+
+    def offloading(self, device_type: str) -> Offloading | None:
+        """Where saved tensors may wait on a device; None for nowhere. Inductor's graphs leave them where they are."""
+        return None if self.kernels == "inductor" else self.offload.on(device_type)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data, as plan files hold it."""
+        lossy, offload = self.lossy, self.offload
+        return {
+            "budget_bytes": self.budget_bytes,
+            "planner": self.planner if isinstance(self.planner, str) else getattr(self.planner, "__name__", "yours"),
+            "kernels": self.kernels,
+            "offload_to": offload.to,
+            "host_budget_bytes": offload.host_budget_bytes,
+            "rehearse": offload.rehearse and offload.rehearse.name,
+            "lossy": lossy
+            and {
+                "codec": lossy.codec,
+                "block": lossy.block_elems,
+                "stochastic": lossy.seed,
+                "exempt": sorted(lossy.exempt),
+            },
+            "split": self.split,
+        }
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise InputError for what is neither an optimizer nor None."""
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+
+
+def lossy_options(
+    value: str | Mapping[str, Any] | LossyOptions | None, planner: Any = _ENCODING_PLANNER
+) -> LossyOptions | None:
+    """What `lossy=` of `shoal.compile` and `shoal.plan` stands for; None permits nothing.
+
+    Args:
+        value: a codec's name, or a mapping with "codec" and, where wanted, "block" (values that share a scale; None for
+            all of a tensor), "stochastic" (a seed) and "exempt" (which of "batch_norm", "first_layer" stay exact; by
+            default both).
+        planner: who will plan.
+
+    Raises:
+        CodecError: no codec of that name is for activations.
+        InputError: an option is none of these, or the planner does not look for what to encode.
+
+    >>> lossy_options({"codec": "dynamic_tree", "block": 2048}).block_elems
+    2048
+    """
+    if value is None:
+        return None
+    if planner != _ENCODING_PLANNER:
+        name = planner if isinstance(planner, str) else getattr(planner, "__name__", "yours")
+        raise InputError(
+            f"lossy needs planner={_ENCODING_PLANNER!r}; {name!r} does not look for what to encode: leave out one of "
+            "the two"
+        )
+    if isinstance(value, LossyOptions):
+        return value
+    if isinstance(value, str):
+        value = {"codec": value}
+    if not isinstance(value, Mapping) or "codec" not in value:
+        raise InputError(
+            f"lossy={brief(value)}: expected a codec's name, or a mapping with 'codec' and options; codecs for "
+            f"activations are {', '.join(CODECS)}"
+        )
+    if unknown := sorted(set(value) - set(_LOSSY_OPTIONS), key=str):
+        raise InputError(f"lossy has no options {brief(unknown)}; there are {', '.join(_LOSSY_OPTIONS)}")
+    return LossyOptions(
+        _codec(value["codec"]),
+        _block_elems(value.get("block", DEFAULT_BLOCK_ELEMS)),
+        _seed(value.get("stochastic")),
+        _exempt(value.get("exempt", EXEMPTIONS)),
+    )
+
+
+def _codec(name: Any) -> str:
+    if isinstance(name, str) and name in CODECS:
+        return str(name)
+    what = "is not for activations" if isinstance(name, str) and name in codecs.names() else "is unknown"
+    raise CodecError(f"lossy: the codec {brief(name)} {what}; give one of {', '.join(CODECS)}")
+
+
+def _block_elems(block: Any) -> int:
+    if block is None:
+        return 0
+    if not isinstance(block, Integral) or isinstance(block, bool) or not 1 <= int(block) < 2**63:
+        raise InputError(f"lossy: block={brief(block)}; expected a number of values of at least 1, or None for all")
+    return int(block)
+
+
+def _seed(seed: Any) -> int | None:
+    if seed is None:
+        return None
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**63:
+        raise InputError(f"lossy: stochastic={brief(seed)}; expected a seed from 0 to 2**63 - 1, or None to round")
+    return int(seed)
+
+
+def _exempt(names: Any) -> frozenset[str]:
+    listed = isinstance(names, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in names)
+    if not listed or not EXEMPTIONS.issuperset(names):
+        raise InputError(f"lossy: exempt={brief(names)}; expected some of {', '.join(sorted(EXEMPTIONS))}, or none: ()")
+    return frozenset(names)

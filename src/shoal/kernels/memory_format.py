@@ -1,0 +1,97 @@
+"""Memory formats and strides: which a tensor has, and a tensor in the one that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def channels_last_format(dims: int) -> torch.memory_format:
+    """The channels_last format of tensors of four or five dimensions.
+
+    >>> channels_last_format(5)
+    torch.channels_last_3d
+    """
+    return torch.channels_last if dims == 4 else torch.channels_last_3d
+
+
+def memory_format_of(*tensors: torch.Tensor) -> torch.memory_format:
+    """channels_last where one of the tensors is, or is a slice of one that is, and is not contiguous as well.
+
+    So does PyTorch's batch norm lay its result out.
+
+    >>> x = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    >>> memory_format_of(x), memory_format_of(x[:, :2]), memory_format_of(x.contiguous())
+    (torch.channels_last, torch.channels_last, torch.contiguous_format)
+    """
+    return suggested_memory_format(*(x for x in tensors if not x.is_contiguous()))
+
+
+def suggested_memory_format(*tensors: torch.Tensor) -> torch.memory_format:
+    """channels_last where the strides of one of the tensors are such, even if it is contiguous as well.
+
+    So does PyTorch's convolution lay its result out, of its input and its weight. It is `Tensor::suggest_memory_format`
+    of ATen (c10/core/MemoryFormat.h), which Python does not have.
+
+    >>> suggested_memory_format(torch.ones(2, 1, 4, 5).to(memory_format=torch.channels_last))
+    torch.channels_last
+    """
+    for x in tensors:
+        if x.dim() in (4, 5) and _strides_are_channels_last(x):
+            return channels_last_format(x.dim())
+    return torch.contiguous_format
+
+
+def dense_in_format(x: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """`x`, or a copy: dense, and with the strides of that format also along dimensions of one element."""
+    dense = x.contiguous(memory_format=memory_format)
+    return (
+        dense
+        if suggested_memory_format(dense) == memory_format
+        else torch.empty_like(dense, memory_format=memory_format).copy_(dense)
+    )
+
+
+def in_format(x: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """`x`, or a copy where it has another format or was expanded; a slice of a tensor of that format stays."""
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x if memory_format_of(x) == memory_format and not expanded else x.contiguous(memory_format=memory_format)
+
+
+def in_traced_layout(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """`x` with the strides given: `x` itself where it has them, a view where a view can have them, else a copy."""
+    if x.stride() == tuple(strides):
+        return x
+    return x.as_strided(x.shape, tuple(strides)) if is_same_order(x, strides) else copied(x, strides)
+
+
+def copied(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """A copy of `x` with the strides given."""
+    return torch.empty_strided(x.shape, tuple(strides), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def is_same_order(x: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether the strides lead to the same elements as those of `x`: along an axis of one element any stride does."""
+    axes = zip(x.shape, x.stride(), strides, strict=True)
+    return x.numel() == 0 or all(size == 1 or own == other for size, own, other in axes)
+
+
+def is_writable(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor of this shape with these strides has an address of its own for every element."""
+    span = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
+        if stride < span:
+            return False
+        span += stride * (size - 1)
+    return True
+
+
+def _strides_are_channels_last(x: torch.Tensor) -> bool:
+    lowest = 0
+    for dim in (1, *range(x.dim() - 1, 1, -1), 0):
+        size, stride = x.shape[dim], x.stride(dim)
+        if size == 0 or stride < lowest or (dim == 0 and lowest == x.stride(1)):
+            return False
+        lowest = stride * size
+    return x.stride(1) > 0

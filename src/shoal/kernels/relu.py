@@ -1,0 +1,101 @@
+"""ReLU's backward from one bool per element, and the bits of an encoded ReLU that say where its gradient is zero.
+
+The backward runs piece by piece on the CPU: PyTorch's kernel would first turn the whole mask into floats. The sign bit
+of a code says that the value is 0 or clipped: native for float32 on the CPU (`csrc/closed_signs.cpp`), else a few
+pointwise ops on a piece at a time; the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from shoal.codecs.launch import are_here, threads_for
+from shoal.codecs.tables import SIGN
+from shoal.lowlevel import native
+from shoal.lowlevel.dispatch import Implementation, choose, register
+
+_PIECE_ELEMS = 1 << 18
+_SIGN_PIECE_ELEMS = 1 << 16
+_MIN_ELEMS = 1 << 15  # of a thread that is worth waking
+
+
+def backward(grad: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+    """`grad` where `positive`, zero elsewhere; both (N, ...) of one shape and layout."""
+    return where_above(grad, positive.view(torch.uint8), 0)
+
+
+def backward_(grad: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+    """`backward` that writes over `grad`."""
+    return where_above_(grad, positive.view(torch.uint8), 0)
+
+
+def where_above(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torch.Tensor:
+    """`grad` where `mask`, bytes of its shape, is above `threshold`; zero elsewhere."""
+    if grad.stride() != mask.stride() or not _fills_its_block(grad):
+        # The library decides the layout of the result, as it does for the plain network.
+        return torch.ops.aten.threshold_backward(grad, mask, threshold)
+    return where_above_(grad.clone(memory_format=torch.preserve_format), mask, threshold)
+
+
+def where_above_(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torch.Tensor:
+    """`where_above` that writes over `grad`."""
+    if grad.device.type != "cpu" or grad.stride() != mask.stride() or not _fills_its_block(grad):
+        return torch.ops.aten.threshold_backward.grad_input(grad, mask, threshold, grad_input=grad)
+    flat_grad, flat_mask = (t.as_strided((t.numel(),), (1,)) for t in (grad, mask))
+    for start in range(0, grad.numel(), _PIECE_ELEMS):
+        piece = flat_grad[start : start + _PIECE_ELEMS]
+        torch.ops.aten.threshold_backward.grad_input(
+            piece, flat_mask[start : start + _PIECE_ELEMS], threshold, grad_input=piece
+        )
+    return grad
+
+
+def _fills_its_block(tensor: torch.Tensor) -> bool:
+    span_elems = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return span_elems == tensor.numel()
+
+
+def note_closed(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
+    """Set the sign bit where the value lets no gradient through, and clear it elsewhere. NaN lets it through.
+
+    Args:
+        x: (n,) dense, what a ReLU gave that is clipped at `above` (infinity: not clipped).
+        codes: (n,) uint8, dense, of `x`; their sign bits are written.
+        above: where the ReLU is clipped.
+    """
+    choose(_OP, x, codes)(x, codes, above)
+
+
+def _reference(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
+    closed = torch.empty(min(_SIGN_PIECE_ELEMS, x.numel()), dtype=torch.bool, device=x.device)
+    clipped = torch.empty_like(closed) if math.isfinite(above) else None
+    for start in range(0, x.numel(), _SIGN_PIECE_ELEMS):
+        piece, code = x[start : start + _SIGN_PIECE_ELEMS], codes[start : start + _SIGN_PIECE_ELEMS]
+        shut = closed[: piece.numel()]
+        torch.le(piece, 0, out=shut)
+        if clipped is not None:
+            shut.logical_or_(torch.ge(piece, above, out=clipped[: piece.numel()]))
+        code.bitwise_and_(SIGN - 1).bitwise_or_(shut.view(torch.uint8).mul_(SIGN))
+
+
+def _native_applies(x: torch.Tensor, codes: torch.Tensor) -> bool:
+    return x.dtype == torch.float32 and codes.dtype == torch.uint8 and x.numel() == codes.numel() and are_here(x, codes)
+
+
+def _native(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
+    library = native.library()
+    assert library is not None
+    library.shoal_note_closed.restype = None
+    library.shoal_note_closed(
+        ctypes.c_void_p(x.data_ptr()),
+        ctypes.c_int64(x.numel()),
+        ctypes.c_float(above if math.isfinite(above) else math.nan),  # which nothing reaches
+        ctypes.c_int32(threads_for(x.numel(), _MIN_ELEMS)),
+        ctypes.c_void_p(codes.data_ptr()),
+    )
+
+
+_OP = register("relu_sign_bits", _reference, Implementation("native", _native, _native_applies))

@@ -1,0 +1,112 @@
+"""A step in a training loop: what the loop holds is in use as long as it holds it, and planners see it so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shoal.core.schedule import schedule
+from shoal.core.simulate import simulate
+from shoal.core.step import StepGraph
+from shoal.core.validate import check
+from shoal.engine.loop_memory import HELD_RESULTS, KEPT_OF_LOSS, LoopMemory, best_case, by_itself, in_loop
+from shoal.errors import BudgetError
+from shoal.planners.joint import joint
+from tests.random_steps import HARDWARE, Builder, conv_bn_relu_chain, steps
+
+WORST = LoopMemory()  # nothing is known
+
+
+def outputs_of(graph: StepGraph) -> dict[int, str]:
+    return dict(enumerate(s.name for s in graph.storages if s.kind == "output"))
+
+
+habits = st.builds(
+    LoopMemory,
+    held_result_bytes=st.sampled_from([0, 70]),
+    held_gradient_bytes=st.sampled_from([0, 50]),
+    released=st.sampled_from([frozenset(), frozenset({0})]),
+    tangents_pass=st.booleans(),
+    loss_share=st.sampled_from([0.0, 1.0, 2.5]),
+    kept_share=st.sampled_from([0.0, 1.0]),
+)
+
+
+@given(steps(), habits)
+def test_a_step_in_any_loop_is_a_step_that_can_be_planned(graph: StepGraph, loop: LoopMemory) -> None:
+    seen = in_loop(graph, loop, outputs_of(graph))
+    assert [op.id for op in seen.ops] == list(range(len(seen.ops)))
+    assert [s.id for s in seen.storages] == list(range(len(seen.storages)))
+    assert check(seen, {}, schedule(seen, {})) == simulate(seen, {}).peak_bytes
+    try:
+        plan = joint(seen, HARDWARE, int(0.8 * simulate(seen, {}).peak_bytes))
+    except BudgetError as refused:
+        plan = joint(seen, HARDWARE, refused.least_feasible_bytes or 0)
+    known = {s.name for s in graph.storages}
+    assert plan.residences.keys() <= known, "what the loop holds is nothing to plan"
+    check(seen, plan.residences, schedule(seen, plan.residences), plan.budget_bytes)
+
+
+@given(steps(), habits)
+def test_what_is_held_counts_where_it_is_held(graph: StepGraph, loop: LoopMemory) -> None:
+    assume(any(op.phase == "loss" for op in graph.ops))
+
+    def in_use(loop: LoopMemory) -> dict[str, int]:
+        seen = in_loop(graph, loop, outputs_of(graph))
+        own = graph.op_called.keys()
+        return {m.op: m.total_bytes for m in simulate(seen, {}).moments if m.op in own}
+
+    tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")
+    without = in_use(replace(loop, held_result_bytes=0, held_gradient_bytes=0, kept_share=0.0))
+    for name, nbytes in in_use(loop).items():
+        phase = graph.op_called[name].phase
+        held_bytes = loop.held_result_bytes * (phase == "forward") + loop.held_gradient_bytes * (phase != "backward")
+        held_bytes += int(loop.kept_share * tangent_bytes) * (phase != "forward")
+        assert nbytes == without[name] + held_bytes
+        assert without[name] >= loop.small_bytes
+
+
+@given(steps(), habits)
+def test_what_the_loop_does_can_be_taken_out_again(graph: StepGraph, loop: LoopMemory) -> None:
+    assume(any(op.phase == "loss" for op in graph.ops))
+    assert by_itself(in_loop(graph, loop, outputs_of(graph))).fingerprint == by_itself(graph).fingerprint
+
+
+def test_the_worst_is_the_step_as_it_is_captured() -> None:
+    graph = conv_bn_relu_chain(3)
+    tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")
+    seen = in_loop(graph, WORST, outputs_of(graph))
+    (loss,) = (op for op in seen.ops if op.phase == "loss")
+    assert loss.workspace_bytes == tangent_bytes > 0
+    *own, of_the_loss, held = seen.storages
+    assert tuple(own) == graph.storages
+    assert (of_the_loss.name, of_the_loss.nbytes) == (KEPT_OF_LOSS, tangent_bytes)
+    assert (held.name, held.nbytes) == (HELD_RESULTS, sum(s.nbytes for s in graph.storages if s.kind == "output"))
+
+
+def test_in_the_best_loop_outputs_and_their_gradients_die_with_their_last_readers() -> None:
+    graph = conv_bn_relu_chain(3)
+    best = in_loop(graph, best_case(WORST, outputs_of(graph)), outputs_of(graph))
+    at_the_end = [simulate(in_loop(graph, WORST, {}), {}).moments[-1], simulate(best, {}).moments[-1]]
+    assert at_the_end[0].total_bytes > at_the_end[1].total_bytes
+    assert {s.kind for s in best.storages}.isdisjoint({"output", "tangent"})
+
+
+def test_a_gradient_of_an_output_is_never_written_over() -> None:
+    graph = conv_bn_relu_chain(3)
+    tangent = next(s.id for s in graph.storages if s.kind == "tangent")
+    first = next(op for op in graph.ops if op.phase == "backward")
+    graph = replace(graph, ops=tuple(replace(op, overwrites=tangent) if op == first else op for op in graph.ops))
+    seen = in_loop(graph, replace(WORST, tangents_pass=True), outputs_of(graph))
+    assert all(run.takes_over != tangent for run in schedule(seen, {}))
+
+
+def test_an_output_that_the_backward_pass_reads_stays_as_long_as_it_does() -> None:
+    builder = Builder()
+    graph = builder.step(builder.relu(builder.conv(builder.input(8), 8)))
+    output = next(s for s in graph.storages if s.kind == "output")
+    assert output.id in graph.saved, "the test shows nothing"
+    seen = in_loop(graph, best_case(WORST, outputs_of(graph)), outputs_of(graph))
+    assert seen.storages[output.id].kind == "output"

@@ -1,0 +1,89 @@
+"""What a model is compiled with is read in one place, whatever it is written as, and goes with the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.core.lossy import LossyOptions
+from shoal.core.presets import get as preset
+from shoal.engine.options import CompileOptions, OffloadOptions
+from shoal.errors import InputError, ShoalError
+
+WRITTEN: dict[str, Any] = {
+    "budget": "2GiB",
+    "host_budget": "1GiB",
+    "offload_to": "host",
+    "lossy": {"codec": "linear", "block": 64},
+}
+MEANT = CompileOptions(2**31, offload=OffloadOptions("host", 2**30), lossy=LossyOptions("linear", 64))
+
+
+def test_texts_and_objects_mean_the_same() -> None:
+    assert CompileOptions.of(**WRITTEN) == MEANT
+    given = {"budget": 2**31, "host_budget": 2**30, "offload_to": "host", "lossy": LossyOptions("linear", 64)}
+    assert CompileOptions.of(**given) == MEANT
+    assert CompileOptions.of(offload_to=Path("/tmp")).offload.to == "/tmp"
+    assert CompileOptions.of(rehearse="p100-nvlink").offload.rehearse == preset("p100-nvlink")
+
+
+def test_the_mapping_of_a_backend_means_the_same_as_keywords() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    assert CompileOptions.of_backend(WRITTEN) == (MEANT, None)
+    assert CompileOptions.of_backend({**WRITTEN, "optimizer": optimizer}) == (MEANT, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"budget": "much"}, "budget"),
+        ({"planner": "chaim"}, "did you mean 'chain'"),
+        ({"planner": 3}, "planner is a int"),
+        ({"kernels": "jit"}, "kernels='jit' is unknown"),
+        ({"kernels": "inductor", "offload_to": "host"}, "needs kernels='eager'"),
+        ({"rehearse": "p1000"}, "p100-nvlink"),
+        ({"lossy": "linear"}, "give budget= too"),
+        ({"lossy": "linear", "budget": 1, "kernels": "inductor"}, "needs kernels='eager'"),
+        ({"lossy": "linear", "budget": 1, "planner": "chain"}, "needs planner='joint'"),
+        ({"lossy": "fp16", "budget": 1}, "not for activations"),
+        ({"split": "always"}, "expected 'auto' or None"),
+        ({"split": "auto"}, "give budget="),
+        ({"split": "auto", "budget": 1, "has_plan": True}, "no plan="),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ShoalError, match=complaint) as refused:
+        CompileOptions.of(**given)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_a_backend_does_not_know_is_refused() -> None:
+    with pytest.raises(InputError, match=r"options \['split'\] are unknown"):
+        CompileOptions.of_backend({"split": "auto"})
+    with pytest.raises(InputError, match="has no modes"):
+        CompileOptions.of_backend({}, "max-autotune")
+    with pytest.raises(InputError, match="expected a torch.optim.Optimizer"):
+        CompileOptions.of_backend({"optimizer": "sgd"})
+
+
+def test_a_link_is_rehearsed_on_the_cpu_alone() -> None:
+    with pytest.raises(InputError, match="runs on the CPU"):
+        CompileOptions.of(rehearse="p100-nvlink").offloading("cuda")
+
+
+def test_inner_is_the_earlier_name_of_kernels() -> None:
+    with pytest.warns(DeprecationWarning, match="kernels="):
+        assert CompileOptions.of(inner="inductor") == CompileOptions(kernels="inductor")
+
+
+def test_a_plan_says_what_it_was_made_with(tmp_path: Path) -> None:
+    net, images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)), torch.randn(2, 3, 8, 8)
+    planned = shoal.plan(net, images, "1GiB", hardware="p100-nvlink")
+    assert shoal.Plan.load(planned.save(tmp_path / "plan.json")).options == CompileOptions.of(budget="1GiB").to_json()
+    shoal.compile(net, "1GiB", planner="chain", offload_to=None)(images).sum().backward()
+    assert net.shoal.plan.options == CompileOptions.of(budget="1GiB", planner="chain", offload_to=None).to_json()

@@ -1,0 +1,171 @@
+"""The native sweeps against the torch reference and float64, for every instruction set, layout and odd size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shoal.kernels.invertible_norm.inverted_batch_norm import kept_from_zero
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import NATIVE
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import REFERENCE as reference
+from shoal.lowlevel import native
+from tests.kernels.threads import threads_of_torch
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the native library is not built")
+LEVELS = native.levels()
+applies, forward_into, backward_into = NATIVE.applies, NATIVE.forward_into, NATIVE.backward_into
+ACTIVATIONS = [("leaky_relu", 0.01), ("leaky_relu", 0.5), ("elu", 1.0), ("elu", 0.3), ("identity", 1.0)]
+
+
+@st.composite
+def operands(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Result and gradient (N, C, ...), up to sizes that fill several blocks and more channels than fit one."""
+    shape = draw(
+        st.one_of(
+            st.tuples(st.integers(1, 9), st.integers(1, 40)),
+            st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 700)),
+            st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 30), st.integers(1, 30)),
+            st.tuples(st.integers(1, 2), st.integers(510, 1030), st.integers(1, 3), st.integers(1, 3)),
+            st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)),
+        )
+    )
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 9999)))
+    y, grad = (torch.randn(shape, generator=generator) for _ in range(2))
+    y[y.abs() < 0.1] = 0  # at the kink
+    if draw(st.booleans()) and len(shape) > 3:
+        layout = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+        y, grad = y.contiguous(memory_format=layout), grad.contiguous(memory_format=layout)
+    return y, grad
+
+
+@settings(max_examples=80)
+@given(
+    operands(),
+    st.sampled_from(LEVELS),
+    st.sampled_from(ACTIVATIONS),
+    st.sampled_from([1.0, 1e-3, 1e-6]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_it_is_as_close_to_float64_as_the_reference(
+    pair: tuple[torch.Tensor, torch.Tensor],
+    level: str,
+    activation: tuple[str, float],
+    least_scale: float,
+    frozen: bool,
+    over: bool,
+    threads: int,
+) -> None:
+    y, grad = pair
+    if activation[0] == "elu":  # nothing else comes out of one; far below zero it is flat
+        y = nn.functional.elu(y * torch.logspace(0, 1.5, y.shape[-1]), activation[1])
+    assert applies(grad, y, activation[0])
+    generator = torch.Generator().manual_seed(1)
+    scale, shift, deviation = (torch.randn(y.shape[1], generator=generator) for _ in range(3))
+    scale[::2] *= least_scale
+    vectors = (kept_from_zero(scale, 1e-5 if least_scale < 1 else 0.1), shift, deviation)
+    wide = [t.double() for t in (grad, torch.empty_like(grad), y, *vectors)]
+    right = (*reference.backward_into(*wide, frozen, *activation), wide[1])
+    theirs_result = torch.empty_like(y)
+    theirs = (*reference.backward_into(grad, theirs_result, y, *vectors, frozen, *activation), theirs_result)
+    result = grad.clone() if over else torch.empty_like(grad)
+    with threads_of_torch(threads):
+        ours = backward_into(result if over else grad, result, y, *vectors, frozen, *activation, level)
+    for mine, other, exact in zip((*ours, result), theirs, right, strict=True):
+        allowed = 2 * (other.double() - exact).abs().max() + 1e-5 * exact.abs().max() + 1e-5
+        assert (mine.double() - exact).abs().max() <= allowed
+
+
+@settings(max_examples=50)
+@given(operands(), st.sampled_from(LEVELS), st.sampled_from(ACTIVATIONS), st.booleans(), st.integers(1, 3))
+def test_forward_is_the_plain_formula(
+    pair: tuple[torch.Tensor, torch.Tensor], level: str, activation: tuple[str, float], over: bool, threads: int
+) -> None:
+    x = pair[0]
+    generator = torch.Generator().manual_seed(1)
+    vectors = [torch.randn(x.shape[1], generator=generator) for _ in range(3)]
+    right = torch.empty_like(x, dtype=torch.float64)
+    reference.forward_into(x.double(), right, *(vector.double() for vector in vectors), *activation)
+    source = x.clone()
+    result = source if over else torch.empty_like(x)
+    with threads_of_torch(threads):
+        forward_into(source, result, *vectors, *activation, level)
+    torch.testing.assert_close(result.double(), right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_elu_and_its_inverse_are_within_an_ulp_of_their_own_size(level: str, alpha: float) -> None:
+    z = -torch.arange(0x20000000, 0x41900000, 997, dtype=torch.int32).view(torch.float32)  # -1e-19 to -18
+    zero, one, y = torch.zeros_like(z), torch.ones_like(z), torch.empty_like(z)
+    forward_into(z[None], y[None], zero, one, zero, "elu", alpha, level)
+    right = alpha * torch.expm1(z.double())
+    ulp = 2.0 ** (torch.frexp(right).exponent - 24.0)
+    assert ((y.double() - right).abs() <= ulp).all()
+    # A single row: the sums are what is made again, times its gradient; that rounds too.
+    y = y[y > -alpha]
+    row, zero, one = y[None], torch.zeros_like(y), torch.ones_like(y)
+    of_scale, of_shift = backward_into(one[None], torch.empty_like(row), row, one, zero, one, True, "elu", alpha, level)
+    assert torch.equal(of_shift, (y + alpha).double())
+    torch.testing.assert_close(of_scale / of_shift, torch.log1p(y.double() / alpha), rtol=1.5 * 2**-23, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_what_is_not_finite_passes_as_in_torch(
+    level: str, activation: tuple[str, float], frozen: bool, channels_last: bool
+) -> None:
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    generator = torch.Generator().manual_seed(3)
+    x, grad = (torch.randn(2, 20, 3, 7, generator=generator).contiguous(memory_format=layout) for _ in range(2))
+    for channel, value in enumerate((torch.inf, -torch.inf, torch.nan)):
+        x[0, channel, 1, 2] = value
+        grad[1, channel + 3, 2, 5] = value
+    vectors = [torch.randn(20, generator=generator) for _ in range(3)]
+    found = [torch.empty_like(x) for _ in range(4)]
+    forward_into(x, found[0], *vectors, *activation, level)
+    reference.forward_into(x, found[1], *vectors, *activation)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6, equal_nan=True)
+    ours = backward_into(grad, found[2], found[1], *vectors, frozen, *activation, level)
+    theirs = reference.backward_into(grad, found[3], found[1], *vectors, frozen, *activation)
+    for mine, other in zip((found[2], *ours), (found[3], *theirs), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "identity"])
+def test_what_it_does_not_take_is_left_to_torch(activation: str) -> None:
+    y = torch.randn(2, 3, 4, 5)
+    assert applies(y, y, activation)
+    assert not applies(y.double(), y.double(), activation)
+    assert not applies(y.bfloat16(), y.bfloat16(), activation)
+    assert not applies(y.transpose(2, 3), y.transpose(2, 3), activation)
+    assert not applies(y[:0], y[:0], activation)
+
+
+@pytest.mark.parametrize(("activation", "slope"), ACTIVATIONS[1:3])
+def test_without_the_library_torch_does_it(activation: str, slope: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    y, grad = torch.randn(2, 3, 4, 5).clamp(min=-0.9), torch.randn(2, 3, 4, 5)
+    arguments = (y, torch.ones(3), torch.zeros(3), torch.ones(3), False, 1e-5, activation, slope)
+    ours = torch.ops.shoal.inverted_batch_norm_backward(grad, *arguments)
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert not applies(grad, y, activation)
+    for mine, theirs in zip(ours, torch.ops.shoal.inverted_batch_norm_backward(grad, *arguments), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients_that_are_all_alike_add_up_to_their_number(level: str, layout: torch.memory_format) -> None:
+    """Those of a mean over an image: what rounding does to one partial sum it would do to all of the same length."""
+    y = torch.randn(2, 3, 40, 40).contiguous(memory_format=layout)
+    grad = torch.full_like(y, 0.1, memory_format=torch.preserve_format)
+    vectors = torch.ones(3), torch.zeros(3), torch.ones(3)
+    _, of_shift = backward_into(grad, torch.empty_like(grad), y, *vectors, False, "identity", 1.0, level=level)
+    exact = torch.full((3,), 0.1).double() * 3200
+    torch.testing.assert_close(of_shift.double(), exact, rtol=5e-7, atol=0.0)

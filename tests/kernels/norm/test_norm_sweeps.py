@@ -1,0 +1,131 @@
+"""The native sweeps: no less exact than plain float32, over slices of channels too, on every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import InputError
+from shoal.kernels.norm.norm_sweeps import NATIVE as passes
+from shoal.lowlevel.native import levels
+from tests.norm_reference import assert_no_worse, row
+
+pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
+each_level = pytest.mark.parametrize("level", levels())
+
+
+def pixels(shape: tuple[int, int, int, int], seed: int, gap: int, offset: float = 0.0) -> torch.Tensor:
+    """(N, C, H, W), channels_last, each pixel `gap` floats from the next."""
+    images, channels, height, width = shape
+    wide = torch.full((images, height, width, channels + gap), torch.nan)[..., gap // 2 : gap // 2 + channels]
+    wide.copy_(torch.randn(wide.shape, generator=torch.Generator().manual_seed(seed)) + offset)
+    return wide.permute(0, 3, 1, 2)
+
+
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 14), st.integers(1, 14))
+
+
+@each_level
+@settings(max_examples=40)
+@given(shapes, st.integers(0, 999), st.sampled_from([0, 1, 16]), st.sampled_from([0.0, 1e3]), st.integers(1, 3))
+@example((4, 33, 30, 31), 0, 0, 1e3, 2)  # several blocks of rows a thread
+@example((1, 1, 1, 1), 0, 0, 0.0, 2)
+def test_statistics_survive_a_mean_of_a_thousand_deviations(
+    level: str, shape: tuple[int, int, int, int], seed: int, gap: int, offset: float, count: int
+) -> None:
+    x = pixels(shape, seed, gap, offset)
+    variance, mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        found = passes.statistics(x, level=level)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found[0].double(), mean, rtol=2e-7, atol=1e-6)
+    torch.testing.assert_close(found[1].double(), variance, rtol=1e-5, atol=1e-9)
+
+
+@each_level
+@settings(max_examples=40)
+@given(
+    shapes, st.integers(0, 999), st.sampled_from([0, 1, 16]), st.booleans(), st.booleans(), st.sampled_from([0.0, 1e3])
+)
+def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
+    level: str, shape: tuple[int, int, int, int], seed: int, gap: int, relu: bool, adds: bool, offset: float
+) -> None:
+    x, grad = pixels(shape, seed, gap, offset), pixels(shape, seed + 1, gap)
+    residual = pixels(shape, seed + 2, 0) if adds else None
+    generator = torch.Generator().manual_seed(seed)
+    scale, shift = (torch.randn(shape[1], generator=generator) for _ in range(2))
+    mean = x.mean((0, 2, 3))
+    scale[::5] = 0.0
+
+    def plain(dtype: torch.dtype) -> list[torch.Tensor | None]:
+        kept = (x, mean, scale, shift, residual)
+        leaves = [None if tensor is None else tensor.detach().to(dtype).requires_grad_() for tensor in kept]
+        z = (leaves[0] - row(leaves[1])) * row(leaves[2]) + row(leaves[3])  # type: ignore[arg-type]
+        z = z if leaves[4] is None else z + leaves[4]
+        z = z.relu() if relu else z
+        gradients = torch.autograd.grad(z, [leaf for leaf in leaves if leaf is not None], grad.to(dtype))
+        return [z.detach(), *gradients, *([] if adds else [None])]
+
+    z, of_x, of_residual = (pixels(shape, seed, gap) for _ in range(3))
+    passes.norm_act(x, mean, scale, shift, residual, relu, z, level=level)
+    of_scale, of_shift = passes.norm_act_backward(
+        grad,
+        z if relu and adds else None,
+        x,
+        mean,
+        scale,
+        shift,
+        relu,
+        of_x,
+        of_residual if adds else None,
+        level=level,
+    )
+    ours = [z, of_x, -scale * of_shift, of_scale, of_shift, of_residual if adds else None]
+    names = ("z", "x", "mean", "scale", "shift", "residual")
+    terms = dict.fromkeys(("mean", "scale", "shift"), (x.numel() / x.shape[1]) ** 0.5)
+    assert_no_worse(names, ours, plain(torch.float32), plain(torch.float64), terms)
+
+
+@each_level
+def test_what_is_not_wanted_is_not_written(level: str) -> None:
+    x, grad = pixels((2, 19, 5, 6), 0, 0), pixels((2, 19, 5, 6), 1, 0)
+    mean, scale, shift = torch.randn(3, 19).unbind()
+    whole = [torch.empty_like(x), torch.empty_like(x)]
+    expected = passes.norm_act_backward(grad, None, x, mean, scale, shift, True, *whole, level=level)
+    found = passes.norm_act_backward(grad, None, x, mean, scale, shift, True, None, None, level=level)
+    for own, other in zip(found, expected, strict=True):
+        assert torch.equal(own, other)
+
+
+def test_tensors_of_two_shapes_are_refused() -> None:
+    x, out = pixels((2, 19, 5, 6), 0, 0), pixels((2, 20, 5, 6), 0, 0)
+    with pytest.raises(InputError, match="one shape"):
+        passes.norm_act(x, *torch.randn(3, 19), None, True, out)
+
+
+def test_what_is_no_channels_last_tensor_is_left_to_others() -> None:
+    x = torch.ones(2, 3, 4, 5)
+    assert passes.applies(pixels((2, 3, 4, 5), 0, 1), pixels((2, 3, 4, 5), 0, 0))
+    assert not passes.applies(pixels((2, 3, 4, 5), 0, 0), x)
+    assert not passes.applies(x) and not passes.applies(x.double()) and not passes.applies(x[0])
+    with pytest.raises(InputError, match="channels_last"):
+        passes.statistics(x)
+
+
+@each_level
+def test_gradients_that_are_all_alike_add_up_to_their_number(level: str) -> None:
+    """Those of a mean over an image: what rounding does to one partial sum it would do to all of the same length."""
+    x, grad = pixels((4, 5, 32, 32), 0, 0), torch.empty(4, 5, 32, 32).to(memory_format=torch.channels_last)
+    each = torch.tensor([0.1, 0.3, 0.7, 1 / 3, 1e-3])
+    grad.copy_(row(each).expand_as(grad))
+    vectors = torch.zeros(5), torch.ones(5), torch.zeros(5)
+    of_scale, of_shift = passes.norm_act_backward(grad, None, x, *vectors, False, None, None, level=level)
+    torch.testing.assert_close(of_shift.double(), each.double() * 4096, rtol=3e-7, atol=0.0)
+    products = grad.double() * x.double()
+    allowed = 3e-7 * products.abs().sum((0, 2, 3))
+    assert bool(((of_scale.double() - products.sum((0, 2, 3))).abs() <= allowed).all())
