@@ -18,7 +18,17 @@ def test_the_variable_decides_and_the_folder_is_made(monkeypatch: pytest.MonkeyP
 
 def test_else_it_lies_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SHOAL_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "shoal"
+
+
+def test_an_earlier_cache_is_found_whatever_the_platform_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SHOAL_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    assert cache_dir() == tmp_path / "elsewhere" / "shoal"
+    (tmp_path / ".cache" / "shoal").mkdir(parents=True)
     assert cache_dir() == tmp_path / ".cache" / "shoal"
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("real_machine")
 def quick(tmp_path, monkeypatch):
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_ENOUGH_SECONDS", 0.0)
-    monkeypatch.setattr(module, "_LEAST_RUNS", 1)
+    monkeypatch.setattr(module, "_MIN_RUNS", 1)
     return tmp_path
 
 

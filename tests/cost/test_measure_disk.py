@@ -15,7 +15,7 @@ from shoal.errors import InputError
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_MIN_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -24,8 +24,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache = tmp_path / "cache"
     monkeypatch.setenv("SHOAL_CACHE", str(cache))
     monkeypatch.setattr(measure, "_ENOUGH_SECONDS", 0.0)
-    monkeypatch.setattr(measure, "_LEAST_RUNS", 1)
-    monkeypatch.setattr(measure_disk, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "_MIN_RUNS", 1)
+    monkeypatch.setattr(measure_disk, "_MIN_SECONDS", 0.0)
     return cache
 
 

@@ -79,7 +79,6 @@ def test_live_bytes_are_the_sum_of_what_is_held(sizes: list[int]) -> None:
         held = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         assert w.live_bytes - before == sum(sizes)
         assert w.peak_bytes - before == sum(sizes)
-        assert w.allocations == sum(size > 0 for size in sizes)
         del held
         assert w.live_bytes == before
 
@@ -153,7 +152,6 @@ def test_threads_are_counted_together() -> None:
             thread.join()
         assert not refused
         assert w.live_bytes == before
-        assert w.allocations == 4 * 5 * 399
         assert before + 4 * 399 <= w.peak_bytes <= w.limit_bytes
 
 

@@ -1,13 +1,13 @@
-"""The rates of the machine at hand, measured in a few seconds and remembered on disk."""
+"""The rates of this machine, measured in a few seconds and cached on disk."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import torch
 
 from shoal.core.hardware import Device, Hardware, Link
@@ -17,28 +17,28 @@ from shoal.errors import InputError
 from shoal.lowlevel.torch_internals import isolated
 
 _MIB = 2**20
-_LEAST_RUNS = 3
-_MOST_RUNS = 1000
+_MIN_RUNS = 3
+_MAX_RUNS = 1000
 _ENOUGH_SECONDS = 0.3  # of runs of one measurement
 
 
 def measure(device: str | torch.device = "cpu", *, cache: bool = True) -> Hardware:
-    """Measure this machine as `Hardware` describes it.
+    """Measure this machine.
 
     - `flops_per_second`: the better of a 3x3 convolution and a matrix product, both float32 under the present
       settings (on CUDA, PyTorch lets convolutions use TF32 unless told otherwise).
     - `bytes_per_second`: `relu` of 64 MiB (256 MiB on CUDA) into fresh memory, as in a training step.
     - `launch_seconds`: `relu` of one element, many in a row.
-    - `memory_bytes`: of the GPU, or what the operating system and its container let this process use.
-    - link: copies between device memory and a pinned host buffer; on the CPU between two buffers, as an offload to a
-      host slab does.
+    - `memory_bytes`: of the GPU, or of the host; on the CPU the limit of the container, if lower.
+    - link: copies between device memory and a pinned host buffer; on the CPU between two buffers, like an offload to
+      host memory.
 
     Args:
         device: "cpu" or "cuda".
-        cache: return what was measured here before under the same settings, and remember what is measured now.
+        cache: return an earlier measurement under the same settings, and store a new one.
 
     Raises:
-        InputError: the device is not here.
+        InputError: the device is not available.
     """
     place = measurement_cache.device_of(device)
     known = measurement_cache.recall("rates", place).get("hardware") if cache else None
@@ -46,7 +46,7 @@ def measure(device: str | torch.device = "cpu", *, cache: bool = True) -> Hardwa
         try:
             return read_record(Hardware, known, "hardware")
         except InputError:
-            pass  # what cannot be is measured again
+            pass  # an invalid entry is measured again
     with isolated(place):
         hardware = _measure(place)
     if cache:
@@ -116,7 +116,7 @@ def _link(device: torch.device) -> Link:
 def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    installed = int(psutil.virtual_memory().total)
     try:
         allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
@@ -125,16 +125,16 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def fastest_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """How long the fastest of some runs takes, its work on `device` included, after one that warms up."""
+    """The time of the fastest run, after one warm-up run; it synchronizes with `device`."""
     times: list[float] = []
     run()
     _wait(device)
-    while len(times) < _LEAST_RUNS or (sum(times) < _ENOUGH_SECONDS and len(times) < _MOST_RUNS):
+    while len(times) < _MIN_RUNS or (sum(times) < _ENOUGH_SECONDS and len(times) < _MAX_RUNS):
         start = time.perf_counter()
         run()
         _wait(device)
         times.append(time.perf_counter() - start)
-    return min(times)  # whatever else the machine does only adds time
+    return min(times)  # other load only adds time
 
 
 def _wait(device: torch.device) -> None:

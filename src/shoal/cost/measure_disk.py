@@ -1,4 +1,4 @@
-"""How fast bytes go from memory to a file and back: what an offload to a local disk can count on."""
+"""The bandwidth and latency of a file on a local disk, for offloading."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from shoal.errors import InputError
 
 FILE_BYTES = 64 * 2**20
-_PIECE_BYTES = 8 * 2**20
-_BLOCK_BYTES = 4096  # direct I/O takes whole blocks from whole pages
-_LEAST_SECONDS = 0.5  # of runs of one measurement
+_CHUNK_BYTES = 8 * 2**20
+_BLOCK_BYTES = 4096  # direct I/O needs whole, page-aligned blocks
+_MIN_SECONDS = 0.5  # of runs of one measurement
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class FileRates:
     """A file in one folder.
 
     Attributes:
-        direct: by direct I/O; else through the page cache, flushed after each write and dropped before each read
-            where the operating system can.
-        write_bytes_per_second, read_bytes_per_second: over all runs, for a disk with a cache of its own is fast at
-            first.
+        direct: measured with direct I/O; else through the page cache, flushed after each write and, if possible,
+            dropped before each read.
+        write_bytes_per_second, read_bytes_per_second: the mean over all runs, because the disk's own cache makes the
+            first ones fast.
         write_seconds, read_seconds: of one block of 4 KiB.
-        allocation_seconds: of `FILE_BYTES` of the file, before anything is written to them.
+        allocation_seconds: of allocating `FILE_BYTES` on the disk.
     """
 
     direct: bool
@@ -40,16 +40,16 @@ class FileRates:
 
 
 def file_rates(folder: str | Path) -> FileRates:
-    """Write a file of 64 MiB without a name in `folder`, read it back, again and again for a second.
+    """Write and read an unlinked file of 64 MiB in `folder`, repeatedly for a second.
 
-    The file is gone when this returns, and also when the process is killed.
+    The file is deleted when this returns, and also when the process is killed.
 
     Raises:
-        InputError: the folder is not there, not writable, or full.
+        InputError: the folder does not exist, is not writable, or is full.
     """
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            return _rates(_File(file.fileno(), _pages(_PIECE_BYTES)))
+            return _rates(_File(file.fileno(), _pages(_CHUNK_BYTES)))
     except OSError as error:
         raise InputError(
             f"folder={str(folder)!r} cannot hold a file of {FILE_BYTES >> 20} MiB: {error.strerror or error}; give a "
@@ -58,7 +58,7 @@ def file_rates(folder: str | Path) -> FileRates:
 
 
 class _File:
-    """An open file and the memory that it is written from and read into."""
+    """An open file and its buffer."""
 
     def __init__(self, descriptor: int, pages: memoryview) -> None:
         self._descriptor = descriptor
@@ -66,15 +66,15 @@ class _File:
         self.direct = _made_direct(descriptor, pages[:_BLOCK_BYTES])
 
     def allocate(self) -> None:
-        """Give the file all its blocks."""
+        """Allocate all blocks of the file."""
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._descriptor, 0, FILE_BYTES)
         else:
             os.truncate(self._descriptor, FILE_BYTES)
 
     def write(self, nbytes: int) -> None:
-        """Memory to disk."""
-        for offset in range(0, nbytes, _PIECE_BYTES):
+        """Copy memory to disk."""
+        for offset in range(0, nbytes, _CHUNK_BYTES):
             piece = self._pages[: nbytes - offset]
             if os.pwritev(self._descriptor, [piece], offset) != len(piece):
                 raise OSError("it took only part of a write")
@@ -82,10 +82,10 @@ class _File:
             os.fsync(self._descriptor)
 
     def read(self, nbytes: int) -> None:
-        """Disk to memory."""
+        """Copy disk to memory."""
         if not self.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        for offset in range(0, nbytes, _PIECE_BYTES):
+        for offset in range(0, nbytes, _CHUNK_BYTES):
             piece = self._pages[: nbytes - offset]
             if os.preadv(self._descriptor, [piece], offset) != len(piece):
                 raise OSError("it gave only part of a read")
@@ -106,10 +106,10 @@ def _rates(file: _File) -> FileRates:
 
 
 def _mean_seconds(run: Callable[[], None]) -> float:
-    run()  # the first write of a block that was only allocated also marks it as written
+    run()  # the first write to an allocated block also updates the metadata
     start = time.perf_counter()
     runs, seconds = 0, 0.0
-    while seconds < _LEAST_SECONDS or runs == 0:
+    while seconds < _MIN_SECONDS or runs == 0:
         run()
         runs += 1
         seconds = time.perf_counter() - start
@@ -117,14 +117,14 @@ def _mean_seconds(run: Callable[[], None]) -> float:
 
 
 def _pages(nbytes: int) -> memoryview:
-    """Whole pages that are really there, and not of zeros: some disks do not store zeros."""
+    """Random bytes in whole pages: some disks do not store zeros."""
     memory = mmap.mmap(-1, nbytes)
     memory.write(os.urandom(nbytes))
     return memoryview(memory)
 
 
 def _made_direct(descriptor: int, block: memoryview) -> bool:
-    """Turn direct I/O on; False, and off, where the system or the file system has none."""
+    """Turn on direct I/O; False if the system or the file system does not support it."""
     try:
         import fcntl
     except ImportError:

@@ -1,4 +1,4 @@
-"""The ways between the device at hand and its host, each measured and remembered on disk."""
+"""The links between a device of this machine and its host, measured and cached on disk."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _ALLOCATION_MIB = 64
 def measure_links(
     device: str | torch.device = "cpu", *, folder: str | Path | None = None, cache: bool = True
 ) -> tuple[MeasuredLink, ...]:
-    """Measure every way an offload from this device may take.
+    """Measure every link for offloading from this device.
 
     - On CUDA: copies to and from pinned and pageable host memory.
-    - On the CPU: copies between two buffers, as an offload to a host slab does, and to and from a file in `folder`, by
-      direct I/O where the file system has it.
+    - On the CPU: copies between two buffers, like an offload to host memory, and to and from a file in `folder`, with
+      direct I/O if the file system supports it.
 
-    Bandwidths are those of 64 MiB (256 MiB on CUDA) one way at a time, latencies those of a single byte (of a file: of
-    one block), and allocation is what the first use of fresh host bytes costs: page faults, on CUDA also pinning, of a
-    file the reservation of its blocks.
+    Bandwidths are of copies of 64 MiB (256 MiB on CUDA) in one direction at a time, latencies of a single byte (a file:
+    one block). Allocation is the cost of the first use of host memory: page faults, on CUDA also pinning, for a file
+    the allocation of its blocks.
 
     Args:
         device: "cpu" or "cuda".
-        folder: where the CPU's file goes; by default the system's folder for temporary files.
-        cache: return what was measured here before under the same settings, and remember what is measured now. Each
-            folder is remembered for itself.
+        folder: the folder of the CPU's file; by default the system's folder for temporary files.
+        cache: return an earlier measurement under the same settings, and store a new one. Each folder has an entry of
+            its own.
 
     Raises:
-        InputError: the device is not here, or the folder cannot hold the file.
-        TransferError: the driver pins no memory.
+        InputError: the device is not available, or the folder cannot hold the file.
+        TransferError: the driver cannot pin memory.
 
     Example:
         >>> [link.name for link in measure_links("cpu")]  # doctest: +SKIP
@@ -65,7 +65,7 @@ def measure_links(
 
 
 def link_to(leaves: Offloading, device: torch.device) -> Link:
-    """The link to plan for: as it is rehearsed, or else as it was measured here; its room is what `leaves` allows.
+    """The link to plan for: the simulated one of `leaves.pace`, or else the measured one; with the limit of `leaves`.
 
     Raises:
         InputError, TransferError: as of `measure_links`.
@@ -102,7 +102,7 @@ def _recalled(key: str, place: torch.device) -> tuple[MeasuredLink, ...] | None:
     known = measurement_cache.recall("links", place).get(key)
     try:
         return read_value(tuple[MeasuredLink, ...], known, key) or None
-    except InputError:  # nothing, or what cannot be
+    except InputError:  # missing or invalid
         return None
 
 
@@ -138,7 +138,7 @@ def _copies(name: str, near: torch.Tensor, far: torch.Tensor, allocation_seconds
 
 
 def _page_seconds_per_mib() -> float:
-    """How long fresh host memory takes until every page is there."""
+    """Seconds to allocate a MiB of host memory and touch every page."""
     times = []
     for _ in range(_ALLOCATIONS):
         start = time.perf_counter()
@@ -150,9 +150,9 @@ def _page_seconds_per_mib() -> float:
 
 
 def _pin_seconds_per_mib() -> float:
-    """How long fresh host memory takes until every page is there and pinned.
+    """Seconds to allocate and pin a MiB of host memory.
 
-    By registration: PyTorch's allocator of pinned memory hands out again what was freed.
+    With cudaHostRegister: PyTorch's pinned memory allocator reuses freed memory.
     """
     driver: Any = torch.cuda.cudart()
     times = []

@@ -1,6 +1,6 @@
-"""What is remembered about this machine between runs: one JSON file per subject, device and PyTorch settings.
+"""Measurements of this machine, cached between runs: one JSON file per subject, device and PyTorch settings.
 
-A lost or broken file costs time, never a result: it is measured again.
+A missing or damaged file is measured again.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from shoal.errors import InputError
 from shoal.lowlevel import dispatch
 from shoal.lowlevel.native import fingerprint
 
-_DEEPEST = 8  # levels of lists and objects in a remembered value
+_MAX_DEPTH = 8  # of lists and objects in a cached value
 _FORMAT = 1
 
 
 def device_of(name: str | torch.device) -> torch.device:
-    """The device `name` stands for.
+    """The device of that name, with its index.
 
     Raises:
-        InputError: it is no CPU or CUDA device, or there is none here.
+        InputError: it is not a CPU or CUDA device, or not available.
     """
     try:
         device = torch.device(name)
@@ -60,7 +60,7 @@ def device_name(device: torch.device) -> str:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Everything that decides how fast an op runs here, as plain values."""
+    """Everything that decides how fast an op runs, as plain values."""
     return {
         "format": _FORMAT,
         "torch": torch.__version__,
@@ -81,13 +81,13 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def recall(subject: str, device: torch.device) -> dict[str, Any]:
-    """What was remembered on `subject` ("costs", "rates"); empty when there is nothing, or nothing readable.
+    """The cached entries of `subject` ("costs", "rates"); empty if there are none, or the file is damaged.
 
-    Of its values only the depth is known here: whoever reads them holds them against what they may be.
+    Only the depth of the values is checked; the caller validates them.
     """
     try:
         path = _path(subject, device)
-    except InputError:  # no place for a cache
+    except InputError:  # no writable cache folder
         return {}
     try:
         value = read_object(read_json(path), "it")
@@ -95,20 +95,20 @@ def recall(subject: str, device: torch.device) -> dict[str, Any]:
     except OSError:
         return {}
     except InputError as error:
-        warnings.warn(f"ignored {path}, which is not a file of Shoal's ({error}); measuring again", stacklevel=3)
+        warnings.warn(f"ignored {path}, which is not a cache file of Shoal ({error}); measuring again", stacklevel=3)
         return {}
     if value.get("machine") != describe(device):
         return {}
-    return {key: each for key, each in entries.items() if _is_shallow(each, _DEEPEST)}
+    return {key: each for key, each in entries.items() if _is_shallow(each, _MAX_DEPTH)}
 
 
 def remember(subject: str, device: torch.device, entries: dict[str, Any]) -> bool:
-    """Add `entries` to what is remembered on `subject`; False where nothing can be written."""
+    """Add `entries` to the cached ones of `subject`; False if they cannot be written."""
     try:
         path = _path(subject, device)
         path.parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # told once, when the file was first read
+            warnings.simplefilter("ignore")  # warned already, when the file was first read
             known = recall(subject, device)
         write_json(path, {"machine": describe(device), "entries": {**known, **entries}})
     except (OSError, InputError):
@@ -117,7 +117,7 @@ def remember(subject: str, device: torch.device, entries: dict[str, Any]) -> boo
 
 
 def _is_shallow(value: Any, levels: int) -> bool:
-    """Whether JSON is nested no deeper than that: what is deeper could be read and then not be written again."""
+    """Whether JSON is nested at most `levels` deep: json can read a deeper value that it cannot write."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return not inner or (levels > 0 and all(_is_shallow(each, levels - 1) for each in inner))
 

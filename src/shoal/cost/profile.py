@@ -1,7 +1,7 @@
-"""Times and workspaces of ops, measured here: each distinct op of a step is run by itself, once per signature.
+"""Times and workspaces of ops on this machine: each distinct op of a step runs in isolation, once per signature.
 
-The step is not run, the model's tensors are not touched, and neither the random number generators nor the gradient
-mode are different afterwards. Results are remembered on disk per machine, so that the same step costs nothing twice.
+The step itself does not run, and the model's tensors, the random number generators and the grad mode do not change.
+Results are cached on disk per machine.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from shoal.errors import InputError
 from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
 
-_LEAST_RUNS = 3
-_MOST_RUNS = 200
-_ENOUGH_SECONDS = 0.05  # of runs of one op, once there are the least runs
-_MOST_SECONDS = 0.25  # of runs of one op, however few that makes
-_LONGEST_SECONDS = 3600.0  # of one op; what is remembered as longer is not believed
+_MIN_RUNS = 3
+_MAX_RUNS = 200
+_ENOUGH_SECONDS = 0.05  # of runs of one op, after the fewest runs
+_MAX_SECONDS = 0.25  # of runs of one op, even if they are few
+_LONGEST_SECONDS = 3600.0  # of one op; a longer cached time is ignored
 _SLOW_SECONDS = 0.5  # an op whose first run takes longer is timed once
 
 
@@ -43,7 +43,7 @@ class Costs:
 
     Attributes:
         seconds: the fastest of its runs, its allocations and their release included.
-        workspace_bytes: what it held at its peak beyond operands and results.
+        workspace_bytes: its peak beyond operands and results.
     """
 
     seconds: Mapping[str, float]
@@ -58,28 +58,28 @@ def profile(
     cache: bool = True,
     budget_seconds: float | None = None,
 ) -> Costs:
-    """Run each op by itself on random operands of its shapes, layouts and dtypes, and measure it.
+    """Time each op in isolation, on random operands of its shapes, strides and dtypes.
 
     The first run warms up (kernel selection, oneDNN primitives) and shows the workspace; it is not timed. Then the op
     runs at least three times and for 50 ms, but no longer than 0.25 s; one that takes more than half a second is
-    timed once. The fastest run counts: other programs on the machine only add time.
+    timed once. The fastest run counts: other load only adds time.
 
     Args:
         nodes: signature → a `call_function` node of that signature, operands with FakeTensors in `meta["val"]`. Any
             callable may be its target.
         device: "cpu" or "cuda"; the fake tensors may be of another.
         progress: show a bar on stderr; None: only on a terminal.
-        cache: read and write the times remembered for this machine (folder `costs` of `shoal.core.cache.cache_dir()`).
-        budget_seconds: when that long has gone by, each op left is timed once.
+        cache: read and write the times cached for this machine (folder `costs` of `shoal.core.cache.cache_dir()`).
+        budget_seconds: after that time, each remaining op is timed once.
 
     Returns:
-        Costs of every op that ran. One that cannot run by itself is left out, with a warning.
+        Costs of every op that ran. One that cannot run in isolation is left out, with a warning.
 
     Raises:
-        InputError: the device is not here, or a profiler is running on this thread.
+        InputError: the device is not available, or a profiler is running on this thread.
 
-    Limits: operands are in the cache more often than within a step, and values are random, so ops whose time hangs on
-    their values (sorting, sparse indexing) are only indicative.
+    Limits: operands are in the cache more often than within a step. Values are random, so the times of ops that depend
+    on values (sorting, sparse indexing) are only indicative.
     """
     place = measurement_cache.device_of(device)
     known = _readable(measurement_cache.recall("costs", place)) if cache else {}
@@ -110,7 +110,7 @@ def profile(
 
 
 def profile_step(captured: Captured, device: torch.device) -> StepGraph:
-    """The captured step with the times and workspaces of its ops on a device that is here; see `profile`."""
+    """The captured step with the measured times and workspaces of its ops; see `profile`."""
     costs = profile(captured.distinct_nodes(), device=device)
     return captured.with_costs(costs.seconds, costs.workspace_bytes)
 
@@ -130,20 +130,20 @@ def _measure(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[floa
     times: list[float] = []
     while not times or (not (slow or hurry) and not _enough(times)):
         times.append(clock(run))
-    return min(times), workspace_bytes  # whatever else the machine does only adds time
+    return min(times), workspace_bytes  # other load only adds time
 
 
 def _enough(times: list[float]) -> bool:
     spent = sum(times)
-    if spent > _MOST_SECONDS or len(times) >= _MOST_RUNS:
+    if spent > _MAX_SECONDS or len(times) >= _MAX_RUNS:
         return True
-    return spent > _ENOUGH_SECONDS and len(times) >= _LEAST_RUNS
+    return spent > _ENOUGH_SECONDS and len(times) >= _MIN_RUNS
 
 
 def _cpu_clock(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     result = run()
-    del result  # giving pages back takes time, in a step as here
+    del result  # freeing memory takes time, in a step too
     return time.perf_counter() - start
 
 
@@ -158,12 +158,12 @@ def _cuda_clock(run: Callable[[], Any]) -> float:
 
 def _cpu_workspace(run: Callable[[], Any]) -> int:
     result, changes = allocations.record(run)
-    del result  # held until here: what it keeps is not workspace
+    del result  # held until here: results are not workspace
     return allocations.peak_bytes(changes) - max(0, sum(changes))
 
 
 def _cuda_workspace(run: Callable[[], Any]) -> int:
-    run()  # chooses kernels, and makes the workspaces that cuBLAS holds for good
+    run()  # selects kernels, and allocates the workspaces that cuBLAS keeps
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     result = run()
@@ -186,7 +186,7 @@ def _bar(nodes: Mapping[str, fx.Node], show: bool | None) -> Iterator[Callable[[
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=console.is_terminal, disable=not shown) as bar:
         task = bar.add_task("", total=len(nodes))
-        started = iter((0,))  # the first op has nothing behind it yet
+        started = iter((0,))  # the first call completes nothing
 
         def advance(target: str) -> None:
             bar.update(task, advance=next(started, 1), description=target)
@@ -196,13 +196,13 @@ def _bar(nodes: Mapping[str, fx.Node], show: bool | None) -> Iterator[Callable[[
 
 
 def _readable(entries: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
-    """The entries that can be costs; another one is as if it were not there, and is measured again."""
+    """The valid entries; others are ignored and measured again."""
     good: dict[str, tuple[float, int]] = {}
     for key, value in entries.items():
         try:
             seconds, workspace_bytes = value
             cost = (read_value(float, seconds, key), read_value(int, workspace_bytes, key))
-        except (InputError, TypeError, ValueError):  # no pair, or not of numbers
+        except (InputError, TypeError, ValueError):  # not a pair of numbers
             continue
         if 0 <= cost[0] <= _LONGEST_SECONDS and cost[1] >= 0:
             good[key] = cost

@@ -1,4 +1,4 @@
-"""Real tensors in the place of a captured node's fake ones, so that the node can be run by itself."""
+"""Random tensors in place of a captured node's fake tensors, so that the node can run in isolation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from shoal.capture.op_counts import concrete
 
 _aten = torch.ops.aten
-_PATTERN_ELEMS = (1 << 20) - 3  # no power of two, so that rows of a tensor differ
+_PATTERN_ELEMS = (1 << 20) - 3  # not a power of two, so that rows of a tensor differ
 _SEED = 20_24
 _POOLS = {_aten.max_pool2d_with_indices.default: 2, _aten.max_pool3d_with_indices.default: 3}
 _POOL_BACKWARDS = {
@@ -25,9 +25,9 @@ _POOL_BACKWARDS = {
 class OperandFactory:
     """Makes the arguments of nodes on one device, with a random generator of its own.
 
-    Floats are standard normal; one-dimensional ones (variances, scales) lie above 0.5. Truth values are mixed.
-    Integers are what the op can take: places in their windows for max pooling, classes for losses, rows for
-    embeddings, else 0. Sizes, strides and dtypes are those of the fake tensors, so memory format and padding hold.
+    Floats are standard normal; one-dimensional ones (variances, scales) are above 0.5. Booleans are random. Integers
+    are valid for the op: indices in their windows for max pooling, classes for losses, rows for embeddings, else 0.
+    Sizes, strides and dtypes are those of the fake tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class OperandFactory:
         if not (block.dtype.is_floating_point or block.dtype.is_complex or block.dtype is torch.bool):
             block.zero_()
             return
-        # Drawing every element would take longer than most ops: a block of random numbers is copied along instead.
+        # Sampling every element would take longer than most ops: one block of random numbers is repeated.
         pattern = self._pattern(block.dtype)
         whole = block.numel() // _PATTERN_ELEMS * _PATTERN_ELEMS
         block[:whole].view(-1, _PATTERN_ELEMS).copy_(pattern.expand(whole // _PATTERN_ELEMS, -1))
@@ -84,7 +84,7 @@ class OperandFactory:
 
 
 def _integers_for(node: fx.Node, operand: fx.Node) -> Callable[[torch.Tensor], None] | None:
-    """How to fill `operand` with integers that `node` can take; None for zeros."""
+    """A function that fills `operand` with integers that are valid for `node`; None for zeros."""
     pool = operand.args[0] if _is_getitem(operand, 1) else None
     if isinstance(pool, fx.Node) and pool.target in _POOLS:
         return _first_places(_pool_arguments(pool, 0), _POOLS[pool.target])
@@ -114,7 +114,7 @@ def _pool_arguments(pool: fx.Node, first: int) -> tuple[list[int], Any, Any, Any
 
 
 def _first_places(pool: tuple[list[int], Any, Any, Any], dims: int) -> Callable[[torch.Tensor], None]:
-    """Max-pool indices as the forward pass would leave them if the first element of each window were its largest."""
+    """The indices that max pooling returns if the first element of each window is its maximum."""
     shape, kernel, stride, padding = pool
     extents = shape[-dims:]
     steps = _per_axis(stride, dims) or _per_axis(kernel, dims)

@@ -1,6 +1,6 @@
-"""The times that a step would take on a device that is not here, from the counts of its ops.
+"""Op times on a device that is not available, by the roofline model: FLOPs and bytes over its rates.
 
-Times of the machine at hand come from `shoal.cost.profile`.
+Times of this machine come from `shoal.cost.profile`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from shoal.core.step import Op, StepGraph
 
 
 def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
-    """The same step with the times a device that is not here would take.
+    """The step with the op times of another device, by the roofline model.
 
     Each op takes `max(flops / rate, bytes / bandwidth) + launch_seconds`, where
 
     - `rate` is `device.flops_per_second`, times `k / 64` for a convolution that does only k < 64 multiply-adds per
-      element of its largest tensor. Short inner products cannot fill wide multipliers: first layers (k = 27 for 3x3 on
+      element of its largest tensor. Short inner products do not use all multipliers: first layers (k = 27 for 3x3 on
       three channels) and depthwise convolutions (k = 9) run far below the rate of large ones;
-    - `bytes` are the op's `moved_bytes`, times the passes its kernels make over them: batch norm in training reads its
-      input twice, for the statistics and to normalise (3/2 of the least); its backward pass reads both its operands
+    - `bytes` are the op's `moved_bytes`, times the passes of its kernels over them: batch norm in training reads its
+      input twice, for the statistics and to normalise (3/2 of the minimum); its backward reads both its operands
       twice (5/3); max pooling's backward scatters (2).
 
-    Workspaces are 0: implicit-GEMM kernels need none worth a plan, and what a machine really takes is measured when
-    the plan first runs there.
+    Workspaces are 0: implicit-GEMM kernels need little, and the real ones are measured when the plan first runs on the
+    device.
 
     Args:
         graph: a captured step, its ops with `flops` and `moved_bytes`.

@@ -1,4 +1,4 @@
-"""Bytes of a device: a limit on them, what a step really uses, what is in use besides, and where it lies.
+"""Device memory: limits, the measured peak of a step, static memory, and planned addresses (`layout`).
 
 Imports `lowlevel` and `core`.
 """

@@ -34,8 +34,7 @@ struct Counters {
   std::atomic<std::int64_t> live{0};
   std::atomic<std::int64_t> peak{0};
   std::atomic<std::int64_t> limit{kNoLimit};
-  std::atomic<std::int64_t> allocations{0};
-  // Of the blocks of the present generation alone: what someone allocated since they asked to start afresh.
+  // Of the blocks of the present generation: those allocated since limit_start_fresh.
   std::atomic<std::int64_t> generation{0};
   std::atomic<std::int64_t> fresh{0};
   std::atomic<std::int64_t> fresh_peak{0};
@@ -76,7 +75,6 @@ void reserve(std::int64_t nbytes) {
   } while (!c.live.compare_exchange_weak(before, after));
   raise_to(c.peak, after);
   raise_to(c.fresh_peak, c.fresh.fetch_add(nbytes) + nbytes);
-  c.allocations.fetch_add(1);
 }
 
 std::atomic<c10::Allocator*>& inner_allocator() {
@@ -183,4 +181,3 @@ LIMIT_API int limit_is_fresh(void* data) {
 }
 LIMIT_API std::int64_t limit_live() { return counters().live.load(); }
 LIMIT_API std::int64_t limit_peak() { return counters().peak.load(); }
-LIMIT_API std::int64_t limit_allocations() { return counters().allocations.load(); }

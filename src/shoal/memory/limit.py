@@ -40,7 +40,6 @@ class _Memory(Protocol):
     def live_bytes(self) -> int: ...
     def peak_bytes(self) -> int: ...
     def set_peak(self, peak_bytes: int) -> None: ...
-    def allocations(self) -> int: ...
 
 
 class MemoryLimit:
@@ -54,7 +53,6 @@ class MemoryLimit:
         self.device = device
         self._memory = memory
         self._limit_bytes = limit_bytes
-        self._first_allocation = memory.allocations()
 
     @property
     def limit_bytes(self) -> int | None:
@@ -75,11 +73,6 @@ class MemoryLimit:
     def peak_bytes(self) -> int:
         """Most bytes in use since the block was entered or `reset_peak` was called."""
         return self._memory.peak_bytes()
-
-    @property
-    def allocations(self) -> int:
-        """Number of allocations since the block was entered."""
-        return self._memory.allocations() - self._first_allocation
 
     def start_fresh(self) -> None:
         """Let `fresh_peak_bytes` count only what is allocated from here on; earlier allocations do not count."""
@@ -232,9 +225,6 @@ class _CudaMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
         self._peak_earlier = peak_bytes
 
-    def allocations(self) -> int:
-        return int(torch.cuda.memory_stats(self._device).get("allocation.all.allocated", 0))
-
 
 class _CpuMemory:
     """The counting allocator of `limit.cpp`."""
@@ -242,7 +232,7 @@ class _CpuMemory:
     def __init__(self) -> None:
         library = ctypes.CDLL(str(compiled(_SOURCE, "a memory limit on the CPU")))
         library.limit_is_fresh.argtypes = [ctypes.c_void_p]
-        for name in ("limit_live", "limit_peak", "limit_fresh_peak", "limit_allocations"):
+        for name in ("limit_live", "limit_peak", "limit_fresh_peak"):
             getattr(library, name).restype = ctypes.c_int64
         for name in ("limit_set_bytes", "limit_set_peak"):
             getattr(library, name).argtypes = [ctypes.c_int64]
@@ -278,6 +268,3 @@ class _CpuMemory:
 
     def set_peak(self, peak_bytes: int) -> None:
         self._library.limit_set_peak(peak_bytes)
-
-    def allocations(self) -> int:
-        return int(self._library.limit_allocations())

@@ -1,4 +1,4 @@
-"""Bytes on their way to the host: links, transfers of planned steps, and the eager way.
+"""Offloading to the host: links, the transfers of a planned step, and `offload_activations` for eager mode.
 
 Imports `core`.
 """

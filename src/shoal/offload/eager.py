@@ -1,8 +1,8 @@
-"""Offloading without a plan: what autograd saves in a `with` block waits on the host, for models that no one captures.
+"""Offloading in eager mode, without a plan: `saved_tensors_hooks` move what autograd saves to the host.
 
-The simple half of CPU offloading (Hascoet et al., section 4): tensors leave as soon as they are saved, on side streams
-or threads, into host memory that is allocated once and used again, and come back one ahead of the backward pass. The
-other half, batch norm that is inverted instead of offloaded, is a transform.
+The first half of CPU offloading (Hascoet et al., section 4): tensors are copied as soon as they are saved, on side
+streams or threads, to host memory that is reused between steps, and prefetched one tensor ahead of the backward pass.
+The other half, batch norm that is inverted instead of offloaded, is `shoal.invert_batchnorm`.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from shoal.errors import InputError
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.saved_storage import SavedStorage, SavedTensor, check_version
 
-_UNDER_WAY = 2  # storages that may still be leaving while the next one is computed
-_LOOK_BACK = 64  # saved storages among which the next to fetch is looked for
+_IN_FLIGHT = 2  # offloads that may be running while the next tensor is computed
+_LOOK_BACK = 64  # earlier storages that are looked at for the next prefetch
 
 _links: dict[tuple[torch.device, str, int | None, int], OpenLink] = {}
 
 
 class offload_activations:
-    """Let what autograd saves inside the block wait on the host until the backward pass asks for it.
+    """Offload what autograd saves inside the block to the host until the backward pass needs it.
 
-    Replaces, in plain PyTorch, `torch.autograd.graph.save_on_cpu(pin_memory=True)`, which copies in the way of the
-    computation, allocates pinned memory for each tensor, and copies a storage again for each view of it.
+    Replaces, in plain PyTorch, `torch.autograd.graph.save_on_cpu(pin_memory=True)`, which copies
+    synchronously, allocates pinned memory for each tensor, and copies a storage again for each view of it.
 
-    Parameters, and other leaves that need a gradient, stay where they are. Gradients are those of plain PyTorch, bit
-    for bit. A tensor that is written to after it was saved is an error in the backward pass, as without the block.
+    Parameters, and other leaves that require grad, stay on the device. Gradients are those of plain PyTorch, bit for
+    bit. Writing to a saved tensor in place is an error in the backward pass, as without the block.
 
     Args:
         link: None or "host" for host memory, pinned where the device is CUDA; a folder on a local disk for a file
             there (CPU only); or a link of `shoal.offload.links.open_link.open_link`. The first two are opened once and
             kept for the next block, until `close`.
         min_bytes: storages smaller than this stay on the device.
-        host_budget: most host bytes, an int or a text such as "2GiB"; None for no limit. Of a link that is given, its
-            own limit holds.
+        host_budget: most host bytes, an int or a text such as "2GiB"; None for no limit. An open link has a limit of
+            its own.
 
     Attributes:
-        offloaded_bytes: of the storages that left in the last block.
-        kept_bytes: of the tensors that stayed in the last block, counted each time they were saved.
+        offloaded_bytes: of the storages offloaded in the last block.
+        kept_bytes: of the tensors that stayed on the device in the last block, each time they were saved.
 
     Raises:
-        InputError: a size is none, or there is no such link.
-        TransferError: in the block or in the backward pass: the host budget does not hold what is saved, the disk is
-            full, the folder is gone. The next block is right again.
+        InputError: a size is invalid, or there is no such link.
+        TransferError: in the block or in the backward pass: the host budget is too small, the disk is full, or the
+            folder is gone. The next block is not affected.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1))
     >>> with offload_activations() as offloading:
@@ -64,9 +64,9 @@ class offload_activations:
     >>> loss.backward()
     >>> offloading.close()
 
-    Limits: a tensor that the caller holds as well (the input, an output, a residual) is copied and frees nothing. What
-    is written through `.data`, which autograd does not see, is not seen here. The backward pass is taken to ask for
-    tensors in the order of saving turned round; where it does not, fetches come late, not wrong.
+    Limits: a tensor that the caller also holds (the input, an output, a residual) is copied and frees nothing. Writes
+    through `.data` are not detected, as in autograd. Prefetching assumes that the backward pass needs tensors in
+    reverse order of saving; where it does not, fetches are late, not wrong.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class offload_activations:
         if self._given is not None and not hasattr(self._given, "offload"):
             raise InputError(f"link={link!r}: expected 'host', a folder or an open link")
         if self._where not in (None, "host"):
-            self._link(torch.device("cpu"))  # a folder that is not there is told now
+            self._link(torch.device("cpu"))  # a missing folder is an error now
         self._blocks: list[saved_tensors_hooks] = []
         self._saved = 0
         self._in_order: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
@@ -105,12 +105,12 @@ class offload_activations:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._blocks.pop().__exit__(kind, error, traceback)
-        if error is None:  # else most of them are not wanted any more
+        if error is None:  # after an error most of them are not needed
             self._finish_offloads(0)
 
     def close(self) -> None:
-        """Give the host bytes back, unless they belong to a link that was given. Graphs that wait for their backward
-        pass cannot have it."""
+        """Free the host bytes, unless they belong to an open link that was passed in. Graphs whose backward pass has
+        not run cannot run it."""
         for key in [key for key in _links if key[1:3] == (self._where, self._host_budget)]:
             _links.pop(key).close()
 
@@ -122,7 +122,7 @@ class offload_activations:
         key = tensor.untyped_storage()._cdata
         storage = self._of_storage.get(key)
         if storage is None or not storage.holds(tensor):
-            self._finish_offloads(_UNDER_WAY - 1)
+            self._finish_offloads(_IN_FLIGHT - 1)
             storage = SavedStorage(link, tensor, self._saved)
             self._saved += 1
             self.offloaded_bytes += storage.nbytes
@@ -146,11 +146,11 @@ class offload_activations:
         if (base.is_leaf and base.requires_grad) or tensor.is_conj() or tensor.is_neg():
             return False
         nbytes = tensor.untyped_storage().nbytes()
-        # A part that is no view (of unsafe_chunk) has a version of its own, which tells nothing of the other parts.
+        # A chunk of unsafe_chunk is not a view: its version counter does not count writes to the other chunks.
         return nbytes >= self._min_bytes and base.nbytes == nbytes
 
     def _link(self, device: torch.device) -> OpenLink | None:
-        """The link that this device's tensors use; None if they stay."""
+        """The link for tensors of this device; None if they stay."""
         if self._given is not None:
             return self._given if self._given.device == device else None
         assert self._where is not None
@@ -162,7 +162,7 @@ class offload_activations:
         return _links[key]
 
     def _finish_offloads(self, still_leaving: int) -> None:
-        """Have the computation wait for the oldest that leave, until no more than so many do."""
+        """Wait for the oldest offloads, until at most `still_leaving` are running."""
         while self._leaving:
             storage = self._leaving[0]()
             if storage is not None and not storage.has_left and len(self._leaving) <= still_leaving:
@@ -174,7 +174,7 @@ class offload_activations:
     def _fetch_one_ahead_of(self, storage: SavedStorage) -> None:
         ahead = None if self._ahead is None else self._ahead()
         if ahead is not None and ahead is not storage and ahead.order > storage.order:
-            ahead.drop_fetch()  # the backward pass went by it
+            ahead.drop_fetch()  # the backward pass did not need it
         elif ahead is not None and ahead is not storage:
             return  # still ahead
         self._ahead = None
@@ -188,7 +188,7 @@ class offload_activations:
 
 @dataclass(slots=True)
 class _Kept:
-    """A tensor that stays. Detached: an output that was saved as it is would hold the op that saved it."""
+    """A tensor that stays. Detached: a saved output would otherwise keep its own grad_fn alive, a reference cycle."""
 
     tensor: torch.Tensor
     version: int

@@ -1,11 +1,12 @@
-"""What may leave the device while a model trains, as plain data: where to, how much, and at which pace."""
+"""Where activations may be offloaded to, how many bytes, and how fast, as plain data."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from shoal.core.hardware import Hardware, Link
 from shoal.core.sizes import parse_bytes
@@ -13,17 +14,17 @@ from shoal.errors import InputError
 
 AUTO = "auto"
 HOST = "host"
-_SHARE_OF_HOST = 0.5  # of what is there, unless a budget says otherwise
+_SHARE_OF_HOST = 0.5  # of the available bytes, without a host budget
 
 
 @dataclass(frozen=True)
 class Offloading:
-    """Where saved storages may wait.
+    """Where saved storages may be offloaded to.
 
     Attributes:
         where: "host" for host memory, else a folder on a local disk.
         host_bytes: most bytes there.
-        pace: rates that copies are held to, to rehearse another machine's link; None for as fast as they go.
+        pace: the rates of another machine's link, to which copies are slowed down; None for full speed.
     """
 
     where: str
@@ -32,7 +33,7 @@ class Offloading:
 
     @property
     def folder(self) -> str | None:
-        """Where the file lies; None for host memory."""
+        """The folder of the file; None for host memory."""
         return None if self.where == HOST else self.where
 
 
@@ -43,17 +44,17 @@ def offloading(
     device_type: str,
     pace: Link | None = None,
 ) -> Offloading | None:
-    """Read what a caller asks for.
+    """Validate the arguments of `shoal.compile`.
 
     Args:
-        offload_to: "auto" for host memory where the device has its own and nothing on the CPU, whose memory is the
-            host's; "host"; a folder; None for nothing.
+        offload_to: "auto" for host memory on CUDA or with a `pace`, else no offloading; "host"; a folder; None for no
+            offloading.
         host_budget: most bytes there; None for half of what is available now.
         device_type: "cpu" or "cuda".
         pace: as of `Offloading`.
 
     Raises:
-        InputError: the folder is not there, or the budget is no size.
+        InputError: the folder does not exist, or the budget is not a size.
     """
     if offload_to == AUTO:
         offload_to = HOST if device_type == "cuda" or pace is not None else None
@@ -71,9 +72,9 @@ def offloading(
 
 
 def rehearsed(target: Hardware, here: Hardware) -> Link:
-    """The target's link, slowed down as much as this machine computes slower than the target.
+    """The target's link, slowed down by the ratio of the two machines' FLOP/s.
 
-    Bytes per second over FLOP/s are then the target's, so that what overlaps there overlaps here.
+    Bytes per second over FLOP/s are then the target's, so the same copies overlap the same computation.
     """
     slower = target.device.flops_per_second / here.device.flops_per_second
     return Link(
@@ -87,11 +88,5 @@ def rehearsed(target: Hardware, here: Hardware) -> Link:
 
 
 def _available_bytes() -> int:
-    """What the operating system could give this process now."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    """Host memory that can be allocated without swapping."""
+    return int(psutil.virtual_memory().available)

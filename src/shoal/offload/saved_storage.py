@@ -1,7 +1,7 @@
-"""A storage that autograd saved in eager mode and that waits on the host: identity, version, and one fetch for all.
+"""An offloaded storage of eager mode: its identity, its version, and one fetch for all tensors on it.
 
 Autograd saves tensors, but bytes belong to storages. Two tensors share a record when they share a storage *and* its
-version: a view saved by another op is no second copy, and a storage that was written to in between is no first one.
+version: a view that another op saves is not copied again, but a storage that was written to in between is.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def size_class_bytes(nbytes: int) -> int:
 
 
 class VersionCounter:
-    """How often the tensor, its views and its detached aliases were written to; holds none of their bytes."""
+    """The version counter of a tensor, shared with its views and detached aliases; keeps no storage alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         with torch.no_grad():
-            # An alias shares the counter for good, also when it is pointed at other bytes.
+            # A detached alias shares the counter, even after its `.data` is replaced.
             self._alias = tensor.detach()
             self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.saved = tensor._version
 
     def check(self) -> None:
-        """RuntimeError, as without hooks, if there was a write since: with hooks autograd leaves that to them."""
+        """Raise RuntimeError if the tensor was written to: with saved_tensors_hooks autograd does not check."""
         check_version(self._alias._version, self.saved)
 
     @property
@@ -56,7 +56,7 @@ def check_version(present: int, saved: int) -> None:
 
 @dataclass(eq=False, weakref_slot=True, slots=True)
 class SavedTensor:
-    """What autograd holds in place of a tensor: where it lies in a saved storage."""
+    """What autograd holds in place of a tensor: dtype, size, strides and offset in a saved storage."""
 
     storage: SavedStorage
     dtype: torch.dtype
@@ -66,17 +66,17 @@ class SavedTensor:
 
 
 class SavedStorage:
-    """One storage at one version, on its way to the host as soon as this is made.
+    """One storage at one version. Its offload starts when it is made.
 
-    Device bytes come back once for all tensors on it, and stay until each that still lives was asked for.
+    It is fetched once for all tensors on it, and stays on the device until each that is alive was unpacked.
 
     Args:
         link: an open link of the tensor's device.
         tensor: one that covers the storage or a part of it.
-        order: its place among those that were saved.
+        order: its number among the saved storages.
 
     Raises:
-        TransferError: the host has no room, or may not use so much.
+        TransferError: the host has no memory, or its budget is too small.
     """
 
     def __init__(self, link: OpenLink, tensor: torch.Tensor, order: int) -> None:
@@ -96,14 +96,14 @@ class SavedStorage:
         self._offload = link.offload(storage, self._lease.slab, 0)
 
     def of(self, tensor: torch.Tensor) -> SavedTensor:
-        """A tensor on this storage, to be saved."""
+        """The record of a tensor on this storage."""
         saved = SavedTensor(self, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         self._tensors.add(saved)
         return saved
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether these are the bytes of `tensor`."""
-        same = self._elsewhere.cdata == tensor.untyped_storage()._cdata  # no other has it while the reference lives
+        """Whether `tensor` has this storage at this version."""
+        same = self._elsewhere.cdata == tensor.untyped_storage()._cdata  # unique while the weak reference lives
         return same and self.versions.is_current and self.versions.saved == tensor._version
 
     @property
@@ -112,7 +112,7 @@ class SavedStorage:
 
     @property
     def is_here(self) -> bool:
-        """Whether its bytes are on the device, or on their way."""
+        """Whether its bytes are on the device, or being fetched."""
         return self._present() is not None
 
     def finish_offload(self) -> None:
@@ -124,10 +124,10 @@ class SavedStorage:
         self._offload.wait()
 
     def start_fetch(self) -> None:
-        """Ask for the bytes, if they are not here.
+        """Start to fetch the bytes, if they are not on the device.
 
         Raises:
-            TransferError: they never arrived on the host.
+            TransferError: the offload failed.
         """
         if self.is_here:
             return
@@ -138,17 +138,17 @@ class SavedStorage:
         self._not_asked = weakref.WeakSet(self._tensors)
 
     def drop_fetch(self) -> None:
-        """Give the fetched bytes back: they came too early."""
+        """Free the fetched bytes: the prefetch was too early."""
         if self._fetch is not None:
             self._fetch.abandon()
         self._fetch = self._fetched = None
 
     def tensor(self, saved: SavedTensor) -> torch.Tensor:
-        """The saved tensor on the device, plain and ready to be read.
+        """The saved tensor on the device, ready to be read.
 
         Raises:
             RuntimeError: the tensor was written to since it was saved.
-            TransferError: its bytes are lost.
+            TransferError: a copy failed.
         """
         self.versions.check()
         storage = self._present()
@@ -168,7 +168,7 @@ class SavedStorage:
         return tensor
 
     def _present(self) -> torch.UntypedStorage | None:
-        """The bytes on the device: ours, or those that someone else keeps anyway (an input, an output, autograd)."""
+        """The bytes on the device: fetched, or alive because something else holds the storage (an input, autograd)."""
         if self._fetched is not None:
             return self._fetched
         storage = torch.UntypedStorage._new_with_weak_ptr(self._elsewhere.cdata)

@@ -1,8 +1,8 @@
-"""The transfers of a planned step, as its forward and backward graphs call for them.
+"""The transfers of a planned step, called by its forward and backward graphs.
 
 A step's host bytes lie in one slab at offsets planned here. `begin` leases it for one forward pass and its backward
-passes and hands out a *receipt*: a small tensor that autograd saves with the others. When the receipt dies, after the
-backward pass, with a step that was abandoned or on the way out of an exception, the slab is free for the next step.
+passes and returns a *receipt*: a small tensor that autograd saves with the others. When the receipt is freed (after the
+backward pass, with a discarded graph, or by an exception), the slab is free for the next step.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ _tickets = itertools.count(1)
 
 
 class Transfers:
-    """What the graphs of one planned step call. Each call names a slot, the place of one storage on the host.
+    """The calls of one planned step's graphs. Each call names a slot: the host memory of one storage.
 
     Replaces, in plain PyTorch, `tensor.to("cpu", non_blocking=True)` with streams and events by hand.
 
     Args:
         link: an open link, which may be shared with other steps and is not closed here.
         slot_bytes: the bytes of each slot.
-        overlaps: False has the computation wait for every copy as soon as it is started: what a link without streams of
-            its own does, for comparison.
+        overlaps: False waits for every copy right after it is started, as a link without its own streams does.
 
     Attributes:
         host_bytes: the size of a step's slab.
 
     Raises:
-        TransferError: the host has no room for the slab, or may not use so much.
+        TransferError: the host has no memory for the slab, or its budget is too small.
 
     >>> from shoal.offload.links.open_link import open_link
     >>> transfers = Transfers(open_link("cpu"), [12])
@@ -65,17 +64,17 @@ class Transfers:
         self._steps: weakref.WeakValueDictionary[int, _Step] = weakref.WeakValueDictionary()
         link.pool.reserve(self.host_bytes)
         self._closer = weakref.finalize(self, link.pool.unreserve, self.host_bytes)
-        self._closer.atexit = False  # the link's own gives everything back
+        self._closer.atexit = False  # the link frees everything itself
 
     def begin(self) -> torch.Tensor:
         """Start a step.
 
         Returns:
-            Its receipt, an int64 tensor of one element in memory that is not torch's. Keep it, or a tensor that shares
-            its storage, for as long as a backward pass may come.
+            Its receipt, an int64 tensor of one element, not allocated by torch. Keep it, or a tensor that shares its
+            storage, until the last backward pass.
 
         Raises:
-            TransferError: every slab is leased to a step whose backward pass has not been, and there is no room for
+            TransferError: every slab is leased to a step whose backward pass has not run, and there is no memory for
                 another one.
         """
         if not self._closer.alive:
@@ -96,13 +95,13 @@ class Transfers:
         """
         step, storage = self._step(receipt), tensor.untyped_storage()
         self._check(slot, storage.nbytes(), storage.device)
-        step.layouts[slot] = _Layout(tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        step.views[slot] = _View(tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
         step.offloads[slot] = self._link.offload(storage, step.lease.slab, self._offsets[slot])
         if not self._overlaps:
             step.offloads[slot].settle()
 
     def finish_offload(self, receipt: torch.Tensor, slot: int) -> None:
-        """Have the computation wait until the bytes are on the host; they are no longer held here.
+        """Have the computation wait until the bytes are on the host, and release the device storage.
 
         Raises:
             TransferError: the copy failed, or was never started.
@@ -111,12 +110,12 @@ class Transfers:
         _started(step.offloads, slot, "offload").wait()
 
     def start_fetch(self, receipt: torch.Tensor, slot: int) -> torch.Tensor:
-        """Allocate device bytes for what is in the slot and start to fill them.
+        """Allocate a device storage for the slot and start to copy into it.
 
         It may be called again after `finish_fetch`, for a second backward pass.
 
         Returns:
-            A plain tensor, laid out as the one that was offloaded, that alone has its storage. It may be read after
+            A plain tensor with a storage of its own, and the size and strides of the offloaded one. Read it after
             `finish_fetch`.
 
         Raises:
@@ -127,8 +126,8 @@ class Transfers:
         offload = _started(step.offloads, slot, "offload")
         if slot in step.fetches:
             step.fetches[slot].abandon()
-        like = step.layouts[slot]
-        # From torch's device allocator, as the step's other tensors: a bare UntypedStorage would go past it.
+        like = step.views[slot]
+        # By torch.empty, so that the device's allocator serves it: a bare UntypedStorage would not use it.
         storage = torch.empty(offload.nbytes, dtype=torch.uint8, device=self._link.device).untyped_storage()
         step.fetches[slot] = self._link.fetch(storage, step.lease.slab, self._offsets[slot], offload)
         if not self._overlaps:
@@ -138,7 +137,7 @@ class Transfers:
             return blank.set_(storage, like.storage_offset, like.size, like.stride)
 
     def finish_fetch(self, receipt: torch.Tensor, slot: int) -> None:
-        """Have the computation wait until the tensor of `start_fetch` is filled.
+        """Have the computation wait until the copy of `start_fetch` has arrived.
 
         Raises:
             TransferError: the copy failed, or was never started.
@@ -147,7 +146,7 @@ class Transfers:
         _started(step.fetches, slot, "fetch").wait()
 
     def close(self) -> None:
-        """Stop what still moves and give the slabs back; steps that wait for their backward pass cannot have it."""
+        """Stop all copies and free the slabs; a backward pass that has not run yet fails."""
         for step in tuple(self._steps.values()):
             step.lease.abandon()
         self._steps.clear()
@@ -165,8 +164,8 @@ class Transfers:
     def _check(self, slot: int, nbytes: int, device: torch.device) -> None:
         if not 0 <= slot < len(self._slot_bytes):
             raise InputError(f"slot {slot} is none of the {len(self._slot_bytes)} there are")
-        # What PyTorch foretells of a result is not always what a kernel gives: a batch norm's statistics in half
-        # precision come in float32. The rest of the last page serves for that.
+        # A kernel's result may be larger than its fake tensor: the batch statistics of a half-precision batch norm are
+        # float32. The rest of the slot's last page holds them.
         if nbytes > in_pages(max(1, self._slot_bytes[slot])):
             raise InputError(
                 f"slot {slot} has {format_bytes(self._slot_bytes[slot])}; a storage of {format_bytes(nbytes)} was given"
@@ -176,18 +175,18 @@ class Transfers:
 
 
 class _Step:
-    """What lives as long as a receipt."""
+    """The state of a step; it lives as long as the receipt."""
 
     def __init__(self, lease: Lease) -> None:
         self.ticket = next(_tickets)
         self.lease = lease
         self.offloads: dict[int, Copy] = {}
         self.fetches: dict[int, Copy] = {}
-        self.layouts: dict[int, _Layout] = {}
+        self.views: dict[int, _View] = {}
 
 
-class _Layout(NamedTuple):
-    """How a tensor lies in its storage, in elements."""
+class _View(NamedTuple):
+    """Size, strides and offset of a tensor, in elements."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -196,7 +195,7 @@ class _Layout(NamedTuple):
 
 
 class _Receipt(bytearray):
-    """The memory of a receipt: torch lets go of it with the last tensor on it."""
+    """The memory of a receipt: freed with the last tensor that uses it."""
 
     step: _Step
 

@@ -1,1 +1,1 @@
-"""Static addresses: where in one arena each block of a step lies, decided before the step runs."""
+"""Static memory planning: an address in one arena for each block of a step, chosen before the step runs."""

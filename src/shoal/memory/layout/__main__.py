@@ -1,4 +1,4 @@
-"""`python -m shoal.memory.layout PROBLEM.csv`: lay out anyone's problem and say how good the layout is.
+"""`python -m shoal.memory.layout PROBLEM.csv`: lay out a problem in MiniMalloc's format and report the result.
 
 Exit codes: 0 laid out, 1 no layout found within the capacity, 2 an argument or the file is wrong, 130 interrupted.
 """
@@ -28,7 +28,9 @@ _INTERRUPTED = 130
 
 def main(
     problem: Annotated[Path, typer.Argument(help="CSV with the columns id, lower, upper, size.")],
-    capacity: Annotated[str | None, typer.Option(help="Bytes of the arena; none asks for the smallest.")] = None,
+    capacity: Annotated[
+        str | None, typer.Option(help="Bytes of the arena; without it, the smallest is searched for.")
+    ] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds to search for.")] = 60.0,
     output: Annotated[Path | None, typer.Option(help="CSV to write, with an offset column.")] = None,
 ) -> None:

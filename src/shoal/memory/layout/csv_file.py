@@ -10,7 +10,7 @@ from shoal.core.files import write_text
 from shoal.errors import InputError, brief
 from shoal.memory.layout.problem import Block, Layout, Problem
 
-_LARGEST = 2**62  # what the search adds up stays within 63 bits
+_LARGEST = 2**62  # sums in the search stay within 63 bits
 _COLUMNS = ("id", "lower", "upper", "size")
 
 
@@ -18,7 +18,7 @@ def read_problem(path: str | Path) -> Problem:
     """Read a problem; an `offset` column, if there is one, is ignored.
 
     Raises:
-        InputError: the file cannot be read, a column is missing, or a line does not make sense: it names the line.
+        InputError: the file cannot be read, a column is missing, or a line is invalid; the message names the line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -62,7 +62,7 @@ def _problem(path: str | Path, rows: csv.DictReader[str]) -> Problem:
 
 
 def write_layout(path: str | Path, layout: Layout) -> Path:
-    """Write the problem with an `offset` column, whole or not at all.
+    """Write the problem with an `offset` column, atomically.
 
     Raises:
         InputError: the file cannot be written.

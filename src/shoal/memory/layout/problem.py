@@ -1,4 +1,4 @@
-"""A layout problem and its answer: blocks of bytes with lifetimes, and an address for each."""
+"""A layout problem (blocks of bytes with lifetimes), a layout (an address for each block), and its check."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shoal.errors import InputError, PlanError, brief
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes that are in use for a while.
+    """Bytes with a lifetime.
 
     Attributes:
-        name: what the caller calls it.
+        name: the caller's name for it.
         lower, upper: in use at every time t with lower <= t < upper.
-        size_bytes: how many.
+        size_bytes: its size.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Problem:
-    """Blocks to be placed so that no two that are in use at the same time share a byte.
+    """Blocks to be placed; two that are in use at the same time must not share a byte.
 
     Raises:
         InputError: a block ends before it begins or its size is negative, or two have the same name.
@@ -57,7 +57,7 @@ class Problem:
         """
         changes = sorted(self._changes())
         in_use = highest = 0
-        for _, change in changes:  # at one time, what ends is taken off before what begins is added
+        for _, change in changes:  # at equal times, blocks end before others begin
             in_use += change
             highest = max(highest, in_use)
         return highest
@@ -73,8 +73,8 @@ class Layout:
     """An address for every block of a problem.
 
     Attributes:
-        problem: what was laid out.
-        offsets: of its blocks, in their order, in bytes from the beginning of the arena.
+        problem: the blocks.
+        offsets: the address of each block in the arena, in bytes, in the order of the problem.
     """
 
     problem: Problem
@@ -82,13 +82,13 @@ class Layout:
 
     @cached_property
     def arena_bytes(self) -> int:
-        """The bytes of the arena: where the highest block ends."""
+        """The size of the arena: where the highest block ends."""
         ends = (offset + block.size_bytes for offset, block in zip(self.offsets, self.problem.blocks, strict=True))
         return max(ends, default=0)
 
     @property
     def fragmentation(self) -> float:
-        """Arena bytes over the most bytes in use at any time; 1.0 wastes nothing."""
+        """Arena bytes over the most bytes in use at any time; 1.0 is optimal."""
         highest = self.problem.highest_live_bytes
         return self.arena_bytes / highest if highest else 1.0
 

@@ -20,19 +20,19 @@ from shoal.errors import TransferError
 from shoal.offload.links.slab import Copy, Slab, SlabPool
 
 _LARGEST_PART_BYTES = 8 << 20
-_PART_SECONDS = 0.02  # of a rehearsed copy, so that it loads the memory as evenly as the copy it stands for
-_HEARING_SECONDS = 0.05  # how soon a rehearsed copy hears that it is abandoned
+_PART_SECONDS = 0.02  # of a slowed-down copy, so that it spreads its memory traffic evenly
+_POLL_SECONDS = 0.05  # between two checks whether a slowed-down copy is abandoned
 
 Move = Callable[[Slab, int, int, int], None]  # a slab, an offset in it, an address in memory, bytes
 
 
 @dataclass
 class Pace:
-    """The speed of a rehearsed link. A copy of n bytes ends latency_seconds + n / bytes_per_second after it could
-    begin: when it was asked for, or when the one before it ended.
+    """The speed of a simulated link. A copy of n bytes takes latency_seconds + n / bytes_per_second from the time it
+    was submitted, or from the end of the copy before it.
 
     Attributes:
-        bytes_per_second: None for as fast as it goes.
+        bytes_per_second: None for full speed.
         latency_seconds: before the first byte arrives.
         free_at: when the last copy ended, on the clock of `time.perf_counter`.
     """
@@ -43,28 +43,28 @@ class Pace:
 
     @property
     def part_bytes(self) -> int:
-        """How many bytes to move in one go: whole pages."""
+        """Bytes to copy between two checks of the clock: whole pages."""
         if self.bytes_per_second is None:
             return _LARGEST_PART_BYTES
         return in_pages(max(1, int(min(_LARGEST_PART_BYTES, self.bytes_per_second * _PART_SECONDS))))
 
     def due(self, began: float, done_bytes: int) -> float:
-        """When so many bytes of a copy have arrived."""
+        """When `done_bytes` of a copy should have arrived."""
         seconds = 0.0 if self.bytes_per_second is None else done_bytes / self.bytes_per_second
         return began + self.latency_seconds + seconds
 
 
 class ThreadCopy:
-    """A transfer that a `CopyThread` carries out.
+    """A transfer that a `CopyThread` runs.
 
-    It is over when the thread has moved its bytes, or when it was abandoned before the thread came to it. No lock is
-    held anywhere, since `abandon` runs where the garbage collector likes.
+    It is over when the thread has copied its bytes, or when it was abandoned before the thread started it. It takes no
+    lock, because the garbage collector may call `abandon` anywhere.
 
     Args:
-        what: what is moved, for messages.
+        what: a description, for messages.
         storage: the device bytes.
         slab, offset: the host bytes.
-        after: a copy that has to be over before this one begins.
+        after: a copy that must be over before this one begins.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ThreadCopy:
                 self.settle()
             finally:
                 self._stalled_seconds += time.perf_counter() - began
-        self._storage = None  # here, not in the copy's thread: bytes are freed where the plan says, by who computes
+        self._storage = None  # not in the copy thread: the computing thread frees device bytes, where the plan says
         if self._error is not None:
             reason = getattr(self._error, "strerror", None) or str(self._error) or type(self._error).__name__
             raise TransferError(f"{self._what} of {format_bytes(self.nbytes)} failed: {reason}") from self._error
@@ -124,14 +124,14 @@ class ThreadCopy:
         return self._stalled_seconds
 
     def run(self, move: Move, pace: Pace, closing: threading.Event) -> None:
-        """Carry it out, in the thread."""
+        """Run it, in the thread."""
         if not self._is_owned_by("thread"):
             return
         error: BaseException | None = None
         try:
             self._move(move, pace, closing)
         except BaseException as caught:
-            error = caught.with_traceback(None)  # whose frames would hold the bytes
+            error = caught.with_traceback(None)  # its frames would keep the storage alive
         self._end(error)
 
     def _move(self, move: Move, pace: Pace, closing: threading.Event) -> None:
@@ -152,7 +152,7 @@ class ThreadCopy:
             moved_at, due = time.perf_counter(), pace.due(began, done + part)
             pace.free_at = max(moved_at, due)
             while not self._unwanted and not closing.is_set() and (left := due - time.perf_counter()) > 0:
-                closing.wait(min(left, _HEARING_SECONDS))
+                closing.wait(min(left, _POLL_SECONDS))
 
     def _is_owned_by(self, who: str) -> bool:
         self._owners.append(who)
@@ -173,11 +173,11 @@ class ThreadCopy:
 
 
 class CopyThread:
-    """A daemon thread, started by the first copy and joined by `close`. It does not keep its owner alive.
+    """A daemon thread that runs copies in order; started by the first copy and joined by `close`.
 
     Args:
         name: of the thread.
-        move: moves bytes the one way or the other.
+        move: copies bytes in one direction.
         pace: its speed.
     """
 
@@ -192,10 +192,10 @@ class CopyThread:
         self._pid = os.getpid()
 
     def submit(self, copy: ThreadCopy) -> None:
-        """Have `copy` carried out after those before it.
+        """Run `copy` after those submitted before it.
 
         Raises:
-            TransferError: the thread was closed, belongs to the process that this one was forked from, or cannot start.
+            TransferError: the thread was closed, belongs to the parent process of a fork, or cannot start.
         """
         if os.getpid() != self._pid:
             raise TransferError("a link does not survive a fork: open one in this process")
@@ -218,7 +218,7 @@ class CopyThread:
             raise TransferError("the link was closed; open another one")
 
     def close(self) -> None:
-        """Fail what is not over yet and end the thread."""
+        """Fail the copies that are not over and end the thread."""
         if os.getpid() != self._pid:
             return
         self._closing.set()
@@ -231,17 +231,17 @@ class CopyThread:
 def _serve(asked: SimpleQueue[ThreadCopy | None], move: Move, pace: Pace, closing: threading.Event) -> None:
     while (copy := asked.get()) is not None:
         copy.run(move, pace, closing)
-        del copy  # its error may hold much
+        del copy  # its error may hold large objects
 
 
 class ThreadLink:
     """An open link of the CPU; see `open_link`.
 
     Args:
-        make: makes a slab of so many bytes.
-        place: where slabs lie, for messages.
+        make: makes a slab of a given size.
+        place: the kind of memory, for messages.
         budget_bytes: most bytes of all slabs together.
-        to_host, to_device: the speed each way.
+        to_host, to_device: the speed of each direction.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class ThreadLink:
         self._closer = weakref.finalize(self, _close, self._to_host, self._to_device, self.pool)
 
     def begin_step(self) -> None:
-        """Nothing: threads finish what they write before it is read."""
+        """Nothing to do: a thread finishes a write before it is read."""
 
     def offload(self, storage: torch.UntypedStorage, slab: Slab, offset: int) -> Copy:
         copy = ThreadCopy(f"offloading to {self.pool.place}", storage, slab, offset)

@@ -1,8 +1,7 @@
 """The link of a CUDA device: two side streams, events and pinned host memory.
 
-No thread of the host waits. The compute stream waits for an event of a side stream before it uses, or gives back, what
-that stream copied, so the caching allocator needs no `record_stream`: bytes are given back in the order of the stream
-they came from.
+The host never blocks. The compute stream waits for an event of a side stream before it uses, or frees, what that stream
+copied, so the caching allocator needs no `record_stream`: memory is freed on the stream that allocated it.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from shoal.offload.links.slab import Copy, Slab, SlabPool
 
 
 class StreamCopy:
-    """A transfer that a side stream carries out, between everything asked of the compute stream before and `wait`."""
+    """A transfer on a side stream: after the work submitted to the compute stream so far, and before `wait`."""
 
     def __init__(self, storage: torch.UntypedStorage, slab: Slab) -> None:
         self.nbytes = storage.nbytes()
-        self.done: torch.cuda.Event | None = None  # None until it was given to a stream
+        self.done: torch.cuda.Event | None = None  # None until it is enqueued
         self._device = storage.device
         self._storage: torch.UntypedStorage | None = storage
         self._slab: Slab | None = slab
@@ -62,7 +61,7 @@ class StreamCopy:
         self._release()
 
     def stalled_seconds(self) -> float:
-        """Waits until the device is past it."""
+        """Synchronizes with the end of the wait."""
         if self._stall is None:
             return 0.0
         began, ended = self._stall
@@ -94,7 +93,7 @@ class CudaLink:
         self._closer = weakref.finalize(self, _close, self._to_host, self._to_device, self.pool, self._pid)
 
     def begin_step(self) -> None:
-        """A slab may be written when the step that had it before has read it."""
+        """Writes to a slab come after the reads of the step that had it before."""
         self._to_host.wait_stream(self._to_device)
 
     def offload(self, storage: torch.UntypedStorage, slab: Slab, offset: int) -> Copy:
@@ -128,7 +127,7 @@ class CudaLink:
             done.record(stream)
             copy.done = done
         except BaseException:
-            stream.synchronize()  # the copy may be under way without an event
+            stream.synchronize()  # the copy may be running without an event
             copy.abandon()
             raise
         return copy

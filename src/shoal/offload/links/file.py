@@ -1,7 +1,8 @@
-"""Slabs in one file on a local disk: it has no name, so it is gone when the process is, however that ends.
+"""Slabs in one unlinked file on a local disk, which the operating system deletes when the process ends.
 
-Room is taken when a slab is made, not when it is written. Where the file system allows direct I/O the bytes pass by
-the page cache; elsewhere the cache is told to let go of them, so that training can go beyond the host's memory.
+Disk space is allocated when a slab is made, not when it is written. Where the file system supports it, direct I/O
+bypasses the page cache; elsewhere pages are dropped from the cache, so that more than the host's
+memory can be offloaded.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class SpillFile:
-    """A file without a name in `folder`; slabs are stretches of it.
+    """An unlinked file in `folder`; slabs are ranges of it.
 
-    One thread may write while another reads: each way has a buffer of its own, aligned as direct I/O needs it.
+    One thread may write while another reads: each direction has a buffer of its own, aligned for direct I/O.
 
     Attributes:
-        direct: whether its bytes pass by the page cache.
+        direct: whether it uses direct I/O.
 
     Raises:
-        TransferError: the folder is not there or cannot be written.
+        TransferError: the folder does not exist or cannot be written.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -53,7 +54,7 @@ class SpillFile:
             os.close(plain)
 
     def allocate(self, nbytes: int) -> int:
-        """Take `nbytes` of the disk; where in the file they begin.
+        """Allocate `nbytes` on the disk; returns their position in the file.
 
         Raises:
             TransferError: the disk is full.
@@ -107,7 +108,7 @@ class SpillFile:
 
     def _uncache(self, position: int, nbytes: int) -> None:
         if not self.direct and hasattr(os, "posix_fadvise"):
-            # On a page that is not on the disk yet it starts the writing; reading asks again.
+            # For a dirty page this only starts writeback; it is called again when the page is read.
             os.posix_fadvise(self._fd, position, nbytes, os.POSIX_FADV_DONTNEED)
 
     def _opened(self, flags: int) -> int:
@@ -126,7 +127,7 @@ class SpillFile:
             ) from error
 
     def _opened_and_unlinked(self, flags: int) -> int:
-        """For file systems without files that never had a name."""
+        """For file systems without O_TMPFILE."""
         fd, name = tempfile.mkstemp(prefix=".shoal-offload-", dir=self.folder)
         try:
             if not flags:
@@ -142,7 +143,7 @@ class SpillFile:
             os.unlink(name)
 
     def _takes_direct(self) -> bool:
-        """Some file systems grant direct I/O when a file is opened and refuse it when it is used."""
+        """Some file systems accept O_DIRECT when a file is opened and refuse it on reads and writes."""
         page = self._out.view[:HOST_PAGE_BYTES]
         try:
             return os.pwritev(self._fd, [page], 0) == HOST_PAGE_BYTES and os.preadv(self._fd, [page], 0) > 0
@@ -151,7 +152,7 @@ class SpillFile:
 
 
 class _Bounce:
-    """A buffer that begins on a page."""
+    """A page-aligned buffer."""
 
     def __init__(self) -> None:
         self.view = memoryview(mmap.mmap(-1, _BOUNCE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -159,7 +160,7 @@ class _Bounce:
 
 
 class FileSlab(Slab):
-    """A stretch of a `SpillFile`, given back to the disk when the slab dies.
+    """A range of a `SpillFile`, freed on the disk when the slab is freed.
 
     Raises:
         TransferError: the disk is full.

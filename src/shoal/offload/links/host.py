@@ -18,16 +18,16 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
 class HostSlab(Slab):
-    """Pages mapped straight from the kernel: torch's allocator, whose bytes are the device's on the CPU, has no part.
+    """Anonymous pages from mmap, not from torch's allocator, whose bytes count as device memory on the CPU.
 
-    They are touched when they are first written. A forked child does not get them.
+    Pages are committed when they are first written. A forked child does not inherit them.
 
     Args:
         nbytes: the size.
         pinned: register it with CUDA, so that copies run while the device computes.
 
     Raises:
-        TransferError: the host has no such room, or CUDA cannot pin it.
+        TransferError: there is not enough host memory, or CUDA cannot pin it.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
@@ -37,11 +37,11 @@ class HostSlab(Slab):
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise TransferError(
-                f"{format_bytes(nbytes)} of host memory cannot be had: {reason}; offload less or to a folder"
+                f"{format_bytes(nbytes)} of host memory cannot be allocated: {reason}; offload less or to a folder"
             ) from error
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             if hasattr(mmap, advice):
-                with suppress(OSError):  # a kernel without it
+                with suppress(OSError):  # not supported by this kernel
                     mapping.madvise(getattr(mmap, advice))
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self.address = self.bytes.data_ptr()
@@ -68,4 +68,4 @@ def _pin(address: int, nbytes: int) -> None:
 def _unpin(address: int, mapping: mmap.mmap, pid: int) -> None:
     if os.getpid() == pid:  # a forked child has neither the pages nor CUDA
         torch.cuda.cudart().cudaHostUnregister(address)
-    del mapping  # held until here: pages must not go before they are unpinned
+    del mapping  # held until here: pages must be unpinned before they are unmapped

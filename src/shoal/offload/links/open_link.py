@@ -1,4 +1,4 @@
-"""The right link for a device and a place."""
+"""`open_link`: the link between a device and host memory or a file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shoal.offload.links.slab import Copy, Slab, SlabPool
 
 
 class OpenLink(Protocol):
-    """A link that moves bytes; made by `open_link`, shared by any number of steps.
+    """A link that copies bytes; made by `open_link`, shared by any number of steps.
 
     Attributes:
-        device: whose storages it moves.
+        device: the device of its storages.
         pool: the host bytes.
     """
 
@@ -28,24 +28,24 @@ class OpenLink(Protocol):
     pool: SlabPool
 
     def begin_step(self) -> None:
-        """Call it when a slab was leased, before anything is written there."""
+        """Call it after a slab is leased, before the first `offload` to it."""
 
     def offload(self, storage: torch.UntypedStorage, slab: Slab, offset: int) -> Copy:
-        """Start to copy a whole storage to the slab, from what it holds when all computation asked for so far is done.
+        """Start to copy a whole storage to the slab, after all computation submitted so far.
 
         Raises:
             TransferError: the link is closed.
         """
 
     def fetch(self, storage: torch.UntypedStorage, slab: Slab, offset: int, after: Copy | None = None) -> Copy:
-        """Start to fill a whole storage from the slab, once `after`, the copy that wrote there, is over.
+        """Start to copy from the slab to a whole storage, after `after`, the copy that wrote the slab.
 
         Raises:
             TransferError: the link is closed.
         """
 
     def close(self) -> None:
-        """Stop what still moves, end the threads, give the host bytes back. Twice is once."""
+        """Stop all copies, end the threads, free the host bytes. Closing twice has no effect."""
 
 
 def open_link(
@@ -56,22 +56,22 @@ def open_link(
     to_device_bytes_per_second: float | None = None,
     latency_seconds: float = 0.0,
 ) -> OpenLink:
-    """Open the way between `device` and the host.
+    """Open a link between `device` and the host.
 
-    On a CUDA device: two side streams and pinned memory. On the CPU, whose device bytes are those that torch's
-    allocator hands out: two threads, to host memory that is not torch's, or to a file.
+    On a CUDA device: two side streams and pinned memory. On the CPU, whose device bytes are those of torch's allocator:
+    two threads, and host memory outside of torch's allocator or a file.
 
     Args:
         device: "cpu" or a CUDA device.
-        where: "host" for host memory; a folder on a local disk for a file there, which nobody sees and which is gone
-            when the process is.
-        host_budget_bytes: most bytes there, of memory or of disk; None for no limit.
-        to_host_bytes_per_second, to_device_bytes_per_second, latency_seconds: how slow the link pretends to be, to
-            rehearse another machine's on the CPU; None and 0 for as fast as it goes.
+        where: "host" for host memory; a folder on a local disk for an unlinked file there, deleted when the process
+            ends.
+        host_budget_bytes: most bytes of memory or disk; None for no limit.
+        to_host_bytes_per_second, to_device_bytes_per_second, latency_seconds: slow the CPU's link down to another
+            machine's; None and 0 for full speed.
 
     Raises:
         InputError: there is no such link.
-        TransferError: the folder is not there or cannot be written.
+        TransferError: the folder does not exist or cannot be written.
 
     >>> link = open_link("cpu", host_budget_bytes=2**20)
     >>> link.pool.held_bytes
@@ -87,7 +87,7 @@ def open_link(
     }
     for name, speed in speeds.items():
         if speed is not None and not 0 < speed < float("inf"):
-            raise InputError(f"{name}={speed!r}: expected a positive number, or None for as fast as it goes")
+            raise InputError(f"{name}={speed!r}: expected a positive number, or None for full speed")
     if not 0 <= latency_seconds < float("inf"):
         raise InputError(f"latency_seconds={latency_seconds!r}: expected 0 or a positive number")
     if device.type == "cuda":

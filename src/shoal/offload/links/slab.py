@@ -1,6 +1,6 @@
 """Slabs of host bytes, copies to and from them, and the pool that leases each slab to one step at a time.
 
-Nothing is given back by hand: a slab is free when no living `Lease` holds it, so an exception, an abandoned step or
+Slabs are not freed explicitly: a slab is free when no `Lease` on it is alive, so an exception, a discarded graph or
 Ctrl-C cannot leak one.
 """
 
@@ -52,8 +52,8 @@ class Slab(ABC):
 
     Attributes:
         nbytes: its size.
-        running: copies to or from it that may still be moving.
-        holder: the lease that has it, if that lives.
+        running: copies to or from it that may not be over.
+        holder: a weak reference to its lease.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -74,14 +74,14 @@ class Slab(ABC):
         """Copy `nbytes` at `offset` in the slab to `address` in the memory of this process."""
 
     def settle(self) -> None:
-        """Return when no copy to or from it moves any more."""
+        """Block until all copies to or from it are over."""
         for copy in tuple(self.running):
             copy.settle()
             self.running.discard(copy)
 
 
 class Lease:
-    """A step's hold on a slab, for as long as it lives. Copies that run when it dies are abandoned."""
+    """Reserves a slab for a step for as long as the lease is alive. Copies that run when it is freed are abandoned."""
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
@@ -97,11 +97,11 @@ class Lease:
 
 
 class SlabPool:
-    """Leases slabs that it makes when it must and keeps for the next step.
+    """Leases slabs; it makes them when needed and keeps them for the next step.
 
     Args:
-        make: makes a slab of so many bytes.
-        place: where the bytes lie, for messages.
+        make: makes a slab of a given size.
+        place: the kind of memory, for messages.
         budget_bytes: most bytes of all slabs together; None for no limit.
     """
 
@@ -125,10 +125,10 @@ class SlabPool:
         return sum(not slab.is_free for slab in self._alive)
 
     def reserve(self, nbytes: int) -> None:
-        """Have a slab of `nbytes` or more ready from now on; `unreserve` ends it.
+        """Keep a slab of `nbytes` or more ready until `unreserve`.
 
         Raises:
-            TransferError: the budget, or the place, has no room for it.
+            TransferError: the budget is too small, or there is no memory.
         """
         with self._lock:
             if all(slab.nbytes < nbytes for slab in self._slabs):
@@ -146,7 +146,7 @@ class SlabPool:
         """The smallest free slab of at least `nbytes`, or a new one.
 
         Raises:
-            TransferError: none is free and the budget, or the place, has no room for another.
+            TransferError: none is free, and the budget is too small or there is no memory for another.
         """
         with self._lock:
             fitting = [slab for slab in self._slabs if slab.nbytes >= nbytes and slab.is_free]
@@ -155,14 +155,14 @@ class SlabPool:
                 slab = self._made(nbytes)
                 self._slabs.append(slab)
             lease = Lease(slab)
-        slab.settle()  # what an abandoned step left behind
+        slab.settle()  # copies of a discarded step
         return lease
 
     def close(self) -> None:
-        """Give all bytes back, those of a leased slab when its lease dies, and make no more slabs.
+        """Free all slabs, a leased one when its lease is freed, and make no more.
 
-        Compiled code may hold the pool for as long as the process lives: what makes slabs, and with it a file's
-        descriptor and buffers, is let go of here.
+        Compiled code may keep the pool alive until the process ends, so `make` (and with it a file descriptor) is
+        released here.
         """
         with self._lock:
             self._make = None
@@ -189,8 +189,8 @@ class SlabPool:
         return slab
 
     def _trim(self) -> None:
-        """Of the free slabs keep one that serves every reservation: the smallest that is large enough. Without any
-        reservation keep none, and leased ones only as long as their leases do."""
+        """Of the free slabs keep only the smallest one that is large enough for every reservation. Without reservations
+        keep none."""
         if not self._reserved:
             self._slabs.clear()
             return
