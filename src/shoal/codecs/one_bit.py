@@ -1,6 +1,6 @@
 """one_bit: a sign bit for each value and two means for each block, with the error fed back into the next tensor.
 
-1-bit SGD, Seide et al. 2014, as the rival of Dettmers 2016, section 4.2. A value comes back as the mean of the values
+1-bit SGD, Seide et al. 2014, as the rival of Dettmers 2016, section 4.2. A value decodes to the mean of the values
 of its side of zero. Alone that is far too coarse to train with; with a residual, which holds what was lost and is added
 to the next tensor, nothing is lost but time.
 """

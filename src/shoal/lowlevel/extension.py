@@ -24,7 +24,7 @@ def compiled(source: Path, purpose: str, *, links: Sequence[str] = ("c10",)) -> 
 
     Args:
         source: a C++20 file.
-        purpose: what it is for, as messages say it: "a wall on the CPU".
+        purpose: what it is for, as messages say it: "a memory limit on the CPU".
         links: libraries of torch that it calls.
 
     Raises:
