@@ -84,7 +84,11 @@ def recall(subject: str, device: torch.device) -> dict[str, Any]:
     """What was remembered on `subject` ("costs", "rates"); empty when there is nothing, or nothing readable.
 
     Of its values only the depth is known here: whoever reads them holds them against what they may be.
+
+    Raises:
+        InputError: SHOAL_KERNELS is none of its values.
     """
+    machine = describe(device)
     try:
         path = _path(subject, device)
     except InputError:  # no place for a cache
@@ -97,7 +101,7 @@ def recall(subject: str, device: torch.device) -> dict[str, Any]:
     except InputError as error:
         warnings.warn(f"ignored {path}, which is not a file of Shoal's ({error}); measuring again", stacklevel=3)
         return {}
-    if value.get("machine") != describe(device):
+    if value.get("machine") != machine:
         return {}
     return {key: each for key, each in entries.items() if _is_shallow(each, _DEEPEST)}
 
