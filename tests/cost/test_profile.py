@@ -188,6 +188,12 @@ def test_other_kernels_are_another_machine(monkeypatch):
     assert measurement_cache.describe(torch.device("cpu")) != before
 
 
+def test_a_wrong_choice_of_kernels_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setenv("SHOAL_KERNELS", "cuda")
+    with pytest.raises(InputError, match="SHOAL_KERNELS=cuda"):
+        measurement_cache.recall("costs", torch.device("cpu"))
+
+
 def test_other_settings_are_another_machine():
     nodes = python_node(counted)
     profile(nodes)

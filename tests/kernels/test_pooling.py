@@ -31,7 +31,7 @@ def test_result_and_gradient_are_those_of_pytorch(pool: Pool, piece_elems: int) 
 
 
 @given(pools(), st.integers(1, 64))
-def test_with_a_relu_before_it_the_gradient_is_that_of_both(pool: Pool, piece_elems: int) -> None:
+def test_after_a_relu_the_gradient_is_that_of_both(pool: Pool, piece_elems: int) -> None:
     assume(all(step == 1 for step in pool.options[3]))
     x, layout = pool.x.relu(), CHANNELS_LAST[pool.dims]
     expected, indices = FORWARD[pool.dims](x, *pool.options)

@@ -1,4 +1,4 @@
-"""What every codec is: tensor to bytes and back, with a stated error, a property sheet and exact sizes.
+"""What every codec is: tensor to bytes and back, with a stated error, `Properties` and exact sizes.
 
     codec = shoal.codecs.get("dynamic_tree")
     y = codec.decode(codec.encode(x))
@@ -123,7 +123,7 @@ class Codec(ABC):
     @property
     @abstractmethod
     def properties(self) -> Properties:
-        """Its sheet."""
+        """What it guarantees."""
 
     @abstractmethod
     def payload_bytes(self, elems: int) -> int:
@@ -142,7 +142,7 @@ class Codec(ABC):
         """Encode a tensor of any shape.
 
         A dense (non-overlapping) tensor, such as a channels_last one, is encoded in memory order and decodes to its own
-        strides; another decodes to a contiguous one. float16 and bfloat16 are computed in float32 and come back.
+        strides; another decodes to a contiguous one. float16 and bfloat16 are computed in float32.
 
         Args:
             tensor: of one of `dtypes`.
@@ -205,22 +205,22 @@ class Codec(ABC):
             raise CodecError(f"{self.name}: got a header of {dtype}, which it never decodes to; write it anew")
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
-        """How far each value may come back from itself at most, as float64 of the tensor's shape; 0 if lossless.
+        """The greatest absolute error of each decoded value, as float64 of the tensor's shape; 0 if lossless.
 
-        Infinite where the value comes back as NaN or an infinity.
+        Infinite where it decodes to NaN or an infinity.
         """
         return torch.zeros_like(tensor, dtype=torch.float64)
 
     @abstractmethod
     def _encode_dense(self, dense: torch.Tensor, payload: torch.Tensor) -> None:
-        """Fill the payload from a tensor without gaps."""
+        """Fill the payload from a dense tensor."""
 
     @abstractmethod
     def _decode_dense(self, payload: torch.Tensor, dense: torch.Tensor) -> None:
-        """Fill a tensor without gaps from the payload."""
+        """Fill a dense tensor from the payload."""
 
     def _ready(self, tensor: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensor without gaps, and the payload to fill."""
+        """The tensor, dense, and the payload to fill."""
         for what, value in (("tensor", tensor), ("out", out)):
             if not isinstance(value, torch.Tensor) and not (what == "out" and value is None):
                 raise CodecError(f"{self.name}: got {what}={brief(value)}, expected a torch.Tensor")

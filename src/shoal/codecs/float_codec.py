@@ -14,7 +14,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class FloatCodec(Codec):
-    """What is left to a data type: (n,) float32 to payload and back, and how far a value comes back from itself."""
+    """What is left to a data type: (n,) float32 to payload and back, and the error of a value."""
 
     dtypes = FLOATS
 

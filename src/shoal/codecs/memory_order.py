@@ -1,4 +1,4 @@
-"""Tensors as they lie in memory: which dimension steps furthest, and their elements one after another."""
+"""Tensors in memory order: their dimensions by decreasing stride, and their elements one after another."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def dims_by_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _by_stride(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    # A dimension of size one, whose stride means nothing, stands inside of one that steps as far.
+    # A dimension of size one, whose stride means nothing, comes after one of the same stride.
     return tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim], dim)))
 
 
 def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor without gaps whose dimensions step in this order, the furthest first.
+    """The strides of a dense tensor whose dimensions have this order, by decreasing stride.
 
     >>> strides_in_order((2, 3, 4, 5), (0, 2, 3, 1))
     (60, 1, 15, 3)
@@ -44,7 +44,7 @@ def without_gaps(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(1024)  # a network's tensors come again with every step
 def strides_without_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor without gaps whose dimensions step in the order of these.
+    """The strides of a dense tensor whose dimensions have the order of these.
 
     >>> strides_without_gaps((2, 3), (10, 1)), strides_without_gaps((2, 3), (1, 10))
     ((3, 1), (1, 2))
@@ -62,7 +62,7 @@ def same_places(shape: Sequence[int], strides: Sequence[int], others: Sequence[i
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor without gaps as they lie in memory, (n,): a view."""
+    """The elements of a dense tensor as they lie in memory, (n,): a view."""
     if tensor.dim() == 1 and tensor.is_contiguous():
         return tensor
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -103,5 +103,5 @@ def _corners(
 
 
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor without gaps as they lie in memory."""
+    """The elements of a dense tensor as they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -27,7 +27,7 @@ class Kind:
 
     Attributes:
         name: such as "dynamic_tree".
-        wire_id: its number in the header, for ever; from 1024 on they are for codecs of one's own.
+        wire_id: its number in the header, which never changes; from 1024 on they are for user-defined codecs.
         make: options to codec.
         options: the names of those options.
         read: `wire_options` to codec.
@@ -46,7 +46,7 @@ _kinds: dict[str, Kind] = {}
 
 
 def register(kind: Kind) -> None:
-    """Add a codec of one's own.
+    """Add a user-defined codec.
 
     Raises:
         CodecError: its name or number is taken.

@@ -37,7 +37,7 @@ class TableCodec(FloatCodec):
 
     Attributes:
         block: values that share a scale, their greatest magnitude; None: all of the tensor, as in the paper.
-        scale: of every block instead; greater magnitudes come back as the greatest value of the table, and the errors
+        scale: of every block instead; greater magnitudes decode to the greatest value of the table, and the errors
             of `properties` are for the others.
         exponent_offset: k for the scale 10**k times `unit`, the paper's fitting offset; where the type has one.
         unit: what the type's exponents count by: the scale at an offset of 0; None where it has no offset.

@@ -104,7 +104,7 @@ def _dynamic_tree(name: str, halved_at: Fraction) -> Table:
     - `DYNAMIC_TREE_EVEN` halves each decade at 0.55: all of its values lie evenly, as in bitsandbytes' map (Dettmers et
       al. 2021), but that one has 1.0 for our -0.0.
 
-    Not yet good: 1 itself is no value, so the greatest of a block comes back 0.9 % (even: 0.7 %) too small.
+    Not yet good: 1 itself is no value, so the greatest of a block decodes 0.9 % (even: 0.7 %) too small.
     """
     return table_of(name, _dynamic_magnitudes(halved_at))
 

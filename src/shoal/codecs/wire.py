@@ -35,7 +35,7 @@ class Header:
         codec: the codec's number.
         dtype: what it decodes to.
         shape: of the tensor.
-        order: its dimensions as they lie in memory, the one that steps furthest first.
+        order: its dimensions by decreasing stride.
         options: of the codec.
     """
 

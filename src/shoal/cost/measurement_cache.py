@@ -84,7 +84,11 @@ def recall(subject: str, device: torch.device) -> dict[str, Any]:
     """The cached entries of `subject` ("costs", "rates"); empty if there are none, or the file is damaged.
 
     Only the depth of the values is checked; the caller validates them.
+
+    Raises:
+        InputError: SHOAL_KERNELS is none of its values.
     """
+    machine = describe(device)
     try:
         path = _path(subject, device)
     except InputError:  # no writable cache folder
@@ -97,7 +101,7 @@ def recall(subject: str, device: torch.device) -> dict[str, Any]:
     except InputError as error:
         warnings.warn(f"ignored {path}, which is not a cache file of Shoal ({error}); measuring again", stacklevel=3)
         return {}
-    if value.get("machine") != describe(device):
+    if value.get("machine") != machine:
         return {}
     return {key: each for key, each in entries.items() if _is_shallow(each, _MAX_DEPTH)}
 

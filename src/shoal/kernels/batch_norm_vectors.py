@@ -28,9 +28,9 @@ def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: f
 
 
 def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
-    """Running statistics and the number of batches, moved on as the layer's own forward in training mode moves them.
+    """Update running statistics and the number of batches as the layer's own forward pass does in training mode.
 
-    Where checkpointing runs a forward pass again they have moved already, and stay.
+    Where checkpointing repeats a forward pass nothing is updated again.
 
     Args:
         layer: a batch norm that tracks.
@@ -59,7 +59,7 @@ def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tenso
 
 
 def runs_again() -> bool:
-    """Whether a backward pass has called: a checkpointed forward pass, whose running statistics have moved already."""
+    """Whether a backward pass is running, so that this forward pass is a checkpointed one, repeated."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 

@@ -1,8 +1,8 @@
 """A convolution's gradients in fewer bytes and the same bits: of its input without it, of its weight in pieces.
 
 PyTorch's `convolution_backward` wants the input also where it is asked for the input's gradient alone, of which only
-the shape and the layout matter. On the CPU a stretch of address space that no memory stands behind serves instead, so
-that the input can be freed before its gradient is allocated.
+the shape and the layout matter. On the CPU an anonymous mapping that is never touched, so that it takes no memory,
+serves instead, and the input can be freed before its gradient is allocated.
 
 For the gradient of a weight that is larger than the images it works on, oneDNN may take a scratch of several times the
 weight's size (on processors without AVX-512: 72 MiB for the 9 MiB of 512 x 512 x 3 x 3, on two threads). Output
@@ -81,12 +81,12 @@ def weight_gradient(
         of_weight[some] = piece
         if of_bias is not None:
             of_bias[some] = bias_piece
-        del piece  # before the next one comes
+        del piece  # before the next is allocated
     return None, of_weight, of_bias
 
 
 def weight_gradient_pieces(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any) -> int | None:
-    """In how many pieces `weight_gradient` of these arguments had best come; None: it had better come whole.
+    """Into how many pieces `weight_gradient` of these arguments is best cut; None: none.
 
     Tensors may be fake: only their shapes, strides, dtypes and devices are read; `options` are the arguments of
     `weight_gradient` from `bias_sizes` to `wanted`. Pieces repeat the bits of the whole here and save at least the

@@ -1,6 +1,6 @@
 """Activations in 8 bits a value between forward and backward pass: the ops that encode, decode and read them.
 
-`encode` stands in the step after the last forward reader of an activation, `decode` before each convolution whose
+`encode` comes in the step after the last forward reader of an activation, `decode` before each convolution whose
 weight gradient needs it. The payload is one block of bytes: a float32 scale for each block of values, then one code a
 value in memory order, as the table codecs of `shoal.codecs` lay it out.
 
@@ -103,7 +103,7 @@ def payload_bytes(n_elems: Any, block_elems: int) -> Any:
 
 @contextmanager
 def measured_errors() -> Iterator[list[float]]:
-    """Write down the relative error of every encoding in the block: ||decoded - x|| / ||x||, in order."""
+    """Record the relative error of every encoding in the block: ||decoded - x|| / ||x||, in order."""
     errors: list[float] = []
     _meters.append(errors)
     try:

@@ -59,6 +59,37 @@ def in_format(x: torch.Tensor, memory_format: torch.memory_format) -> torch.Tens
     return x if memory_format_of(x) == memory_format and not expanded else x.contiguous(memory_format=memory_format)
 
 
+def row_stride(x: torch.Tensor) -> int | None:
+    """Elements from pixel to pixel of `x`, (N, C, ...), in NHWC order without gaps between its rows; else None.
+
+    >>> x = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    >>> row_stride(x), row_stride(x[:, :2]), row_stride(x[:, :, :2]), row_stride(x.contiguous())
+    (3, 3, None, None)
+    """
+    images, channels, *sides = x.shape
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return channels
+    over_images, over_channels, *over_sides = x.stride()
+    if channels > 1 and over_channels != 1:
+        return None
+    found = run_stride([images, *sides], [over_images, *over_sides])
+    if found == 0:
+        return channels
+    return found if found is not None and found >= channels else None
+
+
+def run_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
+    """Elements from one to the next where dimensions lie in one run, the last fastest; 0 for one element, else None."""
+    found, span = 0, 0
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if not stride or (span and stride != span):
+            return None
+        found, span = found or stride, stride * size
+    return found
+
+
 def in_traced_layout(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """`x` with the strides given: `x` itself where it has them, a view where a view can have them, else a copy."""
     if x.stride() == tuple(strides):

@@ -1,4 +1,4 @@
-"""Every private API of torch, the native library, C++ extensions and launches of Triton kernels.
+"""Every private API of torch, the native library, C++ extensions, Triton launches, and which kernel of an op runs.
 
 Imports `core`.
 """

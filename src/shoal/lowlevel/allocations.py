@@ -20,11 +20,11 @@ def is_busy() -> bool:
 
 
 def record(run: Callable[[], Result]) -> tuple[Result, list[int]]:
-    """Run something on the CPU and list what its allocator gave out (positive) and took back (negative), in order.
+    """Run something on the CPU and list the bytes its allocator allocated (positive) and freed (negative), in order.
 
     These are the `[memory]` events of `torch.profiler`, read from the older of PyTorch's two profilers: it costs well
     under a millisecond to start, and the newer one writes two lines to stderr every time. Bytes of tensors only:
-    what a library allocates behind PyTorch's back is not seen.
+    what a library allocates without PyTorch's allocator is not seen.
 
     Returns:
         What `run` returns, and the bytes. Releases after `run` returned are not among them.
@@ -48,12 +48,12 @@ def record(run: Callable[[], Result]) -> tuple[Result, list[int]]:
 
 
 def start() -> None:
-    """Begin to list allocations on this thread, for a stretch that no one call encloses; see `record`."""
+    """Begin to list allocations on this thread, for what no single call encloses; see `record`."""
     _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
 
 
 def stop() -> list[int]:
-    """End what `start` began: the bytes given out and taken back since, in order."""
+    """End what `start` began: the bytes allocated and freed since, in order."""
     threads: list[list[Any]] = _disable_profiler_legacy()
     first = threads[0][0]
     events = [event for thread in threads for event in thread if event.kind() == "memory_alloc"]

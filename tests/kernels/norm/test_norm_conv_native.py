@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.errors import InputError
 from shoal.kernels.norm import norm_conv_native
 from shoal.kernels.norm.norm_conv_native import Window
-from shoal.kernels.norm.norm_rows import row_stride
+from shoal.kernels.norm.norm_rows import native_row_stride as row_stride
 from shoal.lowlevel import allocations
 from shoal.lowlevel.dispatch import VARIABLE
 from shoal.lowlevel.native import LEVELS, levels
@@ -292,7 +292,7 @@ def test_a_nan_reaches_what_it_does_in_a_direct_convolution(at: tuple[int, int])
     assert direct.isnan().any() and torch.equal(direct.isnan(), transformed.isnan())
 
 
-def test_whether_a_convolution_goes_winograd_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_a_convolution_uses_winograd(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = channels_last(torch.ones(2, 32, 16, 16)), torch.ones(32, 32, 3, 3)
     winograd_pays = norm_conv_native.winograd_pays
     assert winograd_pays(x, weight) and norm_conv_native.backward_pays(x, weight, None, window(3))

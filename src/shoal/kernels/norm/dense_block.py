@@ -2,7 +2,7 @@
 
 DenseNet's block (Jung et al., MLSys'19, section 3, inter-composite-layer fusion). Each layer writes its channels where
 the next one reads, so nothing is concatenated; a channel is measured once, by the convolution that makes it. Backward,
-the layers add what they have to say to one gradient buffer, and the gradients of the statistics to two vectors: one
+the layers add to one gradient buffer, and the gradients of the statistics to two vectors: one
 affine map for all readers of a channel, applied when its producer reads it.
 """
 
@@ -32,7 +32,7 @@ class Step:
         gamma, beta: of the batch norm, (C,).
         weight: of the convolution, (K, C, ...), its sides odd.
         eps: of the batch norm.
-        relu: whether a ReLU stands between them.
+        relu: whether a ReLU comes between them.
     """
 
     gamma: torch.Tensor

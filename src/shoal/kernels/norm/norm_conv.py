@@ -21,7 +21,7 @@ from shoal.kernels.memory_format import dense_in_format, memory_format_of, sugge
 from shoal.kernels.norm import norm_conv_native, norm_weight_grad
 from shoal.kernels.norm.norm_act import activated, activated_backward, joined, parted, parted_fake
 from shoal.kernels.norm.norm_conv_native import Window
-from shoal.kernels.norm.norm_rows import row_stride
+from shoal.kernels.norm.norm_rows import native_row_stride
 from shoal.kernels.norm.statistics import measure, whole_gradient, wide
 from shoal.lowlevel.direct_call import direct_call
 from shoal.lowlevel.dispatch import Implementation, Op, choose, register
@@ -114,7 +114,7 @@ def convolve(
     """`norm_conv` of one tensor without autograd; the result goes to `out` where there is one."""
     native = choose(_FORWARD, x, weight, bias, window)
     if native is not None:
-        rows = out if out is not None and row_stride(out) is not None else None
+        rows = out if out is not None and native_row_stride(out) is not None else None
         y, mean_y, variance_y = native.forward(x, mean, scale, shift, relu, weight, bias, window, statistics, out=rows)
         return y if out is None or out is rows else out.copy_(y), mean_y, variance_y
     a = activated(x, mean, scale, shift, relu, weight.dtype)
@@ -232,7 +232,7 @@ def convolve_backward(
     """
     native = choose(_BACKWARD, x, weight, None, window)
     if native is not None:
-        rows = grad_x if grad_x is not None and row_stride(grad_x) is not None else None
+        rows = grad_x if grad_x is not None and native_row_stride(grad_x) is not None else None
         of_input, *others = native.backward(
             grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, relu, weight, window, needs, grad_x=rows
         )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.errors import InputError
-from shoal.kernels.norm.norm_rows import address, empty_rows, in_rows, row_stride, vector, workspace
+from shoal.kernels.norm.norm_rows import address, empty_rows, in_rows, native_row_stride, vector, workspace
 from shoal.lowlevel.dispatch import allowed, level_number
 from shoal.lowlevel.native import levels, run_native
 
@@ -83,7 +83,7 @@ def applies(
         and list(window.dilation) == _ONES
         and list(window.padding) == [kernel[0] // 2] * 2
         and (bias is None or bias.dtype == torch.float32)
-        and row_stride(x) is not None
+        and native_row_stride(x) is not None
     )
 
 
@@ -149,7 +149,7 @@ def forward(
     """
     images, _, height, width = x.shape
     y = empty_rows(images, weight.shape[0], height, width) if out is None else out
-    ld_y = row_stride(y)
+    ld_y = native_row_stride(y)
     if ld_y is None or y.shape != (images, weight.shape[0], height, width):
         raise InputError(f"out is {tuple(y.shape)} of strides {y.stride()}; give a channels_last tensor for the result")
     found = [torch.empty(weight.shape[0] if statistics else 0) for _ in range(2)]
@@ -198,7 +198,7 @@ def backward(
     images, channels, height, width = x.shape
     grad = in_rows(grad)
     into = empty_rows(images, channels, height, width) if grad_x is None else grad_x
-    ld_into = row_stride(into)
+    ld_into = native_row_stride(into)
     if ld_into is None or into.shape != x.shape:
         raise InputError(
             f"grad_x is {tuple(into.shape)} of strides {into.stride()}; give a channels_last tensor like x"
@@ -207,14 +207,14 @@ def backward(
     of_scale, of_shift = torch.empty(channels), torch.empty(channels)
     vectors = _vectors(x, mean, scale, shift)
     call = _call(x, vectors, relu, weight, winograd, level)
-    call.grad_y, call.ld_grad_y = grad.data_ptr(), row_stride(grad)
+    call.grad_y, call.ld_grad_y = grad.data_ptr(), native_row_stride(grad)
     call.grad_x, call.ld_grad_x, call.accumulate = into.data_ptr(), ld_into, grad_x is not None
     call.grad_weight, call.grad_scale, call.grad_shift = (t.data_ptr() for t in (of_weight, of_scale, of_shift))
     kept: list[torch.Tensor] = []  # what the call points to lives as long
     if y is not None and mean_y is not None and of_mean is not None and of_variance is not None:
         kept = [in_rows(y), vector(mean_y), vector(of_mean), vector(of_variance)]
         call.y, call.mean_y, call.grad_mean_y, call.grad_variance_y = (tensor.data_ptr() for tensor in kept)
-        call.ld_y = row_stride(kept[0])
+        call.ld_y = native_row_stride(kept[0])
     space = workspace("shoal_norm_conv_workspace_bytes", ctypes.byref(call), 1)
     call.workspace = space.data_ptr()
     run_native("shoal_norm_conv_backward", call)
@@ -263,7 +263,7 @@ def _call(
         level=level_number(level),
         winograd=kernel == 3 and (winograd_pays(x, weight) if winograd is None else winograd),
         x=x.data_ptr(),
-        ld_x=row_stride(x),
+        ld_x=native_row_stride(x),
         weight=weight.data_ptr(),
         weight_out=weight.stride(0),
         weight_in=weight.stride(1),

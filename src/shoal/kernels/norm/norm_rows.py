@@ -7,46 +7,20 @@ from __future__ import annotations
 
 import torch
 
+from shoal.kernels.memory_format import row_stride
 from shoal.lowlevel.native import bytes_needed
 
 
-def row_stride(x: torch.Tensor) -> int | None:
-    """Floats from pixel to pixel of `x`, (N, C, H, W), in NHWC order without gaps between its rows; else None.
-
-    >>> row_stride(torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))
-    3
-    >>> row_stride(torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)[:, :2])
-    3
-    >>> row_stride(torch.ones(2, 3, 4, 5))
-    """
-    if x.dim() != 4 or x.dtype != torch.float32 or not x.is_cpu or x.layout != torch.strided:
+def native_row_stride(x: torch.Tensor) -> int | None:
+    """`row_stride` of what native kernels read: (N, C, H, W) in float32 on the CPU; else None."""
+    if x.dim() != 4 or x.dtype != torch.float32 or not x.is_cpu or x.layout != torch.strided or x.numel() == 0:
         return None
-    if x.numel() == 0:
-        return None
-    images, channels, height, width = x.shape
-    if x.is_contiguous(memory_format=torch.channels_last):
-        return channels
-    over_images, over_channels, over_rows, over_columns = x.stride()
-    if channels > 1 and over_channels != 1:
-        return None
-    # A dimension of size one may have any stride: the first longer one decides.
-    if width > 1:
-        found = over_columns
-    elif height > 1:
-        found = over_rows
-    else:
-        found = over_images if images > 1 else channels
-    fits = (
-        found >= channels
-        and (height == 1 or over_rows == width * found)
-        and (images == 1 or over_images == height * width * found)
-    )
-    return found if fits else None
+    return row_stride(x)
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a channels_last copy where the kernels cannot read it."""
-    if row_stride(x) is not None:
+    if native_row_stride(x) is not None:
         return x
     return x.to(torch.float32).contiguous(memory_format=torch.channels_last)
 

@@ -3,9 +3,9 @@
 For a batch norm whose producer is no convolution, or whose result others than one convolution read. Each pass reads and
 writes every element once. Where no implementation applies the callers have PyTorch's own kernels in place.
 
-Native: float32 on the CPU, channels_last; `row_stride` says which slices. Triton: float32, float16 and bfloat16 on
-CUDA, computed in float32, contiguous or channels_last, also a slice of the channels. With TRITON_INTERPRET=1 Triton's
-interpreter runs on the CPU: slow, for tests.
+Native: float32 on the CPU, channels_last; `native_row_stride` says which slices. Triton: float32, float16 and bfloat16
+on CUDA, computed in float32, contiguous or channels_last, also a slice of the channels; with TRITON_INTERPRET=1 on the
+CPU, in Triton's interpreter: slow, for tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from shoal.errors import InputError
-from shoal.kernels.norm.norm_rows import row_stride, vector, workspace
+from shoal.kernels.norm.norm_rows import native_row_stride, vector, workspace
 from shoal.kernels.norm.norm_tiles import grid_of, is_channels_last, power
 from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
 from shoal.lowlevel.native import levels, run_native
@@ -102,7 +102,7 @@ class _Native:
 
     def applies(self, *tensors: torch.Tensor) -> bool:
         """Whether it reads and writes such tensors, (N, C, H, W), here; all of one shape but for their channels."""
-        return bool(levels()) and all(row_stride(x) is not None for x in tensors)
+        return bool(levels()) and all(native_row_stride(x) is not None for x in tensors)
 
     def statistics(self, x: torch.Tensor, *, level: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums are taken around a pivot in every block of rows and added up in doubles."""
@@ -165,7 +165,7 @@ class _Native:
 
 
 def _row_stride(x: torch.Tensor) -> int:
-    found = row_stride(x)
+    found = native_row_stride(x)
     if found is None:
         raise InputError(f"{x.dtype} of strides {x.stride()}; give a channels_last float32 tensor on the CPU")
     return found

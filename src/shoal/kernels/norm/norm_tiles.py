@@ -12,6 +12,7 @@ from math import prod
 import torch
 
 from shoal.errors import InputError
+from shoal.kernels.memory_format import row_stride, run_stride
 
 _TILE_ELEMS = 2048
 _MAX_SPAN_ELEMS = 2**31  # elements that a tile's addresses may span
@@ -100,33 +101,16 @@ def leading_stride(x: torch.Tensor, channels_last: bool) -> int | None:
     (60, 60)
     >>> leading_stride(torch.ones(2, 3, 4, 5), True)
     """
+    if channels_last:
+        found = row_stride(x)
+        return found if found is not None and found < _MAX_SPAN_ELEMS // _TILE_ELEMS else None
     images, channels, *sides = x.shape
     over_images, over_channels, *over_sides = x.stride()
-    if channels_last:
-        if channels > 1 and over_channels != 1:
-            return None
-        step = _step([images, *sides], [over_images, *over_sides])
-        found = channels if step == 0 else step
-        return found if found is not None and channels <= found < _MAX_SPAN_ELEMS // _TILE_ELEMS else None
     pixels = prod(sides)
-    if _step(sides, over_sides) not in (0, 1) or (channels > 1 and over_channels != pixels):
+    if run_stride(sides, over_sides) not in (0, 1) or (channels > 1 and over_channels != pixels):
         return None
     found = over_images if images > 1 else channels * pixels
     return found if channels * pixels <= found and channels * pixels < _MAX_SPAN_ELEMS else None
-
-
-def _step(sizes: list[int], strides: list[int]) -> int | None:
-    """Elements from one to the next where dimensions lie in one run, the last fastest; 0 for a single one."""
-    step, span = 0, 0
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size == 1:
-            continue
-        if span and stride != span:
-            return None
-        step, span = step or stride, stride * size
-        if not stride:
-            return None
-    return step
 
 
 def power(number: int) -> int:

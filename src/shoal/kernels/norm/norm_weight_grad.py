@@ -15,7 +15,7 @@ import ctypes
 import torch
 
 from shoal.kernels.norm.norm_conv_native import Window
-from shoal.kernels.norm.norm_rows import in_rows, row_stride, vector, workspace
+from shoal.kernels.norm.norm_rows import in_rows, native_row_stride, vector, workspace
 from shoal.lowlevel.dispatch import level_number
 from shoal.lowlevel.native import levels, run_native
 
@@ -56,7 +56,7 @@ def applies(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
         and stride == [stride[0]] * 2
         and list(window.dilation) == [1, 1]
         and list(window.padding) == [kernel[0] // 2] * 2
-        and row_stride(x) is not None
+        and native_row_stride(x) is not None
     )
 
 
@@ -118,9 +118,9 @@ def weight_grad(
         threads=torch.get_num_threads(),
         level=level_number(level),
         x=x.data_ptr(),
-        ld_x=row_stride(x),
+        ld_x=native_row_stride(x),
         grad_y=grad.data_ptr(),
-        ld_grad_y=row_stride(grad),
+        ld_grad_y=native_row_stride(grad),
         grad_weight=of_weight.data_ptr(),
     )
     call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
