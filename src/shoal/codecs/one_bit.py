@@ -1,9 +1,10 @@
 """one_bit: a sign bit for each value and two means for each block, with the error fed back into the next tensor.
 
-A codec of the papers, kept to compare with: 1-bit SGD, Seide et al. 2014, as in Dettmers 2016, section 4.2. It is taken
-only where it is asked for by name. A value comes back as the mean of the values of its side of zero. Alone that is far
-too coarse to train with; with a residual, which holds what was lost and is added to the next tensor, nothing is lost
-but time.
+1-bit SGD, Seide et al. 2014, as the rival of Dettmers 2016, section 4.2. A value decodes to the mean of the values
+of its side of zero. Alone that is far too coarse to train with; with a residual, which holds what was lost and is added
+to the next tensor, nothing is lost but time.
+
+A codec of the papers, kept to compare with: it is taken only where it is asked for by name.
 """
 
 from __future__ import annotations
