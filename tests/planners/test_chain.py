@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds, simulate
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
 from shoal.planners.chain import chain, frontier, least_peak
 from shoal.planners.just_in_time import just_in_time
@@ -38,7 +38,7 @@ def test_every_plan_passes_the_check_within_its_budget(graph: StepGraph, share: 
     budget = least + round(share * (plain - least))
     plan = chain(graph, HARDWARE, budget)
     runs = schedule(graph, plan.residences)
-    assert check(graph, plan.residences, runs, budget) == plan.predicted_peak_bytes <= budget
+    assert check_runs(graph, plan.residences, runs, budget) == plan.predicted_peak_bytes <= budget
 
 
 @given(steps())

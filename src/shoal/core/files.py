@@ -1,4 +1,4 @@
-"""Whole files or none: every file Shoal writes appears complete under its name or not at all."""
+"""Atomic writes: every file Shoal writes appears complete under its name or not at all. And the cache folder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import IO, Any
 from shoal.errors import InputError
 
 _PARTIAL = ".partial"
+_CACHE = "SHOAL_CACHE"
 
 
 def write_atomically(path: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
@@ -52,7 +53,7 @@ def remove_partials(folder: Path, name: str = "") -> None:
     try:
         found = [entry.path for entry in os.scandir(folder) if _is_partial(entry.name, name)]
     except OSError:
-        return  # whoever writes there is told why not
+        return  # writing there raises the error
     for left in found:
         try:
             handle = os.open(left, os.O_RDONLY)
@@ -111,3 +112,25 @@ def write_text(path: str | Path, text: str) -> Path:
 def write_json(path: str | Path, value: Any) -> Path:
     """Write `value` as indented JSON, whole or not at all."""
     return write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def cache_dir() -> Path:
+    """The folder of what is costly to make again, such as decoded data sets and measured op times.
+
+    It is the one named by SHOAL_CACHE, else `~/.cache/shoal`, and is made if it does not exist.
+
+    Raises:
+        InputError: it cannot be made or written to.
+    """
+    named = os.environ.get(_CACHE)
+    try:
+        folder = Path(named).expanduser() if named else Path.home() / ".cache" / "shoal"
+        folder.mkdir(parents=True, exist_ok=True)
+        # A permission bit says little about a read-only mount or a full quota; a file says all.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, RuntimeError) as error:
+        place = f"{_CACHE}={named}" if named else "~/.cache/shoal"
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot write the cache {place}: {reason}; set {_CACHE} to a writable folder") from error
+    return folder

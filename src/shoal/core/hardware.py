@@ -49,7 +49,7 @@ class Link:
         to_host_bytes_per_second, to_device_bytes_per_second: each way, both ways may run at once.
         latency_seconds: before the first byte arrives.
         host_bytes: most bytes that may wait on the host at once; 0 for no limit.
-        overlaps: whether copies run beside the computation. False: the device waits for each as soon as it begins.
+        overlaps: whether copies run while the device computes. False: the device waits for each as soon as it begins.
     """
 
     name: str

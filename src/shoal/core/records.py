@@ -25,7 +25,7 @@ def read_json(path: str | Path) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        InputError: it is no JSON: cut, damaged, nested too deeply, or another kind of file.
+        InputError: it is not JSON: cut, damaged, nested too deeply, or another kind of file.
     """
     content = Path(path).read_bytes()
     try:

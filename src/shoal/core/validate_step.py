@@ -40,6 +40,8 @@ def check_step(graph: StepGraph) -> None:
         for run, there in ((op, written), (op.again, written.union(op.writes))):
             if run is not None:
                 _costs(op.name, run)
+                if run.overwrites != -1 and not op.writes:
+                    raise PlanError(f"op {op.name!r} overwrites storage {run.overwrites}, but writes nothing")
                 _storages_are_there(graph, op.name, run.reads)
                 if early := to_come.intersection(run.reads) - there:
                     raise PlanError(f"op {op.name!r} reads {graph.storages[min(early)].name!r} before it is written")

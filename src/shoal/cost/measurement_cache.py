@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from shoal.codecs import kernels, levels_native
-from shoal.core.cache import cache_dir
-from shoal.core.files import write_json
+from shoal.core.files import cache_dir, write_json
 from shoal.core.records import read_json, read_object
 from shoal.errors import InputError
 from shoal.kernels.norm import norm_rows

@@ -69,7 +69,7 @@ def profile(
             callable may be its target.
         device: "cpu" or "cuda"; the fake tensors may be of another.
         progress: show a bar on stderr; None: only on a terminal.
-        cache: read and write the times remembered for this machine (folder `costs` of `shoal.core.cache.cache_dir()`).
+        cache: read and write the times remembered for this machine (folder `costs` of `shoal.core.files.cache_dir()`).
         budget_seconds: when that long has gone by, each op left is timed once.
 
     Returns:

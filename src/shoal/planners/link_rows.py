@@ -1,14 +1,14 @@
-"""What a link can carry, as rows of a linear program: bytes that should be away by now and are not.
+"""What a link can carry, as rows of a linear program: the backlog of bytes still to be copied.
 
-Offloading is a fluid here. For every storage s a binary o_s says whether it leaves. From one position of the forward
-pass to the next, the backlog B of the way to the host grows by what is written and falls by bandwidth times seconds,
-stalls x included; it is empty when the forward pass ends:
+The link is modelled as divisible bandwidth. For every storage s a binary o_s says whether it leaves. From one position
+of the forward pass to the next, the backlog B of the way to the host grows by what is written and falls by bandwidth
+times seconds, stalls x included; it is empty when the forward pass ends:
 
     B_j >= B_(j-1) + sum of bytes_s * o_s - bandwidth * (seconds_j + x_j),      B_end = 0.
 
 What of it no forward reader holds anyway is in use at j. The backward pass is the same read from its end: F_j is what
 must be back ahead of its first reader. A real copy frees its bytes at its end and takes them at its start, never
-earlier than the fluid does, so the rows are a relaxation for every plan that offloads.
+earlier than divisible bandwidth does, so the rows are a relaxation for every plan that offloads.
 
 The latency of a copy counts as the bytes that the link could carry meanwhile. Those take no room on the device, so a
 relaxation has two backlogs, of bytes for the room and of both for the time. To choose by, the second does for both.

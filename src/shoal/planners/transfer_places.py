@@ -1,4 +1,4 @@
-"""Where offloaded storages are released and fetched, given which they are: without a stall where the budget allows.
+"""Offload and prefetch positions for a given set of offloaded storages: without a stall where the budget allows.
 
 Each is released at the first op that ends after its copy has, and fetched by the last op that begins early enough.
 Where that is over the budget it is released earlier, or fetched later, and the device waits, as short as can be. Both
@@ -21,7 +21,7 @@ from shoal.core.simulate import bytes_and_seconds
 from shoal.core.step import StepGraph
 from shoal.errors import PlanError
 
-_NO_LIMIT = 1 << 62
+_NO_LIMIT = 1 << 62  # bytes
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class TransferPlaces:
     def _groups(
         self, graph: StepGraph, runs: Sequence[Run], room: Sequence[int]
     ) -> tuple[list[_Unit], dict[int, _FirstRead]]:
-        """The backward pass in units: each op with the recomputations that serve it, for nothing is fetched amidst."""
+        """The backward pass in units: each op with the recomputations for it, as nothing is fetched between these."""
         units: list[_Unit] = []
         first: dict[int, _FirstRead] = {}
         between: set[int] = set()  # what is read before the backward pass begins would be back too late

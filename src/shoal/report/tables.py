@@ -23,7 +23,7 @@ _FATES = {
     "constant": "Resident: a constant",
     "gradient": "Held for the optimizer until the step ends",
     "tangent": "Held until the step ends: the gradient of the output",
-    "error": "Handed from one backward op to the next, then freed",
+    "activation_gradient": "Handed from one backward op to the next, then freed",
     "output": "Handed to the caller, who holds it until the step ends",
 }
 

@@ -330,7 +330,7 @@ def category_bytes(moment: Moment) -> dict[str, int]:
         "resident": moment.resident_bytes,
         "gradients": moment.gradient_bytes,
         "kept": moment.kept_bytes,
-        "errors": moment.error_bytes,
+        "errors": moment.activation_gradient_bytes,
         "recomputed": moment.recomputed_bytes,
         "fetched": moment.fetched_bytes,
         "workspace": moment.workspace_bytes,

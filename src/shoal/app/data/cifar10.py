@@ -23,8 +23,7 @@ from PIL import Image
 
 from shoal.app.data.location import VARIABLE, data_dir
 from shoal.app.data.source import Images, Source, check_labels
-from shoal.core.cache import cache_dir
-from shoal.core.files import write_atomically
+from shoal.core.files import cache_dir, write_atomically
 from shoal.errors import InputError
 
 ARCHIVE = "cifar10-jpeg.tar.xz"

@@ -101,8 +101,8 @@ def largest_batch(
         >>> largest_batch(steps, p100, 8 * 2**20, "keep_all").batch
         79
 
-    It takes for granted that where a batch does not fit, no larger one does. A planner that searches for a limited time
-    can miss a plan; then the answer is a batch that fits, not the largest.
+    It assumes that where a batch does not fit, no larger one does. A planner whose search is limited can miss a plan;
+    then the answer is a batch that fits, not the largest.
     """
     plan_with = planners.get(planner)
     name = planner if isinstance(planner, str) else getattr(planner, "__name__", "custom")

@@ -1,8 +1,8 @@
-"""The step at a batch size, told from the steps at two others.
+"""The step at a batch size, interpolated from the steps at two others.
 
 Every count of a step (bytes, shapes, floating-point operations) is a constant plus so much for each image, so two
 captured steps of the same form give all others. Steps that differ in more than counts (a network that computes
-something else at some size) are told apart, and so are counts that would not be whole (an allocator that rounds).
+something else at some size) are not interpolated, nor are counts that would not be whole (an allocator that rounds).
 """
 
 from __future__ import annotations
