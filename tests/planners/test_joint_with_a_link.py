@@ -28,7 +28,7 @@ from shoal.planners.recompute_choice import recompute_choice
 from tests.random_steps import Builder, legal_offloads, resnet_like, steps
 
 HERE = Hardware("here", Device("cpu", 1 << 34, 1e11, 1e10, 1e-6), Link("none", 1e10, 1e10, 1e-6), "made up")
-MOST_PLANS = 1500
+MAX_PLANS = 1500
 
 links = st.builds(
     Link,
@@ -60,8 +60,8 @@ def every_plan(graph: StepGraph) -> Iterator[dict[str, Residence]]:
 
 def least_seconds(graph: StepGraph, budget_bytes: int) -> float:
     """The fastest plan inside the budget by trying all; the example is thrown away where there are too many."""
-    plans = list(itertools.islice(every_plan(graph), MOST_PLANS + 1))
-    assume(len(plans) <= MOST_PLANS)
+    plans = list(itertools.islice(every_plan(graph), MAX_PLANS + 1))
+    assume(len(plans) <= MAX_PLANS)
     limit = graph.link.host_bytes if graph.link else 0
     fastest = float("inf")
     for plan in plans:

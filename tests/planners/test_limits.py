@@ -27,7 +27,7 @@ PARTS = {  # switch → what of `shoal.planners.joint` it keeps from being calle
     "integer_program": (),
     "hmms": ("hmms",),
     "iterated_search": ("IteratedSearch",),
-    "chain": ("chain", "least_peak"),
+    "chain": ("chain", "smallest_peak"),
     "local_search": ("local_search",),
     "fill_slack": ("fill_slack",),
 }
@@ -69,7 +69,7 @@ def test_a_clock_that_jumps_changes_no_plan(monkeypatch: pytest.MonkeyPatch, nam
     budget = budget_bytes(graph, 0.7)
     found: list[Plan | int] = []
     for jumps_seconds in (None, (0.0,), (1e-3, 0.0, 30.0), (17.0, 1e-9)):
-        planning._least.cache_clear()
+        planning._smallest.cache_clear()
         if jumps_seconds is not None:
             clock = JumpingClock(jumps_seconds)
             for called in ("perf_counter", "monotonic", "time", "process_time"):
@@ -83,10 +83,13 @@ def test_a_clock_that_jumps_changes_no_plan(monkeypatch: pytest.MonkeyPatch, nam
     assert all(not plan.stopped_early for plan in found if isinstance(plan, Plan))
 
 
-def test_a_guard_that_struck_is_told_by_the_plan_and_its_file(tmp_path: Path) -> None:
+def test_a_guard_that_struck_is_noted_in_the_plan_and_its_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     graph = with_link(STEPS["resnet"])
     plan = joint(graph, HARDWARE, budget_bytes(graph, 0.75), limits=Limits(guard_seconds=0.0))
     assert "iterated search" in plan.stopped_early
+    assert "which ended" in caplog.text and "iterated search" in caplog.text
     assert "stopped early   " in plan.explain() and "iterated search" in plan.explain()
     assert Plan.load(plan.save(tmp_path / "plan.json")).stopped_early == plan.stopped_early
     assert check_runs(graph, plan.residences, schedule(graph, plan.residences), plan.budget_bytes)
@@ -123,7 +126,7 @@ def test_a_part_that_is_turned_off_takes_no_part_and_the_plan_is_valid(
     for name, share in itertools.product(STEPS, (0.8, 0.6)):
         graph = with_link(STEPS[name]) if linked else STEPS[name]
         budget = budget_bytes(graph, share)
-        planning._least.cache_clear()
+        planning._smallest.cache_clear()
         try:
             plan = joint(graph, HARDWARE, budget, limits=limits)
         except BudgetError as error:

@@ -26,7 +26,7 @@ def test_whole_values_cost_at_least_what_parts_do() -> None:
     whole = knapsack().run(**LIMITS)
     assert whole.values is not None
     assert [round(value) for value in whole.values] == [0, 1, 1]
-    assert whole.cost == pytest.approx(9.0) and whole.least_cost == pytest.approx(9.0)
+    assert whole.cost == pytest.approx(9.0) and whole.cost_bound == pytest.approx(9.0)
     parts = knapsack().run(whole=False, **LIMITS)
     assert parts.cost == pytest.approx(6.0 + 5.0 / 3)
     assert not whole.timed_out and not parts.timed_out
@@ -36,7 +36,7 @@ def test_what_has_no_solution_costs_infinitely_much() -> None:
     program = knapsack()
     program.at_least(10.0, {0: 1.0})
     found = program.run(**LIMITS)
-    assert found.values is None and found.cost == math.inf and found.least_cost == math.inf
+    assert found.values is None and found.cost == math.inf and found.cost_bound == math.inf
 
 
 def test_without_time_it_says_so() -> None:

@@ -15,7 +15,7 @@ _CATEGORY = {"activation": "kept", "output": "kept", "gradient": "gradient"}
 
 
 def simulate(graph: StepGraph, residences: Mapping[str, Residence], budget_bytes: int = 0) -> Timeline:
-    """Play the step through, op by op.
+    """Simulate the step, op by op.
 
     Args:
         graph: the step, with seconds, workspaces and, where the residences offload, a link.
@@ -101,14 +101,14 @@ def _play(graph: StepGraph, runs: Iterable[Run], record: _Record | None) -> tupl
 
 
 def dropped_bytes(graph: StepGraph, run: Run, op: Op) -> int:
-    """What a recomputation writes although no one asked for it again; it is dropped as soon as the op ends."""
+    """Results of a recomputation that the plan does not ask for; they are dropped when the op ends."""
     if not run.again:
         return 0
     return sum(graph.storages[s].nbytes for s in op.writes if s not in run.writes)
 
 
 class _Record:
-    """What happens while a step is played, and what fills its bytes."""
+    """The events of a simulated step, and the bytes of each category."""
 
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
@@ -118,12 +118,12 @@ class _Record:
         self.transfers: list[Transfer] = []
 
     def add(self, storage: int, category: str) -> None:
-        """The storage comes to life."""
+        """An instance of the storage begins."""
         self._category_of[storage] = category
         self._live[category] += self._graph.storages[storage].nbytes
 
     def drop(self, storage: int) -> None:
-        """The storage dies."""
+        """It ends."""
         self._live[self._category_of[storage]] -= self._graph.storages[storage].nbytes
 
     def run(self, run: Run, op: Op, now: float, workspace_bytes: int) -> None:
@@ -136,7 +136,7 @@ class _Record:
         self._note(op.name, op, "recompute" if run.again else op.phase, now, op.seconds, workspace_bytes)
 
     def stall(self, storage: int, op: Op, now: float, seconds: float) -> None:
-        """The device waits for a copy of the storage before it goes on, if at all."""
+        """The device waits for a copy of the storage, where `seconds` is more than 0."""
         if seconds > 0:
             self._note(self._graph.storages[storage].name, op, "stall", now, seconds, 0)
 

@@ -211,7 +211,7 @@ class StepGraph:
         ops = [replace(op, **cost(op), again=op.again and replace(op.again, **cost(op.again))) for op in self.ops]
         return replace(self, ops=tuple(ops))
 
-    def with_least_workspaces(self, first: Mapping[str, int], second: Mapping[str, int]) -> StepGraph:
+    def with_min_workspaces(self, first: Mapping[str, int], second: Mapping[str, int]) -> StepGraph:
         """The same step with workspaces of at least so many bytes, by op name: of first runs and of second ones."""
 
         def raised(op: Op) -> Op:

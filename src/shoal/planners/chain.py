@@ -7,7 +7,7 @@ checkpointing for heterogeneous chains: how to train deep neural networks with l
 Hellard, Eyraud-Dubois, Gusak, Beaumont, "Rockmate: an Efficient, Fast, Automatic and Generic Tool for
 Re-materialization in PyTorch", 2023 (several options a block).
 
-The step is cut into at most `MOST_BLOCKS` blocks where few bytes cross. A cut is the set of storages that cross it, so
+The step is cut into at most `MAX_BLOCKS` blocks where few bytes cross. A cut is the set of storages that cross it, so
 skips and concatenations need nothing special; options cover several neighbouring blocks, so that long residual sums
 can come back as one. One table holds the answer for every amount of memory. Its model is approximate (bytes in slots,
 shared storages not always seen as shared), so every distinct plan on it is played by the exact simulator, next to the
@@ -36,7 +36,7 @@ from shoal.planners.chain_table import Held, Table
 from shoal.planners.cuts import Candidate, candidate, choose_cuts, evenly_cut, keep_everything
 from shoal.planners.infeasible import infeasible
 
-MOST_BLOCKS = 60
+MAX_BLOCKS = 60
 SLOTS = 400
 
 
@@ -54,13 +54,13 @@ def chain(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     started = time.perf_counter()
     fitting = [found for found in frontier(graph) if found.peak_bytes <= budget_bytes]
     if not fitting:
-        raise infeasible(graph, least_peak(graph, hardware), budget_bytes)
+        raise infeasible(graph, smallest_peak(graph, hardware), budget_bytes)
     best = min(fitting, key=lambda found: found.seconds)
     planning_seconds = time.perf_counter() - started
     return Plan(graph, best.residences, "chain", hardware.name, budget_bytes, planning_seconds=planning_seconds)
 
 
-def least_peak(graph: StepGraph, hardware: Hardware) -> Plan:
+def smallest_peak(graph: StepGraph, hardware: Hardware) -> Plan:
     """The plan with the smallest peak that this planner finds, however slow."""
     best = min(frontier(graph), key=lambda found: found.peak_bytes)
     return Plan(graph, best.residences, "chain", hardware.name, best.peak_bytes)
@@ -72,7 +72,7 @@ def frontier(graph: StepGraph) -> tuple[Candidate, ...]:
     everything = keep_everything(graph)
     found = [everything, *evenly_cut(graph)]
     if graph.n_forward:
-        blocks = Blocks(graph, choose_cuts(graph, MOST_BLOCKS))
+        blocks = Blocks(graph, choose_cuts(graph, MAX_BLOCKS))
         table = Table(blocks, everything.peak_bytes, SLOTS)
         plans = {plan.key: plan for slots in range(SLOTS + 1) if (plan := table.held(slots)) is not None}
         found += [candidate(graph, _residences_of(blocks, plan)) for plan in plans.values()]

@@ -35,8 +35,8 @@ def saved_bytes_per_op(graph: StepGraph) -> list[int]:
     return [sum(graph.storages[s].nbytes for s in op.writes if s in saved) for op in graph.ops[: graph.n_forward]]
 
 
-def choose_cuts(graph: StepGraph, most_blocks: int) -> list[int]:
-    """At most `most_blocks - 1` positions at which few bytes cross, spread evenly over the saved bytes.
+def choose_cuts(graph: StepGraph, max_blocks: int) -> list[int]:
+    """At most `max_blocks - 1` positions at which few bytes cross, spread evenly over the saved bytes.
 
     From all positions the worst is dropped until few enough are left: the one whose two neighbouring blocks save the
     fewest bytes together for the bytes that cross it. What crosses without being saved counts twice, as no backward op
@@ -51,7 +51,7 @@ def choose_cuts(graph: StepGraph, most_blocks: int) -> list[int]:
     # Only right after something worth holding; a batch norm's statistics are not.
     worth = WORTH_A_CUT * reached[-1] / graph.n_forward
     cuts = [p for p in range(1, graph.n_forward) if reached[p] - reached[p - 1] > worth]
-    while len(cuts) > most_blocks - 1:
+    while len(cuts) > max_blocks - 1:
         borders = [0, *cuts, graph.n_forward]
         worst = min(
             range(1, len(borders) - 1),

@@ -159,9 +159,9 @@ class _Program:
     def _add_memory(self, budget_bytes: int | None) -> None:
         choice, program = self.choice, self.program
         storages = choice.graph.storages
-        peak = None if budget_bytes else program.variable(program.unit_cost * 1e3, most=math.inf)
+        peak = None if budget_bytes else program.variable(program.unit_cost * 1e3, upper=math.inf)
         for number, row in enumerate(choice.rows):
-            fixed_bytes = row.fixed_bytes if self.early else row.least_bytes
+            fixed_bytes = row.fixed_bytes if self.early else row.min_bytes
             room = 0.0 if peak is not None else 1.0
             room -= fixed_bytes / self.unit_bytes
             entries: dict[int, float] = {}
@@ -203,7 +203,7 @@ class _Program:
         if found.timed_out:
             guard.stopped["integer program" if whole else "linear program"] = None
         if found.values is None:
-            return Solution(None, found.cost, found.least_cost)
+            return Solution(None, found.cost, found.cost_bound)
         kept, offloaded = set(), set()
         for storage, column in self.keep.items():
             here = found.values[column]
@@ -212,4 +212,4 @@ class _Program:
                 kept.add(storage)
             elif there >= 1 - here - there:
                 offloaded.add(storage)
-        return Solution(Chosen(frozenset(kept), frozenset(offloaded)), found.cost, found.least_cost)
+        return Solution(Chosen(frozenset(kept), frozenset(offloaded)), found.cost, found.cost_bound)

@@ -25,7 +25,7 @@ from shoal.planners.transfer_places import TransferPlaces, placed_residences
 
 _NO_LIMIT = 1 << 62
 _TICKS = 1e7  # in the time of the plain step: what differs by less takes as long
-_PLACING = 8  # placing the copies of a schedule at hand costs one in so many of making the schedule
+_PLACING = 8  # making a schedule costs so many times what placing the copies of one does
 
 Where = Literal["device", "host", "nowhere"]
 
@@ -63,8 +63,8 @@ class IteratedSearch:
         self._tick_seconds = max(sum(op.seconds for op in graph.ops), 1e-9) / _TICKS
         self._enough = _Value(0, int(enough_seconds / self._tick_seconds), _NO_LIMIT)
         self._schedules: dict[frozenset[int], TransferPlaces] = {}
-        least_bytes = min((graph.storages[s].nbytes for s in choice.candidates), default=0)
-        saved = {s for s in graph.saved if graph.storages[s].nbytes >= least_bytes} - graph.held_for_second_runs
+        min_bytes = min((graph.storages[s].nbytes for s in choice.candidates), default=0)
+        saved = {s for s in graph.saved if graph.storages[s].nbytes >= min_bytes} - graph.held_for_second_runs
         self._only_host = frozenset(saved.difference(choice.candidates))  # what must not be recomputed can still leave
         self._movable = sorted(self._only_host.union(choice.candidates))
 

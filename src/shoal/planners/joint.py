@@ -40,7 +40,7 @@ from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
 from shoal.errors import BudgetError
-from shoal.planners.chain import chain, least_peak
+from shoal.planners.chain import chain, smallest_peak
 from shoal.planners.fill_slack import fill_slack
 from shoal.planners.infeasible import infeasible
 from shoal.planners.integer_program import NOTHING_KNOWN, Chosen, Solution, solve
@@ -85,11 +85,12 @@ def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Li
         search = _Search(hardware, budget_bytes, best.seconds, limits, guard)
         best, bound_seconds = search.without_link(choice) if graph.link is None else search.with_link(choice)
     if best is None:
-        least = _least(graph, hardware, limits)
+        least = _smallest(graph, hardware, limits)
         if least.predicted_peak_bytes > budget_bytes:
             raise infeasible(graph, least, budget_bytes)
         best = _simulated(graph, least.residences)
         guard.stopped.update(dict.fromkeys(least.stopped_early))
+    _warn(graph, limits, guard)
     return Plan(
         graph,
         best.residences,
@@ -102,19 +103,31 @@ def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Li
     )
 
 
-def estimate(graph: StepGraph, budget_bytes: int, *, limits: Limits = DEFAULT) -> tuple[float, float]:
-    """How `joint` would fare, within milliseconds: bytes over the budget, and seconds of the step.
+def estimate(
+    graph: StepGraph, budget_bytes: int, *, limits: Limits = DEFAULT, guard: Guard | None = None
+) -> tuple[float, float]:
+    """An estimate of what `joint` finds, within milliseconds: bytes over the budget, and seconds of the step.
 
     The relaxed program: a storage may be kept in one part, recomputed in another and offloaded in the rest. Where that
     does not fit, the seconds are infinite, and it may still be that recomputing more than once does.
     """
     choice = recompute_choice(graph)
-    solution = solve(choice, budget_bytes, whole=False, limits=limits)
+    solution = solve(choice, budget_bytes, whole=False, limits=limits, guard=guard)
     if math.isfinite(solution.added_seconds):
         return 0.0, sum(op.seconds for op in graph.ops) + solution.added_seconds
-    least = solve(choice, None, whole=False, limits=limits)
+    least = solve(choice, None, whole=False, limits=limits, guard=guard)
     chosen = least.chosen or Chosen(frozenset())
     return max(0.0, _as_chosen(choice, chosen).peak_bytes - budget_bytes), math.inf
+
+
+def _warn(graph: StepGraph, limits: Limits, guard: Guard) -> None:
+    if guard.stopped:
+        log.warning(
+            "%s: planning took longer than %g s, which ended %s early; planned again, the plan may be another one",
+            graph.model or "model",
+            limits.guard_seconds,
+            ", ".join(guard.stopped),
+        )
 
 
 class _Search:
@@ -252,19 +265,15 @@ class _Search:
 
 
 @lru_cache(maxsize=4)  # one answer for every budget that does not fit
-def _least(graph: StepGraph, hardware: Hardware, limits: Limits) -> Plan:
+def _smallest(graph: StepGraph, hardware: Hardware, limits: Limits) -> Plan:
     """The plan with the smallest peak that is known.
 
     It is what local search makes of the smallest ones, a step of 2 % at a time, or one that offloads as much as it can.
     """
     guard = Guard(limits.guard_seconds)
-    least = _least_with_link(graph, hardware, limits, guard) if graph.link else _lowered(graph, hardware, limits, guard)
-    if guard.stopped:
-        log.warning(
-            "%s: the time limit of %g s stopped the search for the smallest peak; a smaller one may be possible",
-            graph.model or "model",
-            limits.guard_seconds,
-        )
+    search = _smallest_with_link if graph.link is not None else _lowered
+    least = search(graph, hardware, limits, guard)
+    _warn(graph, limits, guard)
     return replace(least, stopped_early=tuple({**dict.fromkeys(least.stopped_early), **guard.stopped}))
 
 
@@ -272,7 +281,7 @@ def _lowered(graph: StepGraph, hardware: Hardware, limits: Limits, guard: Guard)
     starts = _smallest_peaks(recompute_choice(graph), hardware, limits, guard)
     plans = [Plan(graph, start, "joint", hardware.name) for start in starts]
     least = min(plans, key=lambda plan: plan.predicted_peak_bytes)
-    effort = Effort("search for the smallest peak", limits.least_ops, guard)
+    effort = Effort("search for the smallest peak", limits.smallest_peak_ops, guard)
     for start in plans if limits.local_search else ():
         while not effort.is_spent:
             aim_bytes = int(limits.lower_peak_share * least.predicted_peak_bytes)
@@ -283,9 +292,9 @@ def _lowered(graph: StepGraph, hardware: Hardware, limits: Limits, guard: Guard)
     return least
 
 
-def _least_with_link(graph: StepGraph, hardware: Hardware, limits: Limits, guard: Guard) -> Plan:
+def _smallest_with_link(graph: StepGraph, hardware: Hardware, limits: Limits, guard: Guard) -> Plan:
     choice = recompute_choice(graph)
-    plans = [replace(_least(replace(graph, link=None), hardware, limits), graph=graph)]
+    plans = [replace(_smallest(replace(graph, link=None), hardware, limits), graph=graph)]
     chosen_ones = [_everything_away(choice)]
     if limits.integer_program:
         solution = solve(choice, None, limits=limits, guard=guard)
@@ -305,9 +314,9 @@ def _smallest_peaks(
     """Plans with small peaks: of the dynamic program, of the integer program, and by a rule of thumb."""
     found: list[Mapping[str, Residence]] = []
     if limits.chain:
-        found.append(least_peak(choice.graph, hardware).residences)
+        found.append(smallest_peak(choice.graph, hardware).residences)
     if limits.integer_program:
-        solution = solve(choice, None, gap=limits.gap_of_least, limits=limits, guard=guard)
+        solution = solve(choice, None, gap=limits.gap_of_smallest_peak, limits=limits, guard=guard)
         if solution.chosen is not None:
             found.append(_as_chosen(choice, solution.chosen).residences)
     return [*found, _narrow(choice, limits.narrow_share)]

@@ -29,8 +29,8 @@ class Limits:
         max_nodes: nodes of the branch-and-bound tree of each mixed-integer program of a step without a link.
         max_nodes_with_link: the same with a link, where the relaxation is weak and more nodes hardly raise the bound.
         max_simplex_iterations: of each linear program.
-        gap, gap_with_link, gap_of_least: relative gaps at which a mixed-integer program is solved well enough: of a
-            step without a link, with one, and of the program for the smallest peak.
+        gap, gap_with_link, gap_of_smallest_peak: relative gaps at which a mixed-integer program is solved well enough:
+            of a step without a link, with one, and of the program for the smallest peak.
         max_solves: how often the program is solved again with less room, until its exact peak fits.
         set_aside: shares of the largest storage by which the budget of a linear program is reduced, each a start for
             the iterated search: a copy frees nothing until it has ended.
@@ -40,8 +40,8 @@ class Limits:
             peak.
         lower_peak_share: the peak that the search for the smallest peak asks for next, as a share of the last.
 
-        iterated_search_ops, local_search_ops, fill_slack_ops, least_ops: simulated ops of one search each; `least_ops`
-            is for the smallest peak.
+        iterated_search_ops, local_search_ops, fill_slack_ops, smallest_peak_ops: simulated ops of one search each; the
+            last is for the smallest peak.
         max_restarts, restarts_per_storage: random restarts of the iterated search, at most.
         max_moves_per_restart: storages that a restart moves at most.
         recompute_share: of these, those that are recomputed instead of moved between device and host.
@@ -72,7 +72,7 @@ class Limits:
     max_simplex_iterations: int = 30_000
     gap: float = 0.002
     gap_with_link: float = 0.005
-    gap_of_least: float = 0.005
+    gap_of_smallest_peak: float = 0.005
     max_solves: int = 5
     set_aside: tuple[float, ...] = (0.5, 1.0, 0.25, 0.0)
     close_enough: float = 0.002
@@ -83,7 +83,7 @@ class Limits:
     iterated_search_ops: int = 1_500_000
     local_search_ops: int = 1_500_000
     fill_slack_ops: int = 300_000
-    least_ops: int = 1_500_000
+    smallest_peak_ops: int = 1_500_000
     max_restarts: int = 300
     restarts_per_storage: int = 4
     max_moves_per_restart: int = 4

@@ -17,13 +17,13 @@ class Optimum:
     Attributes:
         values: of the variables; None where it found none within its limits or there is none.
         cost: of those values; infinite where there are none.
-        least_cost: proven least cost; infinite where no values satisfy all rows.
+        cost_bound: proven least cost; infinite where no values satisfy all rows.
         timed_out: whether the time limit ended it.
     """
 
     values: Sequence[float] | None
     cost: float
-    least_cost: float
+    cost_bound: float
     timed_out: bool = False
 
 
@@ -44,17 +44,17 @@ class LinearProgram:
     def __init__(self, unit_cost: float = 0.0) -> None:
         self._unit_cost = unit_cost
         self._costs: list[float] = []
-        self._most: list[float] = []
+        self._upper: list[float] = []
         self._binary: list[bool] = []
         self._lower: list[float] = []
         self._starts: list[int] = [0]
         self._columns: list[int] = []
         self._values: list[float] = []
 
-    def variable(self, cost: float = 0.0, *, binary: bool = False, most: float = 1.0) -> int:
-        """A variable between 0 and `most`."""
+    def variable(self, cost: float = 0.0, *, binary: bool = False, upper: float = 1.0) -> int:
+        """A variable between 0 and `upper`."""
         self._costs.append(cost)
-        self._most.append(most)
+        self._upper.append(upper)
         self._binary.append(binary)
         return len(self._costs) - 1
 
@@ -125,19 +125,19 @@ class LinearProgram:
             return Optimum(None, math.inf, math.inf)
         if not whole:
             optimal = status == highspy.HighsModelStatus.kOptimal
-            least_cost = max(0.0, info.objective_function_value * scale) if optimal else 0.0
+            cost_bound = max(0.0, info.objective_function_value * scale) if optimal else 0.0
         else:
-            least_cost = max(0.0, info.mip_dual_bound * scale) if math.isfinite(info.mip_dual_bound) else 0.0
+            cost_bound = max(0.0, info.mip_dual_bound * scale) if math.isfinite(info.mip_dual_bound) else 0.0
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            return Optimum(None, math.inf, least_cost, timed_out)
-        return Optimum(solver.getSolution().col_value, info.objective_function_value * scale, least_cost, timed_out)
+            return Optimum(None, math.inf, cost_bound, timed_out)
+        return Optimum(solver.getSolution().col_value, info.objective_function_value * scale, cost_bound, timed_out)
 
     def _model(self, scale: float, whole: bool) -> highspy.HighsLp:
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = len(self._costs), len(self._lower)
         model.col_cost_ = np.array(self._costs) / scale
         model.col_lower_ = np.zeros(len(self._costs))
-        model.col_upper_ = np.array(self._most)
+        model.col_upper_ = np.array(self._upper)
         model.row_lower_ = np.array(self._lower)
         model.row_upper_ = np.full(len(self._lower), highspy.kHighsInf)
         model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise

@@ -27,14 +27,14 @@ class Row:
         op: the position; of all at which the same storages wait the one with the most bytes.
         interval: how many demands lie at or before the position; 0 in the forward pass.
         fixed_bytes: in a plan that keeps every storage about which there is no choice.
-        least_bytes: a lower bound of the same for every plan, the highest of these positions.
+        min_bytes: a lower bound of the same for every plan, the highest of these positions.
         waiting: storages that are alive here if kept, and else only if they are back early.
     """
 
     op: int
     interval: int
     fixed_bytes: int
-    least_bytes: int
+    min_bytes: int
     waiting: tuple[int, ...]
 
 

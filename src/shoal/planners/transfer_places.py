@@ -110,22 +110,22 @@ class TransferPlaces:
         units: list[_Unit] = []
         first: dict[int, _FirstRead] = {}
         between: set[int] = set()  # what is read before the backward pass begins would be back too late
-        seconds, least_room, read = 0.0, _NO_LIMIT, []
+        seconds, min_room, read = 0.0, _NO_LIMIT, []
         for number in range(graph.n_forward, len(runs)):
             op = runs[number].of(graph)
             read += [(storage, _FirstRead(len(units), number, seconds)) for storage in op.reads]
             seconds += op.seconds
-            least_room = min(least_room, room[number])
+            min_room = min(min_room, room[number])
             if runs[number].again:
                 continue
             if op.phase == "backward":
                 for storage, reader in read:
                     first.setdefault(storage, reader)
-                units.append(_Unit(op.id, seconds, least_room))
+                units.append(_Unit(op.id, seconds, min_room))
             else:
                 between.update(storage for storage, _ in read)
-                self._between.append(_Unit(op.id, seconds, least_room))
-            seconds, least_room, read = 0.0, _NO_LIMIT, []
+                self._between.append(_Unit(op.id, seconds, min_room))
+            seconds, min_room, read = 0.0, _NO_LIMIT, []
         return units, {storage: reader for storage, reader in first.items() if storage not in between}
 
     def _way_there(self, graph: StepGraph, link: Link, room: Sequence[int]) -> _Way:

@@ -42,7 +42,7 @@ _GOOD_ENOUGH = 0.002  # of the plain step: an exact plan that adds no more is ta
 _ESTIMATING_EFFORT = 10_000_000  # the squares of the numbers of ops, added up over all estimates
 _PLANNING_OPS = 3_000  # ops of all steps planned in full, after which no further set is
 _SHARES = (1.0, 0.75, 0.5, 0.25)
-_PLANNED = 2  # sets that are planned in full in any case
+_PLANNED = 2  # sets that are planned in full whatever that takes
 _GUARD_SECONDS = 600.0  # of the whole search: the plan says so where it is reached
 _NORMAL_ELEMS = 1 << 16
 
@@ -223,7 +223,7 @@ class _Search:
 
     def _estimate(self, chosen: _Set) -> tuple[float, float]:
         if chosen not in self._estimates:
-            self._estimates[chosen] = estimate(self._graph(chosen), self._budget_bytes)
+            self._estimates[chosen] = estimate(self._graph(chosen), self._budget_bytes, guard=self._guard)
         return self._estimates[chosen]
 
     def _try(self, chosen: _Set) -> Plan | BudgetError:
