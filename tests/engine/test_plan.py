@@ -225,6 +225,6 @@ def test_a_model_that_is_not_one_graph_is_refused_and_left_in_its_mode() -> None
             return y if y.sum() > 0 else 2 * y
 
     net = Branching(3, 4, 3).eval()
-    with pytest.raises(CaptureError, match=r"test_planning\.py:\d+ \(return y if y\.sum\(\) > 0 else 2 \* y\)"):
+    with pytest.raises(CaptureError, match=r"test_plan\.py:\d+ \(return y if y\.sum\(\) > 0 else 2 \* y\)"):
         shoal.plan(net, BATCH, hardware=P100)
     assert not net.training

@@ -191,17 +191,19 @@ class _Program:
             values = {column: float(s in start.kept) for s, column in self.keep.items()}
             values.update({column: float(s in start.offloaded) for s, column in self.off.items()})
         has_link = self.link is not None
+        if gap is None:
+            gap = limits.gap_with_link if has_link else limits.gap
         found = self.program.run(
             values,
             whole=whole,
-            gap=gap or (limits.gap_with_link if has_link else limits.gap),
+            gap=gap,
             max_nodes=limits.max_nodes_with_link if has_link else limits.max_nodes,
             max_simplex_iterations=limits.max_simplex_iterations,
             sub_programs=not has_link,
-            time_limit_seconds=guard.left_seconds,
+            time_limit_seconds=guard.left_seconds / 4,  # the rest is for the other parts
         )
         if found.timed_out:
-            guard.stopped["integer program" if whole else "linear program"] = None
+            guard.note("integer program" if whole else "linear program")
         if found.values is None:
             return Solution(None, found.cost, found.cost_bound)
         kept, offloaded = set(), set()

@@ -89,7 +89,7 @@ def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Li
         if least.predicted_peak_bytes > budget_bytes:
             raise infeasible(graph, least, budget_bytes)
         best = _simulated(graph, least.residences)
-        guard.stopped.update(dict.fromkeys(least.stopped_early))
+        guard.note(*least.stopped_early)
     _warn(graph, limits, guard)
     return Plan(
         graph,
@@ -273,8 +273,9 @@ def _smallest(graph: StepGraph, hardware: Hardware, limits: Limits) -> Plan:
     guard = Guard(limits.guard_seconds)
     search = _smallest_with_link if graph.link is not None else _lowered
     least = search(graph, hardware, limits, guard)
+    guard.note(*least.stopped_early)
     _warn(graph, limits, guard)
-    return replace(least, stopped_early=tuple({**dict.fromkeys(least.stopped_early), **guard.stopped}))
+    return replace(least, stopped_early=tuple(guard.stopped))
 
 
 def _lowered(graph: StepGraph, hardware: Hardware, limits: Limits, guard: Guard) -> Plan:

@@ -51,8 +51,8 @@ class Limits:
         max_dropped_candidates, max_earlier_ops: changes that it compares each time: storages to give up at the peak,
             and ops earlier at which to recompute.
 
-        guard_seconds: of a whole call of the planner. It never decides on a machine of this decade; where it strikes,
-            the plan says so in `Plan.stopped_early`.
+        guard_seconds: time limit of the search for a plan, and of the search for the smallest peak where there is none.
+            The counts end a search long before it does; where it strikes, `Plan.stopped_early` says so.
 
     Example:
         >>> Limits(chain=False).max_drops
@@ -67,7 +67,7 @@ class Limits:
     local_search: bool = True
     fill_slack: bool = True
 
-    max_nodes: int = 500
+    max_nodes: int = 200
     max_nodes_with_link: int = 1
     max_simplex_iterations: int = 30_000
     gap: float = 0.002
@@ -80,7 +80,7 @@ class Limits:
     narrow_share: float = 1 / 3
     lower_peak_share: float = 0.98
 
-    iterated_search_ops: int = 1_500_000
+    iterated_search_ops: int = 2_000_000
     local_search_ops: int = 1_500_000
     fill_slack_ops: int = 300_000
     smallest_peak_ops: int = 1_500_000
@@ -101,7 +101,7 @@ DEFAULT = Limits()
 
 
 class Guard:
-    """The seconds that a call of a planner may take at the very most, and the parts of it that they stopped.
+    """A time limit behind all counts, and the parts of the search that it stopped.
 
     Args:
         seconds: from now on.
@@ -109,7 +109,7 @@ class Guard:
 
     def __init__(self, seconds: float) -> None:
         self._until = time.perf_counter() + seconds
-        self.stopped: dict[str, None] = {}  # in the order in which it struck
+        self.stopped: dict[str, None] = {}  # an ordered set
 
     @property
     def left_seconds(self) -> float:
@@ -120,17 +120,21 @@ class Guard:
         """Whether no time is left for `part` of the search, which is noted."""
         over = time.perf_counter() > self._until
         if over:
-            self.stopped[part] = None
+            self.note(part)
         return over
+
+    def note(self, *parts: str) -> None:
+        """Note that these parts were stopped."""
+        self.stopped.update(dict.fromkeys(parts))
 
 
 class Effort:
     """The simulated ops that one search may still spend.
 
     Args:
-        part: of the planner, as a reader knows it.
-        max_ops: to spend.
-        guard: stops it too.
+        part: its name in `Plan.stopped_early`.
+        max_ops: how many it may spend.
+        guard: the time limit behind them.
     """
 
     def __init__(self, part: str, max_ops: int, guard: Guard) -> None:
