@@ -38,7 +38,7 @@ from shoal.core.plan import Plan
 from shoal.core.schedule import schedule
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.cost.roofline import roofline
 from shoal.engine.search.max_batch import largest_batch
 from shoal.engine.search.steps_by_batch import StepsByBatch
@@ -83,7 +83,7 @@ def captured(network: str, batch: int, image: int, *, rewrites: bool = False) ->
 def planned(graph: StepGraph, planner: str, budget_bytes: int = 0) -> Plan:
     """A plan that passed the independent check."""
     plan = planners.get(planner)(graph, paper_machine(), budget_bytes)
-    peak_bytes = check(graph, plan.residences, schedule(graph, plan.residences), budget_bytes)
+    peak_bytes = check_runs(graph, plan.residences, schedule(graph, plan.residences), budget_bytes)
     if peak_bytes != plan.predicted_peak_bytes:
         raise Worse(f"{planner} on {graph.model}: the check finds a peak of {peak_bytes} bytes, not the predicted one")
     return plan

@@ -24,7 +24,7 @@ class Pools:
     Attributes:
         host: what is offloaded, from its first copy to the end of its last.
         parameters: parameters, buffers and gradients, all step long.
-        general: every other block of the step: activations, error terms, workspaces, what is fetched.
+        general: every other block of the step: activations and their gradients, workspaces, what is fetched.
     """
 
     host: Layout

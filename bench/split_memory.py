@@ -36,7 +36,7 @@ from shoal.app import models
 from shoal.core.files import write_json
 from shoal.core.schedule import schedule
 from shoal.core.sizes import format_bytes
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.engine.search.max_batch import largest_batch
 from shoal.engine.search.steps_by_batch import StepsByBatch
 from shoal.errors import BudgetError, InputError
@@ -93,7 +93,7 @@ def simulated(name: str, image: int, memory_bytes: int, *, exact: bool = False) 
         row = {"contender": contender, "batch": answer.batch, "images_per_second": answer.images_per_second}
         if answer.plan is not None:
             graph, residences = answer.plan.graph, answer.plan.residences
-            row["peak_bytes"] = check(graph, residences, schedule(graph, residences), memory_bytes)
+            row["peak_bytes"] = check_runs(graph, residences, schedule(graph, residences), memory_bytes)
             row["recomputed"], row["offloaded"] = len(answer.plan.recomputed), len(answer.plan.offloaded)
         found.append(row)
     return with_ratios(found)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import register_random, settings
 from hypothesis.internal.conjecture import providers
 
-from shoal.core.cache import cache_dir
+from shoal.core.files import cache_dir
 from shoal.engine import metering
 from tests import made_up_machine
 from tests.made_up_machine import real_machine

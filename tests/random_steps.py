@@ -152,7 +152,9 @@ class Builder:
                 overwrites = grad
             case "pool" | "dropout":
                 reads += [out[1]]
-        writes: list[tuple[str, int, StorageKind]] = [(f"grad{x}", self.bytes_of(x), "error") for x in wanted]
+        writes: list[tuple[str, int, StorageKind]] = [
+            (f"grad{x}", self.bytes_of(x), "activation_gradient") for x in wanted
+        ]
         writes += [(f"grad{p}", self.bytes_of(p), "gradient") for p in parameters]
         if not writes:
             return
@@ -171,7 +173,9 @@ class Builder:
     def _accumulate(self, x: int, grad: int, grads: dict[int, int]) -> None:
         if x in grads and grads[x] != grad:
             reads = (grads[x], grad)
-            (grad,) = self.op("sum", "backward", reads, [("out", self.bytes_of(x), "error")], 0.5, overwrites=reads[0])
+            (grad,) = self.op(
+                "sum", "backward", reads, [("out", self.bytes_of(x), "activation_gradient")], 0.5, overwrites=reads[0]
+            )
         grads[x] = grad
 
 

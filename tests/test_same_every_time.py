@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shoal.capture.op_counts import signature
-from shoal.core.cache import cache_dir
+from shoal.core.files import cache_dir
 from shoal.cost import profile as profiling
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import measure_links

@@ -16,7 +16,7 @@ from shoal.capture.encode_activations import encode_residences, encoded, offers,
 from shoal.core.lossy import EXEMPTIONS, LossyOptions
 from shoal.core.residence import Encode, Offload
 from shoal.core.schedule import schedule
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.errors import PlanError
 from shoal.kernels.encoded_activation import decode, encode
 from tests.engine.lossy_steps import chain, everything_encoded
@@ -164,7 +164,7 @@ def test_however_its_storages_wait_the_step_gives_the_same_bits(name: str) -> No
     expected = run_joint(rewritten.joint, tensors)
     for seed, planner in enumerate([keep_by_chance(1, 0.0), keep_by_chance(2, 0.5), *map(offload_by_chance, range(3))]):
         residences = encode_residences(planner(graph, HARDWARE, 0).residences, chosen, LOSSY)
-        check(graph, residences, schedule(graph, residences))
+        check_runs(graph, residences, schedule(graph, residences))
         torch.manual_seed(3)
         found = run_lowered(rewritten, residences, tensors, in_place=seed % 2 == 0)
         for ours, theirs in zip(found, expected, strict=True):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core import files
-from shoal.core.files import remove_partials, write_atomically, write_json, write_text
+from shoal.core.files import cache_dir, remove_partials, write_atomically, write_json, write_text
 from shoal.errors import InputError
 
 FORK = multiprocessing.get_context("fork")
@@ -174,3 +174,35 @@ def test_processes_that_save_at_the_same_time_do_not_remove_each_others_work(tmp
         assert process.exitcode == 0
     assert path.read_text() == "39" * 1000
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_variable_decides_and_the_folder_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "deep" / "cache"))
+    assert cache_dir() == tmp_path / "deep" / "cache"
+    assert cache_dir().is_dir() and not list(cache_dir().iterdir())
+
+
+def test_else_it_lies_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SHOAL_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "shoal"
+
+
+def test_an_earlier_cache_is_found_whatever_the_platform_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SHOAL_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    assert cache_dir() == tmp_path / "elsewhere" / "shoal"
+    (tmp_path / ".cache" / "shoal").mkdir(parents=True)
+    assert cache_dir() == tmp_path / ".cache" / "shoal"
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/shoal-cache"])
+def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / place))
+    with pytest.raises(
+        InputError, match=r"cannot write the cache SHOAL_CACHE=.*; set SHOAL_CACHE to a writable"
+    ) as caught:
+        cache_dir()
+    assert "\n" not in str(caught.value)

@@ -15,7 +15,7 @@ import torch
 from shoal.core.plan import Plan
 from shoal.core.residence import Offload, Residence
 from shoal.core.schedule import schedule
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time
 from tests.engine.compile.wrong_values import in_one_short_line
@@ -82,7 +82,7 @@ def _load(path: Path, content: bytes | str) -> bool:
         assert str(path) in str(error)
         return False
     for graph, residences in ((plan.graph, plan.residences), (plan.exact_step, {})):
-        peak = check(graph, residences, schedule(graph, residences), plan.budget_bytes if residences else 0)
+        peak = check_runs(graph, residences, schedule(graph, residences), plan.budget_bytes if residences else 0)
         assert peak <= plan.budget_bytes or not plan.budget_bytes or not residences
     assert plan.explain()
     assert plan.added_seconds == plan.predicted_seconds - plan.plain_seconds

@@ -13,7 +13,7 @@ from shoal.core.residence import Offload, Residence
 from shoal.core.schedule import Run, schedule
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time
 from tests.random_steps import SLOW_LINK, Builder, conv_bn_relu_chain, offloads, steps
@@ -50,18 +50,18 @@ def steps_with_offloads(draw: st.DrawFn) -> tuple[StepGraph, dict[str, Residence
 @given(planned_steps() | steps_with_offloads())
 def test_its_peak_is_the_simulated_peak(planned: tuple[StepGraph, dict[str, Residence]]) -> None:
     graph, residences = planned
-    assert check(graph, residences, schedule(graph, residences)) == simulate(graph, residences).peak_bytes
+    assert check_runs(graph, residences, schedule(graph, residences)) == simulate(graph, residences).peak_bytes
 
 
 @given(planned_steps())
 def test_the_budget_is_held_to_the_byte(planned: tuple[StepGraph, dict[str, Residence]]) -> None:
     graph, residences = planned
     runs = schedule(graph, residences)
-    peak = check(graph, residences, runs)
-    assert check(graph, residences, runs, budget_bytes=peak) == peak
+    peak = check_runs(graph, residences, runs)
+    assert check_runs(graph, residences, runs, budget_bytes=peak) == peak
     if peak > 1:
         with pytest.raises(PlanError, match="over the budget"):
-            check(graph, residences, runs, budget_bytes=peak - 1)
+            check_runs(graph, residences, runs, budget_bytes=peak - 1)
 
 
 @given(planned_steps() | steps_with_offloads(), st.data())
@@ -70,7 +70,7 @@ def test_a_damaged_sequence_is_rejected(planned: tuple[StepGraph, dict[str, Resi
     what, damaged = data.draw(st.sampled_from(list(damages(list(schedule(graph, residences))))))
     note(what)
     with pytest.raises(PlanError):
-        check(graph, residences, damaged)
+        check_runs(graph, residences, damaged)
 
 
 def damages(runs: list[Run]) -> Iterator[tuple[str, list[Run]]]:
@@ -112,7 +112,7 @@ def test_a_transfer_at_a_wrong_place_is_rejected(
     what, damaged = data.draw(st.sampled_from(list(misplaced_transfers(list(schedule(graph, residences))))))
     note(what)
     with pytest.raises(PlanError):
-        check(graph, residences, damaged)
+        check_runs(graph, residences, damaged)
 
 
 def misplaced_transfers(runs: list[Run]) -> Iterator[tuple[str, list[Run]]]:
@@ -137,14 +137,14 @@ def test_a_block_of_another_size_is_not_taken_over() -> None:
     runs = list(schedule(graph, {}))
     runs[1] = runs[1]._replace(frees=(x,), takes_over=x)
     with pytest.raises(PlanError, match="another size"):
-        check(graph, {}, runs)
+        check_runs(graph, {}, runs)
 
 
 def test_a_recomputation_must_be_asked_for() -> None:
     graph = conv_bn_relu_chain(2)
     recomputed = just_in_time(graph, ())
     with pytest.raises(PlanError, match="not those the residences ask for"):
-        check(graph, {}, schedule(graph, recomputed))
+        check_runs(graph, {}, schedule(graph, recomputed))
 
 
 @pytest.mark.parametrize("residences", [{}, "recompute"])
@@ -157,4 +157,4 @@ def test_the_highest_bytes_are_those_counted_by_hand(residences: Mapping[str, Re
     plan = just_in_time(graph, ()) if residences == "recompute" else {}
     # Plain: the backward pass of the third conv: 13 resident + 20 + 30 + 5 + 5 + its gradients 30 + 1.
     # Recomputed: the first comes back on the way to the second and is still needed, so the peak is the same.
-    assert check(graph, plan, schedule(graph, plan)) == 104
+    assert check_runs(graph, plan, schedule(graph, plan)) == 104

@@ -38,6 +38,12 @@ def _activation(graph: StepGraph) -> str:
     return next(name for name in names if graph.ops[graph.producer[graph.storage_called[name].id]].recomputable)
 
 
+def _with_an_overwriting_op_that_writes_nothing(graph: StepGraph) -> StepGraph:
+    op = next(op for op in graph.ops if op.overwrites != -1)
+    broken = replace(op, writes=())
+    return replace(graph, ops=(*graph.ops[: op.id], broken, *graph.ops[op.id + 1 :]))
+
+
 def _of_kind(graph: StepGraph, kind: str) -> str:
     return next(storage.name for storage in graph.storages if storage.kind == kind)
 
@@ -156,6 +162,7 @@ def test_a_plan_given_to_compile_is_held_against_the_rules_and_the_budget(caplog
         (replace(made, residences=7), None, "expected a mapping"),
         (replace(made, graph=replace(made.graph, ops=made.graph.ops[::-1])), None, "ids of the step's ops"),
         (replace(made, graph=None), None, "expected a StepGraph"),
+        (replace(made, graph=_with_an_overwriting_op_that_writes_nothing(made.graph)), None, "but writes nothing"),
         (made, peak - 1, f"over the budget of {peak - 1}"),
     ]
     for plan, budget, said in broken:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.core.schedule import schedule
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.engine.loop_memory import HELD_RESULTS, KEPT_OF_LOSS, LoopMemory, best_case, by_itself, in_loop
 from shoal.errors import BudgetError
 from shoal.planners.joint import joint
@@ -39,14 +39,14 @@ def test_a_step_in_any_loop_is_a_step_that_can_be_planned(graph: StepGraph, loop
     seen = in_loop(graph, loop, outputs_of(graph))
     assert [op.id for op in seen.ops] == list(range(len(seen.ops)))
     assert [s.id for s in seen.storages] == list(range(len(seen.storages)))
-    assert check(seen, {}, schedule(seen, {})) == simulate(seen, {}).peak_bytes
+    assert check_runs(seen, {}, schedule(seen, {})) == simulate(seen, {}).peak_bytes
     try:
         plan = joint(seen, HARDWARE, int(0.8 * simulate(seen, {}).peak_bytes))
     except BudgetError as refused:
         plan = joint(seen, HARDWARE, refused.least_feasible_bytes or 0)
     known = {s.name for s in graph.storages}
     assert plan.residences.keys() <= known, "what the loop holds is nothing to plan"
-    check(seen, plan.residences, schedule(seen, plan.residences), plan.budget_bytes)
+    check_runs(seen, plan.residences, schedule(seen, plan.residences), plan.budget_bytes)
 
 
 @given(steps(), habits)

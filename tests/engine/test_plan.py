@@ -16,7 +16,7 @@ from shoal.core import presets
 from shoal.core.plan import Plan
 from shoal.core.residence import Recompute
 from shoal.core.schedule import schedule
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, CaptureError, InputError, PlanError
 from shoal.memory.static_memory import distinct_bytes
 from tests.engine.training_laws import (
@@ -123,7 +123,7 @@ def test_a_plan_is_inside_its_budget_by_the_independent_check(planner: str) -> N
     assert plan.planner == planner and (plan.recomputed or plan.offloaded)
     assert plan.budget_bytes == int(0.7 * most)
     runs = schedule(plan.graph, plan.residences)
-    assert check(plan.graph, plan.residences, runs, plan.budget_bytes) == plan.predicted_peak_bytes
+    assert check_runs(plan.graph, plan.residences, runs, plan.budget_bytes) == plan.predicted_peak_bytes
 
 
 def test_the_optimizers_state_is_part_of_the_peak() -> None:
@@ -225,6 +225,6 @@ def test_a_model_that_is_not_one_graph_is_refused_and_left_in_its_mode() -> None
             return y if y.sum() > 0 else 2 * y
 
     net = Branching(3, 4, 3).eval()
-    with pytest.raises(CaptureError, match=r"test_planning\.py:\d+ \(return y if y\.sum\(\) > 0 else 2 \* y\)"):
+    with pytest.raises(CaptureError, match=r"test_plan\.py:\d+ \(return y if y\.sum\(\) > 0 else 2 \* y\)"):
         shoal.plan(net, BATCH, hardware=P100)
     assert not net.training

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds, simulate
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
-from shoal.planners.chain import chain, frontier, least_peak
+from shoal.planners.chain import chain, frontier, smallest_peak
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
 from shoal.planners.papers.sqrt import sqrt
@@ -33,12 +33,12 @@ def _best_of_every_choice(graph: StepGraph) -> list[tuple[int, float]]:
 
 @given(steps(), st.floats(0, 1))
 def test_every_plan_passes_the_check_within_its_budget(graph: StepGraph, share: float) -> None:
-    least = least_peak(graph, HARDWARE).predicted_peak_bytes
+    least = smallest_peak(graph, HARDWARE).predicted_peak_bytes
     plain = simulate(graph, {}).peak_bytes
     budget = least + round(share * (plain - least))
     plan = chain(graph, HARDWARE, budget)
     runs = schedule(graph, plan.residences)
-    assert check(graph, plan.residences, runs, budget) == plan.predicted_peak_bytes <= budget
+    assert check_runs(graph, plan.residences, runs, budget) == plan.predicted_peak_bytes <= budget
 
 
 @given(steps())
@@ -51,7 +51,7 @@ def test_more_bytes_never_make_a_step_slower(graph: StepGraph) -> None:
 
 @given(steps())
 def test_below_the_least_peak_it_says_so(graph: StepGraph) -> None:
-    least = least_peak(graph, HARDWARE).predicted_peak_bytes
+    least = smallest_peak(graph, HARDWARE).predicted_peak_bytes
     with pytest.raises(BudgetError) as caught:
         chain(graph, HARDWARE, least - 1)
     assert caught.value.least_feasible_bytes == least
@@ -134,7 +134,7 @@ def test_it_is_never_worse_than_even_cuts(graph: StepGraph) -> None:
 def test_a_chain_of_conv_bn_relu_fits_in_a_fifth() -> None:
     graph = conv_bn_relu_chain(16)
     plain = keep_all(graph, HARDWARE, 1 << 60)
-    least = least_peak(graph, HARDWARE)
+    least = smallest_peak(graph, HARDWARE)
     assert least.predicted_peak_bytes < 0.2 * plain.predicted_peak_bytes
     # The ReLUs come back from the kept convolutions at almost no cost: half the saved bytes.
     half = chain(graph, HARDWARE, round(0.6 * plain.predicted_peak_bytes))

@@ -9,7 +9,7 @@ from shoal.core.residence import Keep, Recompute
 from shoal.core.schedule import schedule
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.planners.just_in_time import just_in_time
 from tests.random_steps import Builder, conv_bn_relu_chain, plain_chain, steps
 
@@ -62,7 +62,7 @@ def test_any_set_of_kept_storages_makes_a_valid_plan(graph: StepGraph, data: st.
     activations = [s.id for s in graph.storages if s.kind == "activation"]
     kept = data.draw(st.sets(st.sampled_from(activations))) if activations else set()
     residences = just_in_time(graph, kept)
-    assert check(graph, residences, schedule(graph, residences)) == simulate(graph, residences).peak_bytes
+    assert check_runs(graph, residences, schedule(graph, residences)) == simulate(graph, residences).peak_bytes
     assert all(isinstance(residences.get(graph.storages[s].name, Keep()), Keep) for s in kept)
     assert {graph.storages[s].name for s in graph.saved} <= set(residences)
 

@@ -15,7 +15,7 @@ from shoal.core.residence import Offload, Residence
 from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.transfer_places import TransferPlaces, last_forward_reader, placed_residences, with_offloads
@@ -100,7 +100,7 @@ def test_what_is_read_on_the_way_back_inside_a_recomputation_is_fetched_before_t
     residences = just_in_time(graph, {second, storage(graph, "conv_2.out")})  # conv_0.out is made again for op 7
     placed = with_offloads(graph, residences, [second])
     assert placed["conv_1.out"] == Offload("conv_2", "conv_backward_5")
-    assert check(graph, placed, schedule(graph, placed)) == played(graph, placed)[0]
+    assert check_runs(graph, placed, schedule(graph, placed)) == played(graph, placed)[0]
 
 
 def test_what_the_backward_pass_does_not_read_and_what_the_caller_holds_stay() -> None:
@@ -162,7 +162,7 @@ def test_what_it_places_is_legal_and_inside_the_budget_whenever_it_says_so(
     placed = TransferPlaces(graph, residences, budget_bytes).place(offloaded)
     plan = placed_residences(graph, residences, placed)
     limit_bytes = budget_bytes if placed.excess_bytes == 0 else 0
-    assert check(graph, plan, schedule(graph, plan), limit_bytes) <= (limit_bytes or 1 << 60)
+    assert check_runs(graph, plan, schedule(graph, plan), limit_bytes) <= (limit_bytes or 1 << 60)
     away = [s for s in graph.storages if isinstance(plan.get(s.name), Offload)]
     assert {s.id for s in away} <= offloaded
     assert placed.host_bytes == sum(s.host_bytes for s in away)

@@ -92,7 +92,7 @@ def residual_step(blocks: int = 8, activation_bytes: int = 32 * MIB, model: str 
     b.op("addmm", "forward", "fc", [pooled, head], [logits])
     tangent = b.storage("tangent", 128 * 10 * 4, "tangent", "", (128, 10))
     b.op("cross_entropy", "loss", "", [logits], [tangent])
-    error = b.storage("error_pooled", 128 * 512 * 4, "error", "fc", (128, 512))
+    error = b.storage("error_pooled", 128 * 512 * 4, "activation_gradient", "fc", (128, 512))
     gradient = b.storage("fc.weight.gradient", 512 * 10 * 4, "gradient", "fc", (10, 512))
     b.op("addmm_backward", "backward", "fc", [tangent, pooled, head], [error, gradient])
     for target, layer, source, output, weight in reversed(tape):
@@ -100,7 +100,13 @@ def residual_step(blocks: int = 8, activation_bytes: int = 32 * MIB, model: str 
         writes: list[int] = []
         if b.storages[source].kind != "input":
             writes.append(
-                b.storage(f"error_{len(b.ops)}", b.storages[source].nbytes, "error", layer, b.storages[source].shape)
+                b.storage(
+                    f"error_{len(b.ops)}",
+                    b.storages[source].nbytes,
+                    "activation_gradient",
+                    layer,
+                    b.storages[source].shape,
+                )
             )
         if weight >= 0:
             reads.append(weight)
@@ -108,7 +114,7 @@ def residual_step(blocks: int = 8, activation_bytes: int = 32 * MIB, model: str 
             writes.append(b.storage(f"{w.name}.gradient", w.nbytes, "gradient", layer, w.shape))
         if writes:
             b.op(f"{target}_backward", "backward", layer, reads, writes, workspace_bytes=b.storages[output].nbytes // 4)
-            if b.storages[writes[0]].kind == "error":
+            if b.storages[writes[0]].kind == "activation_gradient":
                 error = writes[0]
     return StepGraph(model, tuple(b.ops), tuple(b.storages))
 

@@ -94,4 +94,4 @@ class Captured:
         at_most_again = {
             name: workspace_bytes.get(signature(node), 0) for name, node in again.items() if node is not None
         }
-        return graph.with_least_workspaces(at_most, at_most_again)
+        return graph.with_min_workspaces(at_most, at_most_again)

@@ -201,7 +201,7 @@ class _Reader:
 
     def _visit_op(self, node: fx.Node, value: Any) -> None:
         in_backward = node in self.backward
-        kind: StorageKind = "error" if in_backward else "activation"
+        kind: StorageKind = "activation_gradient" if in_backward else "activation"
         reads = tuple(dict.fromkeys(self.storage_of[n] for n in node.all_input_nodes if n in self.storage_of))
         writes = []
         if isinstance(value, torch.Tensor):
@@ -303,7 +303,7 @@ class _Reader:
         described["tensors"].append(node.name)
         if node in self.forward_outputs and described["kind"] == "activation":
             described["kind"] = "output"
-        if node in self.backward_outputs and described["kind"] == "error":
+        if node in self.backward_outputs and described["kind"] == "activation_gradient":
             described["kind"] = "gradient"
 
     def finish(self) -> tuple[tuple[Op, ...], tuple[Storage, ...]]:

@@ -1,4 +1,4 @@
-"""Whole files or none: every file Shoal writes appears complete under its name or not at all."""
+"""Atomic writes: every file Shoal writes appears complete under its name or not at all. And the cache folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+import platformdirs
+
 from shoal.errors import InputError
 
 _PARTIAL = ".partial"
+_CACHE = "SHOAL_CACHE"
 
 
 def write_atomically(path: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
@@ -52,7 +55,7 @@ def remove_partials(folder: Path, name: str = "") -> None:
     try:
         found = [entry.path for entry in os.scandir(folder) if _is_partial(entry.name, name)]
     except OSError:
-        return  # whoever writes there is told why not
+        return  # writing there raises the error
     for left in found:
         try:
             handle = os.open(left, os.O_RDONLY)
@@ -111,3 +114,28 @@ def write_text(path: str | Path, text: str) -> Path:
 def write_json(path: str | Path, value: Any) -> Path:
     """Write `value` as indented JSON, whole or not at all."""
     return write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def cache_dir() -> Path:
+    """The folder named by SHOAL_CACHE, else `~/.cache/shoal` if it exists, else the platform's; created if missing.
+
+    Raises:
+        InputError: it cannot be created or written to.
+    """
+    named = os.environ.get(_CACHE)
+    try:
+        folder = Path(named).expanduser() if named else _default()
+        folder.mkdir(parents=True, exist_ok=True)
+        # Permission bits do not show a read-only mount or a full quota; creating a file does.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, RuntimeError) as error:
+        place = f"{_CACHE}={named}" if named else "of this user"
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot write the cache {place}: {reason}; set {_CACHE} to a writable folder") from error
+    return folder
+
+
+def _default() -> Path:
+    earlier = Path.home() / ".cache" / "shoal"  # the default on every platform once, and still the one of Linux
+    return earlier if earlier.is_dir() else platformdirs.user_cache_path("shoal", appauthor=False)

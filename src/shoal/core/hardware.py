@@ -1,6 +1,6 @@
 """What a step runs on, as plain data: a device, its link to the host, and the rates a plan needs.
 
-`measure()` (in `shoal.cost.measure`) fills these in for the machine at hand; the presets describe machines that are not
+`measure()` (in `shoal.cost.measure`) fills these in for this machine; the presets describe machines that are not
 here.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from shoal.errors import InputError, brief
 
-MOST_SECONDS = 1e9  # thirty years: anything longer is a mistake
-_LEAST_RATE, _MOST_RATE = 1e-3, 1e24  # per second
+MAX_SECONDS = 1e9  # thirty years: anything longer is a mistake
+_MIN_RATE, _MAX_RATE = 1e-3, 1e24  # per second
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Device:
 
     def __post_init__(self) -> None:
         _check_rates(self, "flops_per_second", "bytes_per_second")
-        _check_range(self, 0, MOST_SECONDS, "launch_seconds")
+        _check_range(self, 0, MAX_SECONDS, "launch_seconds")
         _check_range(self, 0, 2**63 - 1, "memory_bytes")
 
 
@@ -49,7 +49,7 @@ class Link:
         to_host_bytes_per_second, to_device_bytes_per_second: each way, both ways may run at once.
         latency_seconds: before the first byte arrives.
         host_bytes: most bytes that may wait on the host at once; 0 for no limit.
-        overlaps: whether copies run beside the computation. False: the device waits for each as soon as it begins.
+        overlaps: whether copies run while the device computes. False: the device waits for each as soon as it begins.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Link:
 
     def __post_init__(self) -> None:
         _check_rates(self, "to_host_bytes_per_second", "to_device_bytes_per_second")
-        _check_range(self, 0, MOST_SECONDS, "latency_seconds")
+        _check_range(self, 0, MAX_SECONDS, "latency_seconds")
         _check_range(self, 0, 2**63 - 1, "host_bytes")
 
     def to_host_seconds(self, nbytes: int) -> float:
@@ -85,7 +85,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """One way between device and host as `shoal.cost.measure_links` found it on the machine at hand.
+    """One way between device and host as `shoal.cost.measure_links` measured it on this machine.
 
     Attributes:
         name: for tables.
@@ -104,7 +104,7 @@ class MeasuredLink:
     def __post_init__(self) -> None:
         _check_rates(self, "to_host_bytes_per_second", "to_device_bytes_per_second")
         latencies = ("to_host_latency_seconds", "to_device_latency_seconds")
-        _check_range(self, 0, MOST_SECONDS, *latencies, "allocation_seconds_per_mib")
+        _check_range(self, 0, MAX_SECONDS, *latencies, "allocation_seconds_per_mib")
 
     def link(self, host_bytes: int = 0) -> Link:
         """The same as plans take it, with the longer latency for both ways."""
@@ -114,7 +114,7 @@ class MeasuredLink:
 
 
 def _check_rates(machine: Any, *names: str) -> None:
-    _check_range(machine, _LEAST_RATE, _MOST_RATE, *names)
+    _check_range(machine, _MIN_RATE, _MAX_RATE, *names)
 
 
 def _check_range(machine: Any, least: float, most: float, *names: str) -> None:

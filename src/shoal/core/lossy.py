@@ -16,7 +16,7 @@ class LossyOptions:
     Attributes:
         codec: one of `CODECS`.
         block_elems: values that share a scale; 0 for all of a tensor.
-        seed: None rounds to nearest; a number rounds by chance, unbiased.
+        seed: None rounds to nearest; a number seeds stochastic rounding, which is unbiased.
         exempt: of `EXEMPTIONS`: inputs of batch norms, whose backward pass then reads exact values, and what comes
             before the first convolution.
     """

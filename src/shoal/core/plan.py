@@ -28,7 +28,7 @@ from shoal.core.validate_plan import check_plan
 from shoal.errors import InputError, PlanError, brief
 
 FORMAT = "shoal-plan"
-VERSION = 2  # 2: ops of this package are named without the folder that they lie in
+VERSION = 2  # 2: ops of this package are named without the folder that they lie in; activation gradients are so called
 _CODEC_OPS = (".encoded_activation.encode", ".encoded_activation.decode")
 
 
@@ -41,7 +41,7 @@ class Plan:
         residences: by storage name; a storage that is absent is kept.
         planner: the strategy that made it.
         hardware: what its times are for.
-        budget_bytes: the promise; 0 for none.
+        budget_bytes: the most device bytes in use at once; 0 for no limit.
         lower_bound_seconds: no plan of this step inside this budget adds less time than this, by the same cost model;
             where storages are encoded, none that encodes the same ones.
         planning_seconds: how long planning took.
@@ -49,6 +49,7 @@ class Plan:
         errors: ||decoded - x|| / ||x|| of each encoded storage, by its name.
         options: what the model was compiled with, as plain data; empty where a planner was called by itself.
         errors_measured: whether `errors` come from a step of the training. If not, they are those of normal numbers.
+        stopped_early: parts of the search for it that a time limit ended. Planned again, it may be another plan.
     """
 
     graph: StepGraph
@@ -62,6 +63,7 @@ class Plan:
     errors: Mapping[str, float] = field(default_factory=dict, compare=False)
     errors_measured: bool = field(default=False, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    stopped_early: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def exact_step(self) -> StepGraph:
@@ -157,7 +159,7 @@ class Plan:
         return tuple(s for s in storages if self._form(s))
 
     def explain(self) -> str:
-        """The plan for a reader: what it costs, what fills the peak, what became of the largest storages."""
+        """The plan as text: what it costs, what fills the peak, and the residences of the largest storages."""
         peak = self.timeline.peak
         share = _percent(self.predicted_peak_bytes, self.plain_peak_bytes)
         budget = format_bytes(self.budget_bytes) if self.budget_bytes else "none"
@@ -172,12 +174,13 @@ class Plan:
             f"{1e3 * self.lower_bound_seconds:.1f} ms",
             f"kept            {len(self.kept)} saved storages, {format_bytes(sum(s.nbytes for s in self.kept))}",
             f"recomputed      {len(self.recomputed)} storages, {format_bytes(sum(s.nbytes for s in self.recomputed))}",
-            *self._transfers_told(),
-            *self._encodings_told(),
+            *self._describe_transfers(),
+            *self._describe_encodings(),
+            *self._describe_stops(),
             f"at the peak     {peak.op} ({peak.phase}, layer {peak.layer or '-'}): "
             f"resident {format_bytes(peak.resident_bytes)}, kept {format_bytes(peak.kept_bytes)}, "
             f"recomputed {format_bytes(peak.recomputed_bytes)}, fetched {format_bytes(peak.fetched_bytes)}, "
-            f"errors {format_bytes(peak.error_bytes)}, "
+            f"activation gradients {format_bytes(peak.activation_gradient_bytes)}, "
             f"gradients {format_bytes(peak.gradient_bytes)}, workspace {format_bytes(peak.workspace_bytes)}",
             "largest saved storages",
         ]
@@ -192,7 +195,7 @@ class Plan:
         saved = (self.graph.storages[i] for i in self.graph.saved)
         return tuple(dict.fromkeys([*(s for s in saved if s not in payloads), *self.encoded]))
 
-    def _transfers_told(self) -> list[str]:
+    def _describe_transfers(self) -> list[str]:
         if not self.offloaded or self.graph.link is None:
             return []
         link = self.graph.link
@@ -203,32 +206,37 @@ class Plan:
             f"{1e3 * self.timeline.stall_seconds:.1f} ms for it",
         ]
 
-    def _encodings_told(self) -> list[str]:
-        told = []
+    def _describe_encodings(self) -> list[str]:
+        lines = []
         if small := self.small_forms:
-            told.append(
+            lines.append(
                 f"lossless        {len(small)} saved storages, {format_bytes(sum(s.nbytes for s in small))}: "
                 "ReLU masks and places in pooling windows, a byte each"
             )
         if encoded := self.encoded:
             forms = {(r.codec, r.block_elems, r.seed) for r in self.residences.values() if isinstance(r, Encode)}
             form = ", ".join(sorted(LossyOptions(*form).describe() for form in forms))
-            told.append(
+            lines.append(
                 f"encoded         {len(encoded)} storages, {format_bytes(sum(s.nbytes for s in encoded))} in "
                 f"{format_bytes(self.payload_bytes)}, {form}; "
-                f"{1e3 * self.codec_seconds:.1f} ms to encode and decode; {self._errors_told()}"
+                f"{1e3 * self.codec_seconds:.1f} ms to encode and decode; {self._describe_errors()}"
             )
-        return told
+        return lines
 
-    def _errors_told(self) -> str:
+    def _describe_stops(self) -> list[str]:
+        if not self.stopped_early:
+            return []
+        return [f"stopped early   {', '.join(self.stopped_early)}: by a time limit; planned again, the plan may differ"]
+
+    def _describe_errors(self) -> str:
         if not self.errors:
             return "error not measured"
-        least, most = min(self.errors.values()), max(self.errors.values())
+        smallest, largest = min(self.errors.values()), max(self.errors.values())
         where = "in a step" if self.errors_measured else "for normal numbers, until a step is run"
-        return f"relative error {100 * least:.2g} to {100 * most:.2g} % (measured {where})"
+        return f"relative error {100 * smallest:.2g} to {100 * largest:.2g} % (measured {where})"
 
     def _form(self, storage: Storage) -> str:
-        """What a small storage tells of a large one without loss; "" where it is not such a one."""
+        """What a small storage losslessly encodes of a large one; "" where it does not."""
         target = self.graph.ops[self.graph.producer[storage.id]].target
         if storage.dtype == "bool" and target == "aten.ne.Scalar":
             return "a ReLU's mask, a byte a value, lossless"
@@ -237,7 +245,7 @@ class Plan:
         return ""
 
     def fate(self, storage: Storage) -> str:
-        """What becomes of a storage, in words."""
+        """The residence of a storage, in words."""
         residence = self.residences.get(storage.name)
         if isinstance(residence, Encode):
             exact = self._fate(storage, residence.exact)
@@ -276,6 +284,7 @@ class Plan:
                 "errors": dict(self.errors),
                 "errors_measured": self.errors_measured,
                 "options": dict(self.options),
+                "stopped_early": list(self.stopped_early),
                 "step": self.graph.to_json(),
                 "exact_step": self.exact_graph and self.exact_graph.to_json(),
             },
@@ -298,7 +307,7 @@ class Plan:
         """Read a plan that `save` wrote.
 
         Raises:
-            PlanError: the file is missing, is no plan, is damaged, or comes from another version.
+            PlanError: the file is missing, is not a plan, is damaged, or comes from another version.
         """
         try:
             return _plan_of(read_json(path))
@@ -334,6 +343,7 @@ def _plan_of(value: Any) -> Plan:
         errors={name: _error(name, each) for name, each in read_object(value.get("errors", {}), "errors").items()},
         errors_measured=read(bool | None, "errors_measured") or False,
         options=read_object(value.get("options", {}), "options"),
+        stopped_early=read_value(tuple[str, ...], value.get("stopped_early", []), "stopped_early"),
     )
     if min(plan.budget_bytes, plan.planning_seconds) < 0:
         raise PlanError(f"{plan.budget_bytes=} and {plan.planning_seconds=}: expected 0 or more")

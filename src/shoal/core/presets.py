@@ -71,7 +71,7 @@ def table(machines: Iterable[Hardware]) -> Table:
 
 
 def link_table(links: Iterable[MeasuredLink]) -> Table:
-    """The ways between the device at hand and its host side by side, for `rich.print`."""
+    """The links between this machine's device and its host side by side, for `rich.print`."""
     grid = Table(title="Links of this machine", title_justify="left")
     grid.add_column("link")
     for heading in ("to host GB/s", "to device GB/s", "to host µs", "to device µs", "allocation µs/MiB"):

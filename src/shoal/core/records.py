@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from shoal.errors import InputError, brief
 
 Record = TypeVar("Record")
-MOST_WHOLE = 2**63 - 1
+MAX_WHOLE = 2**63 - 1
 
 
 def read_json(path: str | Path) -> Any:
@@ -25,7 +25,7 @@ def read_json(path: str | Path) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        InputError: it is no JSON: cut, damaged, nested too deeply, or another kind of file.
+        InputError: it is not JSON: cut, damaged, nested too deeply, or another kind of file.
     """
     content = Path(path).read_bytes()
     try:
@@ -108,7 +108,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
 
 
 def _is_whole(value: Any) -> bool:
-    return type(value) is int and -MOST_WHOLE <= value <= MOST_WHOLE
+    return type(value) is int and -MAX_WHOLE <= value <= MAX_WHOLE
 
 
 def _is_finite(value: Any) -> bool:

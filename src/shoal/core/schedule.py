@@ -29,7 +29,7 @@ class Run(NamedTuple):
     Attributes:
         op: the op's id.
         again: a forward op run once more during the backward pass.
-        writes: storages that come to life; what a recomputation writes besides is dropped at once.
+        writes: storages whose instance begins here; what a recomputation writes besides is dropped at once.
         frees: storages whose current instance dies after this run.
         takes_over: the dying storage whose block the first written storage takes (in-place execution), or -1.
         fetches: offloaded storages that get device bytes before this run; their copies back begin, in this order.

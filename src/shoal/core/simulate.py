@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shoal.core.link_queue import LinkQueue
+from shoal.core.hardware import Link
 from shoal.core.residence import Residence
 from shoal.core.schedule import Run, schedule
 from shoal.core.step import Op, StepGraph
 from shoal.core.timeline import Moment, MomentPhase, Timeline, Transfer, TransferWay
+from shoal.errors import PlanError
 
 _CATEGORY = {"activation": "kept", "output": "kept", "gradient": "gradient"}
 
 
 def simulate(graph: StepGraph, residences: Mapping[str, Residence], budget_bytes: int = 0) -> Timeline:
-    """Play the step through, op by op.
+    """Simulate the step, op by op.
 
     Args:
         graph: the step, with seconds, workspaces and, where the residences offload, a link.
@@ -24,96 +25,9 @@ def simulate(graph: StepGraph, residences: Mapping[str, Residence], budget_bytes
     Raises:
         PlanError: the residences do not fit the step (see `shoal.core.schedule`).
     """
-    return _Player(graph).play(schedule(graph, residences), budget_bytes)
-
-
-class _Player:
-    """Plays runs one by one and writes down what happens."""
-
-    def __init__(self, graph: StepGraph) -> None:
-        self._graph = graph
-        self._live = dict.fromkeys(("kept", "recomputed", "fetched", "error", "gradient"), 0)
-        self._category_of: dict[int, str] = {}
-        self._now = 0.0
-        self._moments: list[Moment] = []
-        self._transfers: list[Transfer] = []
-        self._links: LinkQueue | None = None
-
-    def play(self, runs: Iterable[Run], budget_bytes: int) -> Timeline:
-        for run in runs:
-            op = run.of(self._graph)
-            for storage in run.fetches:
-                self._add(storage, "fetched")
-                self._transfer(storage, "to device", *self._queue().fetch(storage, self._now))
-                self._stall(storage, op, self._queue().stall_at_once(storage, self._now))
-            for storage in run.awaits:
-                self._stall(storage, op, self._queue().stall(storage, self._now))
-            for storage in run.writes:
-                kind = self._graph.storages[storage].kind
-                self._add(storage, "recomputed" if run.again else _CATEGORY.get(kind, "error"))
-            if run.takes_over >= 0:
-                self._drop(run.takes_over)
-            phase: MomentPhase = "recompute" if run.again else op.phase
-            self._note(op.name, op, phase, op.seconds, op.workspace_bytes + dropped_bytes(self._graph, run, op))
-            for storage in run.offloads:
-                self._transfer(storage, "to host", *self._queue().offload(storage, self._now))
-                self._stall(storage, op, self._queue().stall_at_once(storage, self._now))
-            for storage in run.frees:
-                if storage != run.takes_over:
-                    self._drop(storage)
-            for storage in run.releases:
-                self._stall(storage, op, self._queue().stall(storage, self._now))
-                self._drop(storage)
-        return Timeline(self._graph.model, tuple(self._moments), budget_bytes, tuple(self._transfers))
-
-    def _queue(self) -> LinkQueue:
-        self._links = self._links or LinkQueue(self._graph)
-        return self._links
-
-    def _add(self, storage: int, category: str) -> None:
-        self._category_of[storage] = category
-        self._live[category] += self._graph.storages[storage].nbytes
-
-    def _drop(self, storage: int) -> None:
-        self._live[self._category_of[storage]] -= self._graph.storages[storage].nbytes
-
-    def _stall(self, storage: int, op: Op, stall_seconds: float) -> None:
-        if stall_seconds > 0:
-            self._note(self._graph.storages[storage].name, op, "stall", stall_seconds, 0)
-
-    def _note(self, name: str, op: Op, phase: MomentPhase, seconds: float, workspace_bytes: int) -> None:
-        live = self._live
-        self._moments.append(
-            Moment(
-                name,
-                op.target,
-                op.layer,
-                phase,
-                self._now,
-                seconds,
-                self._graph.resident_bytes,
-                live["kept"],
-                live["recomputed"],
-                live["error"],
-                live["gradient"],
-                workspace_bytes,
-                live["fetched"],
-            )
-        )
-        self._now += seconds
-
-    def _transfer(self, storage: int, way: TransferWay, start_seconds: float, end_seconds: float) -> None:
-        moved = self._graph.storages[storage]
-        self._transfers.append(
-            Transfer(moved.name, moved.layer, way, moved.nbytes, start_seconds, end_seconds - start_seconds)
-        )
-
-
-def dropped_bytes(graph: StepGraph, run: Run, op: Op) -> int:
-    """What a recomputation writes although no one asked for it again; it is dropped as soon as the op ends."""
-    if not run.again:
-        return 0
-    return sum(graph.storages[s].nbytes for s in op.writes if s not in run.writes)
+    record = _Record(graph)
+    _play(graph, schedule(graph, residences), record)
+    return Timeline(graph.model, tuple(record.moments), budget_bytes, tuple(record.transfers))
 
 
 def peak_and_seconds(graph: StepGraph, runs: Iterable[Run]) -> tuple[int, float]:
@@ -124,38 +38,177 @@ def peak_and_seconds(graph: StepGraph, runs: Iterable[Run]) -> tuple[int, float]
 
 def bytes_and_seconds(graph: StepGraph, runs: Iterable[Run]) -> tuple[list[int], float]:
     """The bytes in use during each run of a schedule, and the duration of all in seconds."""
+    return _play(graph, runs, None)
+
+
+def _play(graph: StepGraph, runs: Iterable[Run], record: _Record | None) -> tuple[list[int], float]:
+    """The event loop: bytes in use during each run, and seconds of all. Planners call it often, without a record."""
     storages = graph.storages
     in_use = graph.resident_bytes
     totals = []
-    seconds = 0.0
+    now = 0.0
     links: LinkQueue | None = None
     for run in runs:
         op = run.of(graph)
-        if run.fetches:
+        if run.fetches or run.offloads:
             links = links or LinkQueue(graph)
-            for storage in run.fetches:
-                links.fetch(storage, seconds)
-                seconds += links.stall_at_once(storage, seconds)
-                in_use += storages[storage].nbytes
         if links is not None:
+            for storage in run.fetches:
+                start, end = links.fetch(storage, now)
+                stall = links.stall_at_once(storage, now)
+                in_use += storages[storage].nbytes
+                if record is not None:
+                    record.add(storage, "fetched")
+                    record.transfer(storage, "to device", start, end)
+                    record.stall(storage, op, now, stall)
+                now += stall
             for storage in run.awaits:
-                seconds += links.stall(storage, seconds)
+                stall = links.stall(storage, now)
+                if record is not None:
+                    record.stall(storage, op, now, stall)
+                now += stall
         for storage in run.writes:
             in_use += storages[storage].nbytes
         if run.takes_over >= 0:
             in_use -= storages[run.takes_over].nbytes
-        totals.append(in_use + op.workspace_bytes + dropped_bytes(graph, run, op))
-        seconds += op.seconds
-        if run.offloads:
-            links = links or LinkQueue(graph)
+        workspace_bytes = op.workspace_bytes + dropped_bytes(graph, run, op)
+        totals.append(in_use + workspace_bytes)
+        if record is not None:
+            record.run(run, op, now, workspace_bytes)
+        now += op.seconds
+        if links is not None:
             for storage in run.offloads:
-                links.offload(storage, seconds)
-                seconds += links.stall_at_once(storage, seconds)
+                start, end = links.offload(storage, now)
+                stall = links.stall_at_once(storage, now)
+                if record is not None:
+                    record.transfer(storage, "to host", start, end)
+                    record.stall(storage, op, now, stall)
+                now += stall
         for storage in run.frees:
             if storage != run.takes_over:
                 in_use -= storages[storage].nbytes
+                if record is not None:
+                    record.drop(storage)
         if links is not None:
             for storage in run.releases:
-                seconds += links.stall(storage, seconds)
+                stall = links.stall(storage, now)
                 in_use -= storages[storage].nbytes
-    return totals, seconds
+                if record is not None:
+                    record.stall(storage, op, now, stall)
+                    record.drop(storage)
+                now += stall
+    return totals, now
+
+
+def dropped_bytes(graph: StepGraph, run: Run, op: Op) -> int:
+    """Results of a recomputation that the plan does not ask for; they are dropped when the op ends."""
+    if not run.again:
+        return 0
+    return sum(graph.storages[s].nbytes for s in op.writes if s not in run.writes)
+
+
+class _Record:
+    """The events of a simulated step, and the bytes of each category."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._graph = graph
+        self._live = dict.fromkeys(("kept", "recomputed", "fetched", "activation_gradient", "gradient"), 0)
+        self._category_of: dict[int, str] = {}
+        self.moments: list[Moment] = []
+        self.transfers: list[Transfer] = []
+
+    def add(self, storage: int, category: str) -> None:
+        """An instance of the storage begins."""
+        self._category_of[storage] = category
+        self._live[category] += self._graph.storages[storage].nbytes
+
+    def drop(self, storage: int) -> None:
+        """It ends."""
+        self._live[self._category_of[storage]] -= self._graph.storages[storage].nbytes
+
+    def run(self, run: Run, op: Op, now: float, workspace_bytes: int) -> None:
+        """An op runs."""
+        for storage in run.writes:
+            kind = self._graph.storages[storage].kind
+            self.add(storage, "recomputed" if run.again else _CATEGORY.get(kind, "activation_gradient"))
+        if run.takes_over >= 0:
+            self.drop(run.takes_over)
+        self._note(op.name, op, "recompute" if run.again else op.phase, now, op.seconds, workspace_bytes)
+
+    def stall(self, storage: int, op: Op, now: float, seconds: float) -> None:
+        """The device waits for a copy of the storage, where `seconds` is more than 0."""
+        if seconds > 0:
+            self._note(self._graph.storages[storage].name, op, "stall", now, seconds, 0)
+
+    def transfer(self, storage: int, way: TransferWay, start_seconds: float, end_seconds: float) -> None:
+        """A copy begins."""
+        moved = self._graph.storages[storage]
+        self.transfers.append(
+            Transfer(moved.name, moved.layer, way, moved.nbytes, start_seconds, end_seconds - start_seconds)
+        )
+
+    def _note(self, name: str, op: Op, phase: MomentPhase, now: float, seconds: float, workspace_bytes: int) -> None:
+        live = self._live
+        self.moments.append(
+            Moment(
+                name,
+                op.target,
+                op.layer,
+                phase,
+                now,
+                seconds,
+                self._graph.resident_bytes,
+                live["kept"],
+                live["recomputed"],
+                live["activation_gradient"],
+                live["gradient"],
+                workspace_bytes,
+                live["fetched"],
+            )
+        )
+
+
+class LinkQueue:
+    """The link between device and host while a step is simulated: one queue each way.
+
+    Transfers of each direction run one after another, in the order they were begun; the two directions at once.
+
+    Times are seconds since the step began.
+
+    Raises:
+        PlanError: the step has no link to the host.
+    """
+
+    def __init__(self, graph: StepGraph) -> None:
+        if graph.link is None:
+            raise PlanError(
+                f"the plan offloads, but this step of {graph.model or 'the model'} has no link to the host; give "
+                "hardware=, or offload_to= to shoal.compile"
+            )
+        self._storages = graph.storages
+        self._link: Link = graph.link
+        self._to_host_until = 0.0
+        self._to_device_until = 0.0
+        self._done: dict[int, float] = {}
+
+    def offload(self, storage: int, now: float) -> tuple[float, float]:
+        """Begin the copy to the host: when it starts and when it ends."""
+        start = max(now, self._to_host_until)
+        self._to_host_until = start + self._link.to_host_seconds(self._storages[storage].nbytes)
+        self._done[storage] = self._to_host_until
+        return start, self._to_host_until
+
+    def fetch(self, storage: int, now: float) -> tuple[float, float]:
+        """Begin the copy back: when it starts and when it ends."""
+        start = max(now, self._to_device_until)
+        self._to_device_until = start + self._link.to_device_seconds(self._storages[storage].nbytes)
+        self._done[storage] = self._to_device_until
+        return start, self._to_device_until
+
+    def stall(self, storage: int, now: float) -> float:
+        """How long the device waits at `now` for the storage's latest copy."""
+        return max(0.0, self._done[storage] - now)
+
+    def stall_at_once(self, storage: int, now: float) -> float:
+        """How long the device waits at `now` for a copy that has just begun: for links that do not overlap."""
+        return 0.0 if self._link.overlaps else self.stall(storage, now)

@@ -7,7 +7,7 @@ from numbers import Integral
 
 from shoal.errors import InputError, brief
 
-MOST_BYTES = 2**63 - 1  # what torch and the operating system count with
+MAX_BYTES = 2**63 - 1  # what torch and the operating system count with
 HOST_PAGE_BYTES = 4096  # what direct I/O asks for, and how slots in a slab are aligned
 
 _UNITS = {
@@ -52,7 +52,7 @@ def parse_bytes(size: int | str, what: str = "budget") -> int:
                 f"{what}={brief(size)} is not a size; write a positive number with a unit: '150MiB' or '2GB'"
             )
         count = float(match.group(1)) * unit
-    if count > MOST_BYTES:
+    if count > MAX_BYTES:
         raise InputError(f"{what}={brief(size)} is more bytes than any device has; give fewer, such as '150MiB'")
     count = round(count)
     if count <= 0:

@@ -30,7 +30,7 @@ StorageKind = Literal[
     "activation",  # written by a forward op
     "output",  # written by a forward op and handed to the caller, who holds it until the step ends
     "tangent",  # the gradient of an output, made by the loss, held by autograd until the step ends
-    "error",  # written by a backward op and read by another (the papers' error terms)
+    "activation_gradient",  # written by a backward op and read by another (the papers call it an error term)
     "gradient",  # written by a backward op and handed to the optimizer: alive until the step ends
 ]
 RESIDENT: frozenset[str] = frozenset({"parameter", "buffer", "input", "constant"})
@@ -211,7 +211,7 @@ class StepGraph:
         ops = [replace(op, **cost(op), again=op.again and replace(op.again, **cost(op.again))) for op in self.ops]
         return replace(self, ops=tuple(ops))
 
-    def with_least_workspaces(self, first: Mapping[str, int], second: Mapping[str, int]) -> StepGraph:
+    def with_min_workspaces(self, first: Mapping[str, int], second: Mapping[str, int]) -> StepGraph:
         """The same step with workspaces of at least so many bytes, by op name: of first runs and of second ones."""
 
         def raised(op: Op) -> Op:
@@ -236,7 +236,7 @@ class StepGraph:
         """The inverse of `to_json`.
 
         Raises:
-            InputError: a value is missing or of another type. Whether the step makes sense, `check_step` tells.
+            InputError: a value is missing or of another type. `check_step` says whether the step makes sense.
         """
         return read_record(StepGraph, value, "step")
 

@@ -25,7 +25,7 @@ class Moment:
         resident_bytes: parameters, buffers, the input batch, optimizer state.
         kept_bytes: forward storages that were never given up since their first computation.
         recomputed_bytes: forward storages that were computed again.
-        error_bytes: storages between backward ops, and the gradients of the outputs.
+        activation_gradient_bytes: gradients of activations between backward ops, and those of the outputs.
         gradient_bytes: parameter gradients made so far.
         workspace_bytes: the op's scratch.
         fetched_bytes: offloaded storages that are back, or on their way.
@@ -40,7 +40,7 @@ class Moment:
     resident_bytes: int
     kept_bytes: int
     recomputed_bytes: int
-    error_bytes: int
+    activation_gradient_bytes: int
     gradient_bytes: int
     workspace_bytes: int
     fetched_bytes: int = 0
@@ -52,7 +52,7 @@ class Moment:
             self.resident_bytes
             + self.kept_bytes
             + self.recomputed_bytes
-            + self.error_bytes
+            + self.activation_gradient_bytes
             + self.gradient_bytes
             + self.workspace_bytes
             + self.fetched_bytes
@@ -85,7 +85,7 @@ class Timeline:
     Attributes:
         model: the model's name.
         moments: in the order they run.
-        budget_bytes: the promise, 0 for none.
+        budget_bytes: the most device bytes in use at once; 0 for no limit.
         transfers: in the order they begin.
     """
 

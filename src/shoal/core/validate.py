@@ -1,4 +1,4 @@
-"""The independent check of a plan: play the step's runs one by one and look at everything.
+"""The independent check of a plan: replay the step's runs one by one.
 
 It shares no code with `schedule`, `simulate` or a planner, and is slow and plain on purpose. It assumes nothing about
 how the sequence was made: it holds it against the step and the residences alone.
@@ -17,7 +17,9 @@ HELD_ALL_STEP = {"parameter", "buffer", "input", "constant"}
 NEVER_FREED = HELD_ALL_STEP | {"output", "tangent", "gradient"}
 
 
-def check(graph: StepGraph, residences: Mapping[str, Residence], runs: Sequence[Run], budget_bytes: int = 0) -> int:
+def check_runs(
+    graph: StepGraph, residences: Mapping[str, Residence], runs: Sequence[Run], budget_bytes: int = 0
+) -> int:
     """Hold a sequence of runs against the step and the residences it claims to carry out.
 
     Args:
@@ -36,7 +38,7 @@ def check(graph: StepGraph, residences: Mapping[str, Residence], runs: Sequence[
             for at another place than its residence says, or is read while it is away; the bytes in use pass the budget.
 
     ```python
-    check(plan.graph, plan.residences, schedule(plan.graph, plan.residences), plan.budget_bytes)
+    check_runs(plan.graph, plan.residences, schedule(plan.graph, plan.residences), plan.budget_bytes)
     # 34244
     ```
     """
@@ -58,7 +60,7 @@ def check(graph: StepGraph, residences: Mapping[str, Residence], runs: Sequence[
                 raise PlanError(f"{where} reads {storages[storage].name!r}, which is not there")
         for storage in run.writes:
             if storage not in op.writes:
-                raise PlanError(f"{where} is said to write {storages[storage].name!r}, which the op does not write")
+                raise PlanError(f"{where} claims to write {storages[storage].name!r}, which the op does not write")
             if storage in alive:
                 raise PlanError(f"{where} writes {storages[storage].name!r}, which is still there")
         alive.update(run.writes)

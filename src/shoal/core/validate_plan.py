@@ -1,4 +1,4 @@
-"""What guards the way of a plan into a training step: whoever made it, it is held against the rules before it runs."""
+"""Checks a plan before a training step runs it, whoever made it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.core.residence import Encode, Residence, residence_from_json, residen
 from shoal.core.schedule import schedule
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.core.validate_step import check_step
 from shoal.errors import InputError, PlanError, brief
 
@@ -48,7 +48,7 @@ def check_plan(graph: StepGraph, residences: Mapping[str, Residence], budget_byt
         _check_residence(name, residence)
         if isinstance(residence, Encode):
             _check_encoding(graph, name, residence)
-    check(graph, residences, schedule(graph, residences), budget_bytes)
+    check_runs(graph, residences, schedule(graph, residences), budget_bytes)
     simulate(graph, residences)  # its transfers need a link
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.core.hardware import MOST_SECONDS
+from shoal.core.hardware import MAX_SECONDS
 from shoal.core.step import RESIDENT, Again, Op, StepGraph
 from shoal.errors import PlanError, brief
 
@@ -40,6 +40,8 @@ def check_step(graph: StepGraph) -> None:
         for run, there in ((op, written), (op.again, written.union(op.writes))):
             if run is not None:
                 _costs(op.name, run)
+                if run.overwrites != -1 and not op.writes:
+                    raise PlanError(f"op {op.name!r} overwrites storage {run.overwrites}, but writes nothing")
                 _storages_are_there(graph, op.name, run.reads)
                 if early := to_come.intersection(run.reads) - there:
                     raise PlanError(f"op {op.name!r} reads {graph.storages[min(early)].name!r} before it is written")
@@ -61,8 +63,8 @@ def _costs(name: str, run: Op | Again) -> None:
     counts = (run.workspace_bytes, run.flops, run.moved_bytes)
     if min(counts) < 0 or run.workspace_bytes >= 2**62:
         raise PlanError(f"op {name!r} has workspace_bytes, flops and moved_bytes of {counts}; expected 0 or more")
-    if not 0 <= run.seconds <= MOST_SECONDS:
-        raise PlanError(f"op {name!r} takes {run.seconds} s; expected 0 to {MOST_SECONDS:g}")
+    if not 0 <= run.seconds <= MAX_SECONDS:
+        raise PlanError(f"op {name!r} takes {run.seconds} s; expected 0 to {MAX_SECONDS:g}")
     if run.overwrites != -1 and run.overwrites not in run.reads:
         raise PlanError(f"op {name!r} overwrites storage {run.overwrites}, which it does not read")
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from shoal.core.cache import cache_dir
-from shoal.core.files import write_json
+from shoal.core.files import cache_dir, write_json
 from shoal.core.records import read_json, read_object
 from shoal.errors import InputError
 from shoal.lowlevel import dispatch

@@ -69,7 +69,7 @@ def profile(
             callable may be its target.
         device: "cpu" or "cuda"; the fake tensors may be of another.
         progress: show a bar on stderr; None: only on a terminal.
-        cache: read and write the times cached for this machine (folder `costs` of `shoal.core.cache.cache_dir()`).
+        cache: read and write the times cached for this machine (folder `costs` of `shoal.core.files.cache_dir()`).
         budget_seconds: after that time, each remaining op is timed once.
 
     Returns:

@@ -115,7 +115,7 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
         if storage.kind == "output" and storage.name in released - saved:
             return replace(storage, kind="activation")
         if storage.kind == "tangent" and loop.tangents_pass:
-            return replace(storage, kind="error")
+            return replace(storage, kind="activation_gradient")
         return storage
 
     storages = list(map(seen, graph.storages))
@@ -132,7 +132,9 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
     ops = list(map(run, graph.ops))
     kept_bytes = math.ceil(loop.kept_share * tangent_bytes)
     if kept_bytes and any(op.phase == "loss" for op in ops):
-        kept = Storage(len(storages), KEPT_OF_LOSS, kept_bytes, "error", "", (kept_bytes,), "uint8", (KEPT_OF_LOSS,))
+        kept = Storage(
+            len(storages), KEPT_OF_LOSS, kept_bytes, "activation_gradient", "", (kept_bytes,), "uint8", (KEPT_OF_LOSS,)
+        )
         ops[-1] = replace(ops[-1], reads=(*ops[-1].reads, kept.id))
         ops = [replace(op, writes=(*op.writes, kept.id)) if op.phase == "loss" else op for op in ops]
         storages.append(kept)

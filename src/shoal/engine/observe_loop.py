@@ -31,15 +31,15 @@ def observe_loop(window: Window, measured: Measured, loop: LoopMemory, *, gradie
     for step in window.steps:
         plan = step.plan and step.basis and step.basis.of(step.plan, replace(seen, kept_share=0.0))
         at_loss = plan and next((m for m in plan.timeline.moments if m.phase == "loss"), None)
-        if not plan or not at_loss or not at_loss.error_bytes:
+        if not plan or not at_loss or not at_loss.activation_gradient_bytes:
             continue
         rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
         left_bytes = rest_bytes - dropped_bytes(plan.graph)
         kept_bytes = max(0, measured.before_backward_bytes - left_bytes) if measured.before_backward_bytes else 0
-        kept_shares.append(kept_bytes / at_loss.error_bytes)
+        kept_shares.append(kept_bytes / at_loss.activation_gradient_bytes)
         if measured.loss_bytes:
             scratch_bytes = measured.loss_bytes - rest_bytes - kept_bytes
-            loss_shares.append(max(0, scratch_bytes) / at_loss.error_bytes)
+            loss_shares.append(max(0, scratch_bytes) / at_loss.activation_gradient_bytes)
     return replace(
         seen,
         loss_share=max(loss_shares, default=loop.loss_share),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.core.cache import cache_dir
+from shoal.core.files import cache_dir
 from shoal.errors import InputError
 
 

@@ -35,7 +35,7 @@ def get(name: str | Planner) -> Planner:
     """The planner called `name`, or a function of your own with the same signature.
 
     What your function returns is held against `shoal.core.validate` before anything is made of it: PlanError where it
-    is no `Plan`, is of another step, breaks a rule or passes the budget.
+    is not a `Plan`, belongs to another step, breaks a rule or exceeds the budget.
 
     Raises:
         InputError: there is none of that name.

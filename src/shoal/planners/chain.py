@@ -7,7 +7,7 @@ checkpointing for heterogeneous chains: how to train deep neural networks with l
 Hellard, Eyraud-Dubois, Gusak, Beaumont, "Rockmate: an Efficient, Fast, Automatic and Generic Tool for
 Re-materialization in PyTorch", 2023 (several options a block).
 
-The step is cut into at most `MOST_BLOCKS` blocks where few bytes cross. A cut is the set of storages that cross it, so
+The step is cut into at most `MAX_BLOCKS` blocks where few bytes cross. A cut is the set of storages that cross it, so
 skips and concatenations need nothing special; options cover several neighbouring blocks, so that long residual sums
 can come back as one. One table holds the answer for every amount of memory. Its model is approximate (bytes in slots,
 shared storages not always seen as shared), so every distinct plan on it is played by the exact simulator, next to the
@@ -29,15 +29,14 @@ from functools import lru_cache
 
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
+from shoal.core.residence import Keep, Recompute, Residence
 from shoal.core.step import StepGraph
-from shoal.planners.chain_blocks import Blocks
-from shoal.planners.chain_table import Table
-from shoal.planners.chain_walk import residences_of
-from shoal.planners.cuts import choose_cuts
+from shoal.planners.chain_blocks import Blocks, members
+from shoal.planners.chain_table import Held, Table
+from shoal.planners.cuts import Candidate, candidate, choose_cuts, evenly_cut, keep_everything
 from shoal.planners.infeasible import infeasible
-from shoal.planners.segments import Candidate, candidate, keep_everything, segmentations
 
-MOST_BLOCKS = 60
+MAX_BLOCKS = 60
 SLOTS = 400
 
 
@@ -55,13 +54,13 @@ def chain(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     started = time.perf_counter()
     fitting = [found for found in frontier(graph) if found.peak_bytes <= budget_bytes]
     if not fitting:
-        raise infeasible(graph, least_peak(graph, hardware), budget_bytes)
+        raise infeasible(graph, smallest_peak(graph, hardware), budget_bytes)
     best = min(fitting, key=lambda found: found.seconds)
     planning_seconds = time.perf_counter() - started
     return Plan(graph, best.residences, "chain", hardware.name, budget_bytes, planning_seconds=planning_seconds)
 
 
-def least_peak(graph: StepGraph, hardware: Hardware) -> Plan:
+def smallest_peak(graph: StepGraph, hardware: Hardware) -> Plan:
     """The plan with the smallest peak that this planner finds, however slow."""
     best = min(frontier(graph), key=lambda found: found.peak_bytes)
     return Plan(graph, best.residences, "chain", hardware.name, best.peak_bytes)
@@ -71,12 +70,12 @@ def least_peak(graph: StepGraph, hardware: Hardware) -> Plan:
 def frontier(graph: StepGraph) -> tuple[Candidate, ...]:
     """The plans found that no other beats in both bytes and seconds, the least peak first."""
     everything = keep_everything(graph)
-    found = [everything, *segmentations(graph)]
+    found = [everything, *evenly_cut(graph)]
     if graph.n_forward:
-        blocks = Blocks(graph, choose_cuts(graph, MOST_BLOCKS))
+        blocks = Blocks(graph, choose_cuts(graph, MAX_BLOCKS))
         table = Table(blocks, everything.peak_bytes, SLOTS)
         plans = {plan.key: plan for slots in range(SLOTS + 1) if (plan := table.held(slots)) is not None}
-        found += [candidate(graph, residences_of(blocks, plan)) for plan in plans.values()]
+        found += [candidate(graph, _residences_of(blocks, plan)) for plan in plans.values()]
     return _undominated(found)
 
 
@@ -86,3 +85,44 @@ def _undominated(found: list[Candidate]) -> tuple[Candidate, ...]:
         if not best or plan.seconds < best[-1].seconds:
             best.append(plan)
     return tuple(best)
+
+
+def _residences_of(blocks: Blocks, plan: Held) -> dict[str, Residence]:
+    """The residences that carry out `plan`, each recomputation as late as possible.
+
+    Before a backward op comes back what it reads and, at the first such op of a phase, what the plan holds meanwhile;
+    after it goes what the phase may not hold. Both only change where a storage is computed again: the schedule frees
+    each instance after its last reader by itself.
+    """
+    graph = blocks.graph
+    before: dict[int, list[str]] = {}
+    always = plan.kept
+    there = always
+    for phase in reversed(range(blocks.n)):
+        may_stay = plan.held[phase] | always
+        if phase not in plan.afresh:
+            may_stay |= plan.allowed[phase] | blocks.made_in(phase, blocks.n)
+        wanted = plan.held[phase] & blocks.free
+        for i in blocks.phases[phase]:
+            if not blocks.reads[i] & ~there:
+                continue
+            target = blocks.reads[i] | wanted
+            read, made = target, 0
+            for op in blocks.closure(target, there):
+                read |= blocks.reads[op]
+                made |= blocks.writes[op]
+            made &= read & ~there  # what these ops write besides is dropped at once
+            for storage in members(made):
+                before.setdefault(storage, []).append(graph.ops[i].name)
+            there = (there | made) & may_stay
+            wanted = 0
+        if phase in plan.reached:
+            there &= plan.held[phase] | always
+    residences: dict[str, Residence] = {}
+    saved = set(graph.saved)
+    for s in graph.storages:
+        if s.id in before:
+            residences[s.name] = Recompute(tuple(before[s.id]))
+        elif s.id in saved or always >> s.id & 1:
+            residences[s.name] = Keep()
+    return residences

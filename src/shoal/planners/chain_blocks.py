@@ -19,7 +19,7 @@ from shoal.core.step import StepGraph
 from shoal.planners.cuts import crossing_sets
 
 SMALL_SHARE = 0.002  # the smallest saved storages that together are under this share of all are always kept
-MOST_OPTIONS = 8  # on the way from keeping least to keeping all
+MAX_OPTIONS = 8  # on the way from keeping least to keeping all
 SPANS = (1, 2, 3, 4, 6, 8, 11)  # how many neighbouring blocks an option covers
 
 
@@ -229,7 +229,7 @@ class Blocks:
         return peak, seconds
 
     def options(self, block: int) -> list[Option]:
-        """For every span of blocks from `block` on, some sets to keep, from as good as nothing to all that is saved."""
+        """For every span of blocks from `block` on, some sets to keep, from almost nothing to everything saved."""
         ends = [block + span for span in SPANS if block + span <= self.n]
         return [option for end in ends for option in self._options(block, end)]
 
@@ -242,14 +242,14 @@ class Blocks:
         return [self._option(block, end, keeps) for keeps in sets]
 
     def _ladder(self, block: int, least: int, most: int) -> list[int]:
-        """At most `MOST_OPTIONS` sets from `least` to `most`, each adding the storages that are dearest per byte."""
+        """At most `MAX_OPTIONS` sets from `least` to `most`, each adding the storages that are dearest per byte."""
         start = self.crossing[block]
         worth = []
         for s in members(most & ~least):
             again = self.closure(1 << s, start | most & ~(1 << s))
             worth.append((sum(self.graph.ops[i].second.seconds for i in again) / max(1, self.nbytes[s]), s))
         worth.sort(reverse=True)
-        counts = sorted({round(k * len(worth) / (MOST_OPTIONS - 1)) for k in range(MOST_OPTIONS)})
+        counts = sorted({round(k * len(worth) / (MAX_OPTIONS - 1)) for k in range(MAX_OPTIONS)})
         return [least | bits(s for _, s in worth[:count]) for count in counts]
 
     def _option(self, block: int, end: int, keeps: int) -> Option:

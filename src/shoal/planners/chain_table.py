@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
     Attributes:
         seconds: its own recomputation, the parts' apart.
-        least_bytes: what m must cover for it, the parts apart.
+        min_bytes: what m must cover for it, the parts apart.
         right: the first block of the right part; the part ends with t and has the same w, or is empty (t+1).
         taken_bytes: what is held during the right part.
         left: the w of the left part, which is s..left_end; -1 for none.
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     """
 
     seconds: float
-    least_bytes: int
+    min_bytes: int
     right: int
     taken_bytes: int
     left: int
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Held:
-    """What the decisions of the program come to.
+    """The decisions of the dynamic program, by phase.
 
     Attributes:
         kept: storages kept from the forward pass on.
@@ -81,13 +81,13 @@ class Table:
 
     Args:
         blocks: the chain.
-        most_bytes: what `slots` slots stand for, together with the bytes that are always in use.
+        max_bytes: what `slots` slots stand for, together with the bytes that are always in use.
     """
 
-    def __init__(self, blocks: Blocks, most_bytes: int, slots: int) -> None:
+    def __init__(self, blocks: Blocks, max_bytes: int, slots: int) -> None:
         self.blocks, self.slots, self.n = blocks, slots, blocks.n
         self.standing_bytes = blocks.graph.resident_bytes
-        self.slot_bytes = max(1.0, (most_bytes - self.standing_bytes) / slots)
+        self.slot_bytes = max(1.0, (max_bytes - self.standing_bytes) / slots)
         n = self.n
         self.options: list[list[Option]] = [blocks.options(s) for s in range(n)]
         self.passes = [blocks.pass_over(s, s + 1) for s in range(n)]

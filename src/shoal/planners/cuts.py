@@ -1,4 +1,4 @@
-"""Where the forward pass can be cut: what crosses a position, and which positions make good borders of blocks.
+"""Where the forward pass can be cut: what crosses a position, good borders of blocks, and evenly cut plans.
 
 Position p lies before the forward op p. A storage crosses it when an earlier op writes it and a later forward op reads
 it: it must be there to go on from p. In a plain chain one storage crosses, beside a skip connection two or more.
@@ -6,7 +6,14 @@ it: it must be there to go on from p. In a plain chain one storage crosses, besi
 
 from __future__ import annotations
 
+from math import isqrt
+from typing import NamedTuple
+
+from shoal.core.residence import Residence
+from shoal.core.schedule import schedule
+from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
+from shoal.planners.just_in_time import just_in_time
 
 WORTH_A_CUT = 0.05  # of the saved bytes of an average op
 
@@ -28,8 +35,8 @@ def saved_bytes_per_op(graph: StepGraph) -> list[int]:
     return [sum(graph.storages[s].nbytes for s in op.writes if s in saved) for op in graph.ops[: graph.n_forward]]
 
 
-def choose_cuts(graph: StepGraph, most_blocks: int) -> list[int]:
-    """At most `most_blocks - 1` positions at which few bytes cross, spread evenly over the saved bytes.
+def choose_cuts(graph: StepGraph, max_blocks: int) -> list[int]:
+    """At most `max_blocks - 1` positions at which few bytes cross, spread evenly over the saved bytes.
 
     From all positions the worst is dropped until few enough are left: the one whose two neighbouring blocks save the
     fewest bytes together for the bytes that cross it. What crosses without being saved counts twice, as no backward op
@@ -44,7 +51,7 @@ def choose_cuts(graph: StepGraph, most_blocks: int) -> list[int]:
     # Only right after something worth holding; a batch norm's statistics are not.
     worth = WORTH_A_CUT * reached[-1] / graph.n_forward
     cuts = [p for p in range(1, graph.n_forward) if reached[p] - reached[p - 1] > worth]
-    while len(cuts) > most_blocks - 1:
+    while len(cuts) > max_blocks - 1:
         borders = [0, *cuts, graph.n_forward]
         worst = min(
             range(1, len(borders) - 1),
@@ -56,3 +63,48 @@ def choose_cuts(graph: StepGraph, most_blocks: int) -> list[int]:
 
 def _last_forward_reader(graph: StepGraph, storage: int) -> int:
     return max((reader for reader in graph.readers[storage] if reader < graph.n_forward), default=-1)
+
+
+class Candidate(NamedTuple):
+    """A plan that was found, with its exact cost."""
+
+    peak_bytes: int
+    seconds: float
+    residences: dict[str, Residence]
+
+
+def candidate(graph: StepGraph, residences: dict[str, Residence]) -> Candidate:
+    """Play `residences` through."""
+    return Candidate(*peak_and_seconds(graph, schedule(graph, residences)), residences)
+
+
+def keep_everything(graph: StepGraph) -> Candidate:
+    """What plain PyTorch does."""
+    return candidate(graph, just_in_time(graph, range(len(graph.storages))))
+
+
+def evenly_cut(graph: StepGraph) -> list[Candidate]:
+    """For every number of segments up to about 2 sqrt(n): keep what crosses the cuts, recompute all the rest, or all
+    but the last segment, of which everything is read right after the forward pass."""
+    crossing = crossing_sets(graph)
+    weights = saved_bytes_per_op(graph)
+    found = []
+    for n_segments in range(1, min(graph.n_forward, 2 * isqrt(graph.n_forward) + 2) + 1):
+        cuts = _even_cuts(weights, n_segments)
+        kept = {s for cut in cuts for s in crossing[cut]}
+        last = {s for op in graph.ops[cuts[-1] if cuts else 0 : graph.n_forward] for s in op.writes}
+        found += [candidate(graph, just_in_time(graph, kept)), candidate(graph, just_in_time(graph, kept | last))]
+    return found
+
+
+def _even_cuts(weights: list[int], n_segments: int) -> list[int]:
+    """Positions that cut `weights` into segments of about equal sums."""
+    whole = max(1, sum(weights))
+    cuts = []
+    reached, share = 0, 1
+    for position, weight in enumerate(weights[:-1], start=1):
+        reached += weight
+        if share < n_segments and reached * n_segments >= share * whole:
+            cuts.append(position)
+            share = reached * n_segments // whole + 1
+    return cuts

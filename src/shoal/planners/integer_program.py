@@ -12,8 +12,8 @@ and at every position what is fixed, kept and back early must fit the budget:
 
     fixed + sum over waiting s of bytes_s * (k_s + b_si) <= budget.
 
-Where the step has a link, o_s says whether s waits on the host, and stands beside k_s in the first row; what that takes
-of the link and of the device is in `link_rows`, and the objective is then all added time, in which copies go on.
+Where the step has a link, o_s says whether s waits on the host, and is added to k_s in the first row. What that takes
+of the link and of the device is in `link_rows`; the objective is then all added time, during which copies go on.
 
 With binary k the least b is integral, so only the k need branching. The objective is the time of the reruns. Without
 the b the program is a relaxation for every plan that keeps or recomputes, however often: its optimum is the lower
@@ -26,6 +26,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shoal.planners.limits import DEFAULT, Guard, Limits
 from shoal.planners.linear_program import LinearProgram
 from shoal.planners.link_rows import add_link_rows
 from shoal.planners.recompute_choice import RecomputeChoice
@@ -46,7 +47,7 @@ class Solution:
     """What the solver found.
 
     Attributes:
-        chosen: None where it found none in time or there is none.
+        chosen: None where it found none within its limits or there is none.
         added_seconds: time of the reruns and stalls.
         bound_seconds: proven least time; infinite where no choice fits.
     """
@@ -56,6 +57,9 @@ class Solution:
     bound_seconds: float
 
 
+NOTHING_KNOWN = Solution(None, math.inf, 0.0)
+
+
 def solve(
     choice: RecomputeChoice,
     budget_bytes: int | None,
@@ -63,23 +67,24 @@ def solve(
     early: bool = True,
     whole: bool = True,
     start: Chosen | None = None,
-    time_limit_seconds: float,
-    gap: float = 0.002,
+    gap: float | None = None,
+    limits: Limits = DEFAULT,
+    guard: Guard | None = None,
 ) -> Solution:
     """Solve the program.
 
     Args:
         choice: the step's numbers.
-        budget_bytes: most bytes in use at any position. None asks for the least possible peak instead.
+        budget_bytes: most bytes in use at any position. None minimises the peak instead.
         early: count what is back early. False gives the relaxation for the lower bound.
         whole: take each storage for one thing. False lets parts of it be kept and offloaded, in a small part of the
             time; each is then where most of it is.
         start: a choice to start from.
-        time_limit_seconds: after it, the best found so far counts.
-        gap: relative gap at which to stop.
+        gap: relative gap at which to stop; None takes that of `limits`.
+        limits: nodes and iterations after which the best found so far counts.
+        guard: the time limit of the planner that asks.
     """
-    program = _Program(choice, budget_bytes, early)
-    return program.run(start, time_limit_seconds, gap, whole)
+    return _Program(choice, budget_bytes, early).run(start, whole, gap, limits, guard or Guard(limits.guard_seconds))
 
 
 class _Program:
@@ -92,13 +97,13 @@ class _Program:
         # A variable of added time is a second, not one rerun: all of them at 1 would be minutes, and so would the gap.
         rerun_seconds = sum(ops[op].second.seconds for op in rerun)
         self.program = program = LinearProgram(0.0 if choice.graph.link is None else max(rerun_seconds, 1e-12))
-        self.hopeless = False
+        self.infeasible = False
         self.unit_bytes = budget_bytes or max(row.fixed_bytes for row in choice.rows)
         self.keep = {s: program.variable(binary=True) for s in choice.candidates}
         link = choice.graph.link
         self.link = add_link_rows(program, choice, link, self.unit_bytes, relaxed=not early) if link else None
         self.off: Mapping[int, int] = self.link.off if self.link is not None else {}
-        # With a link, what a rerun costs is told apart from where it falls: copies go on meanwhile.
+        # With a link the added time is variables of its own: copies go on during reruns.
         self.rerun = {op: program.variable(0.0 if self.link is not None else ops[op].second.seconds) for op in rerun}
         if self.link is not None:
             spent = {variable: -ops[op].second.seconds for op, variable in self.rerun.items()}
@@ -154,9 +159,9 @@ class _Program:
     def _add_memory(self, budget_bytes: int | None) -> None:
         choice, program = self.choice, self.program
         storages = choice.graph.storages
-        peak = None if budget_bytes else program.variable(program.unit_cost * 1e3, most=math.inf)
+        peak = None if budget_bytes else program.variable(program.unit_cost * 1e3, upper=math.inf)
         for number, row in enumerate(choice.rows):
-            fixed_bytes = row.fixed_bytes if self.early else row.least_bytes
+            fixed_bytes = row.fixed_bytes if self.early else row.min_bytes
             room = 0.0 if peak is not None else 1.0
             room -= fixed_bytes / self.unit_bytes
             entries: dict[int, float] = {}
@@ -174,20 +179,33 @@ class _Program:
                 entries[peak] = 1.0
                 program.at_least(-room, entries)
             elif room < 0:
-                self.hopeless = True
+                self.infeasible = True
             elif may_bind or on_the_way:
                 program.at_least(-room, entries)
 
-    def run(self, start: Chosen | None, time_limit_seconds: float, gap: float, whole: bool) -> Solution:
-        if self.hopeless:
+    def run(self, start: Chosen | None, whole: bool, gap: float | None, limits: Limits, guard: Guard) -> Solution:
+        if self.infeasible:
             return Solution(None, math.inf, math.inf)
         values = None
         if start is not None:
             values = {column: float(s in start.kept) for s, column in self.keep.items()}
             values.update({column: float(s in start.offloaded) for s, column in self.off.items()})
-        found = self.program.run(values, time_limit_seconds, gap, whole=whole)
+        has_link = self.link is not None
+        if gap is None:
+            gap = limits.gap_with_link if has_link else limits.gap
+        found = self.program.run(
+            values,
+            whole=whole,
+            gap=gap,
+            max_nodes=limits.max_nodes_with_link if has_link else limits.max_nodes,
+            max_simplex_iterations=limits.max_simplex_iterations,
+            sub_programs=not has_link,
+            time_limit_seconds=guard.left_seconds / 4,  # the rest is for the other parts
+        )
+        if found.timed_out:
+            guard.note("integer program" if whole else "linear program")
         if found.values is None:
-            return Solution(None, found.cost, found.least_cost)
+            return Solution(None, found.cost, found.cost_bound)
         kept, offloaded = set(), set()
         for storage, column in self.keep.items():
             here = found.values[column]
@@ -196,4 +214,4 @@ class _Program:
                 kept.add(storage)
             elif there >= 1 - here - there:
                 offloaded.add(storage)
-        return Solution(Chosen(frozenset(kept), frozenset(offloaded)), found.cost, found.least_cost)
+        return Solution(Chosen(frozenset(kept), frozenset(offloaded)), found.cost, found.cost_bound)

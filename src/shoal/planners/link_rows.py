@@ -1,14 +1,14 @@
-"""What a link can carry, as rows of a linear program: bytes that should be away by now and are not.
+"""What a link can carry, as rows of a linear program: the backlog of bytes still to be copied.
 
-Offloading is a fluid here. For every storage s a binary o_s says whether it leaves. From one position of the forward
-pass to the next, the backlog B of the way to the host grows by what is written and falls by bandwidth times seconds,
-stalls x included; it is empty when the forward pass ends:
+The link is modelled as divisible bandwidth. For every storage s a binary o_s says whether it leaves. From one position
+of the forward pass to the next, the backlog B of the way to the host grows by what is written and falls by bandwidth
+times seconds, stalls x included; it is empty when the forward pass ends:
 
     B_j >= B_(j-1) + sum of bytes_s * o_s - bandwidth * (seconds_j + x_j),      B_end = 0.
 
 What of it no forward reader holds anyway is in use at j. The backward pass is the same read from its end: F_j is what
 must be back ahead of its first reader. A real copy frees its bytes at its end and takes them at its start, never
-earlier than the fluid does, so the rows are a relaxation for every plan that offloads.
+earlier than divisible bandwidth does, so the rows are a relaxation for every plan that offloads.
 
 The latency of a copy counts as the bytes that the link could carry meanwhile. Those take no room on the device, so a
 relaxation has two backlogs, of bytes for the room and of both for the time. To choose by, the second does for both.
@@ -65,10 +65,10 @@ def add_link_rows(
         program.at_least(
             -link.host_bytes / unit_bytes, {off[s]: -graph.storages[s].host_bytes / unit_bytes for s in off}
         )
-    most_seconds = sum(both_ways_seconds.values()) + sum(op.second.seconds for op in graph.ops[: graph.n_forward])
+    max_seconds = sum(both_ways_seconds.values()) + sum(op.second.seconds for op in graph.ops[: graph.n_forward])
     if not link.overlaps:
-        return LinkRows(off, (program.variable(1.0, most=most_seconds),), {})
-    ways = _Ways(program, choice, link, off, unit_bytes, most_seconds, relaxed)
+        return LinkRows(off, (program.variable(1.0, upper=max_seconds),), {})
+    ways = _Ways(program, choice, link, off, unit_bytes, max_seconds, relaxed)
     ahead = ways.add_there()
     added, ahead_back = ways.add_back()
     return LinkRows(off, added, {**ahead, **ahead_back})
@@ -84,7 +84,7 @@ class _Ways:
         link: Link,
         off: Mapping[int, int],
         unit_bytes: float,
-        most_seconds: float,
+        max_seconds: float,
         relaxed: bool,
     ) -> None:
         self._program = program
@@ -92,7 +92,7 @@ class _Ways:
         self._link = link
         self._off = off
         self._unit_bytes = unit_bytes
-        self._most_seconds = most_seconds
+        self._max_seconds = max_seconds
         self._relaxed = relaxed
         self._starts = [0.0]  # of each op, in the plain step
         for op in choice.graph.ops:
@@ -104,7 +104,7 @@ class _Ways:
         rows_at = self._rows_at(0, graph.n_forward)
         stops = [*sorted(rows_at), graph.n_forward]
         seconds = [self._starts[b] - self._starts[a] for a, b in zip([0, *stops], stops, strict=False)]
-        stalls = [program.variable(1.0, most=self._most_seconds) for _ in stops]
+        stalls = [program.variable(1.0, upper=self._max_seconds) for _ in stops]
         born = sorted(self._off, key=graph.producer.__getitem__)
         begins = [sum(graph.producer[s] < stop for s in born) for stop in stops]
         comes = [born[a:b] for a, b in zip([0, *begins], begins, strict=False)]
@@ -113,7 +113,7 @@ class _Ways:
         for backlog, op, n_born in zip(backlogs, stops, begins, strict=True):
             for number in rows_at.get(op, ()):
                 waiting = set(self._choice.rows[number].waiting)
-                in_use = program.variable(most=self._most_bytes())
+                in_use = program.variable(upper=self._max_bytes())
                 held = {self._off[s]: self._bytes(s) for s in born[:n_born] if s not in waiting}
                 program.at_least(0.0, {in_use: 1.0, backlog: -1.0, **held})
                 ahead[number] = {in_use: 1.0}
@@ -132,7 +132,7 @@ class _Ways:
         # From one stop back to the one before; what the first op finds must come before it, while the device waits.
         seconds = [0.0, *(self._starts[b] - self._starts[a] for a, b in zip(stops[1:], stops, strict=False)), 0.0]
         comes = [[], *([*due.get(stop, ())] for stop in stops)]
-        added = [program.variable(1.0, most=self._most_seconds) for _ in comes]
+        added = [program.variable(1.0, upper=self._max_seconds) for _ in comes]
         backlogs = self._chains(self._link.to_device_bytes_per_second, seconds, added, comes)
         ahead = {
             number: {backlog: 1.0}
@@ -171,11 +171,11 @@ class _Ways:
         latency_bytes: float,
     ) -> list[int]:
         rate = bytes_per_second / self._unit_bytes
-        most_bytes = self._most_bytes() + latency_bytes * len(self._off)
+        max_bytes = self._max_bytes() + latency_bytes * len(self._off)
         backlogs: list[int] = []
         for number, (duration, extra, coming) in enumerate(zip(seconds, added, comes, strict=True)):
             is_last = number == len(added) - 1
-            backlog = self._program.variable(most=0.0 if is_last else most_bytes)
+            backlog = self._program.variable(upper=0.0 if is_last else max_bytes)
             entries = {backlog: 1.0, extra: rate}
             if backlogs:
                 entries[backlogs[-1]] = -1.0
@@ -195,5 +195,5 @@ class _Ways:
     def _bytes(self, storage: int) -> float:
         return self._choice.graph.storages[storage].nbytes / self._unit_bytes
 
-    def _most_bytes(self) -> float:
+    def _max_bytes(self) -> float:
         return sum(self._bytes(s) for s in self._off)

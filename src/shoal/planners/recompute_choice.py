@@ -27,14 +27,14 @@ class Row:
         op: the position; of all at which the same storages wait the one with the most bytes.
         interval: how many demands lie at or before the position; 0 in the forward pass.
         fixed_bytes: in a plan that keeps every storage about which there is no choice.
-        least_bytes: the same in any plan at all, at whichever of these positions that is most.
+        min_bytes: a lower bound of the same for every plan, the highest of these positions.
         waiting: storages that are alive here if kept, and else only if they are back early.
     """
 
     op: int
     interval: int
     fixed_bytes: int
-    least_bytes: int
+    min_bytes: int
     waiting: tuple[int, ...]
 
 
@@ -106,9 +106,9 @@ def recompute_choice(graph: StepGraph, *, every: bool = False) -> RecomputeChoic
                 due[needed] = max(due.get(needed, 0), due[storage])
     candidates = {s for s in candidates if s in due}
     # The host can take what must not be recomputed; too little to plan for, but the bound must not count on it.
-    beside = saved - free - graph.held_for_second_runs if graph.link is not None else set()
-    beside = {s for s in beside if graph.storages[s].kind == "activation"}
-    rows = _rows(graph, candidates, small | beside, demands, due, first_read)
+    only_host = saved - free - graph.held_for_second_runs if graph.link is not None else set()
+    only_host = {s for s in only_host if graph.storages[s].kind == "activation"}
+    rows = _rows(graph, candidates, small | only_host, demands, due, first_read)
     return RecomputeChoice(
         graph,
         tuple(sorted(candidates)),

@@ -1,4 +1,4 @@
-"""Where offloaded storages are released and fetched, given which they are: without a stall where the budget allows.
+"""Offload and prefetch positions for a given set of offloaded storages: without a stall where the budget allows.
 
 Each is released at the first op that ends after its copy has, and fetched by the last op that begins early enough.
 Where that is over the budget it is released earlier, or fetched later, and the device waits, as short as can be. Both
@@ -21,7 +21,7 @@ from shoal.core.simulate import bytes_and_seconds
 from shoal.core.step import StepGraph
 from shoal.errors import PlanError
 
-_NO_LIMIT = 1 << 62
+_NO_LIMIT = 1 << 62  # bytes
 
 
 @dataclass(frozen=True)
@@ -106,26 +106,26 @@ class TransferPlaces:
     def _groups(
         self, graph: StepGraph, runs: Sequence[Run], room: Sequence[int]
     ) -> tuple[list[_Unit], dict[int, _FirstRead]]:
-        """The backward pass in units: each op with the recomputations that serve it, for nothing is fetched amidst."""
+        """The backward pass in units: each op with the recomputations for it, as nothing is fetched between these."""
         units: list[_Unit] = []
         first: dict[int, _FirstRead] = {}
         between: set[int] = set()  # what is read before the backward pass begins would be back too late
-        seconds, least_room, read = 0.0, _NO_LIMIT, []
+        seconds, min_room, read = 0.0, _NO_LIMIT, []
         for number in range(graph.n_forward, len(runs)):
             op = runs[number].of(graph)
             read += [(storage, _FirstRead(len(units), number, seconds)) for storage in op.reads]
             seconds += op.seconds
-            least_room = min(least_room, room[number])
+            min_room = min(min_room, room[number])
             if runs[number].again:
                 continue
             if op.phase == "backward":
                 for storage, reader in read:
                     first.setdefault(storage, reader)
-                units.append(_Unit(op.id, seconds, least_room))
+                units.append(_Unit(op.id, seconds, min_room))
             else:
                 between.update(storage for storage, _ in read)
-                self._between.append(_Unit(op.id, seconds, least_room))
-            seconds, least_room, read = 0.0, _NO_LIMIT, []
+                self._between.append(_Unit(op.id, seconds, min_room))
+            seconds, min_room, read = 0.0, _NO_LIMIT, []
         return units, {storage: reader for storage, reader in first.items() if storage not in between}
 
     def _way_there(self, graph: StepGraph, link: Link, room: Sequence[int]) -> _Way:

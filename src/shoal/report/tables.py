@@ -23,7 +23,7 @@ _FATES = {
     "constant": "Resident: a constant",
     "gradient": "Parameter gradient: in use until the step ends",
     "tangent": "Gradient of the output: in use until the step ends",
-    "error": "Activation gradient: freed after the next backward op",
+    "activation_gradient": "Activation gradient: freed after the next backward op",
     "output": "Returned to the caller: in use until the step ends",
 }
 

@@ -329,7 +329,7 @@ def category_bytes(moment: Moment) -> dict[str, int]:
         "resident": moment.resident_bytes,
         "gradients": moment.gradient_bytes,
         "kept": moment.kept_bytes,
-        "activation-gradients": moment.error_bytes,
+        "activation-gradients": moment.activation_gradient_bytes,
         "recomputed": moment.recomputed_bytes,
         "fetched": moment.fetched_bytes,
         "workspace": moment.workspace_bytes,

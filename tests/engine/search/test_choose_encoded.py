@@ -133,9 +133,9 @@ def test_a_budget_that_nothing_fits_names_the_least_that_does() -> None:
     assert len(tried) > 2
 
 
-def test_the_search_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "_ESTIMATING_SECONDS", 0.0)
-    monkeypatch.setattr(choosing, "_PLANNING_SECONDS", 0.0)
+def test_the_search_ends_where_its_effort_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "_ESTIMATING_EFFORT", 0)
+    monkeypatch.setattr(choosing, "_PLANNING_OPS", 0)
     planned: list[StepGraph] = []
 
     def plan(graph: StepGraph) -> Plan:

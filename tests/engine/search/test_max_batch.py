@@ -13,7 +13,7 @@ from shoal import planners
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.engine.search.max_batch import MOST_IMAGES, largest_batch, largest_batches, table
+from shoal.engine.search.max_batch import MAX_IMAGES, largest_batch, largest_batches, table
 from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.planners.keep_all import keep_all
 from shoal.planners.papers.sqrt import sqrt
@@ -95,7 +95,7 @@ def test_it_ends_also_where_the_least_budget_misleads() -> None:
 
 def test_where_every_batch_fits_it_stops_at_the_most() -> None:
     answer = largest_batch(Steps(conv_bn_relu_chain(2)), HARDWARE, 2**60, "keep_all")
-    assert (answer.batch, answer.too_many) == (MOST_IMAGES, 0)
+    assert (answer.batch, answer.too_many) == (MAX_IMAGES, 0)
 
 
 def test_a_stronger_planner_has_a_larger_batch() -> None:
@@ -144,7 +144,7 @@ def test_a_batch_too_small_for_the_network_ends_the_search() -> None:
     assert largest_batch(step_of, HARDWARE, peak_bytes(steps, 1), "keep_all", first=1).reason.startswith("batch norm")
 
 
-@pytest.mark.parametrize("wrong", [{"first": 0}, {"most": 0}, {"budget_bytes": 0}, {"planner": "keepall"}])
+@pytest.mark.parametrize("wrong", [{"first": 0}, {"max_images": 0}, {"budget_bytes": 0}, {"planner": "keepall"}])
 def test_wrong_arguments_are_refused(wrong: dict[str, object]) -> None:
     arguments: dict[str, object] = {"budget_bytes": 100, "planner": "keep_all", **wrong}
     with pytest.raises(InputError, match=str(next(iter(wrong)))):

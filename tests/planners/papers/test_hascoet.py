@@ -11,7 +11,7 @@ from shoal.core.hardware import Link
 from shoal.core.residence import Keep, Offload
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, InputError
 from shoal.planners.papers.hascoet import hascoet, inputs_of_layers
 from tests.random_steps import HARDWARE, SLOW_LINK, Builder, plain_chain, steps
@@ -68,7 +68,7 @@ def test_without_parallel_streams_every_copy_is_added_and_pageable_memory_makes_
 def test_its_plan_is_legal_and_recomputes_nothing(graph: StepGraph) -> None:
     graph = replace(graph, link=SLOW_LINK)
     plan = hascoet(graph, HARDWARE, 0)
-    assert check(graph, plan.residences, schedule(graph, plan.residences)) == plan.predicted_peak_bytes
+    assert check_runs(graph, plan.residences, schedule(graph, plan.residences)) == plan.predicted_peak_bytes
     assert not plan.recomputed
     assert {s.id for s in plan.offloaded} == set(inputs_of_layers(graph))
 

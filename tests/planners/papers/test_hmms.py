@@ -13,7 +13,7 @@ from shoal.core.hardware import Link
 from shoal.core.residence import Keep, Offload
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, InputError
 from shoal.planners.keep_all import keep_all
 from shoal.planners.papers.hmms import (
@@ -187,7 +187,7 @@ def test_a_link_that_takes_no_time_costs_no_time(graph: StepGraph) -> None:
 def test_its_plan_is_legal_and_holds_no_more_than_the_host_has(graph: StepGraph, link: Link) -> None:
     graph = replace(graph, link=link)
     plan = hmms(graph, HARDWARE, 0)
-    assert check(graph, plan.residences, schedule(graph, plan.residences)) == plan.predicted_peak_bytes
+    assert check_runs(graph, plan.residences, schedule(graph, plan.residences)) == plan.predicted_peak_bytes
     assert not plan.recomputed
     assert not link.host_bytes or plan.host_bytes <= link.host_bytes
     for storage in plan.offloaded:

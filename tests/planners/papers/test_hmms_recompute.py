@@ -15,7 +15,7 @@ from shoal.core import presets
 from shoal.core.residence import Recompute
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, InputError
 from shoal.planners.papers.hmms import hmms, theoretical_limit
 from shoal.planners.papers.hmms_recompute import hmms_recompute, normalised
@@ -101,7 +101,7 @@ def test_the_link_carries_a_larger_share_of_what_is_left(graph: StepGraph) -> No
 def test_its_plan_is_legal(graph: StepGraph) -> None:
     graph = replace(graph, link=SLOW_LINK)
     plan = hmms_recompute(graph, HARDWARE, 0)
-    assert check(graph, plan.residences, schedule(graph, plan.residences)) == plan.predicted_peak_bytes
+    assert check_runs(graph, plan.residences, schedule(graph, plan.residences)) == plan.predicted_peak_bytes
 
 
 def test_under_a_budget_the_device_waits_and_what_cannot_be_is_said(graph: StepGraph) -> None:

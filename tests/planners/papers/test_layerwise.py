@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shoal.core.hardware import Link
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, InputError
 from shoal.planners.papers.hmms import hmms, offloadable, within_limit
 from shoal.planners.papers.layerwise import last_of_next_layer, layerwise, one_layer_ahead
@@ -85,7 +85,7 @@ def test_a_copy_that_takes_longer_than_the_next_layer_is_waited_for_at_its_end()
 def test_its_plan_is_legal_and_moves_what_hmms_moves(graph: StepGraph, rate: float, host_bytes: int) -> None:
     graph = replace(graph, link=replace(SLOW_LINK, to_host_bytes_per_second=rate, host_bytes=host_bytes))
     plan = layerwise(graph, HARDWARE, 0)
-    assert check(graph, plan.residences, schedule(graph, plan.residences)) == plan.predicted_peak_bytes
+    assert check_runs(graph, plan.residences, schedule(graph, plan.residences)) == plan.predicted_peak_bytes
     assert plan.offloaded == hmms(graph, HARDWARE, 0).offloaded
 
 

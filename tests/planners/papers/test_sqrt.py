@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
+from shoal.planners.cuts import evenly_cut, keep_everything
 from shoal.planners.keep_all import keep_all
 from shoal.planners.papers.sqrt import sqrt
-from shoal.planners.segments import keep_everything, segmentations
 from tests.random_steps import HARDWARE, conv_bn_relu_chain, plain_chain, steps
 
 
@@ -29,23 +29,23 @@ def test_a_chain_needs_two_roots_of_its_layers(layers: int) -> None:
 
 def test_each_storage_comes_back_at_most_once() -> None:
     graph = conv_bn_relu_chain(16)
-    for _, _, residences in segmentations(graph):
+    for _, _, residences in evenly_cut(graph):
         again = [run.op for run in schedule(graph, residences) if run.again and graph.ops[run.op].target == "conv"]
         assert len(again) == len(set(again))
 
 
 def test_more_segments_than_the_root_are_tried() -> None:
     graph = plain_chain(36)
-    kept = {sum(type(r).__name__ == "Keep" for r in residences.values()) for _, _, residences in segmentations(graph)}
+    kept = {sum(type(r).__name__ == "Keep" for r in residences.values()) for _, _, residences in evenly_cut(graph)}
     assert set(range(isqrt(36))) <= kept
 
 
 @given(steps(), st.floats(0, 1))
 def test_every_plan_passes_the_check_within_its_budget(graph: StepGraph, share: float) -> None:
-    peaks = [found.peak_bytes for found in (keep_everything(graph), *segmentations(graph))]
+    peaks = [found.peak_bytes for found in (keep_everything(graph), *evenly_cut(graph))]
     budget = min(peaks) + round(share * (max(peaks) - min(peaks)))
     plan = sqrt(graph, HARDWARE, budget)
-    assert check(graph, plan.residences, schedule(graph, plan.residences), budget) == plan.predicted_peak_bytes
+    assert check_runs(graph, plan.residences, schedule(graph, plan.residences), budget) == plan.predicted_peak_bytes
 
 
 def test_where_everything_fits_nothing_is_recomputed() -> None:

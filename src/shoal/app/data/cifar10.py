@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from shoal.app.data.source import VARIABLE, Images, Source, check_labels, data_dir
-from shoal.core.cache import cache_dir
-from shoal.core.files import write_atomically
+from shoal.core.files import cache_dir, write_atomically
 from shoal.errors import InputError
 
 ARCHIVE = "cifar10-jpeg.tar.xz"

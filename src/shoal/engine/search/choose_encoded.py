@@ -1,11 +1,11 @@
-"""Which convolution inputs had best wait in 8 bits a value: `lossy=` of `shoal.compile` and `shoal.plan`.
+"""Which convolution inputs to store in 8 bits a value: `lossy=` of `shoal.compile` and `shoal.plan`.
 
 Also known as: mixed policies of compression and rematerialisation (Liu et al., GACT, ICML'22, choose bits; here the
 choice is between 8 bits, keeping, recomputing and offloading).
 
-A set of storages is judged by its program in parts (see `planners.integer_program`), which takes milliseconds, and
-improved storage by storage. The best sets are then planned in full beside the exact step, with their neighbours while
-there is time, and the fastest plan counts.
+A set of storages is judged by its relaxed program (see `planners.integer_program`), which takes milliseconds, and
+improved storage by storage. The best sets are then planned in full, as is the exact step, and as many of their
+neighbours as the limits allow, and the fastest plan counts. Counts end both searches, never a clock.
 No optimum is claimed for the set; the plan of it is as good as `joint` makes it.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -32,6 +31,7 @@ from shoal.errors import BudgetError, PlanError
 from shoal.kernels.encoded_activation import encode, measured_errors
 from shoal.lowlevel.torch_internals import isolated
 from shoal.planners.joint import estimate
+from shoal.planners.limits import Effort, Guard
 from shoal.planners.recompute_choice import recompute_choice
 
 log = logging.getLogger(__name__)
@@ -39,10 +39,11 @@ log = logging.getLogger(__name__)
 _Set = frozenset[str]  # names of storages
 _NOTHING: _Set = frozenset()
 _GOOD_ENOUGH = 0.002  # of the plain step: an exact plan that adds no more is taken
-_ESTIMATING_SECONDS = 10.0
-_PLANNING_SECONDS = 20.0  # after which no further set is planned in full
+_ESTIMATING_EFFORT = 10_000_000  # the squares of the numbers of ops, added up over all estimates
+_PLANNING_OPS = 3_000  # ops of all steps planned in full, after which no further set is
 _SHARES = (1.0, 0.75, 0.5, 0.25)
-_PLANNED = 2  # sets that are, whatever time that takes
+_PLANNED = 2  # sets that are planned in full whatever that takes
+_GUARD_SECONDS = 600.0  # of the whole search: the plan says so where it is reached
 _NORMAL_ELEMS = 1 << 16
 
 
@@ -95,11 +96,11 @@ def as_encoded(plan: Plan, exact_graph: StepGraph, chosen: Iterable[str], lossy:
 
 def encoded_by(plan: Plan) -> tuple[LossyOptions, frozenset[str]] | None:
     """How a plan encodes, and what; None where it encodes nothing."""
-    said = {name: r for name, r in plan.residences.items() if isinstance(r, Encode)}
-    if not said:
+    encodings = {name: r for name, r in plan.residences.items() if isinstance(r, Encode)}
+    if not encodings:
         return None
-    first = next(iter(said.values()))
-    return LossyOptions(first.codec, first.block_elems, first.seed), frozenset(said)
+    first = next(iter(encodings.values()))
+    return LossyOptions(first.codec, first.block_elems, first.seed), frozenset(encodings)
 
 
 @lru_cache(maxsize=32)
@@ -130,6 +131,7 @@ class _Search:
         self._graphs: dict[_Set, StepGraph] = {}
         self._estimates: dict[_Set, tuple[float, float]] = {}
         self._plans: dict[_Set, Plan | BudgetError] = {}
+        self._guard = Guard(_GUARD_SECONDS)
 
     @property
     def exact(self) -> StepGraph:
@@ -155,7 +157,7 @@ class _Search:
         made = self._try(chosen)
         if isinstance(made, BudgetError):
             raise made
-        return made
+        return replace(made, stopped_early=tuple(dict.fromkeys((*made.stopped_early, *self._guard.stopped))))
 
     def best(self) -> _Set:
         """The set with the fastest plan; of none, the one that came nearest."""
@@ -163,15 +165,18 @@ class _Search:
         enough = isinstance(exact, Plan) and exact.added_seconds <= _GOOD_ENOUGH * exact.plain_seconds
         offered = [] if enough else self._offered()
         if offered:
-            self._improve(offered, time.perf_counter() + _ESTIMATING_SECONDS)
-            deadline = time.perf_counter() + _PLANNING_SECONDS
+            self._improve(offered)
+            effort = Effort("choice of what to encode", _PLANNING_OPS, self._guard)
             for chosen in self._by_estimate(self._estimates)[:_PLANNED]:
                 self._try(chosen)
-            while time.perf_counter() < deadline:
+                effort.spend(len(self._graph(chosen).ops))
+            while not effort.is_spent:
                 near = {self._leading() ^ {storage} for storage in offered} - self._plans.keys()
                 if not near:
                     break
-                self._try(self._by_estimate(near)[0])
+                chosen = self._by_estimate(near)[0]
+                self._try(chosen)
+                effort.spend(len(self._graph(chosen).ops))
         return self._leading()
 
     def _leading(self) -> _Set:
@@ -196,16 +201,18 @@ class _Search:
 
         return [offer.storage for offer in sorted(offers(self._captured, self._lossy), key=worth, reverse=True)]
 
-    def _improve(self, offered: Sequence[str], deadline: float) -> None:
+    def _improve(self, offered: Sequence[str]) -> None:
         """Estimate shares of what is offered, then whatever differs from the best so far in one storage."""
+        effort = Effort("choice of what to encode", _ESTIMATING_EFFORT, self._guard)
         best = min((frozenset(offered[: math.ceil(share * len(offered))]) for share in _SHARES), key=self._estimate)
         improved = True
         while improved:
             improved = False
             for storage in offered:
-                if time.perf_counter() > deadline:
+                if effort.is_spent:
                     return
                 other = best ^ {storage}
+                effort.spend(len(self.exact.ops) ** 2)
                 if other and self._estimate(other) < self._estimate(best):
                     best, improved = other, True
 
@@ -216,7 +223,7 @@ class _Search:
 
     def _estimate(self, chosen: _Set) -> tuple[float, float]:
         if chosen not in self._estimates:
-            self._estimates[chosen] = estimate(self._graph(chosen), self._budget_bytes)
+            self._estimates[chosen] = estimate(self._graph(chosen), self._budget_bytes, guard=self._guard)
         return self._estimates[chosen]
 
     def _try(self, chosen: _Set) -> Plan | BudgetError:

@@ -17,7 +17,7 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.errors import BudgetError, CaptureError, InputError
 
-MOST_IMAGES = 2**16
+MAX_IMAGES = 2**16
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def largest_batch(
     *,
     first: int = 64,
     near: bool = False,
-    most: int = MOST_IMAGES,
+    max_images: int = MAX_IMAGES,
     trying: Callable[[int], object] = lambda batch: None,
 ) -> LargestBatch:
     """Find the largest batch whose plan fits `budget_bytes`.
@@ -81,7 +81,7 @@ def largest_batch(
         planner: a name or a function, as for `shoal.plan`.
         first: the batch to begin with.
         near: whether that is likely the answer, so that the next larger one is tried before doubling.
-        most: the batch to stop at.
+        max_images: the batch to stop at.
         trying: called with each batch before it is planned.
 
     Returns:
@@ -101,19 +101,19 @@ def largest_batch(
         >>> largest_batch(steps, p100, 8 * 2**20, "keep_all").batch
         79
 
-    It takes for granted that where a batch does not fit, no larger one does. A planner that searches for a limited time
-    can miss a plan; then the answer is a batch that fits, not the largest.
+    It assumes that where a batch does not fit, no larger one does. A planner whose search is limited can miss a plan;
+    then the answer is a batch that fits, not the largest.
     """
     plan_with = planners.get(planner)
     name = planner if isinstance(planner, str) else getattr(planner, "__name__", "custom")
-    for what, number in {"budget_bytes": budget_bytes, "first": first, "most": most}.items():
+    for what, number in {"budget_bytes": budget_bytes, "first": first, "max_images": max_images}.items():
         if number < 1:
             raise InputError(f"{what}={number}: expected a positive int")
     found: Plan | None = None
     fits, too_many = 0, 0
     narrowing = _Narrowing(budget_bytes)
     reason = ""
-    batch = min(first, most)
+    batch = min(first, max_images)
     while True:
         trying(batch)
         try:
@@ -131,9 +131,9 @@ def largest_batch(
         else:
             fits, found = batch, plan
         if not too_many:
-            if fits >= most:
+            if fits >= max_images:
                 break
-            batch = min(fits + (_one_per_cent(fits) if near and fits == first else fits), most)
+            batch = min(fits + (_one_per_cent(fits) if near and fits == first else fits), max_images)
         elif too_many - fits <= _one_per_cent(fits):
             break
         else:
@@ -186,10 +186,10 @@ class _Narrowing:
         self._line: tuple[tuple[int, int], tuple[int, int]] | None = None
         self._tries = 0
 
-    def does_not_fit(self, graph: StepGraph, batch: int, least_bytes: int) -> None:
-        """Learn that `batch` images need `least_bytes`."""
+    def does_not_fit(self, graph: StepGraph, batch: int, min_bytes: int) -> None:
+        """Learn that `batch` images need `min_bytes`."""
         at_zero = (0, sum(s.nbytes for s in graph.storages if s.kind in _WITHOUT_IMAGES) + graph.standing_bytes)
-        self._line = ((self._line[1] if self._line else at_zero), (batch, least_bytes))
+        self._line = ((self._line[1] if self._line else at_zero), (batch, min_bytes))
 
     def between(self, fits: int, too_many: int) -> int:
         """A batch above `fits` and below `too_many`."""

@@ -2,7 +2,7 @@
 
 Every count of a step (bytes, shapes, floating-point operations) is a constant plus so much for each image, so two
 captured steps of the same form give all others. Steps that differ in more than counts (a network that computes
-something else at some size) are recognised, and so are counts that would not be whole (an allocator that rounds).
+something else at some size) are not interpolated, nor are counts that would not be whole (an allocator that rounds).
 """
 
 from __future__ import annotations

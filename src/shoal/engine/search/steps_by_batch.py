@@ -24,8 +24,8 @@ class StepsByBatch:
     """A network's training step by batch size, with the times of a device that is not here; nothing is allocated.
 
     Capturing takes seconds. So steps are captured at 4, 16, 64, ... images, as far as they are asked for, and those in
-    between are interpolated (see `scaled_step`); where two neighbours are not of one form, the step itself is
-    captured. Whatever was asked for once is remembered.
+    between are interpolated from their neighbours (see `scaled_step`). Where two neighbours are not of one form, the
+    step itself is captured. Whatever was asked for once is remembered.
 
     Args:
         model: the network, best built under `with torch.device("meta"):`, where it takes no memory.

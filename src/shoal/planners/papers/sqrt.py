@@ -18,8 +18,8 @@ import time
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
+from shoal.planners.cuts import evenly_cut, keep_everything
 from shoal.planners.infeasible import infeasible
-from shoal.planners.segments import keep_everything, segmentations
 
 
 def sqrt(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
@@ -34,7 +34,7 @@ def sqrt(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
         BudgetError: none fits; other planners may find one that does.
     """
     started = time.perf_counter()
-    found = [keep_everything(graph), *segmentations(graph)]
+    found = [keep_everything(graph), *evenly_cut(graph)]
     fitting = [candidate for candidate in found if candidate.peak_bytes <= budget_bytes]
     if not fitting:
         least = min(found, key=lambda candidate: candidate.peak_bytes)

@@ -1,4 +1,4 @@
-"""Lower the peak of a plan by changing when what fills it is there.
+"""Local search that lowers the peak of a plan by changing when what fills it is there.
 
 What waits at the peak is given up and recomputed, once more if need be, when it is read. And what is recomputed at the
 peak is recomputed a few ops earlier, where less is in use: before a pooling's gradient unfolds to four times its size,
@@ -12,24 +12,19 @@ where every future reader is known. No optimum is claimed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 
 from shoal.core.residence import Recompute, Residence
 from shoal.core.schedule import Run, schedule
 from shoal.core.simulate import bytes_and_seconds
 from shoal.core.step import StepGraph
 from shoal.errors import PlanError
-
-_MOST_DROPS = 60
-_MOST_TRIED = 12  # storages to give up that are played at each peak
-_MOST_EARLIER = 8
+from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 
 
 @dataclass(frozen=True)
-class _Played:
+class _Simulated:
     """Residences, the runs they stand for, and what is in use during each."""
 
     residences: Mapping[str, Residence]
@@ -50,53 +45,59 @@ class _Wait:
     op: int
 
 
-def drop_again(
-    graph: StepGraph, residences: Mapping[str, Residence], budget_bytes: int, time_limit_seconds: float = inf
+def local_search(
+    graph: StepGraph,
+    residences: Mapping[str, Residence],
+    budget_bytes: int,
+    limits: Limits = DEFAULT,
+    effort: Effort | None = None,
 ) -> dict[str, Residence] | None:
-    """Residences derived from `residences` whose peak fits, or None where dropping more does not get there in time.
+    """Residences derived from `residences` whose peak fits, or None where no change within the limits gets there.
 
     Args:
         graph: the step.
         residences: a plan whose peak is over the budget.
         budget_bytes: most bytes in use at any position.
-        time_limit_seconds: of the search; a change to the plan of a step of thousands of ops takes a second.
+        limits: how many changes to make, and to compare each time.
+        effort: what it may cost; None for what `limits` say.
     """
-    deadline = time.perf_counter() + time_limit_seconds
-    current = _play(graph, residences)
-    for _ in range(_MOST_DROPS):
+    effort = effort or Effort("local search", limits.local_search_ops, Guard(limits.guard_seconds))
+    current = _simulated(graph, residences)
+    for _ in range(limits.max_drops):
         over_bytes = current.excess_bytes(budget_bytes)
         if over_bytes == 0:
             return dict(current.residences)
-        best: tuple[float, _Played] | None = None
-        for changed in _changes(graph, current):
+        best: tuple[float, _Simulated] | None = None
+        for changed in _changes(graph, current, limits):
             try:
-                played = _play(graph, changed)
+                simulated = _simulated(graph, changed)
             except PlanError:  # what it reads is not back there yet
                 continue
-            less_bytes = over_bytes - played.excess_bytes(budget_bytes)
+            effort.spend(len(simulated.runs))
+            less_bytes = over_bytes - simulated.excess_bytes(budget_bytes)
             if less_bytes > 0:
-                gain = less_bytes / max(played.seconds - current.seconds, 1e-9)
+                gain = less_bytes / max(simulated.seconds - current.seconds, 1e-9)
                 if best is None or gain > best[0]:
-                    best = (gain, played)
-        if best is None or time.perf_counter() > deadline:
+                    best = (gain, simulated)
+        if best is None or effort.is_spent:
             return None
         current = best[1]
     return None
 
 
-def _play(graph: StepGraph, residences: Mapping[str, Residence]) -> _Played:
+def _simulated(graph: StepGraph, residences: Mapping[str, Residence]) -> _Simulated:
     runs = schedule(graph, residences)
-    return _Played(residences, runs, *bytes_and_seconds(graph, runs))
+    return _Simulated(residences, runs, *bytes_and_seconds(graph, runs))
 
 
-def _changes(graph: StepGraph, played: _Played) -> Iterator[dict[str, Residence]]:
+def _changes(graph: StepGraph, simulated: _Simulated, limits: Limits) -> Iterator[dict[str, Residence]]:
     """Residences to try instead."""
-    peak = max(range(len(played.runs)), key=played.total_bytes.__getitem__)
-    for wait in _waiting_at(graph, played.runs, peak)[:_MOST_TRIED]:
-        yield _recompute_before(graph, played, wait)
-    served = _served(played.runs, peak)
-    for op in reversed(range(max(graph.n_forward, served - _MOST_EARLIER), served)):
-        yield _recompute_earlier(graph, played.residences, served, op)
+    peak = max(range(len(simulated.runs)), key=simulated.total_bytes.__getitem__)
+    for wait in _waiting_at(graph, simulated.runs, peak)[: limits.max_dropped_candidates]:
+        yield _recompute_before(graph, simulated, wait)
+    served = _served(simulated.runs, peak)
+    for op in reversed(range(max(graph.n_forward, served - limits.max_earlier_ops), served)):
+        yield _recompute_earlier(graph, simulated.residences, served, op)
 
 
 def _recompute_earlier(
@@ -156,10 +157,10 @@ def _served(runs: tuple[Run, ...], position: int) -> int:
     return next(run.op for run in runs[position:] if not run.again)
 
 
-def _recompute_before(graph: StepGraph, played: _Played, wait: _Wait) -> dict[str, Residence]:
+def _recompute_before(graph: StepGraph, simulated: _Simulated, wait: _Wait) -> dict[str, Residence]:
     """Recompute the storage before the op, and with it whatever given-up storage that takes and is not back there."""
-    changed = dict(played.residences)
-    there = _alive_before(played.runs, wait.op)
+    changed = dict(simulated.residences)
+    there = _alive_before(simulated.runs, wait.op)
     pending = [wait.storage]
     done: set[int] = set()
     while pending:

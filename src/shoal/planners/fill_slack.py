@@ -1,4 +1,4 @@
-"""Use up the room that a plan leaves inside the budget: keep what it recomputes, or keep it between two uses.
+"""Use up the slack that a plan leaves inside the budget: keep what it recomputes, or keep it between two uses.
 
 Where the step has a link, what is recomputed may go to the host instead, and what is there may be kept.
 
@@ -7,7 +7,6 @@ Greedy, the most time per byte first, each change played exactly. No optimum is 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 
 from shoal.core.hardware import Link
@@ -15,11 +14,15 @@ from shoal.core.residence import Keep, Offload, Recompute, Residence
 from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
+from shoal.planners.limits import DEFAULT, Effort, Guard
 from shoal.planners.transfer_places import TransferPlaces, placed_residences
 
 
-def keep_more(
-    graph: StepGraph, residences: Mapping[str, Residence], budget_bytes: int, time_limit_seconds: float
+def fill_slack(
+    graph: StepGraph,
+    residences: Mapping[str, Residence],
+    budget_bytes: int,
+    effort: Effort | None = None,
 ) -> dict[str, Residence]:
     """Residences that take no more time than `residences` and, if those do, fit the budget.
 
@@ -27,34 +30,36 @@ def keep_more(
         graph: the step.
         residences: a plan whose peak fits.
         budget_bytes: most bytes in use at any position.
-        time_limit_seconds: after it, the best found so far counts.
+        effort: what it may cost, after which the best found so far counts; None for what `Limits` says.
     """
-    deadline = time.perf_counter() + time_limit_seconds
+    effort = effort or Effort("fill slack", DEFAULT.fill_slack_ops, Guard(DEFAULT.guard_seconds))
     best = without_needless_runs(graph, residences)
     if graph.link is not None:
-        return _keep_or_send_more(graph, graph.link, best, budget_bytes, deadline)
+        return _keep_or_send_more(graph, graph.link, best, budget_bytes, effort)
     _, best_seconds = peak_and_seconds(graph, schedule(graph, best))
     improved = True
     while improved:
         improved = False
         for name, left_out in _changes(graph, best):
-            if time.perf_counter() > deadline:
+            if effort.is_spent:
                 return best
             now = best[name]
             if not isinstance(now, Recompute) or left_out in now.before[:1]:
-                continue  # changed since this round began
+                continue  # changed since this pass began
             before = tuple(op for op in now.before if op != left_out)
             changed = without_needless_runs(graph, {**best, name: Recompute(before) if left_out else Keep()})
-            peak_bytes, seconds = peak_and_seconds(graph, schedule(graph, changed))
+            runs = schedule(graph, changed)
+            effort.spend(len(runs))
+            peak_bytes, seconds = peak_and_seconds(graph, runs)
             if peak_bytes <= budget_bytes and seconds < best_seconds:
                 best, best_seconds, improved = changed, seconds, True
     return best
 
 
 def _keep_or_send_more(
-    graph: StepGraph, link: Link, start: dict[str, Residence], budget_bytes: int, deadline: float
+    graph: StepGraph, link: Link, start: dict[str, Residence], budget_bytes: int, effort: Effort
 ) -> dict[str, Residence]:
-    """The same where a storage can wait on the host too; all that do are placed anew with every change."""
+    """The same with Offload as a third residence. Every change places all transfers again."""
     best = start
     _, best_seconds = peak_and_seconds(graph, schedule(graph, best))
     kept: dict[str, Residence] = {name: Keep() if isinstance(r, Offload) else r for name, r in start.items()}
@@ -63,7 +68,9 @@ def _keep_or_send_more(
     improved = True
     while improved:
         improved = False
-        changes: list[tuple[dict[str, Residence], frozenset[int]]] = [(kept, away - {storage}) for storage in away]
+        changes: list[tuple[dict[str, Residence], frozenset[int]]] = [
+            (kept, away - {storage}) for storage in sorted(away)
+        ]
         for name, left_out in _changes(graph, kept):
             now = kept[name]
             assert isinstance(now, Recompute)
@@ -71,8 +78,9 @@ def _keep_or_send_more(
             changed = without_needless_runs(graph, {**kept, name: rest if left_out else Keep()})
             changes += [(changed, away)] if left_out else [(changed, away), (changed, away | {by_name[name]})]
         for changed, leaving in changes:
-            if time.perf_counter() > deadline:
+            if effort.is_spent:
                 return best
+            effort.spend(len(graph.ops))
             placed = TransferPlaces(graph, changed, budget_bytes).place(leaving)
             there_is_room = not link.host_bytes or placed.host_bytes <= link.host_bytes
             if placed.excess_bytes == 0 and there_is_room and placed.seconds < best_seconds:

@@ -11,9 +11,9 @@ from shoal.core.residence import Recompute, Residence
 from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
-from shoal.planners.drop_again import drop_again
+from shoal.core.validate import check_runs
 from shoal.planners.just_in_time import just_in_time
+from shoal.planners.local_search import local_search
 from tests.random_steps import Builder, plain_chain, steps
 
 
@@ -21,15 +21,15 @@ from tests.random_steps import Builder, plain_chain, steps
 def test_what_it_returns_fits_and_passes_the_independent_check(graph: StepGraph, share: float) -> None:
     start = just_in_time(graph, ())
     budget_bytes = int(share * peak_and_seconds(graph, schedule(graph, start))[0])
-    lower = drop_again(graph, start, budget_bytes)
+    lower = local_search(graph, start, budget_bytes)
     if lower is not None:
-        assert check(graph, lower, schedule(graph, lower), budget_bytes) <= budget_bytes
+        assert check_runs(graph, lower, schedule(graph, lower), budget_bytes) <= budget_bytes
 
 
 def test_a_plan_that_fits_stays_as_it_is() -> None:
     graph = plain_chain(5)
     start = just_in_time(graph, ())
-    assert drop_again(graph, start, 1 << 40) == start
+    assert local_search(graph, start, 1 << 40) == start
 
 
 def test_a_chain_goes_down_to_what_its_largest_op_needs() -> None:
@@ -37,8 +37,8 @@ def test_a_chain_goes_down_to_what_its_largest_op_needs() -> None:
     start = just_in_time(graph, ())
     peak_bytes, _ = peak_and_seconds(graph, schedule(graph, start))
     one = graph.storages[graph.ops[0].writes[0]].nbytes
-    assert drop_again(graph, start, peak_bytes - 2 * one) is not None
-    assert drop_again(graph, start, graph.resident_bytes) is None
+    assert local_search(graph, start, peak_bytes - 2 * one) is not None
+    assert local_search(graph, start, graph.resident_bytes) is None
 
 
 def test_what_would_come_back_beside_an_unfolded_gradient_comes_back_before_it() -> None:
@@ -49,7 +49,7 @@ def test_what_would_come_back_beside_an_unfolded_gradient_comes_back_before_it()
     graph = b.step(b.conv(pooled, 1))
     start = just_in_time(graph, {s.id for s in graph.storages} - {wide, narrow})
     peak_bytes, seconds = peak_and_seconds(graph, schedule(graph, start))
-    lower = drop_again(graph, start, peak_bytes - 1)
+    lower = local_search(graph, start, peak_bytes - 1)
     assert lower is not None
     places = [(_before(graph, residences, wide), _before(graph, residences, narrow)) for residences in (start, lower)]
     assert places == [("bn_backward", "bn_backward"), ("pool_backward", "pool_backward")]

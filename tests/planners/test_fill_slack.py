@@ -9,9 +9,10 @@ from shoal.core.residence import Keep, Recompute
 from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
-from shoal.core.validate import check
+from shoal.core.validate import check_runs
+from shoal.planners.fill_slack import fill_slack, without_needless_runs
 from shoal.planners.just_in_time import just_in_time
-from shoal.planners.keep_more import keep_more, without_needless_runs
+from shoal.planners.limits import Effort, Guard
 from tests.random_steps import plain_chain, steps
 
 
@@ -19,22 +20,22 @@ from tests.random_steps import plain_chain, steps
 def test_it_is_never_slower_and_fits_where_the_start_fits(graph: StepGraph, share: float, chance: object) -> None:
     start = just_in_time(graph, {s.id for s in graph.storages if chance.random() < share})  # type: ignore[attr-defined]
     budget_bytes, seconds = peak_and_seconds(graph, schedule(graph, start))
-    more = keep_more(graph, start, budget_bytes, time_limit_seconds=10)
+    more = fill_slack(graph, start, budget_bytes)
     runs = schedule(graph, more)
-    assert check(graph, more, runs, budget_bytes) <= budget_bytes
+    assert check_runs(graph, more, runs, budget_bytes) <= budget_bytes
     assert peak_and_seconds(graph, runs)[1] <= seconds
 
 
 def test_with_room_for_everything_everything_is_kept() -> None:
     graph = plain_chain(5)
-    runs = schedule(graph, keep_more(graph, just_in_time(graph, ()), 1 << 40, time_limit_seconds=10))
+    runs = schedule(graph, fill_slack(graph, just_in_time(graph, ()), 1 << 40))
     assert not [run for run in runs if run.again]
 
 
-def test_without_time_the_start_is_handed_back() -> None:
+def test_without_effort_the_start_is_handed_back() -> None:
     graph = plain_chain(5)
     start = just_in_time(graph, ())
-    assert keep_more(graph, start, 1 << 40, time_limit_seconds=0) == start
+    assert fill_slack(graph, start, 1 << 40, Effort("fill slack", 0, Guard(10))) == start
 
 
 def test_what_no_one_reads_is_not_computed_again() -> None:

@@ -1,0 +1,152 @@
+"""How far a planner searches: counts that are the same on every machine, and a guard of seconds behind them.
+
+A search counts its work in *simulated ops*: one op of one schedule played through. So the same step, hardware and
+budget give the same plan on a fast machine, a slow one and a loaded one.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The parts of `joint` and how far each searches.
+
+    Every part can be turned off, for an ablation. The plan is then still valid and inside the budget, but it may be
+    slower, or there is none.
+
+    Attributes:
+        lower_bound: prove how little time any plan adds. Without it nothing tells when a plan is good enough.
+        integer_program: the mixed-integer program that chooses a residence for every storage.
+        hmms: the plan of the paper, where the step has a link.
+        iterated_search: place the copies of offloaded storages and improve by iterated local search.
+        chain: the dynamic program, which may recompute a storage several times.
+        local_search: give up once more, or recompute earlier, what fills the peak.
+        fill_slack: keep more where a plan leaves room.
+
+        max_nodes: nodes of the branch-and-bound tree of each mixed-integer program of a step without a link.
+        max_nodes_with_link: the same with a link, where the relaxation is weak and more nodes hardly raise the bound.
+        max_simplex_iterations: of each linear program.
+        gap, gap_with_link, gap_of_smallest_peak: relative gaps at which a mixed-integer program is solved well enough:
+            of a step without a link, with one, and of the program for the smallest peak.
+        max_solves: how often the program is solved again with less room, until its exact peak fits.
+        set_aside: shares of the largest storage by which the budget of a linear program is reduced, each a start for
+            the iterated search: a copy frees nothing until it has ended.
+        close_enough, far_off: of the plain step's time. Nearer to the lower bound than `close_enough` nothing else is
+            tried; `local_search` is for plans further off than `far_off`.
+        narrow_share: a storage this much smaller than the largest result on the way to it is kept for the smallest
+            peak.
+        lower_peak_share: the peak that the search for the smallest peak asks for next, as a share of the last.
+
+        iterated_search_ops, local_search_ops, fill_slack_ops, smallest_peak_ops: simulated ops of one search each; the
+            last is for the smallest peak.
+        max_restarts, restarts_per_storage: random restarts of the iterated search, at most.
+        max_moves_per_restart: storages that a restart moves at most.
+        recompute_share: of these, those that are recomputed instead of moved between device and host.
+        max_followed_starts: starts of the iterated search that are followed further than to and from the host.
+        max_remembered_schedules: schedules that the iterated search holds ready.
+        max_drops: changes that the local search makes at most.
+        max_dropped_candidates, max_earlier_ops: changes that it compares each time: storages to give up at the peak,
+            and ops earlier at which to recompute.
+
+        guard_seconds: time limit of the search for a plan, and of the search for the smallest peak where there is none.
+            The counts end a search long before it does; where it strikes, `Plan.stopped_early` says so.
+
+    Example:
+        >>> Limits(chain=False).max_drops
+        60
+    """
+
+    lower_bound: bool = True
+    integer_program: bool = True
+    hmms: bool = True
+    iterated_search: bool = True
+    chain: bool = True
+    local_search: bool = True
+    fill_slack: bool = True
+
+    max_nodes: int = 200
+    max_nodes_with_link: int = 1
+    max_simplex_iterations: int = 30_000
+    gap: float = 0.002
+    gap_with_link: float = 0.005
+    gap_of_smallest_peak: float = 0.005
+    max_solves: int = 5
+    set_aside: tuple[float, ...] = (0.5, 1.0, 0.25, 0.0)
+    close_enough: float = 0.002
+    far_off: float = 0.03
+    narrow_share: float = 1 / 3
+    lower_peak_share: float = 0.98
+
+    iterated_search_ops: int = 2_000_000
+    local_search_ops: int = 1_500_000
+    fill_slack_ops: int = 300_000
+    smallest_peak_ops: int = 1_500_000
+    max_restarts: int = 300
+    restarts_per_storage: int = 4
+    max_moves_per_restart: int = 4
+    recompute_share: float = 0.3
+    max_followed_starts: int = 3
+    max_remembered_schedules: int = 64
+    max_drops: int = 60
+    max_dropped_candidates: int = 12
+    max_earlier_ops: int = 8
+
+    guard_seconds: float = 600.0
+
+
+DEFAULT = Limits()
+
+
+class Guard:
+    """A time limit behind all counts, and the parts of the search that it stopped.
+
+    Args:
+        seconds: from now on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._until = time.perf_counter() + seconds
+        self.stopped: dict[str, None] = {}  # an ordered set
+
+    @property
+    def left_seconds(self) -> float:
+        """What is left; 0 where nothing is."""
+        return max(0.0, self._until - time.perf_counter())
+
+    def stops(self, part: str) -> bool:
+        """Whether no time is left for `part` of the search, which is noted."""
+        over = time.perf_counter() > self._until
+        if over:
+            self.note(part)
+        return over
+
+    def note(self, *parts: str) -> None:
+        """Note that these parts were stopped."""
+        self.stopped.update(dict.fromkeys(parts))
+
+
+class Effort:
+    """The simulated ops that one search may still spend.
+
+    Args:
+        part: its name in `Plan.stopped_early`.
+        max_ops: how many it may spend.
+        guard: the time limit behind them.
+    """
+
+    def __init__(self, part: str, max_ops: int, guard: Guard) -> None:
+        self._part = part
+        self._left_ops = max_ops
+        self._guard = guard
+
+    def spend(self, ops: int) -> None:
+        """Count what has been simulated."""
+        self._left_ops -= ops
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the search must end."""
+        return self._left_ops <= 0 or self._guard.stops(self._part)
