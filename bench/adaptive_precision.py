@@ -29,12 +29,11 @@ from torch import nn
 
 from bench import adaptive_steps as steps
 from bench import adaptive_training as training
-from bench import tables
 from bench.adaptive_networks import NETWORKS
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
+from bench.frame import WrongResult, comma_separated, conditions, describe, file_name, make_console, make_folder
 from bench.resume import earlier
 from bench.split_accuracy import images_of
+from bench.tables import new_table
 from shoal.core.files import write_json
 from shoal.distributed.weights.precision import packable
 from shoal.errors import InputError
@@ -146,17 +145,10 @@ def overhead_percent(found: Mapping[str, Any]) -> float:
 def race_table(network: str, runs: Runs, contenders: Mapping[str, Mapping[str, Any]]) -> Table:
     """Time to a given validation error: trained steps times measured seconds."""
     error = given_error(runs[training.BASELINE])
-    shown = Table(title=f"{network}: to a validation error of {error:.1f} %")
-    for column in (
-        "contender",
-        "steps",
-        "s a step",
-        "bytes a step, of 32 bits",
-        "time, of 32 bits",
-        "last error",
-        "best",
-    ):
-        shown.add_column(column, justify="left" if column == "contender" else "right")
+    shown = new_table(
+        f"{network}: to a validation error of {error:.1f} %",
+        "<contender | steps | s a step | bytes a step, of 32 bits | time, of 32 bits | last error | best",
+    )
     whole = race_seconds(runs, contenders, training.BASELINE)
     for name, run in runs.items():
         mine, found = race_seconds(runs, contenders, name), contenders[name]
@@ -180,9 +172,10 @@ def race_seconds(runs: Runs, contenders: Mapping[str, Mapping[str, Any]], name: 
 
 
 def codec_table(found: Mapping[str, Mapping[str, float]]) -> Table:
-    shown = Table(title="Packing all weights of VGG-A, and the mean relative bias of what comes back")
-    for column in ("codec", "bytes a weight", "pack ms", "unpack ms", "bias"):
-        shown.add_column(column, justify="left" if column == "codec" else "right")
+    shown = new_table(
+        "Packing all weights of VGG-A, and the mean relative bias of what comes back",
+        "<codec | bytes a weight | pack ms | unpack ms | bias",
+    )
     for name, row in found.items():
         shown.add_row(
             name,
@@ -278,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown := set(asked.networks) - set(NETWORKS):
             raise InputError(f"--networks {', '.join(sorted(unknown))}: give some of {', '.join(NETWORKS)}")
         return _run(asked)
-    except (InputError, steps.WrongBytes) as error:
+    except (InputError, WrongResult) as error:
         print(f"bench.adaptive_precision: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
 
@@ -286,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(asked: argparse.Namespace) -> int:
     device = torch.device("cpu")
     path = make_folder(asked.out) / file_name("adaptive_precision", device)
-    console = tables.console()
+    console = make_console()
     found = conditions(device, asked.seed)
     console.print(describe(found), highlight=False, markup=False)
     result: dict[str, Any] = {"training": {}, "steps": {}}

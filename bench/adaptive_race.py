@@ -32,13 +32,12 @@ from torch import nn
 
 from bench import adaptive_steps as steps
 from bench import adaptive_training as training
-from bench import tables
 from bench.adaptive_networks import NETWORKS
 from bench.adaptive_precision import QUICK_SIZE, SIZES, weights_of
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
+from bench.frame import WrongResult, comma_separated, conditions, describe, file_name, make_console, make_folder
 from bench.resume import check_pace, earlier
 from bench.split_accuracy import images_of
+from bench.tables import new_table
 from shoal.core.files import write_json
 from shoal.distributed.weights.precision import packable
 from shoal.errors import InputError
@@ -112,9 +111,10 @@ def seconds_to(
 
 def table(network: str, runs: Mapping[str, Any], looks: int, measured: Seconds | None, error: float | None) -> Table:
     """A row for each seed and contender."""
-    shown = Table(title=f"{network}: steps and composed time to a validation error")
-    for column in ("seed", "error", "contender", "steps", "mean bytes until then", "time, of 32 bits", "last epoch"):
-        shown.add_column(column, justify="left" if column == "contender" else "right")
+    shown = new_table(
+        f"{network}: steps and composed time to a validation error",
+        "seed | error | <contender | steps | mean bytes until then | time, of 32 bits | last epoch",
+    )
     model = NETWORKS[network].narrow()
     elems = full_elems(network)
     for seed in sorted({seed for each in runs.values() for seed in each}):
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if min(asked.seeds, asked.rounds) < 1:
             raise InputError(f"got --seeds {asked.seeds} --rounds {asked.rounds}, expected positive numbers")
         return _run(asked)
-    except (InputError, steps.WrongBytes) as error:
+    except (InputError, WrongResult) as error:
         print(f"bench.adaptive_race: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
 
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(asked: argparse.Namespace) -> int:
     device = torch.device("cpu")
     path = make_folder(asked.out) / file_name("adaptive_race", device)
-    console = tables.console()
+    console = make_console()
     pace = training.QUICK if asked.quick else training.LONG
     result: dict[str, Any] = {"runs": {}, "steps": {}}
     if asked.resume:

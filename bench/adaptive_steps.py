@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bench.workload import turns
+from bench.frame import WrongResult
+from bench.interleave import turns
 from shoal import codecs
 from shoal.codecs.codec import Encoded
 from shoal.core.hardware import Link
@@ -47,10 +48,6 @@ TO_HOST_SHARE = 68.51 / _COMPUTATION_MS
 
 WIDTHS_BYTES = {"32 bits": 4, "8 bits": 1, "16 bits": 2, "24 bits": 3}
 Widths = Mapping[str, int]
-
-
-class WrongBytes(Exception):
-    """A step sent other bytes than its widths say, or trained something else."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ def profile(
         By contender: `step_seconds`, the parts' seconds, the bytes over the link.
 
     Raises:
-        WrongBytes: the bytes are not those of the widths, or 32 bits give other weights on the device.
+        WrongResult: the bytes are not those of the widths, or 32 bits give other weights on the device.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
     precision = AdaptivePrecision(model, threshold=-1e30, interval=1)  # never fires: widths are set below
@@ -149,7 +146,7 @@ def profile(
             for layer, parameter in model.named_parameters()
         )
         if sent[name].sent_bytes != expected:
-            raise WrongBytes(f"{name}: sent {sent[name].sent_bytes} bytes of weights, expected {expected}")
+            raise WrongResult(f"{name}: sent {sent[name].sent_bytes} bytes of weights, expected {expected}")
     seconds: dict[str, list[float]] = {name: [] for name in plans}
     parts: dict[str, dict[str, list[float]]] = {name: {} for name in plans}
     for turn in range(1, len(order) - 1):

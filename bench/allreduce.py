@@ -25,10 +25,8 @@ from typing import Any
 
 import torch
 
-from bench import tables
-from bench.allreduce_tables import WrongExchange, check, check_errors, size_table, step_table, summary
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
+from bench.allreduce_tables import check, check_errors, size_table, step_table, summary
+from bench.frame import WrongResult, comma_separated, conditions, describe, file_name, make_console, make_folder
 from bench.gradient_contenders import AUTO, BROKEN, CONTENDERS, EXACT, NONE, NOTHING, parse_contenders
 from bench.layer_sizes import shapes_of
 from bench.link_lab import LINKS, Lab, LabError, link_name, open_lab, parse_links, parse_ranks, told, verify
@@ -50,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         return _run(asked)
-    except (InputError, WrongExchange, LabError) as error:
+    except (InputError, WrongResult, LabError) as error:
         print(f"bench.allreduce: {error}", file=sys.stderr)
-        return 1 if isinstance(error, WrongExchange) else 2 if isinstance(error, InputError) else 3
+        return 1 if isinstance(error, WrongResult) else 2 if isinstance(error, InputError) else 3
 
 
 def _run(asked: argparse.Namespace) -> int:
@@ -64,7 +62,7 @@ def _run(asked: argparse.Namespace) -> int:
     device = torch.device("cpu")
     out = make_folder(asked.out)
     path = out / file_name("allreduce", device)
-    console = tables.console()
+    console = make_console()
     found = conditions(device, 1)
     console.print(describe(found), highlight=False, markup=False)
     kept = _kept(path)
@@ -106,7 +104,7 @@ def measure(
     """Each model's contenders, in turns.
 
     Raises:
-        WrongExchange: a contender's gradients are not what it states, or it miscounts its bytes.
+        WrongResult: a contender's gradients are not what it states, or it miscounts its bytes.
     """
     config = {"models": list(models), "contenders": list(contenders), "rounds": rounds}
     by_rank = lab.run("bench.allreduce_rank", config)

@@ -8,7 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from bench.frame import WrongResult
 from bench.gradient_contenders import AUTO, NONE, NOTHING
+from bench.tables import new_table
 
 WIRE_SHARE, SPEED_UP, SLOWER = 0.26, 3.0, 1.02
 SLOW_LINK_GBPS = 1.0
@@ -24,10 +26,6 @@ MOST_ERROR_PERCENT = {
 }
 _HEADERS = 1.12  # at most so much of the interface's bytes to those told: headers, acknowledgements, a barrier
 _FEW_BYTES = 1 << 20  # of messages smaller than this, acknowledgements and barriers are a larger part
-
-
-class WrongExchange(Exception):
-    """A contender's gradients or weights are not what it states, or it miscounts its bytes."""
 
 
 def ring_bytes(elems: int, ranks: int) -> float:
@@ -70,24 +68,24 @@ def summary(found: Sequence[Mapping[str, Any]], ranks: int, elems: int) -> dict[
 
 def check(rows: Mapping[str, Mapping[str, Any]], may_differ: Sequence[str] = (NOTHING,)) -> None:
     """Raises:
-    WrongExchange: ranks got different bits, or bytes told are not those of the interface.
+    WrongResult: ranks got different bits, or bytes told are not those of the interface.
     """
     for name, row in rows.items():
         if not row["same_on_all_ranks"] and name not in may_differ:
-            raise WrongExchange(f"{name}: the ranks' bits differ")
+            raise WrongResult(f"{name}: the ranks' bits differ")
         told, sent = row["told_bytes"], row["sent_bytes"]
         if told and sent > _FEW_BYTES and not 0.99 * told <= sent <= _HEADERS * told:
-            raise WrongExchange(f"{name}: says it sent {told} bytes, and the interface {sent}")
+            raise WrongResult(f"{name}: says it sent {told} bytes, and the interface {sent}")
 
 
 def check_errors(rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises:
-    WrongExchange: a mean of gradients has too large an error.
+    WrongResult: a mean of gradients has too large an error.
     """
     for name, row in rows.items():
         most = MOST_ERROR_PERCENT.get(name)
         if most is not None and not row["error_percent"] <= most:
-            raise WrongExchange(f"{name}: error {row['error_percent']:.3g} %, expected at most {most:g} %")
+            raise WrongResult(f"{name}: error {row['error_percent']:.3g} %, expected at most {most:g} %")
 
 
 def verdicts(rows: Mapping[str, Mapping[str, Any]], rate_gbps: float | None) -> dict[str, str]:
@@ -121,12 +119,11 @@ def step_table(result: Mapping[str, Any]) -> Table:
     """One network over one link."""
     rows = result["rows"]
     targets = verdicts(rows, result["rate_gbps"])
-    table = Table(
-        title=f"{result['model']}, {result['elems']:,} parameters, {result['ranks']} ranks, {result['link']}"
-        f" ({result['goodput_gbps']:.3g} reached)"
+    table = new_table(
+        f"{result['model']}, {result['elems']:,} parameters, {result['ranks']} ranks, {result['link']}"
+        f" ({result['goodput_gbps']:.3g} reached)",
+        "<contender | ms | least-most | times | MB sent | of fp32's ring | told | error",
     )
-    for column in ("contender", "ms", "least-most", "times", "MB sent", "of fp32's ring", "told", "error"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
     table.add_column("targets")
     plain = rows[NONE]["seconds"] if NONE in rows else None
     for name, row in rows.items():

@@ -28,11 +28,9 @@ from typing import IO, Any
 import torch
 from rich.table import Table
 
-from bench import tables
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
+from bench.frame import WrongResult, comma_separated, conditions, describe, file_name, make_console, make_folder
 from bench.network import Setting
-from bench.reference import WrongTraining
+from bench.tables import new_table
 from shoal.core.files import write_json
 from shoal.core.sizes import format_bytes
 from shoal.errors import InputError
@@ -56,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         return _run(asked)
-    except (InputError, WrongTraining) as error:
+    except (InputError, WrongResult) as error:
         print(f"bench.arena: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
 
@@ -70,7 +68,7 @@ def _run(asked: argparse.Namespace) -> int:
     device = torch.device("cpu")
     found_conditions = conditions(device, asked.seed)
     out = make_folder(asked.out)
-    console = tables.console()
+    console = make_console()
     console.print(describe(found_conditions), highlight=False, markup=False)
     path = out / file_name("arena", device)
     results = []
@@ -86,7 +84,7 @@ def measure_network(name: str, setting: Setting, *, rounds: int, seed: int) -> d
     """Every contender's steps on one network, in turns.
 
     Raises:
-        WrongTraining: the losses of a round differ.
+        WrongResult: the losses of a round differ.
     """
     contenders = list(TUNABLES)
     taken: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
@@ -98,7 +96,7 @@ def measure_network(name: str, setting: Setting, *, rounds: int, seed: int) -> d
                 taken[contender].append(workers[contender].step())
             losses = {contender: steps[-1]["loss"] for contender, steps in taken.items()}
             if len(set(losses.values())) != 1:
-                raise WrongTraining(f"{name}, step {turn + 1}: the losses differ: {losses}")
+                raise WrongResult(f"{name}, step {turn + 1}: the losses differ: {losses}")
         arena = workers[ARENA].end()
     rows = {}
     for contender, steps in taken.items():
@@ -177,13 +175,12 @@ def _environment(tunables: str, inherited: Mapping[str, str]) -> dict[str, str]:
 
 def _table(result: Mapping[str, Any]) -> Table:
     setting, arena, rows = result["setting"], result["arena"], result["rows"]
-    table = Table(
-        title=f"{result['network']}, {setting['batch']} x {setting['image']} pixels: arena of "
+    table = new_table(
+        f"{result['network']}, {setting['batch']} x {setting['image']} pixels: arena of "
         f"{format_bytes(arena['arena_bytes'])}, {arena['fragmentation']:.3f} of the most in use, "
-        f"{arena['departures']} departures in {arena['replayed_steps']} replayed steps"
+        f"{arena['departures']} departures in {arena['replayed_steps']} replayed steps",
+        "< | a step | of the arena's | CPU time | of the arena's | page faults a step",
     )
-    for column in ("", "a step", "of the arena's", "CPU time", "of the arena's", "page faults a step"):
-        table.add_column(column, justify="right" if column else "left")
     with_arena, cpu_with_arena = median(rows[ARENA]["seconds"]), median(rows[ARENA]["cpu_seconds"])
     for contender, row in rows.items():
         table.add_row(

@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bench import tables
 from bench.batchnorm_contenders import CONTENDERS, DEFAULT, EAGER, QUICK, ZOO, Asked
 from bench.batchnorm_tables import (
     DEFAULT_MALLOC,
@@ -47,10 +46,7 @@ from bench.batchnorm_tables import (
     zoo_table,
     zoo_verdict,
 )
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
-from bench.progress import bar
-from bench.reference import WrongTraining
+from bench.frame import WrongResult, bar, comma_separated, conditions, describe, file_name, make_console, make_folder
 from bench.same_training import FLOAT32, FLOAT64
 from shoal.app import models
 from shoal.core.files import write_json
@@ -74,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         return _run(asked)
-    except (InputError, WrongTraining) as error:
+    except (InputError, WrongResult) as error:
         print(f"bench.batchnorm: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
 
@@ -83,7 +79,7 @@ def _run(asked: argparse.Namespace) -> int:
     runs = list(wanted(asked))
     mallocs = _known("--mallocs", asked.mallocs, TUNABLES)
     out = make_folder(asked.out)
-    console = tables.console()
+    console = make_console()
     path = out / file_name("batchnorm_zoo" if asked.zoo else "batchnorm", torch.device("cpu"))
     cores = conditions(torch.device("cpu"), 0)["cores"]
     found: dict[str, Any] = {"tunables": TUNABLES, "results": [], "verdicts": []}
@@ -160,7 +156,7 @@ def in_a_process(run: Asked, malloc: str, tell: Callable[[str], None]) -> dict[s
     """What a process of its own measures under one of `TUNABLES`.
 
     Raises:
-        WrongTraining: a contender trains otherwise than eager PyTorch.
+        WrongResult: a contender trains otherwise than eager PyTorch.
         InputError: the process ended without an answer, or cannot do what was asked.
     """
     with tempfile.TemporaryFile("w+") as errors:
@@ -177,7 +173,7 @@ def in_a_process(run: Asked, malloc: str, tell: Callable[[str], None]) -> dict[s
                     if "result" in answer:
                         return answer["result"]
                     if "wrong" in answer:
-                        raise WrongTraining(answer["wrong"])
+                        raise WrongResult(answer["wrong"])
                     if "input" in answer:
                         raise InputError(answer["input"])
                     tell(answer["tell"])

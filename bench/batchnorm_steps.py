@@ -22,11 +22,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shoal
 from bench.batchnorm_contenders import CONTENDERS, EAGER, INDUCTOR, Asked, Contender
-from bench.conditions import conditions
+from bench.frame import WrongResult, conditions
+from bench.interleave import turns
 from bench.pool_first import pool_first
-from bench.reference import WrongTraining
 from bench.same_training import FLOAT32, FLOAT64, Start, Trained, hold
-from bench.workload import Forward, Workload, make_workload, turns
+from bench.workload import Forward, Workload, make_workload
 from shoal.app import models
 from shoal.errors import InputError, ShoalError
 from shoal.memory.arena import Arena
@@ -49,7 +49,7 @@ def measure(asked: Asked, tell: Tell = lambda what: None) -> dict[str, Any]:
         Plain values for JSON: `conditions`, `asked`, `flops` of a step, the machine's `limit`, a row a contender.
 
     Raises:
-        WrongTraining: a contender trains otherwise than eager PyTorch.
+        WrongResult: a contender trains otherwise than eager PyTorch.
         InputError: there is no such network, or it does not take such images.
     """
     torch.set_num_threads(asked.threads)
@@ -272,7 +272,7 @@ def assert_steady(workload: Workload, start: Start, reference: Trained) -> None:
     workload.images = torch.nextafter(images, ends)
     try:
         hold(start.train(workload.twin()), reference, FLOAT32, "eager")
-    except WrongTraining as error:
+    except WrongResult as error:
         off = str(error).split(": ", 1)[1].split(", ")[0]
         raise InputError(
             f"{workload.name} on {images.shape[0]} images of {images.shape[-1]} pixels: eager differs from itself "
@@ -286,7 +286,7 @@ def assert_same_in_float64(asked: Asked, contender: Contender) -> None:
     """The contender computes what the network does: in float64, on small images.
 
     Raises:
-        WrongTraining: it does not.
+        WrongResult: it does not.
     """
     workload = _small(asked.network, asked.image)
     if asked.pool_first:
@@ -301,7 +301,7 @@ def assert_pools_first_are_exact(network: str, image: int = _SMALL_IMAGES) -> No
     """The network computes the same with its pools first: in float64, on images of at most 64 pixels.
 
     Raises:
-        WrongTraining: it does not.
+        WrongResult: it does not.
     """
     workload = _small(network, image)
     start = Start(workload)

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.batchnorm_contenders import Asked
 from bench.batchnorm_steps import measure
-from bench.reference import WrongTraining
+from bench.frame import WrongResult
 from shoal.errors import InputError
 
 
@@ -31,7 +31,7 @@ def main() -> int:
     with redirect_stdout(sys.stderr):
         try:
             say(result=measure(asked, lambda what: say(tell=what)))
-        except WrongTraining as error:
+        except WrongResult as error:
             say(wrong=str(error))
         except InputError as error:
             say(input=str(error))

@@ -26,13 +26,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bench import tables
-from bench.budgets import comma_separated, make_folder
 from bench.codecs_error import DISTRIBUTIONS, PAPER, SAMPLES, Distribution, Errors, errors_of
 from bench.codecs_recorded import KINDS, recorded
-from bench.codecs_speed import BITSANDBYTES, CUDA_SIZES, SIZES, Row, WrongDecode, measure, verdicts, with_one_copy
+from bench.codecs_speed import BITSANDBYTES, CUDA_SIZES, SIZES, Row, measure, verdicts, with_one_copy
 from bench.codecs_tables import bias_table, paper_table, recorded_table, speed_table
-from bench.conditions import conditions, describe, file_name
+from bench.frame import WrongResult, comma_separated, conditions, describe, file_name, make_console, make_folder
 from bench.split_accuracy import FULL, NARROW, Pace, images_of
 from shoal import codecs
 from shoal.app import models
@@ -75,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         return _run(asked)
-    except (InputError, CodecError, WrongDecode) as error:
+    except (InputError, CodecError, WrongResult) as error:
         print(f"bench.codecs: {error}", file=sys.stderr)
-        return 1 if isinstance(error, WrongDecode) else 2
+        return 1 if isinstance(error, WrongResult) else 2
 
 
 def _run(asked: argparse.Namespace) -> int:
@@ -89,7 +87,7 @@ def _run(asked: argparse.Namespace) -> int:
     device = device_of(asked.device)
     out = make_folder(asked.out)
     path = out / file_name("codecs", device)
-    console = tables.console()
+    console = make_console()
     found = conditions(device, 0)
     console.print(describe(found), highlight=False, markup=False)
     result: dict[str, Any] = {"conditions": found}
@@ -122,7 +120,7 @@ def through(codec: Codec, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[tor
     """Each tensor in memory order, and what it comes back as.
 
     Raises:
-        WrongDecode: one of its first million values comes back further from itself than the codec states.
+        WrongResult: one of its first million values comes back further from itself than the codec states.
     """
     for x in tensors:
         x = x.as_strided((x.numel(),), (1,))
@@ -132,7 +130,7 @@ def through(codec: Codec, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[tor
             stated = codecs.get(codec.name, scale=float(x.abs().max()))  # so that a part has the scale of the whole
         first = slice(0, _CHECKED)
         if not bool(((decoded[first].double() - x[first]).abs() <= stated.error_bound(x[first])).all()):
-            raise WrongDecode(f"{codec.name}: a value came back further from itself than it states")
+            raise WrongResult(f"{codec.name}: a value came back further from itself than it states")
         yield x, decoded
 
 
@@ -198,7 +196,7 @@ def _bias(asked: argparse.Namespace, console: Console, device: torch.device) -> 
     console.print(bias_table(found))
     away = abs(found[NORMAL]["truncate2"].bias_percent - TRUNCATION_BIAS)
     if away > _BIAS_WITHIN:
-        raise WrongDecode(f"truncate2 on {NORMAL}: bias {away:.3f} points from {TRUNCATION_BIAS} %")
+        raise WrongResult(f"truncate2 on {NORMAL}: bias {away:.3f} points from {TRUNCATION_BIAS} %")
     return {source: {name: asdict(errors) for name, errors in rows.items()} for source, rows in found.items()}
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from bench.frame import WrongResult
 from shoal.codecs import Codec
 
 MEMCPY, TORCH_BF16, BITSANDBYTES = "memcpy", "torch bf16 cast", "bitsandbytes"
@@ -32,10 +33,6 @@ _CHECKED = 1 << 20  # values, whole blocks
 _PEER_BOUND = 0.01
 
 
-class WrongDecode(Exception):
-    """A contender's result is further from what was encoded than it states."""
-
-
 @dataclass(frozen=True)
 class Contender:
     """What is timed; `decode` is None where there is nothing to undo.
@@ -45,7 +42,7 @@ class Contender:
         encode, decode: into buffers that are there.
         buffers: what they fill.
         result: what `decode` gave last, or else `encode`.
-        check: raises `WrongDecode` where the result is not what it should be.
+        check: raises `WrongResult` where the result is not what it should be.
     """
 
     name: str
@@ -94,7 +91,7 @@ def measure(codecs: Sequence[Codec], elems: int, threads: int, rounds: int, devi
     """Every contender on normal numbers, in turns.
 
     Raises:
-        WrongDecode: one does not do what it states.
+        WrongResult: one does not do what it states.
     """
     x = torch.randn(elems, generator=torch.Generator().manual_seed(0)).to(device)
     before = torch.get_num_threads()
@@ -136,7 +133,7 @@ def in_turns(contenders: Sequence[Contender], elems: int, threads: int, rounds: 
             times.append((time.perf_counter() - start) / repeat)
     for one, before in zip(contenders, sums, strict=True):
         if _sum_of_bits(one.result()) != before:
-            raise WrongDecode(f"{one.name}: what was decoded while the clock ran differs from what was before")
+            raise WrongResult(f"{one.name}: what was decoded while the clock ran differs from what was before")
     medians = iter(statistics.median(times) for times in seconds)
     return [
         Row(one.name, elems, threads, one.payload_bytes, next(medians), None if one.decode is None else next(medians))
@@ -157,7 +154,7 @@ def ours(codec: Codec, x: torch.Tensor) -> Contender:
             else:
                 right = bool(((theirs.double() - values).abs() <= codec.error_bound(values)).all())
             if not right:
-                raise WrongDecode(f"{codec.name}: a value came back further from itself than it states")
+                raise WrongResult(f"{codec.name}: a value came back further from itself than it states")
 
     return Contender(
         codec.name,
@@ -177,7 +174,7 @@ def plain_copies(x: torch.Tensor, threads: int) -> Iterator[list[Contender]]:
 
     def check() -> None:
         if not torch.equal(to, x):
-            raise WrongDecode("a copy differs from what was copied")
+            raise WrongResult("a copy differs from what was copied")
 
     found = [Contender(f"{MEMCPY} (copy_)", lambda: to.copy_(x), None, (to,), lambda: to, x.nbytes, check)]
     if x.device.type != "cpu":
@@ -206,7 +203,7 @@ def cast(x: torch.Tensor) -> Contender:
 
     def check() -> None:
         if not torch.equal(out, x.bfloat16().float()):
-            raise WrongDecode("PyTorch's cast differs from itself")
+            raise WrongResult("PyTorch's cast differs from itself")
 
     return Contender(
         TORCH_BF16, lambda: narrow.copy_(x), lambda: out.copy_(narrow), (narrow, out), lambda: out, narrow.nbytes, check
@@ -229,7 +226,7 @@ def peers(x: torch.Tensor) -> list[Contender]:
     def check() -> None:
         most = kept["encoded"][1].absmax.repeat_interleave(4096)[: x.numel()] * _PEER_BOUND
         if not bool(((kept["decoded"] - x).abs() <= most).all()):
-            raise WrongDecode("bitsandbytes: a value came back further from itself than half its table's widest gap")
+            raise WrongResult("bitsandbytes: a value came back further from itself than half its table's widest gap")
 
     payload_bytes = x.numel() + 4 * -(-x.numel() // 4096)
     return [Contender(BITSANDBYTES, encode, decode, (), lambda: kept["decoded"], payload_bytes, check)]

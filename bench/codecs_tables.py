@@ -8,15 +8,17 @@ from rich.table import Table
 
 from bench.codecs_error import DISTRIBUTIONS, PAPER, Errors
 from bench.codecs_speed import BITSANDBYTES, Row, Verdict
+from bench.tables import new_table
 
 _DEPARTS = 1.5  # times
 
 
 def paper_table(found: Mapping[tuple[str, str], tuple[Errors, Errors]], samples: int) -> Table:
     """Table 1 of the paper beside ours: as the paper scales, and in blocks of 4096."""
-    table = Table(title=f"Table 1: mean errors over {samples:,} numbers; the paper's beside ours")
-    for column in ("distribution", "codec", "absolute: paper", "ours", "least possible", "relative: paper", "ours"):
-        table.add_column(column, justify="left" if column in ("distribution", "codec") else "right")
+    table = new_table(
+        f"Table 1: mean errors over {samples:,} numbers; the paper's beside ours",
+        "<distribution | <codec | absolute: paper | ours | least possible | relative: paper | ours",
+    )
     table.add_column("in blocks of 4096", justify="right")
     table.add_column("the paper's absolute error")
     least = {distribution.name: distribution.least_absolute for distribution in DISTRIBUTIONS}
@@ -81,9 +83,10 @@ def bias_table(found: Mapping[str, Mapping[str, Errors]]) -> Table:
 def speed_table(rows: Sequence[Row], targets: Mapping[str, Sequence[Verdict]], peer_is_here: bool) -> Table:
     """One size and number of threads."""
     first = rows[0]
-    table = Table(title=f"{first.elems:,} float32, {first.threads} thread{'s' * (first.threads > 1)}: GB/s of float32")
-    for column in ("contender", "bytes a value", "encode", "decode", "break-even"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
+    table = new_table(
+        f"{first.elems:,} float32, {first.threads} thread{'s' * (first.threads > 1)}: GB/s of float32",
+        "<contender | bytes a value | encode | decode | break-even",
+    )
     table.add_column("targets")
     for row in rows:
         even = row.break_even_gbps

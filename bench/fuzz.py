@@ -32,12 +32,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bench.budgets import make_folder
-from bench.conditions import conditions, describe
+from bench.frame import Show, bar, conditions, describe, make_console, make_folder
 from bench.fuzz_compare import CRASH, EAGER_ONLY, OURS, Setting, settings
 from bench.fuzz_worker import SHRINKING
-from bench.progress import Show, bar
-from bench.tables import console as make_console
 from shoal.core.files import write_json
 from shoal.errors import InputError
 

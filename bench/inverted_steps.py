@@ -29,8 +29,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shoal
+from bench.frame import WrongResult
 from bench.reference import take_reference
-from bench.workload import Forward, Workload, in_turns, make_workload
+from bench.tables import new_table
+from bench.workload import Forward, Workload, make_workload
 from shoal.core.sizes import format_bytes
 from shoal.lowlevel import allocations
 
@@ -43,10 +45,6 @@ _TOLERANCE = 1e-5  # of its norm, on top
 _PEER_TOLERANCE = 1e-2  # inplace_abn sums in float32 on the CPU
 
 Pair = tuple[nn.Module, nn.Module | None]  # a batch norm, and the module that alone reads its ReLU's result
-
-
-class WrongStep(Exception):
-    """A contender computes something else than it should."""
 
 
 def rewritten(model: nn.Module, layers: frozenset[str], replace: Callable[[Pair], tuple[nn.Module, bool]]) -> nn.Module:
@@ -161,7 +159,7 @@ def check_leaky(workload: Workload, forward: Forward, single: nn.Module, who: st
         How far the gradient is off, relative to its norm: "ours", and "plain" for PyTorch's modules in float32.
 
     Raises:
-        WrongStep: something is too far off.
+        WrongResult: something is too far off.
     """
     single, exact = copy.deepcopy(single), copy.deepcopy(single).double()
     workload.reset()
@@ -173,7 +171,7 @@ def check_leaky(workload: Workload, forward: Forward, single: nn.Module, who: st
         error, allowed = (float((one[name].double() - truth).norm()) for one in (ours, plain))
         slack = (_PEER_TOLERANCE if who == INPLACE_ABN else _TOLERANCE) * float(truth.norm())
         if not error <= _TIMES_PLAIN * allowed + slack:
-            raise WrongStep(f"{who}: {name} is {error:.1e} off, plain float32's {allowed:.1e}")
+            raise WrongResult(f"{who}: {name} is {error:.1e} off, plain float32's {allowed:.1e}")
     whole = {
         way: torch.cat([t.double().flatten() for name, t in found.items() if name.startswith("gradient")])
         for way, found in (("ours", ours), ("plain", plain), ("exact", right))
@@ -194,8 +192,8 @@ def measure(
     """Bytes and seconds of every contender, each checked.
 
     Raises:
-        WrongStep: a contender computes something else.
-        WrongTraining: checkpointing does.
+        WrongResult: a contender computes something else.
+        WrongResult: checkpointing does.
     """
     workload = make_workload(network, batch, image)
     leaky = shoal.restore_batchnorm(shoal.invert_batchnorm(copy.deepcopy(workload.model), SLOPE))
@@ -226,9 +224,9 @@ def measure(
     # Plain PyTorch saves each pair's input, and mean and deviation, where the inverted form saves a deviation.
     fewer_bytes = sum(4 * elems + 4 * channels for elems, channels in pairs)
     if saved["plain"] - saved["inverted"] != fewer_bytes:
-        raise WrongStep(f"inverted saves {saved['plain'] - saved['inverted']} bytes less, expected {fewer_bytes}")
+        raise WrongResult(f"inverted saves {saved['plain'] - saved['inverted']} bytes less, expected {fewer_bytes}")
     peaks = {name: workload.peak_bytes(forward) for name, forward in forwards.items()}
-    seconds = in_turns(workload, forwards, repeats, 1, clock)
+    seconds = workload.in_turns(forwards, repeats, 1, clock)
     rows = {
         name: {
             "saved_bytes": saved[name],
@@ -254,22 +252,11 @@ def measure(
 def table(result: dict[str, Any]) -> Table:
     """One row a contender; shares of plain PyTorch's, and of what plain PyTorch saves for the pairs."""
     plain, pair_bytes = result["rows"]["plain"], result["pair_bytes"]
-    shown = Table(
-        title=f"{result['network']}, {result['batch']} x {result['image']} pixels, {result['pairs']} pairs of batch "
-        f"norm and ReLU that hold {format_bytes(pair_bytes)}; a step {statistics.median(plain['seconds']):.2f} s"
+    shown = new_table(
+        f"{result['network']}, {result['batch']} x {result['image']} pixels, {result['pairs']} pairs of batch "
+        f"norm and ReLU that hold {format_bytes(pair_bytes)}; a step {statistics.median(plain['seconds']):.2f} s",
+        "<contender | saved | of plain | less, of the pairs' | peak | of plain | time | gradient off | published",
     )
-    for column in (
-        "contender",
-        "saved",
-        "of plain",
-        "less, of the pairs'",
-        "peak",
-        "of plain",
-        "time",
-        "gradient off",
-        "published",
-    ):
-        shown.add_column(column, justify="left" if column == "contender" else "right")
     for name, row in result["rows"].items():
         shown.add_row(
             name,

@@ -16,17 +16,15 @@ from rich.table import Table
 from torch import nn
 
 import shoal
+from bench.frame import WrongResult
 from bench.split_accuracy import NARROW, Pace, error_percent, finding, told, train
+from bench.tables import new_table
 from shoal.transforms.invert.inverted_model import InvertedModel
 
 SLOPE = 0.01
 THERE_AND_BACK = 1e-5  # of the largest output
 
 Split = tuple[torch.Tensor, torch.Tensor]
-
-
-class WrongConversion(Exception):
-    """A trained network is not what it was after it was converted and restored."""
 
 
 def plain(net: nn.Module) -> nn.Module:
@@ -56,7 +54,7 @@ def trained(network: str, pace: Pace, data: Mapping[str, Split], seed: int) -> I
     of restoring the inverted one.
 
     Raises:
-        WrongConversion: that was more than `THERE_AND_BACK`, or weights came back as others.
+        WrongResult: that was more than `THERE_AND_BACK`, or weights came back as others.
     """
     for name, way in WAYS.items():
         torch.manual_seed(seed)
@@ -71,7 +69,7 @@ def there_and_back(model: nn.Module, images: torch.Tensor) -> float:
     """How far a trained network's outputs are from its own after conversion and restoration, by the largest output.
 
     Raises:
-        WrongConversion: more than `THERE_AND_BACK`; or weights of a plain network came back as others.
+        WrongResult: more than `THERE_AND_BACK`; or weights of a plain network came back as others.
     """
     model.eval()
     before = model(images)
@@ -83,22 +81,21 @@ def there_and_back(model: nn.Module, images: torch.Tensor) -> float:
         state = model.state_dict()
         for name, value in restored.state_dict().items():
             if not torch.allclose(value, state[name], rtol=1e-6, atol=1e-9):
-                raise WrongConversion(f"{name} came back as another")
+                raise WrongResult(f"{name} came back as another")
     away = float((restored(images) - before).abs().max() / before.abs().max())
     if away > THERE_AND_BACK:
-        raise WrongConversion(f"outputs came back {away:.1e} off, expected {THERE_AND_BACK:g} at most")
+        raise WrongResult(f"outputs came back {away:.1e} off, expected {THERE_AND_BACK:g} at most")
     return away
 
 
 def table(network: str, pace: Pace, errors: Mapping[str, list[float]], away: Mapping[str, list[float]]) -> Table:
     """Test errors by way of training, and their differences beyond two standard errors."""
     (baseline, *_) = errors
-    shown = Table(
-        title=f"CIFAR-10, narrow {network}, {pace.images} images, {pace.epochs} epochs, {len(errors[baseline])} seeds: "
-        "test error, mean and standard deviation"
+    shown = new_table(
+        f"CIFAR-10, narrow {network}, {pace.images} images, {pace.epochs} epochs, {len(errors[baseline])} seeds: "
+        "test error, mean and standard deviation",
+        "<trained with | test error | to ReLU | there and back",
     )
-    for column in ("trained with", "test error", "to ReLU", "there and back"):
-        shown.add_column(column, justify="left" if column == "trained with" else "right")
     for name, found in errors.items():
         difference = statistics.mean(found) - statistics.mean(errors[baseline])
         verdict = "" if name == baseline else f"{difference:+.2f}, beyond noise: {finding(found, errors[baseline])}"

@@ -29,11 +29,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from rich.table import Table
 
-from bench import tables
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
+from bench.frame import comma_separated, conditions, describe, file_name, make_console, make_folder
+from bench.tables import new_table
 from shoal.core.files import write_json
 from shoal.errors import InputError
 
@@ -324,9 +322,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
     asked = parser.parse_args(arguments)
     found = conditions(torch.device("cpu"), 0)
-    table = Table(title="Plain sockets, every rank sending to the next at once; Gbit/s of payload, the slowest rank's")
-    for column in ("ranks", "link", "reached", "the rate lets through", "off", f"within {WITHIN_PERCENT:g} %"):
-        table.add_column(column, justify="right")
+    table = new_table(
+        "Plain sockets, every rank sending to the next at once; Gbit/s of payload, the slowest rank's",
+        f"ranks | link | reached | the rate lets through | off | within {WITHIN_PERCENT:g} %",
+    )
     rows = []
     try:
         out = make_folder(asked.out)
@@ -349,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InputError, LabError, ValueError) as error:
         print(f"bench.link_lab: {error}", file=sys.stderr)
         return 3 if isinstance(error, LabError) else 2
-    console = tables.console()
+    console = make_console()
     console.print(describe(found), highlight=False, markup=False)
     console.print(table)
     write_json(out / file_name("link_lab", torch.device("cpu")), {"conditions": found, "links": rows})

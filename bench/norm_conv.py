@@ -28,12 +28,9 @@ import torch
 from rich.table import Table
 from torch.nn import functional as F
 
-from bench import tables
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
+from bench.frame import WrongResult, bar, comma_separated, conditions, describe, file_name, make_console, make_folder
+from bench.interleave import turns
 from bench.layers import Layer, layers_of
-from bench.progress import bar
-from bench.workload import turns
 from shoal.core.files import write_json
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_conv import norm_conv
@@ -47,10 +44,6 @@ _EPS = 1e-5
 
 Outputs = tuple[torch.Tensor, ...]
 Clock = Callable[[], float]
-
-
-class WrongResult(Exception):
-    """Ours differs from eager's by more than the tolerance."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +271,7 @@ def _run(asked: argparse.Namespace) -> int:
     networks = wanted(asked)
     out = make_folder(asked.out)
     found = conditions(torch.device("cpu"), 1)
-    console = tables.console()
+    console = make_console()
     console.print(describe(found), highlight=False, markup=False)
     batch = asked.batch or (QUICK_BATCH if asked.quick else BATCH)
     path = out / file_name("norm_conv", torch.device("cpu"))

@@ -58,7 +58,7 @@ def run_within(
 
     Raises:
         BudgetError: no plan fits.
-        WrongTraining: gradients, buffers or random numbers differ from plain PyTorch's.
+        WrongResult: gradients, buffers or random numbers differ from plain PyTorch's.
         Unsettled: repairs did not end.
     """
     model = compile_model(workload.twin(), budget_bytes, planner=planner, name=workload.name)

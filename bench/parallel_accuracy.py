@@ -31,10 +31,10 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from bench import parallel_ranks, tables
-from bench.budgets import make_folder
-from bench.conditions import conditions, describe, file_name
+from bench import parallel_ranks
+from bench.frame import conditions, describe, file_name, make_console, make_folder
 from bench.resume import earlier_errors
+from bench.tables import new_table
 from shoal.app.data.digits import open_digits
 from shoal.core.files import write_json
 from shoal.distributed.gradients.gradients import compress_gradients
@@ -197,16 +197,10 @@ def f_test(groups: list[list[float]]) -> str:
 
 def table(how: str, ranks: str, rows: dict[str, list[float]]) -> Table:
     tested = f_test([rows[codec] for codec in (EXACT, *TYPES)])
-    shown = Table(title=f"{how}, {ranks} ranks: test error; {tested}; the paper's on MNIST: {PAPER[how]}")
-    for column in (
-        "type",
-        "mean and deviation",
-        "seeds",
-        "to 32 bits",
-        "99 % interval of the mean",
-        "overlaps 32 bits'",
-    ):
-        shown.add_column(column, justify="left" if column == "type" else "right")
+    shown = new_table(
+        f"{how}, {ranks} ranks: test error; {tested}; the paper's on MNIST: {PAPER[how]}",
+        "<type | mean and deviation | seeds | to 32 bits | 99 % interval of the mean | overlaps 32 bits'",
+    )
     low, high = interval(rows[EXACT])
     for codec, errors in rows.items():
         mean, spread = statistics.mean(errors), statistics.stdev(errors) if len(errors) > 1 else 0.0
@@ -245,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as error:
         print(f"bench.parallel_accuracy: {error}", file=sys.stderr)
         return 2
-    console = tables.console()
+    console = make_console()
     found = conditions(torch.device("cpu"), 0)
     console.print(describe(found), highlight=False, markup=False)
     console.print(f"{asdict(pace)}, {asked.seeds} seeds, one thread a rank", highlight=False)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from bench.frame import WrongResult
+from bench.tables import new_table
 from shoal.kernels.invertible_norm.inverted_batch_norm import (
     inverted_batch_norm,
     inverted_batch_norm_backward,
@@ -27,10 +29,6 @@ SCALES = (1e-3, 1e-2, 1e-1, 1.0, 1e1)
 SHIFTS = (0.0, 1.0)
 _EPS = 1e-5
 _SPREAD = 4.0  # standard deviations that no input is further from the mean
-
-
-class BeyondTheBound(Exception):
-    """An input came back further off than `reconstruction_error` allows."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def measure(slope: float, scale: float, shift: float, rows: int = 512) -> Cell:
     """One cell, over `rows` inputs.
 
     Raises:
-        BeyondTheBound: the largest error is more than what is predicted.
+        WrongResult: the largest error is more than what is predicted.
     """
     column = torch.randn(rows, generator=torch.Generator().manual_seed(0)).clamp(-_SPREAD + 1, _SPREAD - 1)
     x = column[:, None].expand(rows, rows).contiguous()
@@ -70,7 +68,7 @@ def measure(slope: float, scale: float, shift: float, rows: int = 512) -> Cell:
     predicted = float(reconstruction_error(weight[:1], bias[:1], *options, torch.float32, _SPREAD))
     found = Cell(slope, scale, shift, float(errors.max()), statistics.median(errors.tolist()), predicted)
     if not found.largest <= predicted:
-        raise BeyondTheBound(f"an input came back {found.largest:.1e} off, predicted {predicted:.1e}: {found}")
+        raise WrongResult(f"an input came back {found.largest:.1e} off, predicted {predicted:.1e}: {found}")
     return found
 
 
@@ -81,9 +79,10 @@ def measure_all(rows: int = 512) -> list[dict[str, Any]]:
 
 def table(cells: Sequence[dict[str, Any]]) -> Table:
     """Largest and median error for each slope and scale, and what is predicted, which does not depend on the slope."""
-    shown = Table(title="What the inverted form makes again in float32: largest / median error, in standard deviations")
-    for column in ("shift", "slope", *(f"scale {scale:g}" for scale in SCALES)):
-        shown.add_column(column, justify="right")
+    shown = new_table(
+        "What the inverted form makes again in float32: largest / median error, in standard deviations",
+        f"shift | slope | {' | '.join(f'scale {scale:g}' for scale in SCALES)}",
+    )
     for shift in SHIFTS:
         rows = {slope: [c for c in cells if (c["shift"], c["slope"]) == (shift, slope)] for slope in SLOPES}
         for slope, row in rows.items():

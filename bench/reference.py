@@ -9,14 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bench.frame import WrongResult
 from bench.workload import Forward, Workload
 from shoal.kernels.generator import generator_state
 
 _TOLERANCE = 1e-6  # of a gradient's norm, on top of plain PyTorch's own error
-
-
-class WrongTraining(Exception):
-    """A contender that must train as plain PyTorch does, does not."""
 
 
 @dataclass
@@ -66,7 +63,7 @@ class Reference:
             near to the float64 one as plain PyTorch's, up to as much again.
 
         Raises:
-            WrongTraining: neither holds.
+            WrongResult: neither holds.
         """
         self.start()
         self.workload.reset()
@@ -77,7 +74,7 @@ class Reference:
             wrong = self._beyond_float64_rule()
             if not wrong:
                 return "float64 rule"
-        raise WrongTraining(f"{self.workload.name}, {who}: differs from plain PyTorch in {', '.join(wrong[:6])}")
+        raise WrongResult(f"{self.workload.name}, {who}: differs from plain PyTorch in {', '.join(wrong[:6])}")
 
     def _beyond_float64_rule(self) -> list[str]:
         if not self._exact:

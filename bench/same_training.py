@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from bench.reference import WrongTraining
+from bench.frame import WrongResult
 from bench.workload import Forward, Workload
 
 
@@ -106,7 +106,7 @@ def hold(ours: Trained, theirs: Trained, tolerance: Tolerance, who: str) -> dict
     """The differences, all within the tolerance.
 
     Raises:
-        WrongTraining: one is not; the worst offenders are named.
+        WrongResult: one is not; the worst offenders are named.
     """
     off = differences(ours, theirs)
     wrong = [f"outputs ({off['outputs']:.1e} off)"] if not off["outputs"] <= tolerance.outputs else []
@@ -127,7 +127,7 @@ def hold(ours: Trained, theirs: Trained, tolerance: Tolerance, who: str) -> dict
     wrong += [f"gradient of {name} ({share:.1f} times its tolerance)" for name, share in _worst_first(over)]
     if wrong:
         more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
-        raise WrongTraining(f"{who} trains otherwise than eager PyTorch: {', '.join(wrong[:6])}{more}")
+        raise WrongResult(f"{who} trains otherwise than eager PyTorch: {', '.join(wrong[:6])}{more}")
     return off
 
 

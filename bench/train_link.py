@@ -23,12 +23,11 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from bench import tables
-from bench.allreduce_tables import WrongExchange, check, summary
-from bench.budgets import make_folder
-from bench.conditions import conditions, describe, file_name
+from bench.allreduce_tables import check, summary
+from bench.frame import WrongResult, conditions, describe, file_name, make_console, make_folder
 from bench.gradient_contenders import AUTO, CONTENDERS, EXACT, NONE, NOTHING, parse_contenders
 from bench.link_lab import LINKS, LabError, link_name, open_lab, parse_links, parse_ranks, told, verify
+from bench.tables import new_table
 from shoal.app import models
 from shoal.core.files import write_json
 from shoal.errors import InputError
@@ -42,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         return _run(asked)
-    except (InputError, WrongExchange, LabError) as error:
+    except (InputError, WrongResult, LabError) as error:
         print(f"bench.train_link: {error}", file=sys.stderr)
-        return 1 if isinstance(error, WrongExchange) else 2 if isinstance(error, InputError) else 3
+        return 1 if isinstance(error, WrongResult) else 2 if isinstance(error, InputError) else 3
 
 
 def _run(asked: argparse.Namespace) -> int:
@@ -54,7 +53,7 @@ def _run(asked: argparse.Namespace) -> int:
     device = torch.device("cpu")
     out = make_folder(asked.out)
     path = out / file_name("train_link", device)
-    console = tables.console()
+    console = make_console()
     found = conditions(device, 0)
     console.print(describe(found), highlight=False, markup=False)
     try:
@@ -92,7 +91,7 @@ def gathered(by_rank: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]
     """One result out of every rank's.
 
     Raises:
-        WrongExchange: a contender's weights differ between ranks, or it miscounts its bytes.
+        WrongResult: a contender's weights differ between ranks, or it miscounts its bytes.
     """
     first = by_rank[0]
     rows = {}
@@ -106,12 +105,11 @@ def gathered(by_rank: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]
 def step_table(result: Mapping[str, Any]) -> Table:
     """One link."""
     rows = result["rows"]
-    table = Table(
-        title=f"{result['model']}, {result['batch']} x {result['image']} pixels, {result['elems']:,} parameters, "
-        f"{result['ranks']} ranks, {result['link']}"
+    table = new_table(
+        f"{result['model']}, {result['batch']} x {result['image']} pixels, {result['elems']:,} parameters, "
+        f"{result['ranks']} ranks, {result['link']}",
+        "<contender | ms a step | least-most | times | exchange not hidden | MB sent | of fp32's ring",
     )
-    for column in ("contender", "ms a step", "least-most", "times", "exchange not hidden", "MB sent", "of fp32's ring"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
     table.add_column("weights")
     for name, row in rows.items():
         alone = rows[NOTHING]["seconds"] if NOTHING in rows else None

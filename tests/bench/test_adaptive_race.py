@@ -42,7 +42,7 @@ def test_the_full_networks_weights_are_counted_without_making_them() -> None:
 def test_it_runs_and_trains_nothing_twice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(adaptive_race, "images_of", lambda device: noise_images())
+    monkeypatch.setattr(adaptive_race, "images_of", lambda device, tests=None: noise_images())
     asked = ["--quick", "--seeds", "1", "--rounds", "1", "--out", str(tmp_path)]
     assert main(asked) == 0
     (path,) = tmp_path.glob("adaptive_race_*.json")

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bench import allreduce, gradient_contenders, layer_sizes
-from bench.allreduce_tables import WrongExchange, check, check_errors, ring_bytes, verdicts
+from bench.allreduce_tables import check, check_errors, ring_bytes, verdicts
+from bench.frame import WrongResult
 from bench.gradient_contenders import AUTO, NONE
 from bench.link_lab import why_not
 
@@ -64,7 +65,7 @@ def test_bytes_and_times_are_held_against_the_targets() -> None:
 def test_a_wrong_average_is_told(wrong: dict[str, Any], told: str) -> None:
     check({TREE: row()})
     check_errors({TREE: row()})
-    with pytest.raises(WrongExchange, match=told):
+    with pytest.raises(WrongResult, match=told):
         check({TREE: wrong})
         check_errors({TREE: wrong})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import arena
-from bench.reference import WrongTraining
+from bench.frame import WrongResult
 
 
 @pytest.mark.slow
@@ -31,7 +31,7 @@ def test_a_loss_that_differs_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def differ(*_: object, **__: object) -> None:
-        raise WrongTraining("vgg16_bn, step 3: the losses differ")
+        raise WrongResult("vgg16_bn, step 3: the losses differ")
 
     monkeypatch.setattr(arena, "measure_network", differ)
     assert arena.main(["--quick", "--out", str(tmp_path)]) == 1

@@ -20,7 +20,7 @@ from torch import nn
 from bench import batchnorm, batchnorm_steps, batchnorm_tables
 from bench.batchnorm_contenders import COMPILED, COMPILED_FUSED, CONTENDERS, EAGER, FUSED, INDUCTOR, TWIN, Asked
 from bench.batchnorm_tables import NOISE
-from bench.reference import WrongTraining
+from bench.frame import WrongResult
 from bench.workload import Forward, Workload
 from shoal.app.models.resnet import BasicBlock
 
@@ -230,7 +230,7 @@ def test_wrong_training_is_noticed_in_float32_and_in_float64(
 ) -> None:
     wrong = replace(CONTENDERS["bnff"], title="wrong", make=make, fuses=fuses)
     monkeypatch.setitem(CONTENDERS, "bnff", wrong)  # type: ignore[arg-type]
-    with pytest.raises(WrongTraining, match=f"wrong{', in float64' * fuses}: trains otherwise.*{said}"):
+    with pytest.raises(WrongResult, match=f"wrong{', in float64' * fuses}: trains otherwise.*{said}"):
         batchnorm_steps.measure(replace(ASKED, contenders=(EAGER, "bnff")))
 
 
@@ -325,7 +325,7 @@ def test_wrong_training_is_one_line_and_an_exit_code_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def differ(*_: object) -> None:
-        raise WrongTraining("resnet50, fuse_batchnorm, icf: trains otherwise than eager PyTorch: outputs")
+        raise WrongResult("resnet50, fuse_batchnorm, icf: trains otherwise than eager PyTorch: outputs")
 
     monkeypatch.setattr(batchnorm, "in_a_process", differ)
     assert batchnorm.main(["--quick", "--out", str(tmp_path)]) == 1

@@ -14,7 +14,8 @@ from torch import nn
 from bench import codecs, codecs_speed
 from bench.codecs_error import DISTRIBUTIONS, PAPER, errors_of
 from bench.codecs_recorded import recorded
-from bench.codecs_speed import Contender, Row, WrongDecode, in_turns, measure, ours, verdicts, with_one_copy
+from bench.codecs_speed import Contender, Row, in_turns, measure, ours, verdicts, with_one_copy
+from bench.frame import WrongResult
 from bench.split_accuracy import Pace
 from shoal.codecs import get
 from shoal.errors import InputError
@@ -38,7 +39,7 @@ def data() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def test_a_quick_run_prints_every_part_and_leaves_its_figures(
     data: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(codecs, "images_of", lambda device: data)
+    monkeypatch.setattr(codecs, "images_of", lambda device, tests=None: data)
     monkeypatch.setattr(codecs, "NARROW", {"tiny": tiny})
     assert codecs.main(["--quick", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -115,7 +116,7 @@ def test_a_decode_that_is_off_or_does_not_happen_is_told() -> None:
     right.encode()
     right.check()
     right.result()[3] += 1
-    with pytest.raises(WrongDecode, match="further from itself"):
+    with pytest.raises(WrongResult, match="further from itself"):
         right.check()
     out, calls = torch.zeros(4), iter(range(9))
     lazy = Contender(
@@ -127,7 +128,7 @@ def test_a_decode_that_is_off_or_does_not_happen_is_told() -> None:
         4,
         lambda: None,
     )
-    with pytest.raises(WrongDecode, match="lazy: what was decoded while the clock ran"):
+    with pytest.raises(WrongResult, match="lazy: what was decoded while the clock ran"):
         in_turns([lazy], 4, 1, 1, CPU)
 
 

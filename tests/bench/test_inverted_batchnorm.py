@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from bench import inverted_batchnorm, inverted_steps, inverted_training, reconstruction
+from bench.frame import WrongResult
 from bench.inverted_steps import Checkpointed, rewritten, saved_bytes
-from bench.reconstruction import BeyondTheBound, measure
+from bench.reconstruction import measure
 from bench.split_accuracy import NARROW, Pace
 from bench.workload import Workload
 
@@ -63,7 +64,7 @@ def test_checkpointing_saves_where_the_convolution_is_in_the_segment_and_moves_s
 def test_a_contender_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inverted_steps.shoal, "restore_batchnorm", lambda model: model.source)  # ReLU, not LeakyReLU
     monkeypatch.setattr(inverted_steps, "SLOPE", 0.5)
-    with pytest.raises(inverted_steps.WrongStep, match="inverted: gradient of"):
+    with pytest.raises(WrongResult, match="inverted: gradient of"):
         inverted_steps.measure("resnet18", 2, 32, 1)
 
 
@@ -77,7 +78,7 @@ def test_inputs_made_again_are_measured_and_within_the_bound(shift: float) -> No
 
 def test_an_error_beyond_the_bound_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconstruction, "reconstruction_error", lambda *_: torch.tensor([1e-9]))
-    with pytest.raises(BeyondTheBound, match="predicted 1.0e-09"):
+    with pytest.raises(WrongResult, match="predicted 1.0e-09"):
         measure(0.01, 1.0, 0.0, 64)
 
 
@@ -101,7 +102,7 @@ def test_a_conversion_that_changes_outputs_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         inverted_training.shoal, "restore_batchnorm", lambda model, **_: nn.Sequential(model, nn.ReLU())
     )
-    with pytest.raises(inverted_training.WrongConversion):
+    with pytest.raises(WrongResult):
         inverted_training.there_and_back(inverted_training.inverted(NARROW["vgg"]()), data["test"][0])
 
 

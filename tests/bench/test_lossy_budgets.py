@@ -57,7 +57,7 @@ def test_it_runs_and_keeps_its_promises(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--networks", "resnet5"], "no setting for resnet5"),
+        (["--networks", "resnet5"], "--networks resnet5: give some of"),
         (["--budgets", "half"], "expected percentages"),
         (["--budgets", "0"], "above 0"),
         (["--quick", "--codec", "one_bit"], "not for activations"),

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import norm_conv
+from bench.frame import WrongResult
 from bench.layers import Layer, collect, layers_of
-from bench.norm_conv import Row, Tensors, WrongResult
+from bench.norm_conv import Row, Tensors
 from shoal.app import models
 from shoal.app.models.resnet import Bottleneck
 

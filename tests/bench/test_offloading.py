@@ -77,4 +77,4 @@ def test_it_runs_and_every_planned_row_has_its_prediction(
 
 def test_an_unknown_network_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert offloading.main(["--networks", "resnet5", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("bench.offloading: no setting for resnet5")
+    assert capsys.readouterr().err.startswith("bench.offloading: --networks resnet5: give some of")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import train_link
-from bench.allreduce_tables import WrongExchange
+from bench.frame import WrongResult
 from bench.gradient_contenders import NONE
 from bench.link_lab import why_not
 
@@ -35,7 +35,7 @@ def test_weights_that_differ_between_ranks_are_told() -> None:
         return {"model": "m", "elems": 4, "rows": {TREE: {**row, "same_on_all_ranks": same, "losses": [1.0]}}}
 
     assert train_link.gathered([rank(True)] * 2, 2)["rows"][TREE]["loss"] == 1.0
-    with pytest.raises(WrongExchange, match="bits differ"):
+    with pytest.raises(WrongResult, match="bits differ"):
         train_link.gathered([rank(True), rank(False)], 2)
 
 
