@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,6 +109,11 @@ class Run:
     def pick(self, usual: T, quick: T) -> T:
         """`quick` where `--quick` was given."""
         return quick if self.asked.quick else usual
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """This thread's CPU time with `--cpu-time`, else the wall clock."""
+        return time.thread_time if self.asked.cpu_time else time.perf_counter
 
     def say(self, *what: RenderableType) -> None:
         """Print lines as they are, and tables."""
@@ -207,17 +213,27 @@ class Bench:
         """Run it; 0, or 1 for a wrong result, 2 for a wrong argument, 3 where it cannot run on this machine."""
         try:
             asked = self.parse(arguments)
-            device = measurement_cache.device_of(getattr(asked, "device", "cpu"))
-            out = make_folder(asked.out)
-            found = conditions(device, getattr(asked, "seed", 0))
-            path = out / file_name(self.name, device)
-            run = Run(self.name, asked, device, found, out, path, make_console(), {"conditions": found})
-            if self._header:
-                run.say(describe(found))
-            return self._run(run) or 0
+            count = getattr(asked, "threads", None)
+            with threads(count if isinstance(count, int) else None):
+                return self._run(self._begin(asked)) or 0
         except (InputError, CodecError, WrongResult, Unavailable) as error:
             print(f"bench.{self.name}: {error}", file=sys.stderr)
             return 1 if isinstance(error, WrongResult) else 3 if isinstance(error, Unavailable) else 2
+
+    def _begin(self, asked: argparse.Namespace) -> Run:
+        device = measurement_cache.device_of(getattr(asked, "device", "cpu"))
+        if getattr(asked, "cpu_time", False) and (torch.get_num_threads() > 1 or device.type != "cpu"):
+            raise InputError("--cpu-time counts one CPU thread's time: give one thread and no other device")
+        out = make_folder(asked.out)
+        found = conditions(device, getattr(asked, "seed", 0))
+        path = out / file_name(self.name, device)
+        run = Run(self.name, asked, device, found, out, path, make_console(), {"conditions": found})
+        if self._header:
+            run.say(describe(found))
+        return run
+
+
+CPU_TIME = switch("--cpu-time", "CPU time of the one thread: for a machine that others use too")
 
 
 def comma_separated(text: str) -> list[str]:
@@ -341,11 +357,7 @@ def use_exact_kernels() -> None:
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """PyTorch's threads inside the block; None: as they are.
-
-    Raises:
-        InputError: the number is not positive.
-    """
+    """PyTorch's threads inside the block; None: as they are."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

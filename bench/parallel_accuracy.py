@@ -15,13 +15,16 @@ must have the same bits on all of them.
 
 from __future__ import annotations
 
-import argparse
 import math
+import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +34,12 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from bench import parallel_ranks
-from bench.frame import conditions, describe, file_name, make_console, make_folder
-from bench.resume import earlier_errors
+from bench.frame import Bench, Run, integers, option
 from bench.tables import new_table
 from shoal.app.data.digits import open_digits
-from shoal.core.files import write_json
 from shoal.distributed.gradients.gradients import compress_gradients
 from shoal.distributed.papers.hybrid import hybrid
 from shoal.distributed.papers.local_convolution import LocalConv2d
-from shoal.errors import InputError
 
 EXACT = "32 bits"
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
@@ -212,44 +211,77 @@ def table(how: str, ranks: str, rows: dict[str, list[float]]) -> Table:
     return shown
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run it; 0 unless an argument or the data was wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.parallel_accuracy", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="digits and a few steps: does it run?")
-    parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
-    parser.add_argument("--how", default="both", choices=tuple(HOW))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--images", type=int, help="training images; by default as fits the pace")
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--resume", type=Path, help="a file of figures of the same pace: its runs are not run again")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    asked = parser.parse_args(arguments)
-    pace = QUICK if asked.quick else SHORT
-    pace = Pace(
-        pace.data, asked.images or pace.images, pace.test_images, asked.epochs or pace.epochs, pace.batch, pace.rate
-    )
-    try:
-        if asked.seeds < 1 or not all(one.isdigit() and int(one) > 0 for one in asked.ranks.split(",")):
-            raise InputError(f"got --ranks {asked.ranks} --seeds {asked.seeds}, expected positive numbers, such as 2,4")
-        out = make_folder(asked.out)
-        known = earlier_errors(asked.resume, asdict(pace), "bench.parallel_accuracy") if asked.resume else {}
-        data = images_of(pace)
-    except InputError as error:
-        print(f"bench.parallel_accuracy: {error}", file=sys.stderr)
-        return 2
-    console = make_console()
-    found = conditions(torch.device("cpu"), 0)
-    console.print(describe(found), highlight=False, markup=False)
-    console.print(f"{asdict(pace)}, {asked.seeds} seeds, one thread a rank", highlight=False)
-    errors: dict[str, Any] = dict(known)
-    result = {"conditions": found, "pace": asdict(pace), "errors_percent": errors}
-    path = out / file_name("parallel_accuracy", torch.device("cpu"))
+class RankFailed(RuntimeError):
+    """A rank raised; its text is the traceback."""
+
+
+def results(function: Callable[..., Iterator[Any]], ranks: int, *arguments: Any) -> Iterator[Any]:
+    """What `function(*arguments)`, a generator, yields on rank 0 of an initialised gloo group; the others must keep up.
+
+    Raises:
+        RankFailed: a rank raised, or ended early.
+    """
+    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(data, Path(folder) / "images.pt")
-        for ranks in asked.ranks.split(","):
-            rows = errors.setdefault(ranks, {how: {codec: [] for codec in codecs} for how, codecs in CODECS.items()})
+        pipes, started = {}, []
+        for rank in range(ranks):
+            mine, theirs = context.Pipe(duplex=False)
+            started.append(
+                context.Process(
+                    target=_serve_rank, args=(function, rank, ranks, folder, theirs, arguments), daemon=True
+                )
+            )
+            pipes[mine] = rank
+            started[-1].start()
+            theirs.close()
+        try:
+            left = dict(pipes)
+            while left:
+                for pipe in wait(list(left)):
+                    try:
+                        kind, value = pipe.recv()  # type: ignore[union-attr]
+                    except EOFError:
+                        raise RankFailed(f"rank {left[pipe]} ended early") from None  # type: ignore[index]
+                    if kind == "failed":
+                        raise RankFailed(f"rank {left[pipe]}:\n{value}")  # type: ignore[index]
+                    if kind == "done":
+                        del left[pipe]  # type: ignore[arg-type]
+                    elif left[pipe] == 0:  # type: ignore[index]
+                        yield value
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+
+
+def _serve_rank(function: Any, rank: int, ranks: int, folder: str, pipe: Any, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        store = dist.FileStore(str(Path(folder) / "store"), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        for result in function(*arguments):
+            if rank == 0:
+                pipe.send(("result", result))
+        dist.barrier()
+        pipe.send(("done", None))
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+
+
+def _run(run: Run) -> None:
+    asked = run.asked
+    base = run.pick(SHORT, QUICK)
+    pace = replace(base, images=asked.images or base.images, epochs=asked.epochs or base.epochs)
+    errors: dict[str, Any] = run.resume("errors_percent", pace=asdict(pace)).get("errors_percent", {})
+    data = images_of(pace)
+    run.say(f"{asdict(pace)}, {asked.seeds} seeds, one thread a rank")
+    run.result |= {"pace": asdict(pace), "errors_percent": errors}
+    with tempfile.TemporaryDirectory() as folder:
+        at = f"{folder}/images.pt"
+        torch.save(data, at)
+        for ranks in asked.ranks:
+            rows = errors.setdefault(str(ranks), {how: {name: [] for name in names} for how, names in CODECS.items()})
             runs = [
                 (how, codec, seed)
                 for seed in range(asked.seeds)
@@ -257,16 +289,23 @@ def main(arguments: list[str] | None = None) -> int:
                 for codec in CODECS[how]
                 if seed >= len(rows[how][codec])
             ]
-            at = str(Path(folder) / "images.pt")
-            for how, codec, _, error in parallel_ranks.results(errors_by_run, int(ranks), at, pace, runs):
+            for how, codec, _, error in results(errors_by_run, ranks, at, pace, runs):
                 rows[how][codec].append(error)
-                write_json(path, result)
-            for how in CODECS:
-                if all(rows[how].values()):
-                    console.print(table(how, ranks, rows[how]))
-    console.print(f"Figures in {path}", highlight=False)
-    return 0
+                run.save()
+            run.say(*(table(how, str(ranks), rows[how]) for how in CODECS if all(rows[how].values())))
+    run.say(f"Figures in {run.path}")
 
+
+main = Bench(
+    _run,
+    option("--ranks", type=integers, default=[2, 4], help="numbers of ranks"),
+    option("--how", default="both", choices=tuple(HOW)),
+    option("--seeds", type=int, default=3),
+    option("--images", type=int, help="training images; by default as fits the pace"),
+    option("--epochs", type=int),
+    quick="digits and a few steps: does it run?",
+    resume="a file of the same pace: its runs are not run again",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,10 +7,10 @@
 Two parts. *Simulated*: VGG-19 and ResNet-18 at 224 pixels on the paper's machine (the calibrated roofline of
 `bench.hmms`), depth 75 %, 2 x 2 patches. Plain is the step with the storages that PyTorch has; the others are Shoal's.
 The paper's ResNet-18 recomputes its batch norms, as `hmms_recompute` does. *Rehearsed*: the same on this CPU at a
-reduced size under a memory limit: the largest batch of which plain PyTorch and Shoal's plans each run whole steps inside as
-many bytes, the plans with 5 % of added time or less and up to eight times the plain batch, and images a second. `exact`
-is `halo="exact"`, the unsplit network's function. The threads that copy need a core: run it with OMP_NUM_THREADS one
-below the number of cores.
+reduced size under a memory limit: the largest batch of which plain PyTorch and Shoal's plans each run whole steps
+inside as many bytes, the plans with 5 % of added time or less and up to eight times the plain batch, and images a
+second. `exact` is `halo="exact"`, the unsplit network's function. The threads that copy need a core: run it with
+OMP_NUM_THREADS one below the number of cores.
 """
 
 from __future__ import annotations

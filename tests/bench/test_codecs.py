@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from bench import codecs, codecs_speed
-from bench.codecs_error import DISTRIBUTIONS, PAPER, errors_of
-from bench.codecs_recorded import recorded
+from bench.codecs_error import DISTRIBUTIONS, PAPER, errors_of, recorded
 from bench.codecs_speed import Contender, Row, in_turns, measure, ours, verdicts, with_one_copy
 from bench.frame import WrongResult
 from bench.split_accuracy import Pace
@@ -55,7 +54,7 @@ def test_a_quick_run_prints_every_part_and_leaves_its_figures(
 def test_without_the_data_set_the_rest_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def missing(device: torch.device) -> Any:
+    def missing(device: torch.device, tests: int | None = None) -> Any:
         raise InputError("no CIFAR-10 here")
 
     monkeypatch.setattr(codecs, "images_of", missing)

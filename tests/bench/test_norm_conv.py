@@ -16,8 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench import norm_conv
 from bench.frame import WrongResult
-from bench.layers import Layer, collect, layers_of
-from bench.norm_conv import Row, Tensors
+from bench.norm_conv import Layer, Row, Tensors, collect, layers_of
 from shoal.app import models
 from shoal.app.models.resnet import Bottleneck
 
@@ -130,8 +129,8 @@ def test_inductor_is_a_contender_where_it_is_asked_for(tmp_path: Path, monkeypat
     ("arguments", "said"),
     [
         (["--layers", "foo"], "--layers foo: none of the 66 layers of densenet121"),
-        (["--networks", "densenet"], "unknown model 'densenet'"),
-        (["--networks", ""], "--networks names none"),
+        (["--networks", "densenet"], "--networks densenet: give some of"),
+        (["--networks", ""], "--networks nothing: give some of"),
         (["--batch", "0"], "--batch 0: give 1 or more"),
         (["--threads", "0"], "--threads 0: give 1 or more"),
         (["--cpu-time", "--threads", "2"], "--cpu-time counts one thread's time"),

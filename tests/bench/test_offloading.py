@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from bench import offloading
-from bench.offloading import Run, front, links, verdicts
+from bench.offloading import Measured, front, links, verdicts
 from shoal.core import presets
 from tests.bench.small import put_in_place
 
 
-def run(name: str, peak_bytes: int) -> Run:
-    return Run(name, "", torch.relu, peak_bytes)
+def run(name: str, peak_bytes: int) -> Measured:
+    return Measured(name, "", torch.relu, peak_bytes)
 
 
 def test_the_front_is_what_nothing_beats_in_both_bytes_and_seconds() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import parallel_accuracy, parallel_ranks
+from bench import parallel_accuracy
 from bench.parallel_accuracy import CODECS, DATA, EXACT, MODEL, QUICK, error_percent, f_test, images_of
 from tests.ranks import run_on_ranks
 
@@ -39,7 +39,7 @@ def test_what_is_finished_is_not_run_again(
             trained.append((how, codec, seed))
             yield how, codec, seed, 10.0 + seed
 
-    monkeypatch.setattr(parallel_ranks, "results", results)
+    monkeypatch.setattr(parallel_accuracy, "results", results)
     arguments = ["--quick", "--ranks", "2"]
     assert parallel_accuracy.main([*arguments, "--seeds", "2", "--out", str(tmp_path / "a")]) == 0
     (first,) = (tmp_path / "a").glob("*.json")
