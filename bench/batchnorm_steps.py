@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import shoal
-from bench.batchnorm_contenders import CONTENDERS, EAGER, INDUCTOR, Asked, Contender
+from bench.batchnorm_contenders import CONTENDERS, EAGER, INDUCTOR, Asked, Contender, pool_first
 from bench.frame import WrongResult, conditions
-from bench.interleave import turns
-from bench.pool_first import pool_first
+from bench.interleave import in_turns, median_ratio, no_collection
+from bench.processes import Stage
 from bench.same_training import FLOAT32, FLOAT64, Start, Trained, hold
 from bench.workload import Forward, Workload, make_workload
 from shoal.app import models
@@ -35,10 +36,8 @@ _SMALL_BATCH, _SMALL_IMAGES, _SMALL_VOLUMES = 4, 64, 32  # images and pixels alo
 _ARENA_STEPS = 4  # until an arena replays: two alike are recorded, then it is laid out
 _PRODUCTS = 5  # timed products of each size
 
-Tell = Callable[[str], None]
 
-
-def measure(asked: Asked, tell: Tell = lambda what: None) -> dict[str, Any]:
+def measure(asked: Asked, tell: Stage = lambda what: None) -> dict[str, Any]:
     """Every contender on one network.
 
     Args:
@@ -79,10 +78,15 @@ def measure(asked: Asked, tell: Tell = lambda what: None) -> dict[str, Any]:
         }
 
 
+def answer(asked: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    """What a process for one malloc answers; see `bench.processes`."""
+    return measure(Asked(**asked), stage)
+
+
 class _Race:
     """The contenders of one workload."""
 
-    def __init__(self, workload: Workload, asked: Asked, tell: Tell, stack: ExitStack) -> None:
+    def __init__(self, workload: Workload, asked: Asked, tell: Stage, stack: ExitStack) -> None:
         self.workload, self.asked, self.tell, self.stack = workload, asked, tell, stack
         self.start = Start(workload)
         tell("eager")
@@ -139,11 +143,7 @@ class _Race:
             replayed = self.start.left(self.reference.outputs)  # the clock's steps keep none of their own
             hold(replayed, self.reference, FLOAT32, f"{self.workload.name}, {CONTENDERS[name].title}, in its arena:")
         self.tell(f"{len(self.forwards)} contenders in {self.asked.rounds} rounds")
-        self.seconds = {name: [] for name in self.forwards}
-        for name, counts in turns(list(self.forwards), self.asked.rounds, warm_ups=1):
-            taken = self._step(name)
-            if counts:
-                self.seconds[name].append(taken)
+        self.seconds = in_turns({name: partial(self._step, name) for name in self.forwards}, self.asked.rounds)
 
     def rows(self) -> list[dict[str, Any]]:
         """What was found, with times and ratios; those that failed have neither."""
@@ -186,20 +186,14 @@ def step_seconds(workload: Workload, forward: Forward, around: AbstractContextMa
     """One step by the clock: forward pass with its loss, backward pass."""
     workload.reset()
     gc.collect()
-    collecting = gc.isenabled()
-    gc.disable()  # a collection would hit whoever is being timed
-    try:
-        with around:
-            started = time.perf_counter()
-            loss = F.cross_entropy(forward(workload.images), workload.target)
-            turned = time.perf_counter()
-            loss.backward()
-            ended = time.perf_counter()
-            del loss
-        return turned - started, ended - turned
-    finally:
-        if collecting:
-            gc.enable()
+    with no_collection(), around:
+        started = time.perf_counter()
+        loss = F.cross_entropy(forward(workload.images), workload.target)
+        turned = time.perf_counter()
+        loss.backward()
+        ended = time.perf_counter()
+        del loss
+    return turned - started, ended - turned
 
 
 def speedup(theirs: Sequence[tuple[float, float]], ours: Sequence[tuple[float, float]]) -> dict[str, float]:
@@ -208,12 +202,8 @@ def speedup(theirs: Sequence[tuple[float, float]], ours: Sequence[tuple[float, f
     >>> speedup([(1.0, 2.0), (1.0, 2.0)], [(0.5, 1.0), (0.5, 1.0)])
     {'forward': 2.0, 'backward': 2.0, 'step': 2.0}
     """
-    pairs = list(zip(theirs, ours, strict=True))
-    return {
-        "forward": statistics.median(a[0] / b[0] for a, b in pairs),
-        "backward": statistics.median(a[1] / b[1] for a, b in pairs),
-        "step": statistics.median(sum(a) / sum(b) for a, b in pairs),
-    }
+    parts = {"forward": itemgetter(0), "backward": itemgetter(1), "step": sum}
+    return {name: median_ratio([*map(part, theirs)], [*map(part, ours)]) for name, part in parts.items()}
 
 
 def saved_storages(workload: Workload, forward: Forward) -> tuple[int, int]:

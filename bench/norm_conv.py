@@ -374,12 +374,7 @@ def _run(run: Run) -> None:
     asked = run.asked
     networks = wanted(asked)
     batch = asked.batch or run.pick(BATCH, QUICK_BATCH)
-    how = {
-        "batch": batch,
-        "rounds": asked.rounds or run.pick(ROUNDS, 1),
-        "inductor": asked.inductor,
-        "clock": run.clock,
-    }
+    rounds = asked.rounds or run.pick(ROUNDS, 1)
     rows: list[Row] = []
     with bar(sum(map(len, networks.values()))) as show:
         for network, layers in networks.items():

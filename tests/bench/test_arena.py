@@ -10,6 +10,7 @@ import pytest
 
 from bench import arena
 from bench.frame import WrongResult
+from bench.processes import malloc_environment
 
 
 @pytest.mark.slow
@@ -40,8 +41,8 @@ def test_a_loss_that_differs_is_told(
 
 def test_no_setting_of_malloc_reaches_a_contender_but_its_own() -> None:
     inherited = {"MALLOC_ARENA_MAX": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=2", "HOME": "/"}
-    assert arena._environment("", inherited).keys() == {"HOME", "OMP_NUM_THREADS"}
-    assert arena._environment("glibc.malloc.mmap_max=0", inherited)["GLIBC_TUNABLES"] == "glibc.malloc.mmap_max=0"
+    assert malloc_environment("", 1, inherited).keys() == {"HOME", "OMP_NUM_THREADS"}
+    assert malloc_environment("glibc.malloc.mmap_max=0", 1, inherited)["GLIBC_TUNABLES"] == "glibc.malloc.mmap_max=0"
 
 
 def test_an_unknown_network_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from bench import batchnorm, batchnorm_steps, batchnorm_tables
 from bench.batchnorm_contenders import COMPILED, COMPILED_FUSED, CONTENDERS, EAGER, FUSED, INDUCTOR, TWIN, Asked
 from bench.batchnorm_tables import NOISE
 from bench.frame import WrongResult
+from bench.processes import malloc_environment
 from bench.workload import Forward, Workload
 from shoal.app.models.resnet import BasicBlock
 
@@ -337,7 +338,7 @@ def test_a_process_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "__init__.py").touch()
-    (tmp_path / "bench" / "batchnorm_worker.py").write_text("raise SystemExit('out of memory')")
+    (tmp_path / "bench" / "processes.py").write_text("raise SystemExit('out of memory')")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(batchnorm.InputError, match="process of resnet18_cifar with tuned malloc ended: out of memory"):
         batchnorm.in_a_process(ASKED, "tuned", print)
@@ -346,8 +347,8 @@ def test_a_process_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
 def test_threads_are_pinned_unless_told_otherwise_and_no_other_malloc_gets_in() -> None:
     inherited = {"MALLOC_ARENA_MAX": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=2", "OMP_NUM_THREADS": "9"}
     pinned = {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"}
-    assert batchnorm.environment("", 2, inherited) == pinned
-    told = batchnorm.environment("glibc.malloc.mmap_max=0", 2, {**inherited, "OMP_PROC_BIND": "spread"})
+    assert malloc_environment("", 2, inherited, pinned=True) == pinned
+    told = malloc_environment("glibc.malloc.mmap_max=0", 2, {**inherited, "OMP_PROC_BIND": "spread"}, pinned=True)
     assert told == {**pinned, "OMP_PROC_BIND": "spread", "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}
 
 

@@ -18,8 +18,7 @@ from bench.fuzz_compare import DIFFERS, EAGER_ONLY, LEAST, OVER_BUDGET, Comparis
 from bench.fuzz_compare import settings as every_setting
 from bench.fuzz_layers import VARIANTS
 from bench.fuzz_networks import HEADS, Layer, Network, draw, render
-from bench.fuzz_shrink import Case, has, script, shrink
-from bench.fuzz_worker import distinct
+from bench.fuzz_shrink import Case, distinct, has, script, shrink
 from shoal.engine import backend
 
 PLAIN = Setting("keep_all", "plain", "device")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from bench import batchnorm_steps
+from bench.batchnorm_contenders import pool_first
 from bench.frame import WrongResult
-from bench.pool_first import pool_first
 from bench.workload import Workload
 from shoal.app import models
 from shoal.app.models.densenet import DenseNet
