@@ -6,6 +6,9 @@ import ctypes
 import json
 import os
 import signal
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -52,3 +55,65 @@ def sent_bytes() -> int:
 def sharing() -> int:
     """How many ranks' bytes `sent_bytes` counts."""
     return int(os.environ["WORLD_SIZE"]) if os.environ["SHOAL_LAB_INTERFACE"] == "lo" else 1
+
+
+_PORT = 29_600
+_PIECE_BYTES = 1 << 20
+_WARM_UP_SHARE = 0.2  # until TCP has found the rate
+
+
+def main() -> None:
+    """A probe of plain sockets: each rank sends to the next and receives from the one before, all at once; the bytes
+    that come in are timed after the first fifth."""
+    payload_bytes = config()["payload_bytes"]
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    loopback = os.environ["SHOAL_LAB_INTERFACE"] == "lo"
+    first = os.environ["MASTER_ADDR"]
+    after = (rank + 1) % ranks
+    address = first if loopback else f"{first.rsplit('.', 1)[0]}.{after + 1}"
+    with socket.create_server(("", _PORT + rank)) as server, _connect(address, _PORT + after) as to_next:
+        from_previous, _ = server.accept()
+        with from_previous:
+            sender = threading.Thread(target=_send, args=(to_next, payload_bytes))
+            sender.start()
+            goodput_gbps = _receive(from_previous, payload_bytes)
+            sender.join()
+    report({"goodput_gbps": goodput_gbps})
+
+
+def _connect(address: str, port: int) -> socket.socket:
+    until = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=60)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+
+
+def _send(to: socket.socket, payload_bytes: int) -> None:
+    piece = bytes(_PIECE_BYTES)
+    while payload_bytes > 0:
+        to.sendall(piece[:payload_bytes])
+        payload_bytes -= _PIECE_BYTES
+
+
+def _receive(source: socket.socket, payload_bytes: int) -> float:
+    buffer = bytearray(_PIECE_BYTES)
+    got = counted = 0
+    start = 0.0
+    while got < payload_bytes:
+        count = source.recv_into(buffer)
+        if not count:
+            raise SystemExit(f"the rank before closed after {got} of {payload_bytes} bytes")
+        got += count
+        if start:
+            counted += count
+        elif got >= _WARM_UP_SHARE * payload_bytes:
+            start = time.perf_counter()
+    return 8 * counted / (time.perf_counter() - start) / 1e9
+
+
+if __name__ == "__main__":
+    main()

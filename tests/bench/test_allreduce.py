@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench import allreduce, gradient_contenders, layer_sizes
-from bench.allreduce_tables import check, check_errors, ring_bytes, verdicts
+from bench import allreduce, allreduce_rank, gradient_contenders
+from bench.allreduce import check, check_errors, ring_bytes, verdicts
 from bench.frame import WrongResult
 from bench.gradient_contenders import AUTO, NONE
 from bench.link_lab import why_not
@@ -77,15 +77,15 @@ def test_an_unknown_name_is_one_line(setting: list[str], tmp_path: Path, capsys:
 
 
 def test_a_network_at_half_its_widths_has_about_a_quarter_of_the_parameters() -> None:
-    whole, half = (layer_sizes.elems_of(layer_sizes.shapes_of(name)) for name in ("vgg11", "vgg11/2"))
+    whole, half = (allreduce_rank.elems_of(allreduce_rank.shapes_of(name)) for name in ("vgg11", "vgg11/2"))
     assert whole == 132_863_336
     assert whole / 4 < half < whole / 3.8  # the classes stay
 
 
 def test_ready_gradients_arrive_as_they_are() -> None:
     shapes = [(3, 4), (5,)]
-    gradients = layer_sizes.drawn(shapes, seed=1)
-    module = layer_sizes.ReadyGradients(shapes, gradients)
+    gradients = allreduce_rank.drawn(shapes, seed=1)
+    module = allreduce_rank.ReadyGradients(shapes, gradients)
     module().backward()
     assert all(torch.equal(weight.grad, one) for weight, one in zip(module.parameters(), gradients, strict=True))
 

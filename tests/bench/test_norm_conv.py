@@ -133,7 +133,7 @@ def test_inductor_is_a_contender_where_it_is_asked_for(tmp_path: Path, monkeypat
         (["--networks", ""], "--networks nothing: give some of"),
         (["--batch", "0"], "--batch 0: give 1 or more"),
         (["--threads", "0"], "--threads 0: give 1 or more"),
-        (["--cpu-time", "--threads", "2"], "--cpu-time counts one thread's time"),
+        (["--cpu-time", "--threads", "2"], "--cpu-time counts one CPU thread's time"),
     ],
 )
 def test_a_wrong_argument_is_one_line(
