@@ -18,11 +18,9 @@ composed, not one by the clock. Rows where it loses stay.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,15 +30,16 @@ from torch import nn
 
 from bench import adaptive_steps as steps
 from bench import adaptive_training as training
-from bench.adaptive_networks import NETWORKS
 from bench.adaptive_precision import QUICK_SIZE, SIZES, weights_of
-from bench.frame import WrongResult, comma_separated, conditions, describe, file_name, make_console, make_folder
-from bench.resume import check_pace, earlier
+from bench.adaptive_training import NETWORKS
+from bench.frame import (
+    Bench,
+    Run,
+    option,
+)
 from bench.split_accuracy import images_of
 from bench.tables import new_table
-from shoal.core.files import write_json
 from shoal.distributed.weights.precision import packable
-from shoal.errors import InputError
 
 CONTENDERS = (
     training.BASELINE,
@@ -205,69 +204,43 @@ def measure(network: str, quick: bool, rounds: int) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 unless bytes were wrong (1), or an argument or the data was (2)."""
-    asked = _parser().parse_args(arguments)
-    try:
-        if unknown := set(asked.networks) - set(NETWORKS):
-            raise InputError(f"--networks {', '.join(sorted(unknown))}: give some of {', '.join(NETWORKS)}")
-        if min(asked.seeds, asked.rounds) < 1:
-            raise InputError(f"got --seeds {asked.seeds} --rounds {asked.rounds}, expected positive numbers")
-        return _run(asked)
-    except (InputError, WrongResult) as error:
-        print(f"bench.adaptive_race: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-
-
-def _run(asked: argparse.Namespace) -> int:
-    device = torch.device("cpu")
-    path = make_folder(asked.out) / file_name("adaptive_race", device)
-    console = make_console()
-    pace = training.QUICK if asked.quick else training.LONG
-    result: dict[str, Any] = {"runs": {}, "steps": {}}
-    if asked.resume:
-        result |= earlier(asked.resume, ("pace", *result), "bench.adaptive_race")
-        check_pace(asked.resume, result["pace"], vars(pace))
-    result |= {"conditions": conditions(device, 0), "pace": vars(pace)}
-    console.print(describe(result["conditions"]), highlight=False, markup=False)
+def _run(run: Run) -> None:
+    asked, pace = run.asked, run.pick(training.LONG, training.QUICK)
+    run.result = {"runs": {}, "steps": {}} | run.resume("runs", "steps", pace=vars(pace)) | run.result
+    run.result["pace"] = vars(pace)
     if asked.part in ("training", "all"):
-        _train(asked, pace, result, path)
+        _train(run, pace)
     for network in asked.networks if asked.part in ("steps", "all") else ():
-        result["steps"][network] = measure(network, asked.quick, asked.rounds)
-        write_json(path, result)
-    for network, runs in result["runs"].items():
-        console.print(table(network, runs, pace.looks, result["steps"].get(network), asked.error))
-    write_json(path, result)
-    console.print(f"Figures in {path}", highlight=False, markup=False)
-    return 0
+        run.result["steps"][network] = measure(network, asked.quick, asked.rounds)
+        run.save()
+    for network, runs in run.result["runs"].items():
+        run.say(table(network, runs, pace.looks, run.result["steps"].get(network), asked.error))
+    run.save()
+    run.say(f"Figures in {run.path}")
 
 
-def _train(asked: argparse.Namespace, pace: training.Pace, result: dict[str, Any], path: Path) -> None:
-    data = images_of(torch.device("cpu"))
-    for network in asked.networks:
-        runs = result["runs"].setdefault(network, {name: {} for name in CONTENDERS})
+def _train(run: Run, pace: training.Pace) -> None:
+    data = images_of(run.device)
+    for network in run.asked.networks:
+        runs = run.result["runs"].setdefault(network, {name: {} for name in CONTENDERS})
         for contender in CONTENDERS:  # one after another, so that a run that is cut short has whole rows
-            for seed in range(asked.seeds):
-                if str(seed) in runs[contender]:
-                    continue
-                threshold = runs[training.BASELINE].get(str(seed), {}).get("threshold")
-                run = training.run_of(NETWORKS[network], contender, pace, data, seed, threshold)
-                runs[contender][str(seed)] = run
-                write_json(path, result)
+            for seed in map(str, range(run.asked.seeds)):
+                if seed not in runs[contender]:
+                    threshold = runs[training.BASELINE].get(seed, {}).get("threshold")
+                    made = NETWORKS[network]
+                    runs[contender][seed] = training.run_of(made, contender, pace, data, int(seed), threshold)
+                    run.save()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.adaptive_race", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small: does it run?")
-    parser.add_argument("--part", choices=("training", "steps", "all"), default="all")
-    parser.add_argument("--networks", type=comma_separated, default=["vgg_a"], help=f"of {', '.join(NETWORKS)}")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3, help="measured steps of each width")
-    parser.add_argument("--error", type=float, help="race to this validation error in percent, whatever 32 bits do")
-    parser.add_argument("--resume", type=Path, help="a file of figures: what was trained is not trained again")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    return parser
-
+main = Bench(
+    _run,
+    option("--part", choices=("training", "steps", "all"), default="all"),
+    option("--networks", known=NETWORKS, default=["vgg_a"]),
+    option("--seeds", type=int, default=3),
+    option("--rounds", type=int, default=3, help="measured steps of each width"),
+    option("--error", type=float, help="race to this validation error in percent, whatever 32 bits do"),
+    resume="a file of results: what was trained is not trained again",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

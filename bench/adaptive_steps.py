@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bench.frame import WrongResult
-from bench.interleave import turns
+from bench.interleave import in_turns, timed, turns
 from shoal import codecs
 from shoal.codecs.codec import Encoded
 from shoal.core.hardware import Link
@@ -61,13 +62,8 @@ class Size:
 def computation_seconds(model: nn.Module, size: Size, repeats: int) -> float:
     """Forward and backward pass alone, the median."""
     images, labels = _batch(size)
-    found = []
-    for turn in range(repeats + 1):
-        model.zero_grad()
-        began = time.perf_counter()
-        F.cross_entropy(model(images), labels).backward()
-        if turn:
-            found.append(time.perf_counter() - began)
+    step = timed(lambda: F.cross_entropy(model(images), labels).backward())
+    found = in_turns({"step": lambda: (model.zero_grad(), step())[1]}, repeats)["step"]
     model.zero_grad()
     return statistics.median(found)
 
@@ -212,18 +208,18 @@ def codec_seconds(model: nn.Module, names: Sequence[str], repeats: int) -> dict[
     packed: dict[str, list[torch.Tensor]] = {
         name: [torch.empty(codecs.get(name).bytes_for(w.shape), dtype=torch.uint8) for w in weights] for name in names
     }
-    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
-    for name, counts in turns(list(names), repeats, warm_ups=1):
+
+    def both_ways(name: str) -> tuple[float, float]:
         codec = codecs.get(name)
         began = time.perf_counter()
         encoded: list[Encoded] = [codec.encode(w, out=p) for w, p in zip(weights, packed[name], strict=True)]
         between = time.perf_counter()
         for each, to in zip(encoded, out, strict=True):
             each.decode(out=to)
-        if counts:
-            taken[name][0].append(between - began)
-            taken[name][1].append(time.perf_counter() - between)
-    return {name: (statistics.median(pack), statistics.median(unpack)) for name, (pack, unpack) in taken.items()}
+        return between - began, time.perf_counter() - between
+
+    taken = in_turns({name: partial(both_ways, name) for name in names}, repeats)
+    return {name: tuple(map(statistics.median, zip(*pairs, strict=True))) for name, pairs in taken.items()}
 
 
 def norm_seconds(model: nn.Module, repeats: int) -> dict[str, tuple[float, float]]:
@@ -236,14 +232,11 @@ def norm_seconds(model: nn.Module, repeats: int) -> dict[str, tuple[float, float
         "shoal": lambda: [math.sqrt(total) for total in square_sums(weights)],
         "torch._foreach_norm": lambda: [float(norm) for norm in torch._foreach_norm(weights)],
     }
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    errors = {}
-    for name, counts in turns(list(ways), repeats, warm_ups=1):
-        began = time.perf_counter()
-        found = ways[name]()
-        if counts:
-            taken[name].append(time.perf_counter() - began)
-        errors[name] = max(abs(ours / right - 1) for ours, right in zip(found, exact, strict=True))
+    taken = in_turns({name: timed(norms) for name, norms in ways.items()}, repeats)
+    errors = {
+        name: max(abs(ours / right - 1) for ours, right in zip(norms(), exact, strict=True))
+        for name, norms in ways.items()
+    }
     return {name: (statistics.median(taken[name]), errors[name]) for name in ways}
 
 

@@ -50,7 +50,7 @@ from bench.frame import (
     switch,
 )
 from bench.processes import HUGE_PAGES, NEVER_UNMAPPED, Ended, Worker, malloc_environment
-from bench.same_training import FLOAT32, FLOAT64
+from bench.reference import FLOAT32, FLOAT64
 from shoal.app import models
 from shoal.errors import InputError
 

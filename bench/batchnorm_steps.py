@@ -26,7 +26,7 @@ from bench.batchnorm_contenders import CONTENDERS, EAGER, INDUCTOR, Asked, Conte
 from bench.frame import WrongResult, conditions
 from bench.interleave import in_turns, median_ratio, no_collection
 from bench.processes import Stage
-from bench.same_training import FLOAT32, FLOAT64, Start, Trained, hold
+from bench.reference import FLOAT32, FLOAT64, Start, Trained, hold
 from bench.workload import Forward, Workload, make_workload
 from shoal.app import models
 from shoal.errors import InputError, ShoalError

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from bench.epoch_projection import BANDWIDTHS_GBPS, curve, step_of
 from bench.frame import Bench, Run, WrongResult
-from bench.layout_pools import three_pools
+from bench.layout_step_blocks import three_pools
 from bench.tables import new_table
 from shoal import planners
 from shoal.app import models
@@ -51,6 +50,8 @@ LOSS_PERCENT = {  # of throughput, figure 8: layer-wise, HMMS
 }
 LARGER_BATCH = {"vgg19": (6.0, 1.5), "resnet18": (2.0, 4.9)}  # figure 10, with Split-CNN: times, loss in percent
 SPEEDUP_AT_10_GBPS = 2.1  # figure 11
+EFFICIENCY = 0.8  # the paper's alpha
+BANDWIDTHS_GBPS = (0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 16.0, 32.0)
 _BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the way from the least bytes of `joint` to those of keeping everything
 _SLACK = 1e-9
 
@@ -201,14 +202,65 @@ def figure_10(steps_of: Mapping[str, StepsByBatch], image: int, memory_bytes: in
     return rows
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """One training step on one device of many, measured or simulated.
+
+    Attributes:
+        batch: samples of a step.
+        forward_seconds: until the loss is there.
+        backward_seconds: the rest of the step, recomputation and waiting included.
+        gradient_bytes: of all parameter gradients.
+    """
+
+    batch: int
+    forward_seconds: float
+    backward_seconds: float
+    gradient_bytes: int
+
+
+def step_of(plan: Plan, batch: int) -> StepTimes:
+    """The simulated step of `plan`: what runs or waits before the loss is there is forward, all else backward."""
+    timeline = plan.timeline
+    forward = [moment for moment in timeline.moments if moment.phase in ("forward", "loss")]
+    forward_seconds = forward[-1].start_seconds + forward[-1].seconds
+    gradient_bytes = sum(storage.nbytes for storage in plan.graph.storages if storage.kind == "gradient")
+    return StepTimes(batch, forward_seconds, timeline.seconds - forward_seconds, gradient_bytes)
+
+
+def epoch_seconds(step: StepTimes, samples: int, bandwidth_gbps: float, *, efficiency: float = EFFICIENCY) -> float:
+    """Section 6.4 of the paper: T_epoch = |D| / N (T_forward + max(T_backward, 2 |G| / (alpha B))).
+
+    An all-reduce moves at least 2 |G| bytes over each link (Patarasuk, Yuan, 2009) while the backward pass runs. Not in
+    it: latency, the last layers' gradients, and everything else that uses the network.
+
+    Args:
+        step: of one device.
+        samples: |D|, that one device sees in an epoch.
+        bandwidth_gbps: B, between any two devices, in Gbit/s.
+        efficiency: alpha, how much of B the all-reduce reaches.
+
+    Example: half a gigabyte of gradients at 10 Gbit/s and an efficiency of 0.8 takes a second to sum, twice as long as
+    the backward pass.
+
+        >>> step = StepTimes(batch=50, forward_seconds=0.25, backward_seconds=0.5, gradient_bytes=500_000_000)
+        >>> epoch_seconds(step, 1000, 10)
+        25.0
+    """
+    network_seconds = 2 * step.gradient_bytes / (efficiency * bandwidth_gbps * 1e9 / 8)
+    return samples / step.batch * (step.forward_seconds + max(step.backward_seconds, network_seconds))
+
+
+def speedup(larger: StepTimes, baseline: StepTimes, bandwidth_gbps: float) -> float:
+    """How many times faster an epoch is with the steps of `larger`: a larger batch sends its gradients less often."""
+    return epoch_seconds(baseline, 1, bandwidth_gbps) / epoch_seconds(larger, 1, bandwidth_gbps)
+
+
 def figure_11(graph: StepGraph, larger: StepGraph, batches: tuple[int, int], budget_bytes: int) -> list[dict[str, Any]]:
     """The projected speedup of distributed training with the larger batch, over the bandwidth."""
     baseline = step_of(planned(graph, "keep_all"), batches[0])
     with_offload = step_of(planned(larger, "joint", budget_bytes), batches[1])
-    return [
-        {"bandwidth_gbps": point.bandwidth_gbps, "speedup": point.speedup}
-        for point in curve(with_offload, baseline, BANDWIDTHS_GBPS)
-    ]
+    return [{"bandwidth_gbps": gbps, "speedup": speedup(with_offload, baseline, gbps)} for gbps in BANDWIDTHS_GBPS]
 
 
 def measure(batch: int, image: int, memory_bytes: int) -> dict[str, Any]:
@@ -293,10 +345,10 @@ def batch_table(rows: Sequence[dict[str, Any]], memory_bytes: int) -> Table:
 
 def curve_table(figure: dict[str, Any]) -> Table:
     small, large = figure["batches"]
-    table = Table(title=f"Figure 11: projected speedup of VGG-19 at batch {large} over batch {small} (alpha 0.8)")
-    table.add_column("Gbit/s", justify="right")
-    table.add_column("simulated, joint", justify="right")
-    table.add_column("paper, Split-CNN + HMMS", justify="right")
+    table = new_table(
+        f"Figure 11: projected speedup of VGG-19 at batch {large} over batch {small} (alpha {EFFICIENCY})",
+        "Gbit/s | simulated, joint | paper, Split-CNN + HMMS",
+    )
     for point in figure["curve"]:
         paper = f"{SPEEDUP_AT_10_GBPS}" if point["bandwidth_gbps"] == 10 else ""
         table.add_row(f"{point['bandwidth_gbps']:g}", f"{point['speedup']:.2f}", paper)

@@ -30,7 +30,6 @@ import torch
 from rich.table import Table
 from torch.autograd.graph import save_on_cpu
 
-from bench.blocks import checkpointed
 from bench.frame import (
     Bench,
     Run,
@@ -39,6 +38,7 @@ from bench.frame import (
     some_of,
     use_exact_kernels,
 )
+from bench.peers import checkpointed
 from bench.reference import Reference, take_reference
 from bench.tables import new_table
 from bench.workload import Forward, Workload, make_workload

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bench import adaptive_precision, adaptive_steps
-from bench.adaptive_networks import NETWORKS
 from bench.adaptive_precision import given_error, main, of_contenders, phases, weights_of
 from bench.adaptive_steps import Size, paper_link, weight_bytes
+from bench.adaptive_training import NETWORKS
 from bench.frame import WrongResult
 from shoal.distributed.weights.precision import AdaptivePrecision, packable
 from tests.bench.noise import noise_images

@@ -60,7 +60,7 @@ def test_it_runs_and_trains_nothing_twice(
     ("asked", "told"),
     [
         (["--networks", "lenet"], "--networks lenet: give some of"),
-        (["--seeds", "0"], "got --seeds 0 --rounds 3, expected positive numbers"),
+        (["--seeds", "0"], "--seeds 0: give 1 or more"),
         (["--resume", "nowhere.json"], "--resume nowhere.json: .*; give a file that bench.adaptive_race wrote"),
     ],
 )

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench.blocks import checkpointed, sequence
 from bench.chain import Chain
-from bench.peers import Candidate, Scouted, extrapolate, fastest_within, least, scout
+from bench.peers import Candidate, Scouted, checkpointed, extrapolate, fastest_within, least, scout, sequence
 from bench.workload import make_workload
 from shoal.app import models
 from shoal.app.models.densenet import DenseNet
