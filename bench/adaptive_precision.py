@@ -27,11 +27,7 @@ from torch import nn
 from bench import adaptive_steps as steps
 from bench import adaptive_training as training
 from bench.adaptive_training import NETWORKS
-from bench.frame import (
-    Bench,
-    Run,
-    option,
-)
+from bench.frame import Bench, Run, option
 from bench.split_accuracy import images_of
 from bench.tables import new_table
 from shoal.distributed.weights.precision import packable

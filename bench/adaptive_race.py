@@ -32,23 +32,12 @@ from bench import adaptive_steps as steps
 from bench import adaptive_training as training
 from bench.adaptive_precision import QUICK_SIZE, SIZES, weights_of
 from bench.adaptive_training import NETWORKS
-from bench.frame import (
-    Bench,
-    Run,
-    option,
-)
+from bench.frame import Bench, Run, option
 from bench.split_accuracy import images_of
 from bench.tables import new_table
 from shoal.distributed.weights.precision import packable
 
-CONTENDERS = (
-    training.BASELINE,
-    training.AWP,
-    training.AWP_TREE,
-    training.AWP_TREE_LATE,
-    training.TREE,
-    "16 bits",
-)
+CONTENDERS = (training.BASELINE, training.AWP, training.AWP_TREE, training.AWP_TREE_LATE, training.TREE, "16 bits")
 _GIVEN_SHARE = 0.8
 _ONE_BYTE = "dynamic_tree"
 Seconds = Mapping[str, Any]

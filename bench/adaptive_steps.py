@@ -77,10 +77,7 @@ def paper_link(vgg: nn.Module, seconds: float, size: Size) -> Link:
     whole_seconds = seconds * 64 / size.images
     nbytes = weight_bytes(vgg)
     return Link(
-        "the paper's ratio",
-        nbytes / (TO_HOST_SHARE * whole_seconds),
-        nbytes / (TO_DEVICE_SHARE * whole_seconds),
-        0.0,
+        "the paper's ratio", nbytes / (TO_HOST_SHARE * whole_seconds), nbytes / (TO_DEVICE_SHARE * whole_seconds), 0.0
     )
 
 
@@ -90,12 +87,7 @@ def faster(link: Link, times: float) -> Link:
 
 
 def profile(
-    model: nn.Module,
-    size: Size,
-    link: Link,
-    plans: Mapping[str, Widths],
-    rounds: int,
-    one_byte: str | None = None,
+    model: nn.Module, size: Size, link: Link, plans: Mapping[str, Widths], rounds: int, one_byte: str | None = None
 ) -> dict[str, Any]:
     """Steps with each of several widths in turns, and each part of them by itself.
 

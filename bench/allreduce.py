@@ -25,13 +25,7 @@ from typing import Any
 from rich.table import Table
 
 from bench.allreduce_rank import shapes_of
-from bench.frame import (
-    Bench,
-    Run,
-    WrongResult,
-    comma_separated,
-    option,
-)
+from bench.frame import Bench, Run, WrongResult, comma_separated, option
 from bench.gradient_contenders import AUTO, BROKEN, CONTENDERS, EXACT, NONE, NOTHING, parse_contenders
 from bench.link_lab import LAB_OPTIONS, Lab, LabError, described, link_name, open_lab, verify
 from bench.tables import new_table
@@ -90,13 +84,7 @@ SLOW_LINK_GBPS = 1.0
 EIGHT_BITS = tuple(f"shoal {name}" for name in ("dynamic_tree", "linear", "mantissa", "static_tree"))
 # Root mean square of the error, percent of the mean gradient's: of 32 bits, of PyTorch's fp16 and of codecs whose error
 # is known. Two roundings of values and of a mean that is smaller than they.
-MOST_ERROR_PERCENT = {
-    NONE: 1e-3,
-    "fp16 hook": 0.1,
-    "shoal bf16": 0.5,
-    "shoal dynamic_tree": 4.0,
-    "shoal linear": 4.0,
-}
+MOST_ERROR_PERCENT = {NONE: 1e-3, "fp16 hook": 0.1, "shoal bf16": 0.5, "shoal dynamic_tree": 4.0, "shoal linear": 4.0}
 _HEADERS = 1.12  # at most so much of the interface's bytes to those told: headers, acknowledgements, a barrier
 _FEW_BYTES = 1 << 20  # of messages smaller than this, acknowledgements and barriers are a larger part
 

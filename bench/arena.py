@@ -27,14 +27,7 @@ import torch
 from rich.table import Table
 from torch.nn import functional as F
 
-from bench.frame import (
-    Bench,
-    Run,
-    WrongResult,
-    comma_separated,
-    option,
-    some_of,
-)
+from bench.frame import Bench, Run, WrongResult, comma_separated, option, some_of
 from bench.interleave import turns
 from bench.network import Setting
 from bench.processes import HUGE_PAGES, NEVER_UNMAPPED, Stage, Worker, malloc_environment

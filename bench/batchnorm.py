@@ -40,15 +40,7 @@ from bench.batchnorm_tables import (
     zoo_table,
     zoo_verdict,
 )
-from bench.frame import (
-    Bench,
-    Run,
-    bar,
-    describe,
-    file_name,
-    option,
-    switch,
-)
+from bench.frame import Bench, Run, bar, describe, file_name, option, switch
 from bench.processes import HUGE_PAGES, NEVER_UNMAPPED, Ended, Worker, malloc_environment
 from bench.reference import FLOAT32, FLOAT64
 from shoal.app import models
@@ -60,10 +52,7 @@ QUICK_BATCH, QUICK_IMAGE = 2, 64
 ZOO_BATCH, ZOO_IMAGE = 4, 96
 ZOO_SETTINGS = {"unet3d": (1, 32)}
 QUICK_LIMIT_SIDE = 768
-TUNABLES = {
-    DEFAULT_MALLOC: "",
-    TUNED_MALLOC: f"{HUGE_PAGES}:{NEVER_UNMAPPED}",
-}
+TUNABLES = {DEFAULT_MALLOC: "", TUNED_MALLOC: f"{HUGE_PAGES}:{NEVER_UNMAPPED}"}
 
 
 def wanted(run: Run) -> Iterator[Asked]:

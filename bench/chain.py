@@ -18,13 +18,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from bench.frame import (
-    Bench,
-    Run,
-    WrongResult,
-    option,
-    use_exact_kernels,
-)
+from bench.frame import Bench, Run, WrongResult, option, use_exact_kernels
 from bench.ours import Ours, Unsettled, least_budget, run_within
 from bench.peers import CHECKPOINT, Scouted, candidates, scout
 from bench.reference import take_reference

@@ -26,15 +26,7 @@ from rich.table import Table
 
 from bench.codecs_error import DISTRIBUTIONS, KINDS, PAPER, SAMPLES, Distribution, Errors, errors_of, recorded
 from bench.codecs_speed import BITSANDBYTES, CUDA_SIZES, SIZES, Row, Verdict, measure, verdicts, with_one_copy
-from bench.frame import (
-    Bench,
-    Run,
-    WrongResult,
-    comma_separated,
-    integers,
-    option,
-    switch,
-)
+from bench.frame import Bench, Run, WrongResult, comma_separated, integers, option, switch
 from bench.split_accuracy import FULL, NARROW, Pace, images_of
 from bench.tables import new_table
 from shoal import codecs
@@ -252,8 +244,7 @@ def bias_table(found: Mapping[str, Mapping[str, Errors]]) -> Table:
     table = new_table("Bias: mean of (decoded - x) / x, and the mean relative error", " | ".join(["<codec", *found]))
     for codec in next(iter(found.values())):
         table.add_row(
-            codec,
-            *(f"{found[s][codec].bias_percent:+.4f} %, {found[s][codec].relative_percent:.4f} %" for s in found),
+            codec, *(f"{found[s][codec].bias_percent:+.4f} %, {found[s][codec].relative_percent:.4f} %" for s in found)
         )
     return table
 

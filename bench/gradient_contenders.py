@@ -86,9 +86,7 @@ def install(name: str, model: DistributedDataParallel) -> Installed:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name.startswith("PowerSGD "):
         state = powerSGD_hook.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=int(name.split()[1][0]),
-            start_powerSGD_iter=_POWER_SGD_FROM,
+            process_group=None, matrix_approximation_rank=int(name.split()[1][0]), start_powerSGD_iter=_POWER_SGD_FROM
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return Installed(warm_ups=_POWER_SGD_FROM + 1)

@@ -20,13 +20,7 @@ from rich.table import Table
 
 import shoal
 from bench.budgets import QUICK_SETTINGS, SETTINGS
-from bench.frame import (
-    Bench,
-    Run,
-    comma_separated,
-    option,
-    some_of,
-)
+from bench.frame import Bench, Run, comma_separated, option, some_of
 from bench.layout_step_blocks import step_blocks
 from bench.network import Setting
 from bench.tables import new_table

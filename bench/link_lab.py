@@ -28,14 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from bench.frame import (
-    Bench,
-    Run,
-    Unavailable,
-    comma_separated,
-    integers,
-    option,
-)
+from bench.frame import Bench, Run, Unavailable, comma_separated, integers, option
 from bench.tables import new_table
 from shoal.errors import InputError
 
@@ -145,12 +138,7 @@ def open_lab(ranks: int, rate_gbps: float | None) -> Iterator[Lab]:
 
 
 def run_in_lab(
-    module: str,
-    config: Mapping[str, Any],
-    *,
-    ranks: int,
-    rate_gbps: float | None,
-    timeout_seconds: float = 600.0,
+    module: str, config: Mapping[str, Any], *, ranks: int, rate_gbps: float | None, timeout_seconds: float = 600.0
 ) -> list[Any]:
     """One run of `module` in a lab of its own. See `open_lab` and `Lab.run`."""
     with open_lab(ranks, rate_gbps) as lab:

@@ -22,12 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from bench.frame import (
-    Bench,
-    Run,
-    WrongResult,
-    option,
-)
+from bench.frame import Bench, Run, WrongResult, option
 from bench.inverted_steps import saved_bytes
 from bench.split_accuracy import (
     FULL,

@@ -28,16 +28,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from bench.frame import (
-    CPU_TIME,
-    Bench,
-    Run,
-    WrongResult,
-    bar,
-    comma_separated,
-    option,
-    switch,
-)
+from bench.frame import CPU_TIME, Bench, Run, WrongResult, bar, comma_separated, option, switch
 from bench.interleave import in_turns
 from shoal.app import models
 from shoal.errors import InputError
@@ -172,11 +163,7 @@ def measure(
     if inductor:
         torch._dynamo.reset()  # Dynamo keeps only so many shapes of one function
         compiled = torch.compile(_plain, dynamic=False, fullgraph=True)
-        contenders["inductor"] = (
-            lambda t: (compiled(t.x, t.gamma, t.beta, t.weight, t.layer),),
-            for_eager,
-            1,
-        )
+        contenders["inductor"] = (lambda t: (compiled(t.x, t.gamma, t.beta, t.weight, t.layer),), for_eager, 1)
 
     def both_passes(
         forward: Callable[[Tensors], Outputs], leaves: list[torch.Tensor], results: int

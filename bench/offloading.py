@@ -30,14 +30,7 @@ import torch
 from rich.table import Table
 from torch.autograd.graph import save_on_cpu
 
-from bench.frame import (
-    Bench,
-    Run,
-    comma_separated,
-    option,
-    some_of,
-    use_exact_kernels,
-)
+from bench.frame import Bench, Run, comma_separated, option, some_of, use_exact_kernels
 from bench.peers import checkpointed
 from bench.reference import Reference, take_reference
 from bench.tables import new_table

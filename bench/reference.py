@@ -4,7 +4,7 @@
 fused networks do. In float32 a random network is a poor witness: where a sum falls on the other side of a ReLU a
 gradient jumps, and on few pixels one such jump is seen everywhere: on 4 images of 32 pixels it moves all gradients of
 DenseNet-121 by 5 %. So hold contenders on more images; float32 is held with room for it, parameter by parameter, which
-a missing or a wrong term does not pass; and what is computed is held in float64 on small images, a million times closer.
+a missing or a wrong term does not pass; what is computed is held in float64 on small images, a million times closer.
 """
 
 from __future__ import annotations

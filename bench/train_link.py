@@ -20,12 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from bench.allreduce import check, each_lab, earlier_today, say_step, summary
-from bench.frame import (
-    Bench,
-    Run,
-    option,
-    switch,
-)
+from bench.frame import Bench, Run, option, switch
 from bench.gradient_contenders import CONTENDERS, EXACT, NONE, NOTHING, parse_contenders
 from bench.link_lab import LAB_OPTIONS, link_name
 from bench.tables import new_table

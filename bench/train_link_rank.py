@@ -73,11 +73,7 @@ def main() -> None:
         step_in_turns([runner for _, runner in trained], config["rounds"])
         rows = {}
         for training, runner in trained:
-            rows[runner.name] = {
-                **runner.row(training.weights()),
-                "error_percent": None,
-                "losses": training.losses,
-            }
+            rows[runner.name] = {**runner.row(training.weights()), "error_percent": None, "losses": training.losses}
             runner.installed.close()
         lab_rank.report({"model": config["network"], "elems": trained[0][0].elems, "rows": rows})
 
