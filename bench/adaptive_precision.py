@@ -29,7 +29,7 @@ from bench import adaptive_training as training
 from bench.adaptive_training import NETWORKS
 from bench.frame import Bench, Run, option
 from bench.split_accuracy import images_of
-from bench.tables import new_table
+from bench.tables import cells, new_table
 from shoal.distributed.weights.precision import packable
 
 SIZES = {"alexnet": steps.Size(8, 224), "vgg_a": steps.Size(4, 224), "resnet34": steps.Size(4, 224)}
@@ -145,16 +145,14 @@ def race_table(network: str, runs: Runs, contenders: Mapping[str, Mapping[str, A
     whole = race_seconds(runs, contenders, training.BASELINE)
     for name, run in runs.items():
         mine, found = race_seconds(runs, contenders, name), contenders[name]
-        taken = training.steps_to(run, error)
-        shown.add_row(
-            name,
-            "never" if taken is None else str(taken),
-            f"{found['step_seconds']:.2f}",
-            f"{100 * found['sent_bytes'] / found['raw_bytes']:.1f} %",
-            "" if mine is None or whole is None else f"{100 * (mine / whole - 1):+.1f} %",
-            f"{run['errors_percent'][-1]:.1f} %",
-            f"{min(run['errors_percent']):.1f} %",
-        )
+        errors, taken = run["errors_percent"], training.steps_to(run, error)
+        figures = {
+            "steps": "never" if taken is None else taken,
+            "sent": 100 * found["sent_bytes"] / found["raw_bytes"],
+            "time": None if mine is None or whole is None else 100 * (mine / whole - 1),
+        }
+        form = "{steps} | {step_seconds:.2f} | {sent:.1f} % | {time:+.1f} % | {last:.1f} % | {best:.1f} %"
+        shown.add_row(name, *cells(form, found | figures, last=errors[-1], best=min(errors)))
     return shown
 
 
@@ -170,13 +168,7 @@ def codec_table(found: Mapping[str, Mapping[str, float]]) -> Table:
         "<codec | bytes a weight | pack ms | unpack ms | bias",
     )
     for name, row in found.items():
-        shown.add_row(
-            name,
-            f"{row['bytes']:g}",
-            f"{1e3 * row['pack']:.1f}",
-            f"{1e3 * row['unpack']:.1f}",
-            f"{row['bias_percent']:+.4f} %",
-        )
+        shown.add_row(*cells("{name} | {bytes:g} | {pack:ms} | {unpack:ms} | {bias_percent:+.4f} %", row, name=name))
     return shown
 
 
@@ -258,7 +250,6 @@ def _run(run: Run) -> None:
         measure_all(run)
     show(run)
     run.save()
-    run.say(f"Figures in {run.path}")
 
 
 main = Bench(

@@ -205,7 +205,6 @@ def _run(run: Run) -> None:
     for network, runs in run.result["runs"].items():
         run.say(table(network, runs, pace.looks, run.result["steps"].get(network), asked.error))
     run.save()
-    run.say(f"Figures in {run.path}")
 
 
 def _train(run: Run, pace: training.Pace) -> None:

@@ -28,7 +28,7 @@ from bench.allreduce_rank import shapes_of
 from bench.frame import Bench, Run, WrongResult, comma_separated, option
 from bench.gradient_contenders import AUTO, BROKEN, CONTENDERS, EXACT, NONE, NOTHING, parse_contenders
 from bench.link_lab import LAB_OPTIONS, Lab, LabError, described, link_name, open_lab, verify
-from bench.tables import new_table
+from bench.tables import cells, new_table
 
 PARTS = ("steps", "figure2", "failures")
 MODELS = ("resnet18", "alexnet/2", "vgg11/2")
@@ -176,6 +176,11 @@ def verdicts(rows: Mapping[str, Mapping[str, Any]], rate_gbps: float | None) -> 
     return found
 
 
+def span_of(row: Mapping[str, Any]) -> str:
+    """The fastest and the slowest step, in milliseconds."""
+    return f"{1e3 * row['least_seconds']:.0f}-{1e3 * row['most_seconds']:.0f}"
+
+
 def step_table(result: Mapping[str, Any]) -> Table:
     """One network over one link."""
     rows = result["rows"]
@@ -187,17 +192,10 @@ def step_table(result: Mapping[str, Any]) -> Table:
     )
     plain = rows[NONE]["seconds"] if NONE in rows else None
     for name, row in rows.items():
-        table.add_row(
-            name,
-            f"{1e3 * row['seconds']:.1f}",
-            f"{1e3 * row['least_seconds']:.0f}-{1e3 * row['most_seconds']:.0f}",
-            "" if plain is None else f"{plain / row['seconds']:.2f}",
-            f"{row['sent_bytes'] / 1e6:.2f}",
-            f"{row['of_ring']:.3f}",
-            "" if row["told_of_ring"] is None else f"{row['told_of_ring']:.3f}",
-            "" if row["error_percent"] is None else f"{row['error_percent']:.2g} %",
-            targets.get(name, ""),
-        )
+        figures = {"times": plain and plain / row["seconds"], "sent": row["sent_bytes"] / 1e6}
+        form = "{seconds:ms} | {span} | {times:.2f} | {sent:.2f} | {of_ring:.3f} | {told_of_ring:.3f} | "
+        form += "{error_percent:.2g} %"
+        table.add_row(name, *cells(form, row, span=span_of(row), **figures), targets.get(name, ""))
     return table
 
 
@@ -274,7 +272,6 @@ def _run(run: Run) -> None:
             run.say(size_table(results))
             for result in results:
                 keep("figure2", result)
-    run.say(f"Figures in {run.path}")
 
 
 main = Bench(

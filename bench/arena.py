@@ -150,7 +150,7 @@ def _run(run: Run) -> None:
         results.append(measure_network(name, settings[name], rounds=run.pick(ROUNDS, 1), seed=run.asked.seed))
         run.say(_table(results[-1]))
         run.save(tunables=TUNABLES, networks=results)
-    run.say(f"Losses equal bit for bit in every round. Figures in {run.path}")
+    run.say("Losses equal bit for bit in every round")
 
 
 main = Bench(

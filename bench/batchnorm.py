@@ -124,7 +124,7 @@ def _run(run: Run) -> None:
     found = [zoo_verdict(results)] if zoo else verdicts(results)
     run.save(verdicts=found)
     run.say(*without_tunables(results), *map(verdict_line, found))
-    run.say(f"Held against eager in float32: {FLOAT32}; fused networks in float64: {FLOAT64}. Figures in {run.path}")
+    run.say(f"Held against eager in float32: {FLOAT32}; fused networks in float64: {FLOAT64}")
 
 
 main = Bench(

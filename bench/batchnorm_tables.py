@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.batchnorm_contenders import COMPILED_FUSED, EAGER, FUSED, INDUCTOR, TWIN
+from bench.tables import new_table
 from shoal.core.sizes import format_bytes
 
 DEFAULT_MALLOC, TUNED_MALLOC = "default", "tuned"
@@ -58,10 +59,13 @@ def step_table(result: Mapping[str, Any]) -> Table:
     asked, rows = result["asked"], result["rows"]
     limit = result["limit_flops_per_second"]
     title = f"{setting_of(result)}: {result['flops'] / 1e9:.1f} GFLOP a step, limit {limit / 1e9:.0f} GFLOP/s (sgemm)"
-    table = Table(title=escape(title), caption=escape(PAPER_CONDITIONS), caption_justify="left")
-    columns = ("contender", "forward", "backward", "step", "× eager", "× Inductor", "saved", "peak", "of eager's")
-    for column in (*columns, "GFLOP/s", "of limit", "paper"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
+    table = new_table(
+        escape(title),
+        "<contender | forward | backward | step | × eager | × Inductor | saved | peak | of eager's | GFLOP/s | of "
+        "limit | paper",
+        caption=escape(PAPER_CONDITIONS),
+        caption_justify="left",
+    )
     eager = row_of(result, EAGER)
     for row in rows:
         paper = PAPER.get(asked["network"], {}).get(row["contender"], "-")
@@ -98,10 +102,11 @@ def notes(result: Mapping[str, Any]) -> Iterator[str]:
 
 def zoo_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Every network at its default level beside eager, and eager beside itself: that is the noise."""
-    table = Table(title=f"fuse_batchnorm's default beside eager, {results[0]['malloc']} malloc")
-    columns = ("network", "eager step", "eager again", "fused: forward", "backward", "step")
-    for column in (*columns, "saved", "peak, of eager's", "fused", "left", "verdict"):
-        table.add_column(column, justify="left" if column in ("network", "verdict") else "right")
+    table = new_table(
+        f"fuse_batchnorm's default beside eager, {results[0]['malloc']} malloc",
+        "<network | eager step | eager A/A | fused: forward | backward | step | saved | peak, of eager's | fused "
+        "| left | <verdict",
+    )
     for result in results:
         eager, fused = row_of(result, EAGER), row_of(result, FUSED)
         asked = result["asked"]

@@ -40,7 +40,7 @@ from bench.frame import (
 )
 from bench.network import SHARES, Options, Setting, measure_network
 from bench.peers import ACTIVATION_MEMORY_BUDGET, CHECKPOINT, PEERS
-from bench.tables import new_table
+from bench.tables import cells, new_table
 from shoal.core.files import write_json
 from shoal.core.sizes import format_bytes
 
@@ -103,21 +103,14 @@ def network_table(result: Mapping[str, Any]) -> Table:
     table = new_table(escape(title), " | ".join([columns, *map(_PEER_TITLES.__getitem__, peers), "<verdict"]))
     for row in result["rows"]:
         ours = row["shoal"]
-        cells = [f"{row['share']:g} %, {format_bytes(row['budget_bytes'])}", _met(ours)]
-        if "measured_peak_bytes" in ours:
-            cells += [
-                format_bytes(ours["predicted_peak_bytes"]),
-                format_bytes(ours["measured_peak_bytes"]),
-                f"{ours['difference_percent']:+.2f} %",
-                f"{ours['added_percent']:+.1f} %",
-                f"{ours['lower_bound_percent']:.1f} %",
-                f"{ours['planning_seconds']:.1f} s",
-            ]
-        else:
-            cells += [f"≥ {format_bytes(ours.get('least_feasible_bytes', 0))}", *[""] * 5]
-        cells.append("-" if row["monet_percent"] is None else f"{row['monet_percent']:+.1f} %")
-        cells += [_peer(row[peer]) for peer in peers]
-        table.add_row(*map(escape, cells), verdict(row))
+        form = "{share:g} %, {budget_bytes:bytes} | {met} | {predicted} | {measured_peak_bytes:bytes} | "
+        form += "{difference_percent:+.2f} % | {added_percent:+.1f} % | {lower_bound_percent:.1f} % | "
+        form += "{planning_seconds:.1f} s"
+        predicted = cells("{predicted_peak_bytes:bytes} | ≥ {least_feasible_bytes:bytes}", ours)
+        shown = cells(form, {**row, **ours}, met=_met(ours), predicted=predicted[0] or predicted[1])
+        shown.append("-" if row["monet_percent"] is None else f"{row['monet_percent']:+.1f} %")
+        shown += [_peer(row[peer]) for peer in peers]
+        table.add_row(*map(escape, shown), verdict(row))
     return table
 
 

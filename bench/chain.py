@@ -178,7 +178,7 @@ def _run(run: Run) -> None:
     how = {"repeats": run.asked.repeats, "seed": run.asked.seed, "planner": run.asked.planner}
     result = measure_chain(batch, image, device=run.device.type, **how)
     run.save(**result)
-    run.say(chain_table(result), summary_line(result), f"Figures in {run.path}")
+    run.say(chain_table(result), summary_line(result))
 
 
 main = Bench(

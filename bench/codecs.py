@@ -28,7 +28,7 @@ from bench.codecs_error import DISTRIBUTIONS, KINDS, PAPER, SAMPLES, Distributio
 from bench.codecs_speed import BITSANDBYTES, CUDA_SIZES, SIZES, Row, Verdict, measure, verdicts, with_one_copy
 from bench.frame import Bench, Run, WrongResult, comma_separated, integers, option, switch
 from bench.split_accuracy import FULL, NARROW, Pace, images_of
-from bench.tables import new_table
+from bench.tables import cells, new_table
 from shoal import codecs
 from shoal.app import models
 from shoal.codecs import Codec
@@ -197,17 +197,11 @@ def paper_table(found: Mapping[tuple[str, str], tuple[Errors, Errors]], samples:
     least = {distribution.name: distribution.least_absolute for distribution in DISTRIBUTIONS}
     for (distribution, codec), (ours, in_blocks) in found.items():
         paper = PAPER.get((distribution, codec))
-        table.add_row(
-            distribution,
-            codec,
-            f"{paper[0]:g}" if paper else "",
-            f"{ours.absolute:.3g}",
-            f"{least[distribution]:.2g}",
-            f"{paper[1]:.2f} %" if paper else "",
-            f"{ours.relative_percent:.2f} %",
-            f"{in_blocks.relative_percent:.2f} %",
-            remark(paper[0], ours.absolute, least[distribution]) if paper else "",
-        )
+        form = "{paper[0]:g} | {ours.absolute:.3g} | {least:.2g} | {paper[1]:.2f} % | {ours.relative_percent:.2f} % | "
+        form += "{in_blocks.relative_percent:.2f} %"
+        shown = cells(form, paper=paper, ours=ours, in_blocks=in_blocks, least=least[distribution])
+        said = remark(paper[0], ours.absolute, least[distribution]) if paper else ""
+        table.add_row(distribution, codec, *shown, said)
     return table
 
 
@@ -257,15 +251,10 @@ def speed_table(rows: Sequence[Row], targets: Mapping[str, Sequence[Verdict]], p
         "<contender | bytes a value | encode | decode | break-even | <targets",
     )
     for row in rows:
-        even = row.break_even_gbps
-        table.add_row(
-            row.contender,
-            f"{row.payload_bytes / row.elems:.3f}",
-            f"{row.encode_gbps:.2f}",
-            "" if row.decode_gbps is None else f"{row.decode_gbps:.2f}",
-            "" if even is None else f"{even:.2f} GB/s",
-            "; ".join(told(verdict) for verdict in targets.get(row.contender, ())),
-        )
+        form = "{row.contender} | {size:.3f} | {row.encode_gbps:.2f} | {row.decode_gbps:.2f} | "
+        form += "{row.break_even_gbps:.2f} GB/s"
+        said = "; ".join(told(verdict) for verdict in targets.get(row.contender, ()))
+        table.add_row(*cells(form, row=row, size=row.payload_bytes / row.elems), said)
     if not peer_is_here:
         table.add_row(BITSANDBYTES, "", "not installed", "not installed", "", "")
     return table
@@ -287,7 +276,6 @@ def _run(run: Run) -> None:
     for part in PARTS:
         if part in run.asked.parts:
             run.save(**{part: parts[part](run)})
-    run.say(f"Figures in {run.path}")
 
 
 main = Bench(

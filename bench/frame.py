@@ -95,6 +95,7 @@ class Run:
         out, path: the folder of the results, and the JSON file that `save` writes.
         console: what `say` prints on.
         result: what `save` writes.
+        saved: whether it has; the frame then says where.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Run:
     path: Path
     console: Console
     result: dict[str, Any] = field(default_factory=dict)
+    saved: bool = False
 
     def pick(self, usual: T, quick: T) -> T:
         """`quick` where `--quick` was given."""
@@ -124,6 +126,7 @@ class Run:
         """Add figures to the result and write it."""
         self.result.update(figures)
         write_json(self.path, self.result)
+        self.saved = True
 
     def resume(self, *parts: str, pace: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What an earlier run wrote into the file that `--resume` names; nothing without it.
@@ -215,7 +218,11 @@ class Bench:
             asked = self.parse(arguments)
             count = getattr(asked, "threads", None)
             with threads(count if isinstance(count, int) else None):
-                return self._run(self._begin(asked)) or 0
+                run = self._begin(asked)
+                code = self._run(run) or 0
+            if run.saved:
+                run.say(f"Figures in {run.path}")
+            return code
         except (InputError, CodecError, WrongResult, Unavailable) as error:
             print(f"bench.{self.name}: {error}", file=sys.stderr)
             return 1 if isinstance(error, WrongResult) else 3 if isinstance(error, Unavailable) else 2

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from bench.frame import Bench, Run, WrongResult
 from bench.layout_step_blocks import three_pools
-from bench.tables import new_table
+from bench.tables import cells, new_table
 from shoal import planners
 from shoal.app import models
 from shoal.capture.capture_step import capture_step
@@ -314,16 +314,10 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> Table:
         "<network | budget | HMMS | joint | bound | offloaded | recomputed | planned in",
     )
     for row in rows:
-        table.add_row(
-            row["network"],
-            f"{format_bytes(row['budget_bytes'])}, {row['budget_percent']:.0f} %",
-            "does not fit" if row["hmms_percent"] is None else f"{row['hmms_percent']:.1f} %",
-            f"{row['joint_percent']:.1f} %",
-            f"{row['bound_percent']:.1f} %",
-            format_bytes(row["offloaded_bytes"]),
-            format_bytes(row["recomputed_bytes"]),
-            f"{row['planning_seconds']:.1f} s",
-        )
+        hmms = "does not fit" if row["hmms_percent"] is None else f"{row['hmms_percent']:.1f} %"
+        form = "{network} | {budget_bytes:bytes}, {budget_percent:.0f} % | {hmms} | {joint_percent:.1f} % | "
+        form += "{bound_percent:.1f} % | {offloaded_bytes:bytes} | {recomputed_bytes:bytes} | {planning_seconds:.1f} s"
+        table.add_row(*cells(form, row, hmms=hmms))
     return table
 
 
@@ -367,7 +361,6 @@ def _run(run: Run) -> None:
         sweep_table(result["sweep"]),
         batch_table(result["figure_10"], memory_bytes),
         curve_table(result["figure_11"]),
-        f"Figures in {run.path}",
     )
 
 

@@ -237,7 +237,6 @@ def _run(run: Run) -> None:
     for part, run_part in zip(PARTS, (run_steps, run_reconstruction, run_training), strict=True):
         if part in run.asked.parts:
             run_part(run)
-    run.say(f"Figures in {run.path}")
 
 
 main = Bench(

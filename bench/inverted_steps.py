@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from bench.frame import WrongResult
 from bench.reference import take_reference
-from bench.tables import new_table
+from bench.tables import cells, new_table
 from bench.workload import Forward, Workload, make_workload
 from shoal.core.sizes import format_bytes
 from shoal.lowlevel import allocations
@@ -258,17 +258,15 @@ def table(result: dict[str, Any]) -> Table:
         "<contender | saved | of plain | less, of the pairs' | peak | of plain | time | gradient off | published",
     )
     for name, row in result["rows"].items():
-        shown.add_row(
-            name,
-            format_bytes(row["saved_bytes"]),
-            f"{100 * row['saved_bytes'] / plain['saved_bytes']:.1f} %",
-            f"{100 * (plain['saved_bytes'] - row['saved_bytes']) / pair_bytes:.1f} %",
-            format_bytes(row["peak_bytes"]),
-            f"{100 * row['peak_bytes'] / plain['peak_bytes']:.1f} %",
-            f"{100 * (row['ratio'] - 1):+.1f} %",
-            "" if row["gradient_off"] is None else "{ours:.1e} (plain {plain:.1e})".format(**row["gradient_off"]),
-            result["published"].get(name, ""),
-        )
+        figures = {
+            "saved": 100 * row["saved_bytes"] / plain["saved_bytes"],
+            "less": 100 * (plain["saved_bytes"] - row["saved_bytes"]) / pair_bytes,
+            "peak": 100 * row["peak_bytes"] / plain["peak_bytes"],
+            "added": 100 * (row["ratio"] - 1),
+        }
+        form = "{saved_bytes:bytes} | {saved:.1f} % | {less:.1f} % | {peak_bytes:bytes} | {peak:.1f} % | {added:+.1f} %"
+        form += " | {gradient_off[ours]:.1e} (plain {gradient_off[plain]:.1e})"
+        shown.add_row(name, *cells(form, row | figures), result["published"].get(name, ""))
     for name in result["not_installed"]:
         shown.add_row(name, "not installed", *[""] * 6, result["published"].get(name, ""))
     return shown

@@ -123,7 +123,7 @@ def _run(run: Run) -> None:
     within = sum(row["search"]["arena_bytes"] is not None for row in solved)
     run.say(
         f"{tight} of {len(rows)} steps within {TARGET:.2f} of the most bytes in use; "
-        f"{within} of {len(solved)} of MiniMalloc's problems solved. Figures in {run.path}"
+        f"{within} of {len(solved)} of MiniMalloc's problems solved"
     )
 
 

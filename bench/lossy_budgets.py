@@ -38,7 +38,7 @@ from bench.frame import (
     use_exact_kernels,
 )
 from bench.reference import Reference, take_reference
-from bench.tables import new_table
+from bench.tables import cells, new_table
 from bench.workload import Forward, Workload, make_workload
 from shoal.app.models.vgg import CONVOLUTIONS, WIDTHS
 from shoal.core import presets
@@ -212,14 +212,14 @@ def network_table(result: dict[str, Any]) -> Table:
     )
     for row in result["rows"]:
         exact, lossy = row["exact"], row["lossy"]
-        cells = [f"{row['share']:g} %, {format_bytes(row['budget_bytes'])}", *_times(exact), *_times(lossy)]
+        shown = [f"{row['share']:g} %, {format_bytes(row['budget_bytes'])}", *_times(exact), *_times(lossy)]
         if lossy["feasible"]:
             off = 100 * (lossy["measured_peak_bytes"] / lossy["predicted_peak_bytes"] - 1)
-            cells += [format_bytes(lossy["encoded_bytes"]), format_bytes(lossy["payload_bytes"])]
-            cells += [f"{lossy['codec_percent']:.1f} %", format_bytes(lossy["measured_peak_bytes"]), f"{off:+.2f} %"]
-            cells.append(f"{100 * max(lossy['gradient_errors'].values(), default=0.0):.3g} %")
-            cells.append(f"{lossy['planning_seconds']:.0f} s")
-        table.add_row(*map(escape, cells))
+            worst = 100 * max(lossy["gradient_errors"].values(), default=0.0)
+            form = "{encoded_bytes:bytes} | {payload_bytes:bytes} | {codec_percent:.1f} % | "
+            form += "{measured_peak_bytes:bytes} | {off:+.2f} % | {worst:.3g} % | {planning_seconds:.0f} s"
+            shown += cells(form, lossy, off=off, worst=worst)
+        table.add_row(*map(escape, shown))
     return table
 
 
@@ -268,7 +268,7 @@ def _run(run: Run) -> int:
         results.append(measure_network(name, settings[name], shares, lossy, link, asked.repeats, asked.seed))
         run.say(network_table(results[-1]))
         run.save(results=results)
-    run.say(f"{summary_line(results)}. Figures in {run.path}")
+    run.say(f"{summary_line(results)}")
     return int(
         any(
             row[one]["feasible"] and row[one]["measured_peak_bytes"] > row["budget_bytes"]

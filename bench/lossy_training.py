@@ -178,7 +178,6 @@ def _run(run: Run) -> None:
                 run.save()
         run.say(table(network, errors, of_a_step))
     run.save()
-    run.say(f"Figures in {run.path}")
 
 
 main = Bench(

@@ -375,7 +375,7 @@ def _run(run: Run) -> None:
             rows += of_network
             run.say(table(f"{network}, batch {batch}", of_network), summary(network, of_network))
             run.save(batch=batch, rows=[asdict(row) for row in rows])
-    run.say(f"Every result within {TOLERANCE:g} of eager's norm. Figures in {run.path}")
+    run.say(f"Every result within {TOLERANCE:g} of eager's norm")
 
 
 main = Bench(

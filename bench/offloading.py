@@ -33,7 +33,7 @@ from torch.autograd.graph import save_on_cpu
 from bench.frame import Bench, Run, comma_separated, option, some_of, use_exact_kernels
 from bench.peers import checkpointed
 from bench.reference import Reference, take_reference
-from bench.tables import new_table
+from bench.tables import cells, new_table
 from bench.workload import Forward, Workload, make_workload
 from shoal.core import presets
 from shoal.core.hardware import Hardware
@@ -275,13 +275,9 @@ def network_table(result: dict[str, Any]) -> Table:
         "<contender | <setting | peak | of plain | added | predicted | off | copies | stalls | host",
     )
     for row in sorted(result["rows"], key=lambda row: -row["peak_bytes"]):
-        cells = [row["contender"], row["setting"], format_bytes(row["peak_bytes"]), f"{row['share_percent']:.1f} %"]
-        cells.append(f"{row['added_percent']:+.1f} %")
-        if "predicted_added_percent" in row:
-            cells += [f"{row['predicted_added_percent']:+.1f} %", f"{row['predicted_off_percent']:+.1f} %"]
-            cells += [f"{row['copies_percent']:.0f} %", f"{row['stall_percent']:.1f} %"]
-            cells.append(format_bytes(row["host_bytes"]))
-        table.add_row(*cells)
+        form = "{contender} | {setting} | {peak_bytes:bytes} | {share_percent:.1f} % | {added_percent:+.1f} % | "
+        form += "{predicted_added_percent:+.1f} % | {predicted_off_percent:+.1f} % | {copies_percent:.0f} % | "
+        table.add_row(*cells(form + "{stall_percent:.1f} % | {host_bytes:bytes}", row))
     return table
 
 
@@ -313,7 +309,7 @@ def _run(run: Run) -> None:
         results.append(measure_network(name, *settings[name], target, **how))
         run.say(network_table(results[-1]))
         run.save(results=results)
-    run.say(summary_line(results), f"Figures in {run.path}")
+    run.say(summary_line(results))
 
 
 main = Bench(

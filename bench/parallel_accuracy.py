@@ -293,7 +293,6 @@ def _run(run: Run) -> None:
                 rows[how][codec].append(error)
                 run.save()
             run.say(*(table(how, str(ranks), rows[how]) for how in CODECS if all(rows[how].values())))
-    run.say(f"Figures in {run.path}")
 
 
 main = Bench(

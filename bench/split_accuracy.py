@@ -282,7 +282,6 @@ def _run(run: Run) -> None:
                     rows[kind.name][how].append(error)
                 run.save()
         run.say(table(network, rows))
-    run.say(f"Figures in {run.path}")
 
 
 main = Bench(

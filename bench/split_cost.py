@@ -89,7 +89,7 @@ def _run(run: Run) -> None:
             measured = ratios(workload, run.pick(asked.turns, 1))
             rows.append({"network": name, "images": images, "pixels": pixels, "layout": layout, **measured})
     run.save(rows=rows)
-    run.say(table(rows), f"Figures in {run.path}")
+    run.say(table(rows))
 
 
 main = Bench(

@@ -244,7 +244,6 @@ def _run(run: Run) -> None:
         title = f"{name}, {pixels} pixels, run on this CPU under a memory limit of {format_bytes(ran['limit_bytes'])}"
         run.say(table(title, ran["rows"], None))
     run.save()
-    run.say(f"Figures in {run.path}")
 
 
 main = Bench(

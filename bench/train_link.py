@@ -19,11 +19,11 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.allreduce import check, each_lab, earlier_today, say_step, summary
+from bench.allreduce import check, each_lab, earlier_today, say_step, span_of, summary
 from bench.frame import Bench, Run, option, switch
 from bench.gradient_contenders import CONTENDERS, EXACT, NONE, NOTHING, parse_contenders
 from bench.link_lab import LAB_OPTIONS, link_name
-from bench.tables import new_table
+from bench.tables import cells, new_table
 from shoal.app import models
 
 _ROUNDS = {0.1: 3, 1.0: 5, 10.0: 7, None: 7}
@@ -53,17 +53,14 @@ def step_table(result: Mapping[str, Any]) -> Table:
         "<contender | ms a step | least-most | times | exchange not hidden | MB sent | of fp32's ring | <weights",
     )
     for name, row in rows.items():
-        alone = rows[NOTHING]["seconds"] if NOTHING in rows else None
-        table.add_row(
-            name,
-            f"{1e3 * row['seconds']:.0f}",
-            f"{1e3 * row['least_seconds']:.0f}-{1e3 * row['most_seconds']:.0f}",
-            f"{rows[NONE]['seconds'] / row['seconds']:.2f}" if NONE in rows else "",
-            "" if alone is None else f"{1e3 * (row['seconds'] - alone):.0f} ms",
-            f"{row['sent_bytes'] / 1e6:.2f}",
-            f"{row['of_ring']:.3f}",
-            "the same bits" if row["same_on_all_ranks"] else "differ",
-        )
+        figures = {
+            "times": rows[NONE]["seconds"] / row["seconds"] if NONE in rows else None,
+            "more": 1e3 * (row["seconds"] - rows[NOTHING]["seconds"]) if NOTHING in rows else None,
+            "sent": row["sent_bytes"] / 1e6,
+            "same": "the same bits" if row["same_on_all_ranks"] else "differ",
+        }
+        form = "{seconds:ms} | {span} | {times:.2f} | {more:.0f} ms | {sent:.2f} | {of_ring:.3f} | {same}"
+        table.add_row(name, *cells(form, row | figures, span=span_of(row)))
     return table
 
 
@@ -81,7 +78,7 @@ def _run(run: Run) -> None:
         kind = ", sharded" if asked.sharded else ""
         name = f"{asked.network}{kind}, {lab.ranks} ranks, {result['link']}"
         run.save(**{name: {"conditions": run.conditions, **result, **reached}})
-    run.say(f"Weights the same bits on all ranks. Figures in {run.path}")
+    run.say("Weights the same bits on all ranks")
 
 
 main = Bench(
