@@ -9,9 +9,9 @@
 Each rank is a process with one thread in the link lab (`bench.link_lab`, root), so four ranks share the cores.
 Every contender is a DDP model with the same gradients ready, buckets as DDP makes them (25 MiB; PowerSGD one for all),
 so a time is that of copies into buckets and of the exchange. They take turns; times are medians of the slowest rank's.
-Bytes are those that left through a rank's interface, with all headers, beside what `Traffic` told. VGG-11 and AlexNet
+Bytes are those that left through a rank's interface, with all headers, beside what `Traffic` counts. VGG-11 and AlexNet
 are at half their widths (`vgg11/2`): at full size one exchange at 0.1 Gbit/s takes 42 seconds. The normal numbers that
-stand for gradients are the worst case for PowerSGD, whose error says nothing here.
+replace gradients are the worst case for PowerSGD, whose error says nothing here.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ EIGHT_BITS = tuple(f"shoal {name}" for name in ("dynamic_tree", "linear", "manti
 # Root mean square of the error, percent of the mean gradient's: of 32 bits, of PyTorch's fp16 and of codecs whose error
 # is known. Two roundings of values and of a mean that is smaller than they.
 MOST_ERROR_PERCENT = {NONE: 1e-3, "fp16 hook": 0.1, "shoal bf16": 0.5, "shoal dynamic_tree": 4.0, "shoal linear": 4.0}
-_HEADERS = 1.12  # at most so much of the interface's bytes to those told: headers, acknowledgements, a barrier
+_HEADERS = 1.12  # at most so much of the interface's bytes to those reported: headers, acknowledgements, a barrier
 _FEW_BYTES = 1 << 20  # of messages smaller than this, acknowledgements and barriers are a larger part
 
 
@@ -104,23 +104,23 @@ def summary(found: Sequence[Mapping[str, Any]], ranks: int, elems: int) -> dict[
     Args:
         found: by rank.
 
-    >>> one = {"seconds": [1.0, 3.0, 2.0], "sent_bytes": [4000], "told_bytes": [3900], "error_percent": 1.0}
+    >>> one = {"seconds": [1.0, 3.0, 2.0], "sent_bytes": [4000], "reported_bytes": [3900], "error_percent": 1.0}
     >>> one |= {"same_on_all_ranks": True, "reason": ""}
     >>> summary([one, one | {"seconds": [2.0, 1.0, 1.0]}], 2, 1000)["seconds"]
     2.0
     """
     by_step = [max(seconds) for seconds in zip(*(one["seconds"] for one in found), strict=True)]
     sent = median(max(sent) for sent in zip(*(one["sent_bytes"] for one in found), strict=True))
-    told = [one["told_bytes"][-1] for one in found]
+    reported = [one["reported_bytes"][-1] for one in found]
     return {
         "seconds": median(by_step),
         "least_seconds": min(by_step),
         "most_seconds": max(by_step),
         "steps": len(by_step),
         "sent_bytes": sent,
-        "told_bytes": None if None in told else max(told),
+        "reported_bytes": None if None in reported else max(reported),
         "of_ring": sent / ring_bytes(elems, ranks),
-        "told_of_ring": None if None in told else max(told) / ring_bytes(elems, ranks),
+        "reported_of_ring": None if None in reported else max(reported) / ring_bytes(elems, ranks),
         "error_percent": max((one["error_percent"] for one in found if one["error_percent"] is not None), default=None),
         "same_on_all_ranks": all(one["same_on_all_ranks"] for one in found),
         "reason": found[0]["reason"],
@@ -129,14 +129,14 @@ def summary(found: Sequence[Mapping[str, Any]], ranks: int, elems: int) -> dict[
 
 def check(rows: Mapping[str, Mapping[str, Any]], may_differ: Sequence[str] = (NOTHING,)) -> None:
     """Raises:
-    WrongResult: ranks got different bits, or bytes told are not those of the interface.
+    WrongResult: ranks got different bits, or bytes reported are not those of the interface.
     """
     for name, row in rows.items():
         if not row["same_on_all_ranks"] and name not in may_differ:
             raise WrongResult(f"{name}: the ranks' bits differ")
-        told, sent = row["told_bytes"], row["sent_bytes"]
-        if told and sent > _FEW_BYTES and not 0.99 * told <= sent <= _HEADERS * told:
-            raise WrongResult(f"{name}: says it sent {told} bytes, and the interface {sent}")
+        reported, sent = row["reported_bytes"], row["sent_bytes"]
+        if reported and sent > _FEW_BYTES and not 0.99 * reported <= sent <= _HEADERS * reported:
+            raise WrongResult(f"{name}: says it sent {reported} bytes, and the interface {sent}")
 
 
 def check_errors(rows: Mapping[str, Mapping[str, Any]]) -> None:
@@ -152,7 +152,7 @@ def check_errors(rows: Mapping[str, Mapping[str, Any]]) -> None:
 def verdicts(rows: Mapping[str, Mapping[str, Any]], rate_gbps: float | None) -> dict[str, str]:
     """The targets by contender.
 
-    >>> rows = {"none": {"seconds": 1.0}, "shoal auto": {"seconds": 1.01, "told_of_ring": 0.5, "of_ring": 0.5}}
+    >>> rows = {"none": {"seconds": 1.0}, "shoal auto": {"seconds": 1.01, "reported_of_ring": 0.5, "of_ring": 0.5}}
     >>> verdicts(rows, None)
     {'shoal auto': '+1.0 % of +2 %: met'}
     """
@@ -161,18 +161,22 @@ def verdicts(rows: Mapping[str, Mapping[str, Any]], rate_gbps: float | None) -> 
         return found
     plain = rows[NONE]["seconds"]
     for name, row in rows.items():
-        told = []
-        if name in EIGHT_BITS and row["told_of_ring"] is not None:
-            met = "met" if max(row["told_of_ring"], row["of_ring"] / rows[NONE]["of_ring"]) <= WIRE_SHARE else "NOT MET"
-            told.append(f"{row['told_of_ring']:.3f} of {WIRE_SHARE}: {met}")
+        reported = []
+        if name in EIGHT_BITS and row["reported_of_ring"] is not None:
+            met = (
+                "met"
+                if max(row["reported_of_ring"], row["of_ring"] / rows[NONE]["of_ring"]) <= WIRE_SHARE
+                else "NOT MET"
+            )
+            reported.append(f"{row['reported_of_ring']:.3f} of {WIRE_SHARE}: {met}")
         if name in (*EIGHT_BITS, AUTO) and rate_gbps is not None and rate_gbps <= SLOW_LINK_GBPS:
             times = plain / row["seconds"]
-            told.append(f"{times:.1f} of {SPEED_UP:g} times: {'met' if times >= SPEED_UP else 'NOT MET'}")
+            reported.append(f"{times:.1f} of {SPEED_UP:g} times: {'met' if times >= SPEED_UP else 'NOT MET'}")
         if name == AUTO:
             off = row["seconds"] / plain
-            told.append(f"{100 * (off - 1):+.1f} % of +2 %: {'met' if off <= SLOWER else 'NOT MET'}")
-        if told:
-            found[name] = "; ".join(told)
+            reported.append(f"{100 * (off - 1):+.1f} % of +2 %: {'met' if off <= SLOWER else 'NOT MET'}")
+        if reported:
+            found[name] = "; ".join(reported)
     return found
 
 
@@ -193,7 +197,7 @@ def step_table(result: Mapping[str, Any]) -> Table:
     plain = rows[NONE]["seconds"] if NONE in rows else None
     for name, row in rows.items():
         figures = {"times": plain and plain / row["seconds"], "sent": row["sent_bytes"] / 1e6}
-        form = "{seconds:ms} | {span} | {times:.2f} | {sent:.2f} | {of_ring:.3f} | {told_of_ring:.3f} | "
+        form = "{seconds:ms} | {span} | {times:.2f} | {sent:.2f} | {of_ring:.3f} | {reported_of_ring:.3f} | "
         form += "{error_percent:.2g} %"
         table.add_row(name, *cells(form, row, span=span_of(row), **figures), targets.get(name, ""))
     return table

@@ -108,7 +108,7 @@ def _started(contender: str) -> Worker:
 
 
 class Trainer:
-    """Trains one network, a step whenever it is told to; in a process for one malloc, see `bench.processes`.
+    """Trains one network, a step whenever it is asked to; in a process for one malloc, see `bench.processes`.
 
     The first question says what to train. "step" takes a step; "arena" asks what the arena came to.
     """

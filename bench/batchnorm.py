@@ -12,9 +12,9 @@ malloc as it comes maps, faults in and unmaps every large activation in every st
 held against the tuned one.
 Before anything is timed each contender's outputs, gradients and running statistics are held against eager's in float32,
 and those of the fused networks in float64 on small images. "saved" is what the network saves for its backward pass,
-each storage once, without parameters and batch; "peak" is all of a step, in bytes of tensors: what an arena holds is
-said below the table. Times are medians over the rounds, speedups medians of ratios within a round. GFLOP/s are eager's
-FLOPs by a contender's time. Rows that lose stay; a target that is missed is printed as such.
+each storage once, without parameters and batch; "peak" is all of a step, in bytes of tensors; what an arena holds
+stands below the table. Times are medians over the rounds, speedups medians of ratios within a round. GFLOP/s are
+eager's FLOPs by a contender's time. Rows that lose stay; a target that is missed is printed as such.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def wanted(run: Run) -> Iterator[Asked]:
     """What to measure, one network after the other.
 
     Raises:
-        InputError: an argument is out of its range, or names what there is not.
+        InputError: an argument is out of its range, or is an unknown name.
     """
     asked = run.asked
     if asked.zoo and asked.contenders is not None:

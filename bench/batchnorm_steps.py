@@ -42,7 +42,7 @@ def measure(asked: Asked, tell: Stage = lambda what: None) -> dict[str, Any]:
 
     Args:
         asked: what to measure.
-        tell: told what is about to run.
+        tell: called with what is about to run.
 
     Returns:
         Plain values for JSON: `conditions`, `asked`, `flops` of a step, the machine's `limit`, a row a contender.
@@ -69,7 +69,7 @@ def measure(asked: Asked, tell: Stage = lambda what: None) -> dict[str, Any]:
         return {
             "conditions": found,
             "asked": asdict(asked),
-            "default_level": shoal.fuse_batchnorm(workload.twin()).summary.level,
+            "default_level": shoal.fuse_batchnorm(workload.shared_copy()).summary.level,
             "flops": step_flops(workload),
             "limit_flops_per_second": limit,
             "resident_bytes": workload.resident_bytes,
@@ -90,7 +90,7 @@ class _Race:
         self.workload, self.asked, self.tell, self.stack = workload, asked, tell, stack
         self.start = Start(workload)
         tell("eager")
-        self.reference: Trained = self.start.train(workload.twin())
+        self.reference: Trained = self.start.train(workload.shared_copy())
         assert_steady(workload, self.start, self.reference)
         self.found: dict[str, dict[str, Any]] = {}
         self.forwards: dict[str, Forward] = {}
@@ -108,7 +108,7 @@ class _Race:
                 assert_same_in_float64(self.asked, contender)
             started = time.perf_counter()
             with on_all_cores() if contender.compiles else nullcontext():
-                forward = contender.make(self.workload.twin())
+                forward = contender.make(self.workload.shared_copy())
                 ours = self.start.train(forward)
             row["first_step_seconds"] = time.perf_counter() - started
             row["off"] = hold(ours, self.reference, FLOAT32, f"{self.workload.name}, {contender.title}:")
@@ -211,8 +211,8 @@ def saved_storages(workload: Workload, forward: Forward) -> tuple[int, int]:
 
     What is there anyway - parameters, buffers, the batch - is not counted; neither is the loss, which is everyone's.
     """
-    standing = [*workload.model.parameters(), *workload.model.buffers(), workload.images]
-    own = {tensor.untyped_storage().data_ptr() for tensor in standing}
+    static = [*workload.model.parameters(), *workload.model.buffers(), workload.images]
+    own = {tensor.untyped_storage().data_ptr() for tensor in static}
     held: list[torch.Tensor] = []  # so that no storage's address is used twice
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -261,7 +261,7 @@ def assert_steady(workload: Workload, start: Start, reference: Trained) -> None:
     ends = torch.where(up, float("inf"), -float("inf")).to(images)
     workload.images = torch.nextafter(images, ends)
     try:
-        hold(start.train(workload.twin()), reference, FLOAT32, "eager")
+        hold(start.train(workload.shared_copy()), reference, FLOAT32, "eager")
     except WrongResult as error:
         off = str(error).split(": ", 1)[1].split(", ")[0]
         raise InputError(
@@ -282,9 +282,9 @@ def assert_same_in_float64(asked: Asked, contender: Contender) -> None:
     if asked.pool_first:
         pool_first(workload.model)
     start = Start(workload)
-    theirs = start.train(workload.twin())
+    theirs = start.train(workload.shared_copy())
     who = f"{asked.network}, {contender.title}, in float64:"
-    hold(start.train(contender.make(workload.twin())), theirs, FLOAT64, who)
+    hold(start.train(contender.make(workload.shared_copy())), theirs, FLOAT64, who)
 
 
 def assert_pools_first_are_exact(network: str, image: int = _SMALL_IMAGES) -> None:
@@ -295,9 +295,9 @@ def assert_pools_first_are_exact(network: str, image: int = _SMALL_IMAGES) -> No
     """
     workload = _small(network, image)
     start = Start(workload)
-    rewritten = workload.twin()
+    rewritten = workload.shared_copy()
     pool_first(rewritten)
-    hold(start.train(rewritten), start.train(workload.twin()), FLOAT64, f"{network}, pools first, in float64:")
+    hold(start.train(rewritten), start.train(workload.shared_copy()), FLOAT64, f"{network}, pools first, in float64:")
 
 
 def _small(network: str, image: int) -> Workload:

@@ -71,7 +71,7 @@ def measure_chain(
     images = torch.randn(batch, 3, image, image).to(device)
     target = torch.randint(10, (batch,)).to(device)
     workload = Workload(f"chain of {BLOCKS}", model, images, target, seed)
-    plain = workload.twin()
+    plain = workload.shared_copy()
     reference = take_reference(workload, plain)
     plain_peak_bytes = workload.peak_bytes(plain)
 

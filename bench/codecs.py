@@ -200,8 +200,8 @@ def paper_table(found: Mapping[tuple[str, str], tuple[Errors, Errors]], samples:
         form = "{paper[0]:g} | {ours.absolute:.3g} | {least:.2g} | {paper[1]:.2f} % | {ours.relative_percent:.2f} % | "
         form += "{in_blocks.relative_percent:.2f} %"
         shown = cells(form, paper=paper, ours=ours, in_blocks=in_blocks, least=least[distribution])
-        said = remark(paper[0], ours.absolute, least[distribution]) if paper else ""
-        table.add_row(distribution, codec, *shown, said)
+        reported = remark(paper[0], ours.absolute, least[distribution]) if paper else ""
+        table.add_row(distribution, codec, *shown, reported)
     return table
 
 
@@ -253,17 +253,17 @@ def speed_table(rows: Sequence[Row], targets: Mapping[str, Sequence[Verdict]], p
     for row in rows:
         form = "{row.contender} | {size:.3f} | {row.encode_gbps:.2f} | {row.decode_gbps:.2f} | "
         form += "{row.break_even_gbps:.2f} GB/s"
-        said = "; ".join(told(verdict) for verdict in targets.get(row.contender, ()))
-        table.add_row(*cells(form, row=row, size=row.payload_bytes / row.elems), said)
+        reported = "; ".join(described(verdict) for verdict in targets.get(row.contender, ()))
+        table.add_row(*cells(form, row=row, size=row.payload_bytes / row.elems), reported)
     if not peer_is_here:
         table.add_row(BITSANDBYTES, "", "not installed", "not installed", "", "")
     return table
 
 
-def told(verdict: Verdict) -> str:
+def described(verdict: Verdict) -> str:
     """A target in a few words.
 
-    >>> told(Verdict("encode to memcpy", 0.8, 0.913)), told(Verdict("encode to bitsandbytes", 20.0, None))
+    >>> described(Verdict("encode to memcpy", 0.8, 0.913)), described(Verdict("encode to bitsandbytes", 20.0, None))
     ('encode to memcpy 0.91 of 0.8: met', 'encode to bitsandbytes: not installed')
     """
     if verdict.measured is None:

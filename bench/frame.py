@@ -54,7 +54,7 @@ class Option:
     def check(self, asked: argparse.Namespace) -> None:
         """
         Raises:
-            InputError: the value is below the minimum, or names what there is not.
+            InputError: the value is below the minimum, or is an unknown name.
         """
         value = getattr(asked, self.flag.lstrip("-").replace("-", "_"))
         numbers = value if isinstance(value, (list, tuple)) else [value]
@@ -198,7 +198,7 @@ class Bench:
         """The arguments, each checked.
 
         Raises:
-            InputError: one is out of its range, or names what there is not.
+            InputError: one is out of its range, or is an unknown name.
         """
         parser = _Parser(
             prog=f"python -m bench.{self.name}",

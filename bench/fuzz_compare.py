@@ -54,7 +54,7 @@ class Finding:
 
     Attributes:
         kind: one of the constants of this module.
-        what: what differs, the same for the same cause as far as can be told: findings are counted by it.
+        what: what differs, the same for the same cause as far as can be seen: findings are counted by it.
         details: the figures.
         setting: under which it was found.
     """
@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Ran:
-    """One training under Shoal: the budget it ran in, its highest counted peak, and what was promised."""
+    """One training under Shoal: the budget it ran in, its highest counted peak, and what was predicted."""
 
     setting: Setting
     budget_bytes: int
@@ -112,7 +112,7 @@ class Comparison:
 
     Args:
         network: what to train.
-        stage: told what is about to run, for whoever must know where a process died.
+        stage: called with what is about to run, for whoever must know where a process died.
 
     Raises:
         NotANetwork: plain PyTorch cannot train it, or not twice in the same way.
@@ -145,7 +145,7 @@ class Comparison:
     def _plain(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], int]:
         model = self.namespace["build"]()
         found, course, peaks = fuzz_step.train(
-            model, fuzz_step.optimizer_of(model), self.namespace, promised=lambda: 0, metered=True
+            model, fuzz_step.optimizer_of(model), self.namespace, predicted=lambda: 0, metered=True
         )
         return found, course, max(peak for peak, _ in peaks)
 
@@ -250,7 +250,7 @@ class Comparison:
                 optimizer,
                 self.namespace,
                 self.course,
-                promised=lambda: model.shoal.predicted_peak_bytes,
+                predicted=lambda: model.shoal.predicted_peak_bytes,
                 metered=True,
             )
             return Attempt(setting, budget_bytes, trace, peaks, model.shoal.repairs, began)
@@ -272,7 +272,7 @@ class Comparison:
             details = "; ".join(self._errors(name, attempt.trace.get(name)) for name in (worse or ours)[:3])
             kind = DIFFERS if worse else ROUNDING
             found.append(Finding(kind, _quantities(worse or ours, self.eager), details, setting))
-        ran = [Ran(setting, attempt.budget_bytes, peak, told, attempt.repairs) for peak, told in attempt.peaks]
+        ran = [Ran(setting, attempt.budget_bytes, peak, reported, attempt.repairs) for peak, reported in attempt.peaks]
         for one in ran:
             figures = f"{one.peak_bytes} measured, {one.predicted_bytes} predicted, {one.budget_bytes} budget"
             if one.peak_bytes > one.budget_bytes:  # once may be: then it is planned for again

@@ -151,8 +151,8 @@ def planned(budget):
         optimizer = optimizer_of(model)
         try:
             shoal.compile(model, budget, planner=PLANNER, optimizer=optimizer, offload_to=OFFLOAD_TO)
-            told = lambda: model.shoal.predicted_peak_bytes
-            found, _, peaks = train(model, optimizer, globals(), course, told, metered=True)
+            reported = lambda: model.shoal.predicted_peak_bytes
+            found, _, peaks = train(model, optimizer, globals(), course, reported, metered=True)
             print(f"budget {budget}: (measured, predicted) {peaks}, {model.shoal.repairs} repairs")
             return budget, found
         except shoal.BudgetError as error:
@@ -167,7 +167,7 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     eager_model = build()
-    eager, course, peaks = train(eager_model, optimizer_of(eager_model), globals(), promised=lambda: 0, metered=True)
+    eager, course, peaks = train(eager_model, optimizer_of(eager_model), globals(), predicted=lambda: 0, metered=True)
     peak = max(measured for measured, _ in peaks)
     print(f"plain PyTorch: {peak} bytes")
     try:
@@ -221,7 +221,7 @@ def examine(asked: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
         found += findings
         runs += [asdict(one) for one in ran]
     shrunk = dict(asked["shrunk"])
-    told = []
+    reported = []
     for finding in distinct(found):
         case = Case(network, finding.setting)
         key = f"{finding.kind}: {finding.what}"
@@ -230,8 +230,8 @@ def examine(asked: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
             stage(f"{SHRINKING} {key}")
             case = shrink(case, has(finding), asked["most_checks"])
         count = sum((one.kind, one.what) == (finding.kind, finding.what) for one in found)
-        told.append(asdict(finding) | {"count": count, "ours": finding.ours, "script": script(case, finding)})
-    return {"findings": told, "runs": runs}
+        reported.append(asdict(finding) | {"count": count, "ours": finding.ours, "script": script(case, finding)})
+    return {"findings": reported, "runs": runs}
 
 
 def distinct(found: Sequence[Finding]) -> list[Finding]:

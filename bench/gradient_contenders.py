@@ -113,7 +113,7 @@ def _ours(name: str, model: DistributedDataParallel) -> Installed:
 
 
 def install_sharded(name: str, model: torch.nn.Module) -> Installed:
-    """The same for a model of `fully_shard`: plain, or ours. Bytes told would leave out the weights, which travel too.
+    """The same for a model of `fully_shard`: plain, or ours. Its own count of bytes leaves out the weights.
 
     Raises:
         InputError: another contender.
@@ -142,7 +142,7 @@ class Runner:
         prepare: before each step, outside of its time.
         work: what is timed.
         sent_bytes: of the interface by step; on the loopback, on average over the ranks that share it.
-        told_bytes: by step, by the contender's own count.
+        reported_bytes: by step, by the contender's own count.
     """
 
     name: str
@@ -151,20 +151,20 @@ class Runner:
     installed: Installed
     seconds: list[float] = field(default_factory=list)
     sent_bytes: list[int] = field(default_factory=list)
-    told_bytes: list[int | None] = field(default_factory=list)
+    reported_bytes: list[int | None] = field(default_factory=list)
 
     def step(self) -> None:
         """Every rank starts at a barrier, and the bytes are those up to another."""
         self.prepare()
         dist.barrier()
-        told, sent = self.installed.sent_bytes(), lab_rank.sent_bytes()
+        reported, sent = self.installed.sent_bytes(), lab_rank.sent_bytes()
         start = time.perf_counter()
         self.work()
         self.seconds.append(time.perf_counter() - start)
         dist.barrier()
         self.sent_bytes.append((lab_rank.sent_bytes() - sent) // lab_rank.sharing())
         after = self.installed.sent_bytes()
-        self.told_bytes.append(None if told is None or after is None else after - told)
+        self.reported_bytes.append(None if reported is None or after is None else after - reported)
 
     def warm_up(self) -> None:
         """Until the contender does what it does from then on; nothing is counted."""
@@ -172,14 +172,14 @@ class Runner:
             self.step()
         self.seconds.clear()
         self.sent_bytes.clear()
-        self.told_bytes.clear()
+        self.reported_bytes.clear()
 
     def row(self, result: Iterable[torch.Tensor]) -> dict[str, Any]:
         """The figures, and whether `result` is bit for bit that of every other rank. A collective call."""
         return {
             "seconds": self.seconds,
             "sent_bytes": self.sent_bytes,
-            "told_bytes": self.told_bytes,
+            "reported_bytes": self.reported_bytes,
             "same_on_all_ranks": same_on_all_ranks(result),
             "reason": self.installed.reason(),
         }

@@ -34,7 +34,18 @@ import shoal
 from bench import inverted_steps
 from bench.frame import CPU_TIME, Bench, Run, WrongResult, option
 from bench.inverted_steps import SLOPE
-from bench.split_accuracy import NARROW, QUICK, SHORT, Pace, error_percent, finding, images_of, paced, told, train
+from bench.split_accuracy import (
+    NARROW,
+    QUICK,
+    SHORT,
+    Pace,
+    error_percent,
+    finding,
+    images_of,
+    mean_and_spread,
+    paced,
+    train,
+)
 from bench.tables import new_table
 from shoal.app.data.cifar10 import open_cifar10
 from shoal.kernels.invertible_norm.inverted_batch_norm import (
@@ -126,7 +137,7 @@ def training_table(
     for name, found in errors.items():
         difference = statistics.mean(found) - statistics.mean(errors[baseline])
         verdict = "" if name == baseline else f"{difference:+.2f}, beyond noise: {finding(found, errors[baseline])}"
-        shown.add_row(name, told(found), verdict, f"{max(away[name]):.0e}")
+        shown.add_row(name, mean_and_spread(found), verdict, f"{max(away[name]):.0e}")
     return shown
 
 
@@ -186,7 +197,7 @@ def measure_all(rows: int = 512) -> list[dict[str, Any]]:
 def reconstruction_table(cells: Sequence[dict[str, Any]]) -> Table:
     """Largest and median error for each slope and scale, and what is predicted, which does not depend on the slope."""
     shown = new_table(
-        "What the inverted form makes again in float32: largest / median error, in standard deviations",
+        "What the inverted form reconstructs in float32: largest / median error, in standard deviations",
         f"shift | slope | {' | '.join(f'scale {scale:g}' for scale in SCALES)}",
     )
     for shift in SHIFTS:

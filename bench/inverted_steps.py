@@ -6,7 +6,7 @@ and did not take back; peaks are those of the whole step.
 
 - Checkpointing a pair alone saves nothing, since the convolution behind it saves its result. The usual way is to put
   that convolution into the segment; it is not run twice, since PyTorch stops as soon as its input is there again.
-  Running statistics would move again in the backward pass, so they are put aside there.
+  Running statistics would move again in the backward pass, so they are saved and restored there.
 - inplace_abn has no wheels. Its source distribution needs torch, setuptools_scm and a compiler where it is built:
   `pip install setuptools_scm ninja; pip install --no-build-isolation inplace-abn`.
 """
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from bench.frame import WrongResult
+from bench.interleave import median_ratio
 from bench.reference import take_reference
 from bench.tables import cells, new_table
 from bench.workload import Forward, Workload, make_workload
@@ -92,7 +93,7 @@ class Checkpointed(nn.Module):
             x,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), _standing_still(self.layer)),
+            context_fn=lambda: (nullcontext(), _statistics_restored(self.layer)),
         )
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,8 +102,8 @@ class Checkpointed(nn.Module):
 
 
 @contextmanager
-def _standing_still(layer: nn.Module) -> Iterator[None]:
-    """Its statistics move in copies."""
+def _statistics_restored(layer: nn.Module) -> Iterator[None]:
+    """Its running statistics move in copies."""
     buffers = dict(layer._buffers)
     layer._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
     try:
@@ -166,15 +167,15 @@ def check_leaky(workload: Workload, forward: Forward, single: nn.Module, who: st
     workload.step(forward)
     for model, images in ((single, workload.images), (exact, workload.images.double())):
         F.cross_entropy(model(images), workload.target).backward()
-    ours, plain, right = (_left_behind(model) for model in (workload.model, single, exact))
-    for name, truth in right.items():
-        error, allowed = (float((one[name].double() - truth).norm()) for one in (ours, plain))
-        slack = (_PEER_TOLERANCE if who == INPLACE_ABN else _TOLERANCE) * float(truth.norm())
+    ours, plain, exact_results = (_left_behind(model) for model in (workload.model, single, exact))
+    for name, right in exact_results.items():
+        error, allowed = (float((one[name].double() - right).norm()) for one in (ours, plain))
+        slack = (_PEER_TOLERANCE if who == INPLACE_ABN else _TOLERANCE) * float(right.norm())
         if not error <= _TIMES_PLAIN * allowed + slack:
             raise WrongResult(f"{who}: {name} is {error:.1e} off, plain float32's {allowed:.1e}")
     whole = {
         way: torch.cat([t.double().flatten() for name, t in found.items() if name.startswith("gradient")])
-        for way, found in (("ours", ours), ("plain", plain), ("exact", right))
+        for way, found in (("ours", ours), ("plain", plain), ("exact", exact_results))
     }
     exact_norm = float(whole["exact"].norm())
     return {way: float((whole[way] - whole["exact"]).norm()) / exact_norm for way in ("ours", "plain")}
@@ -197,9 +198,9 @@ def measure(
     """
     workload = make_workload(network, batch, image)
     leaky = shoal.restore_batchnorm(shoal.invert_batchnorm(copy.deepcopy(workload.model), SLOPE))
-    inverted = shoal.invert_batchnorm(workload.twin(), SLOPE)
+    inverted = shoal.invert_batchnorm(workload.shared_copy(), SLOPE)
     layers = frozenset(site.layer for site in inverted.inverted)
-    plain = workload.twin()
+    plain = workload.shared_copy()
     forwards: dict[str, Forward] = {
         "plain": plain,
         "inverted": inverted,
@@ -233,7 +234,7 @@ def measure(
             "peak_bytes": peaks[name],
             "seconds": seconds[name],
             "gradient_off": off.get(name),
-            "ratio": statistics.median(a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)),
+            "ratio": median_ratio(seconds[name], seconds["plain"]),
         }
         for name in forwards
     }

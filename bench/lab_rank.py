@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def config() -> dict[str, Any]:
-    """What the lab was told to pass on. From here on this process dies with the lab's."""
+    """The configuration that the lab passes on. From here on this process dies with the lab's."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ["SHOAL_LAB_PARENT"]):
         raise SystemExit("the lab is gone")

@@ -3,9 +3,9 @@
     python -m bench.link_lab                         what plain sockets reach over each link, 2 and 4 ranks
     python -m bench.link_lab --ranks 2 --links 1
 
-Two ranks are the two ends of one veth pair; more hang on a bridge in a namespace of its own. A token bucket (`tc tbf`)
-shapes what a rank sends and, at the bridge, what it receives, so each rank has a full-duplex port of the rate, as at a
-switch. Without a rate the ranks share the loopback of one namespace, so that its counters are theirs alone.
+Two ranks are the two ends of one veth pair; more are joined by a bridge in a namespace of its own. A token bucket
+(`tc tbf`) shapes what a rank sends and, at the bridge, what it receives, so each rank has a full-duplex port of the
+rate, as at a switch. Without a rate the ranks share the loopback of one namespace, whose counters are theirs alone.
 
 Names carry the process that made them. They go when the lab closes; what a killed process left goes when the next
 opens, and its ranks die with it. The lab needs Linux, root, `ip` and `tc`; `why_not` says what is missing. It adds no
@@ -269,7 +269,7 @@ def _wait(ranks: Sequence[tuple[subprocess.Popen[bytes], IO[bytes]]], until: flo
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > until:
-            raise LabError(f"{module} took too long; rank 0 last said:\n{_end_of(ranks[0][1])}")
+            raise LabError(f"{module} took too long; rank 0 last reported:\n{_end_of(ranks[0][1])}")
         time.sleep(0.05)
 
 

@@ -37,6 +37,7 @@ from bench.frame import (
     switch,
     use_exact_kernels,
 )
+from bench.interleave import median_ratio
 from bench.reference import Reference, take_reference
 from bench.tables import cells, new_table
 from bench.workload import Forward, Workload, make_workload
@@ -108,7 +109,7 @@ def run_within(
         BudgetError: no plan fits.
         WrongResult: its outputs differ from plain PyTorch's, or, of an exact plan, anything.
     """
-    model = compile_model(workload.twin(), budget_bytes, lossy=lossy, rehearse=link, name=workload.name)
+    model = compile_model(workload.shared_copy(), budget_bytes, lossy=lossy, rehearse=link, name=workload.name)
     for _ in range(_WARM_UPS):
         reference.start()
         workload.reset()
@@ -138,7 +139,7 @@ def measure_network(
         made = setting.make().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     known = "vgg19_cifar" if made is not None else name  # for the shape of its input
     workload = make_workload(known, setting.batch, setting.image, seed=seed, model=made)
-    plain = workload.twin()
+    plain = workload.shared_copy()
     reference = take_reference(workload, plain)
     plain_bytes = workload.peak_bytes(plain)
     runs: dict[tuple[float, str], Measured] = {}
@@ -159,12 +160,11 @@ def measure_network(
             error = refused[key]
             return {"feasible": False, "least_feasible_bytes": error.least_feasible_bytes}
         run = runs[key]
-        ratios = [one / two for one, two in zip(taken[key], taken["plain"], strict=True)]
         plan = run.plan
         return {
             "feasible": True,
             "seconds": taken[key],
-            "added_percent": 100 * (statistics.median(ratios) - 1),
+            "added_percent": 100 * (median_ratio(taken[key], taken["plain"]) - 1),
             "predicted_added_percent": 100 * plan.added_seconds / plan.plain_seconds,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
             "measured_peak_bytes": run.peak_bytes,
@@ -230,7 +230,7 @@ def _times(columns: dict[str, Any]) -> list[str]:
 
 
 def summary_line(results: Sequence[dict[str, Any]]) -> str:
-    """How often encoding was faster, or possible at all, and how good the promises were.
+    """How often encoding was faster, or possible at all, and how good the predictions were.
 
     >>> row = {"exact": {"feasible": False}, "lossy": {"feasible": False}}
     >>> summary_line([{"rows": [row]}])
@@ -240,8 +240,8 @@ def summary_line(results: Sequence[dict[str, Any]]) -> str:
     rows = [row for result in results for row in result["rows"]]
     for row in rows:
         counts[verdict(row)] += 1
-    said = ", ".join(f"{verdict} in {count}" for verdict, count in counts.items())
-    return f"{len(rows)} budgets: with lossy= {said}"
+    reported = ", ".join(f"{verdict} in {count}" for verdict, count in counts.items())
+    return f"{len(rows)} budgets: with lossy= {reported}"
 
 
 def verdict(row: dict[str, Any]) -> str:

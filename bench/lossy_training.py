@@ -8,7 +8,7 @@ Trains a VGG and a ResNet with batch norm on CIFAR-10 from the same start and ov
 plain PyTorch, and with `shoal.compile` where every convolution input that may be encoded is, whatever a budget would
 ask for. Peaks and saved bytes are those of one step, exact, from the allocator's events. Before anything is trained,
 the encoded step's outputs are held against the exact ones bit for bit, and the error of each weight's gradient is
-measured. A difference in test error below two standard errors over the seeds is told as none.
+measured. A difference in test error below two standard errors over the seeds is reported as none.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from bench.split_accuracy import (
     error_percent,
     finding,
     images_of,
+    mean_and_spread,
     paced,
-    told,
     train,
 )
 from bench.tables import new_table
@@ -147,7 +147,7 @@ def table(network: str, errors: Mapping[str, list[float]], of_a_step: Mapping[st
         mine = errors.get(EXACT if way == "plain PyTorch" else way, []) if way != EXACT else []
         shown.add_row(
             way if way != EXACT else "Shoal, everything kept",
-            told(mine) if mine else "the same bits",
+            mean_and_spread(mine) if mine else "the same bits",
             finding(mine, errors[EXACT]) if way in WAYS and mine else "",
             format_bytes(int(row["peak_bytes"])),
             f"{100 * row['peak_bytes'] / plain['peak_bytes']:.1f} %",

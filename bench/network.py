@@ -72,7 +72,7 @@ def measure_network(
     Args:
         name: one of `shoal.app.models.names()`.
         setting, options: on what and how.
-        advance: told what is about to run.
+        advance: called with what is about to run.
 
     Returns:
         Plain values for JSON: `plain`, `rows` (one per budget), `peers` (everything scouted), `least`.
@@ -102,7 +102,7 @@ class _Network:
 
     def run(self) -> dict[str, Any]:
         workload, options = self.workload, self.options
-        plain = workload.twin()
+        plain = workload.shared_copy()
         self.advance("plain PyTorch")
         reference = take_reference(workload, plain)
         peak_bytes = workload.peak_bytes(plain)

@@ -140,8 +140,8 @@ def hold(tensors: Tensors) -> dict[str, float]:
     }
     wrong = {name: value for name, value in off.items() if not value <= TOLERANCE}
     if wrong:
-        said = ", ".join(f"{name} {value:.1e}" for name, value in wrong.items())
-        raise WrongResult(f"{tensors.layer.name}: farther from eager than {TOLERANCE:g} of its norm: {said}")
+        reported = ", ".join(f"{name} {value:.1e}" for name, value in wrong.items())
+        raise WrongResult(f"{tensors.layer.name}: farther from eager than {TOLERANCE:g} of its norm: {reported}")
     return off
 
 
@@ -212,12 +212,12 @@ def table(network: str, rows: Sequence[Row]) -> Table:
 
 def summary(network: str, rows: Sequence[Row]) -> str:
     """How often ours is slower than eager, and how far off it is at most."""
-    said = []
+    reported = []
     for part, name in enumerate(("forward", "backward")):
         slower = [row.layer.name for row in rows if row.times(part, "eager") < 1]
-        said.append(f"slower than eager {name} in {len(slower)} of {len(rows)} shapes")
+        reported.append(f"slower than eager {name} in {len(slower)} of {len(rows)} shapes")
     most = max((value, what, row.layer.name) for row in rows for what, value in row.off.items())
-    return f"{network}: {', '.join(said)}; at most {most[0]:.1e} off eager ({most[1]}, {most[2]})"
+    return f"{network}: {', '.join(reported)}; at most {most[0]:.1e} off eager ({most[1]}, {most[2]})"
 
 
 def wanted(asked: argparse.Namespace) -> dict[str, dict[Layer, int]]:

@@ -31,6 +31,7 @@ from rich.table import Table
 from torch.autograd.graph import save_on_cpu
 
 from bench.frame import Bench, Run, comma_separated, option, some_of, use_exact_kernels
+from bench.interleave import median_ratio
 from bench.peers import checkpointed
 from bench.reference import Reference, take_reference
 from bench.tables import cells, new_table
@@ -105,7 +106,7 @@ def contenders(
     if device == "cpu":
         folder = tempfile.gettempdir()
         yield planned(workload, reference, "hascoet", most_bytes, None, "to a file, not rehearsed", offload_to=folder)
-    for setting, forward in islice(checkpointed(workload.twin()), 1 if quick else None):
+    for setting, forward in islice(checkpointed(workload.shared_copy()), 1 if quick else None):
         # Its gradients are plain PyTorch's, but it moves batch norm's statistics twice: metered, not held against them.
         reference.start()
         workload.seconds(forward)
@@ -118,7 +119,7 @@ def eager(workload: Workload, reference: Reference) -> Iterator[Measured]:
     """Contenders without a plan. On the CPU they have no link to rehearse, so they run on CUDA alone."""
     if workload.device.type != "cuda":
         return
-    model = workload.twin()
+    model = workload.shared_copy()
 
     def in_context(context: Callable[[], Any]) -> Forward:
         def forward(images: torch.Tensor) -> torch.Tensor:
@@ -148,7 +149,7 @@ def planned(
         WrongResult: it trains otherwise than plain PyTorch.
     """
     model = compile_model(
-        workload.twin(), budget_bytes, planner=planner, rehearse=link, offload_to=offload_to, name=workload.name
+        workload.shared_copy(), budget_bytes, planner=planner, rehearse=link, offload_to=offload_to, name=workload.name
     )
     reference.check(model, f"{planner} {setting}")
     run = checked(workload, reference, Measured(planner, setting, model, 0, inside=inside))
@@ -184,7 +185,7 @@ def measure_network(
         WrongResult: a contender differs from plain PyTorch.
     """
     workload = make_workload(network, batch, image, seed=seed, device=device)
-    plain = workload.twin()
+    plain = workload.shared_copy()
     reference = take_reference(workload, plain)
     plain_peak_bytes = workload.peak_bytes(plain)
     kept = planned(workload, reference, "keep_all", 2 * plain_peak_bytes, None)
@@ -208,9 +209,6 @@ def measure_network(
     forwards = {"plain": plain, **{run.name: run.forward for run in (kept, *others, *ours)}}
     taken = workload.in_turns(forwards, repeats, warm_ups=1)
 
-    def share(run: Measured, whole: str) -> float:
-        return statistics.median(a / b for a, b in zip(taken[run.name], taken[whole], strict=True))
-
     def row(run: Measured) -> dict[str, Any]:
         found: dict[str, Any] = {
             "contender": run.contender,
@@ -219,14 +217,14 @@ def measure_network(
             "peak_bytes": run.peak_bytes,
             "share_percent": 100 * run.peak_bytes / plain_peak_bytes,
             "seconds": taken[run.name],
-            "added_percent": 100 * (share(run, "plain") - 1),
+            "added_percent": 100 * (median_ratio(taken[run.name], taken["plain"]) - 1),
         }
         if run.plan is not None:
             added_seconds = run.plan.predicted_seconds - run.plan.plain_seconds
-            off = [(one + added_seconds) / two for one, two in zip(taken[kept.name], taken[run.name], strict=True)]
+            predicted = [seconds + added_seconds for seconds in taken[kept.name]]
             found["predicted_peak_bytes"] = run.plan.predicted_peak_bytes
             found["predicted_added_percent"] = 100 * added_seconds / run.plan.plain_seconds
-            found["predicted_off_percent"] = 100 * (statistics.median(off) - 1)
+            found["predicted_off_percent"] = 100 * (median_ratio(predicted, taken[run.name]) - 1)
             found["stall_percent"] = 100 * run.plan.timeline.stall_seconds / run.plan.plain_seconds
             copies = sum(transfer.seconds for transfer in run.plan.timeline.transfers)
             found["copies_percent"] = 100 * copies / run.plan.plain_seconds
@@ -283,8 +281,8 @@ def network_table(result: dict[str, Any]) -> Table:
 
 def summary_line(results: Sequence[dict[str, Any]]) -> str:
     """How often `joint` was beaten, and how near the predicted times were."""
-    said = [verdict for result in results for verdict in result["verdicts"].values()]
-    counts = ", ".join(f"{said.count(word)} {word}" for word in ("faster", "equal", "slower", "none"))
+    found = [verdict for result in results for verdict in result["verdicts"].values()]
+    counts = ", ".join(f"{found.count(word)} {word}" for word in ("faster", "equal", "slower", "none"))
     off = [
         abs(row["predicted_off_percent"])
         for result in results
@@ -293,8 +291,8 @@ def summary_line(results: Sequence[dict[str, Any]]) -> str:
     ]
     near = sum(one <= _WITHIN_PERCENT for one in off)
     return (
-        f"joint inside the bytes of {len(said)} other runs: {counts}; predicted step time within {_WITHIN_PERCENT:g} % "
-        f"of the measured one in {near} of {len(off)} planned runs, {max(off, default=0.0):.1f} % off at most"
+        f"joint inside the bytes of {len(found)} other runs: {counts}; predicted step time within "
+        f"{_WITHIN_PERCENT:g} % of the measured one in {near} of {len(off)} planned runs, {max(off, default=0.0):.1f} % off at most"
     )
 
 

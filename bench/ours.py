@@ -52,7 +52,7 @@ def run_within(
 
     Args:
         workload, reference: the step, and what plain PyTorch computes in it.
-        budget_bytes: the promise.
+        budget_bytes: not to be exceeded.
         planner: as for `shoal.compile`.
         brief: one checked step instead of two, for slow steps on the CPU.
 
@@ -61,7 +61,7 @@ def run_within(
         WrongResult: gradients, buffers or random numbers differ from plain PyTorch's.
         Unsettled: repairs did not end.
     """
-    model = compile_model(workload.twin(), budget_bytes, planner=planner, name=workload.name)
+    model = compile_model(workload.shared_copy(), budget_bytes, planner=planner, name=workload.name)
     status: Status = model.shoal  # type: ignore[assignment]  # nn.Module's attributes are tensors to mypy
     who = f"shoal inside {budget_bytes} bytes"
     exactness = reference.check(model, who)

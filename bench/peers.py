@@ -73,7 +73,7 @@ def candidates(workload: Workload, values: Sequence[float]) -> Iterator[Candidat
     sweep = _Sweep()
     for value in values:
         yield Candidate(ACTIVATION_MEMORY_BUDGET, f"{value:g}", sweep.forward(workload, value))
-    for setting, forward in checkpointed(workload.twin()):
+    for setting, forward in checkpointed(workload.shared_copy()):
         yield Candidate(CHECKPOINT, setting, forward)
 
 
@@ -93,7 +93,7 @@ class _Sweep:
         self._saved: dict[tuple[str, ...], float] = {}
 
     def forward(self, workload: Workload, value: float) -> Forward:
-        model = workload.twin()
+        model = workload.shared_copy()
 
         def call(x: torch.Tensor) -> torch.Tensor:
             return model(x)
@@ -139,7 +139,7 @@ def scout(
         whole: the step all this is about.
         smaller: two steps of the same model with fewer images, in ascending order, to scout on instead.
         most_bytes: a candidate that is expected to take more is not timed: no budget will choose it.
-        advance: told the name of each candidate before it runs.
+        advance: called with the name of each candidate before it runs.
 
     Returns:
         What was scouted; and why the other candidates were not, by name.
@@ -167,7 +167,7 @@ def scout(
 
 def extrapolate(peaks: Sequence[float], batches: Sequence[int], whole: Workload) -> float:
     """The line through the peaks of two batch sizes, at the whole batch. A peak is the largest of many lines in the
-    batch size, so the truth is never below this line."""
+    batch size, so the peak is never below this line."""
     slope = (peaks[1] - peaks[0]) / (batches[1] - batches[0])
     return peaks[1] + slope * (whole.images.shape[0] - batches[1])
 

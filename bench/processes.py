@@ -68,7 +68,7 @@ class Worker:
 
         Args:
             question: plain values.
-            stage: told what is about to run.
+            stage: called with what is about to run.
             limit_seconds: then the process is ended.
 
         Raises:
@@ -84,12 +84,12 @@ class Worker:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
             for line in self._process.stdout:
-                said = json.loads(line)
-                if "answer" in said:
-                    return said["answer"]
-                if "stage" not in said:
-                    raise WrongResult(said["wrong"]) if "wrong" in said else InputError(said["input"])
-                last = said["stage"]
+                reported = json.loads(line)
+                if "answer" in reported:
+                    return reported["answer"]
+                if "stage" not in reported:
+                    raise WrongResult(reported["wrong"]) if "wrong" in reported else InputError(reported["input"])
+                last = reported["stage"]
                 stage(last)
         except BrokenPipeError:
             pass

@@ -6,9 +6,9 @@
 
 Trains a VGG and a ResNet with batch norm from the same start for each seed, split to several depths and into several
 numbers of patches, and evaluates each with the *unsplit* network; the split ones also as they were trained. The paper's
-errors are of full-size networks trained for 350 epochs: they stand in a column of their own, and what can be compared
+errors are of full-size networks trained for 350 epochs: they have a column of their own, and what can be compared
 is the difference to the baseline. Seeds give mean and standard deviation; a difference below two standard errors is
-told as none.
+reported as none.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def images_of(device: torch.device, tests: int | None = None) -> dict[str, tuple
 def batches(
     x: torch.Tensor, y: torch.Tensor, batch: int, draw: torch.Generator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """One epoch in random order, each image moved by up to four pixels and mirrored by chance."""
+    """One epoch in random order, each image moved by up to four pixels and mirrored at random."""
     order = torch.randperm(len(x), generator=draw)
     for part in order.split(batch):
         images = F.pad(x[part], (4, 4, 4, 4))
@@ -237,12 +237,14 @@ def table(network: str, rows: dict[str, dict[str, list[float]]]) -> Table:
     paper = dict(zip(("baseline", "split 50 %, 4 patches", "stochastic 50 %, 4 patches"), PAPER[network], strict=True))
     for name, errors in rows.items():
         away = "" if name == "baseline" else finding(errors["unsplit"], rows["baseline"]["unsplit"])
-        as_trained = "" if name == "baseline" else told(errors["split"])
-        shown.add_row(name, told(errors["unsplit"]), away, as_trained, f"{paper[name]} %" if name in paper else "")
+        as_trained = "" if name == "baseline" else mean_and_spread(errors["split"])
+        shown.add_row(
+            name, mean_and_spread(errors["unsplit"]), away, as_trained, f"{paper[name]} %" if name in paper else ""
+        )
     return shown
 
 
-def told(errors: list[float]) -> str:
+def mean_and_spread(errors: list[float]) -> str:
     spread = statistics.stdev(errors) if len(errors) > 1 else 0.0
     return f"{statistics.mean(errors):.1f} % ± {spread:.1f}"
 

@@ -4,7 +4,7 @@
     python -m bench.split_cost --images 16 --networks densenet121    larger ops: less lost to many small ones
     python -m bench.split_cost --quick   one network, small images, one turn: does it run?
 
-Half the convolutions in 2 x 2 patches, forward and backward in eager PyTorch, in both memory formats. `twin` is the
+Half the convolutions in 2 x 2 patches, forward and backward in eager PyTorch, in both memory formats. `A/A` is the
 network once more: what it differs from 1 by is the machine's noise. `exact` is `halo="exact"`, which computes what
 overlaps twice; its gradients are held against the network's. All contenders of a row take turns in one process.
 """
@@ -23,13 +23,14 @@ from torch.nn import functional as F
 
 import shoal
 from bench.frame import Bench, Run, option
+from bench.interleave import median_ratio
 from bench.tables import new_table
 from bench.workload import Workload, make_workload
 
 NETWORKS = {"resnet18": (8, 224), "vgg16_bn": (4, 224), "densenet121": (4, 224)}  # images, pixels
 LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "twin": lambda model: model,
+    "A/A": lambda model: model,
     "split": lambda model: shoal.split(model, 0.5, (2, 2)),
     "exact": lambda model: shoal.split(model, 0.5, (2, 2), halo="exact"),
 }
@@ -38,12 +39,12 @@ TARGET = 1.05
 
 def ratios(workload: Workload, turns: int) -> dict[str, Any]:
     """Median over the turns of each way's seconds, divided by the network's own in the same turn."""
-    ways: dict[Any, Any] = {"plain": workload.twin(), **{name: make(workload.twin()) for name, make in WAYS.items()}}
-    seconds = workload.in_turns(ways, turns, 1)
-    found = {
-        name: statistics.median(ours / plain for ours, plain in zip(seconds[name], seconds["plain"], strict=True))
-        for name in WAYS
+    ways: dict[Any, Any] = {
+        "plain": workload.shared_copy(),
+        **{name: make(workload.shared_copy()) for name, make in WAYS.items()},
     }
+    seconds = workload.in_turns(ways, turns, 1)
+    found = {name: median_ratio(seconds[name], seconds["plain"]) for name in WAYS}
     return {"plain_seconds": statistics.median(seconds["plain"]), "ratios": found}
 
 
@@ -58,7 +59,7 @@ def assert_same_gradients(name: str) -> None:
     workload.images = workload.images.double()
     plain = workload.model
     gradients = []
-    for model in (plain, WAYS["exact"](workload.twin())):
+    for model in (plain, WAYS["exact"](workload.shared_copy())):
         workload.reset()
         loss = F.cross_entropy(model(workload.images), workload.target)
         gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(plain.parameters()))]))

@@ -130,7 +130,7 @@ def rehearsed(
     contenders taking turns.
     """
     plain = make_workload(name, plain_batch, image)
-    limit_bytes = plain.peak_bytes(plain.twin())
+    limit_bytes = plain.peak_bytes(plain.shared_copy())
     target = paper_machine()
     rows, ran = [], {}
     for contender, how, planner in (*REHEARSED_WAYS, *([EXACT] if exact else [])):

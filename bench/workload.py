@@ -47,7 +47,7 @@ class Workload:
     def device(self) -> torch.device:
         return self.images.device
 
-    def twin(self) -> nn.Module:
+    def shared_copy(self) -> nn.Module:
         """The same model again: modules of its own, the same parameters and buffers."""
         shared = {id(tensor): tensor for tensor in chain(self.model.parameters(), self.model.buffers())}
         return copy.deepcopy(self.model, shared)

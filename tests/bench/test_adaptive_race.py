@@ -57,7 +57,7 @@ def test_it_runs_and_trains_nothing_twice(
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "reported"),
     [
         (["--networks", "lenet"], "--networks lenet: give some of"),
         (["--seeds", "0"], "--seeds 0: give 1 or more"),
@@ -65,7 +65,7 @@ def test_it_runs_and_trains_nothing_twice(
     ],
 )
 def test_wrong_arguments_are_one_line(
-    asked: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: list[str], reported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*asked, "--out", str(tmp_path)]) == 2
-    assert re.match(f"bench.adaptive_race: {told}.*\n$", capsys.readouterr().err)
+    assert re.match(f"bench.adaptive_race: {reported}.*\n$", capsys.readouterr().err)

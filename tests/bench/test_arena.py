@@ -47,4 +47,4 @@ def test_no_setting_of_malloc_reaches_a_contender_but_its_own() -> None:
 
 def test_an_unknown_network_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert arena.main(["--networks", "resnet5", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("bench.arena: unknown network 'resnet5'")
+    assert capsys.readouterr().err.startswith("bench.arena: --networks resnet5: give some of")

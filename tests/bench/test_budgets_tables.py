@@ -42,11 +42,11 @@ def result(*rows: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "said"),
+    ("ours", "theirs", "reported"),
     [(5.0, 20.0, "faster"), (20.5, 20.0, "equal"), (25.0, 20.0, "slower"), (5.0, None, "alone")],
 )
-def test_a_verdict_compares_with_the_peer_at_the_same_bytes(ours: float, theirs: float | None, said: str) -> None:
-    assert budgets.verdict(row(60, ours, theirs)) == said
+def test_a_verdict_compares_with_the_peer_at_the_same_bytes(ours: float, theirs: float | None, reported: str) -> None:
+    assert budgets.verdict(row(60, ours, theirs)) == reported
 
 
 def test_a_budget_that_only_a_peer_meets_is_lost() -> None:

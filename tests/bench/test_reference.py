@@ -22,14 +22,14 @@ def workload() -> Workload:
 
 def test_a_plain_step_repeats_itself_bit_for_bit() -> None:
     step = workload()
-    reference = take_reference(step, step.twin())
+    reference = take_reference(step, step.shared_copy())
     assert reference.repeatable
-    assert reference.check(step.twin(), "a twin") == "equal bits"
+    assert reference.check(step.shared_copy(), "a twin") == "equal bits"
 
 
 def test_a_changed_gradient_a_statistic_moved_twice_and_another_random_number_are_wrong() -> None:
     step = workload()
-    reference = take_reference(step, step.twin())
+    reference = take_reference(step, step.shared_copy())
     with pytest.raises(WrongResult, match=r"tiny, halves: differs from plain PyTorch in loss, gradient of 0.weight"):
         reference.check(lambda x: step.model(x) * 0.5, "halves")
 
@@ -46,7 +46,7 @@ def test_a_changed_gradient_a_statistic_moved_twice_and_another_random_number_ar
 
 def test_an_unrepeatable_device_is_held_to_the_float64_rule() -> None:
     step = workload()
-    reference = take_reference(step, step.twin())
+    reference = take_reference(step, step.shared_copy())
     reference.repeatable = False
     assert reference.check(lambda x: step.model(x) * (1 + 1e-7), "near") == "float64 rule"
     with pytest.raises(WrongResult, match="error"):
@@ -55,7 +55,7 @@ def test_an_unrepeatable_device_is_held_to_the_float64_rule() -> None:
 
 def test_the_float64_step_drops_what_the_float32_step_drops() -> None:
     step = workload()
-    reference = take_reference(step, step.twin())
+    reference = take_reference(step, step.shared_copy())
     exact = reference._float64_gradients()
     for name, gradient in reference.gradients.items():
         assert torch.allclose(gradient.double(), exact[name], rtol=1e-3, atol=1e-5), name

@@ -31,7 +31,7 @@ def test_a_quick_run_trains_over_the_link(tmp_path: Path, wrapper: tuple[str, ..
 
 def test_weights_that_differ_between_ranks_are_told() -> None:
     def rank(same: bool) -> dict[str, Any]:
-        row = {"seconds": [1.0], "sent_bytes": [1], "told_bytes": [None], "error_percent": None, "reason": ""}
+        row = {"seconds": [1.0], "sent_bytes": [1], "reported_bytes": [None], "error_percent": None, "reason": ""}
         return {"model": "m", "elems": 4, "rows": {TREE: {**row, "same_on_all_ranks": same, "losses": [1.0]}}}
 
     assert train_link.gathered([rank(True)] * 2, 2)["rows"][TREE]["loss"] == 1.0
