@@ -292,7 +292,8 @@ def summary_line(results: Sequence[dict[str, Any]]) -> str:
     near = sum(one <= _WITHIN_PERCENT for one in off)
     return (
         f"joint inside the bytes of {len(found)} other runs: {counts}; predicted step time within "
-        f"{_WITHIN_PERCENT:g} % of the measured one in {near} of {len(off)} planned runs, {max(off, default=0.0):.1f} % off at most"
+        f"{_WITHIN_PERCENT:g} % of the measured one in {near} of {len(off)} planned runs, "
+        f"{max(off, default=0.0):.1f} % off at most"
     )
 
 
