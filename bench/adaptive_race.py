@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,13 +88,19 @@ def seconds_to(
         return until * float(measured["fixed"][contender])
     first = measured["fixed"][training.TREE if training.WAYS[contender].one_byte else "8 bits"]
     points = [first, *(measured["fixed"][name] for name in ("16 bits", "24 bits", training.BASELINE))]
-    total = 0.0
-    for (begin, widths), end in zip(run["widths"], [step for step, _ in run["widths"][1:]] + [until], strict=True):
-        lasted = max(0, min(end, until) - begin)
-        total += lasted * (
-            float(np.interp(mean_bytes(widths, elems, by_block), [1, 2, 3, 4], points)) + measured["norms"]
-        )
-    return total
+    return sum(
+        lasted * (float(np.interp(sent, [1, 2, 3, 4], points)) + measured["norms"])
+        for lasted, sent in spans(run, until, elems, by_block)
+    )
+
+
+def spans(
+    run: Mapping[str, Any], until: int, elems: Mapping[str, int], by_block: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[int, float]]:
+    """The steps that each of a run's widths lasted up to a step, and the mean bytes of a weight."""
+    ends = [*(step for step, _ in run["widths"][1:]), until]
+    for (begin, widths), end in zip(run["widths"], ends, strict=True):
+        yield max(0, min(end, until) - begin), mean_bytes(widths, elems, by_block)
 
 
 def table(network: str, runs: Mapping[str, Any], looks: int, measured: Seconds | None, error: float | None) -> Table:
@@ -120,7 +126,7 @@ def table(network: str, runs: Mapping[str, Any], looks: int, measured: Seconds |
                 f"{given:.1f} %",
                 contender,
                 "never" if until is None else str(until),
-                _mean_bytes_text(run, until, model, elems),
+                _mean_bytes(run, until or run["steps"][-1], model, elems),
                 "" if mine is None or whole is None else f"{100 * (mine / whole - 1):+.1f} %",
                 f"{smoothed(run, looks)[-1][1]:.1f} %",
             )
@@ -155,17 +161,11 @@ def _time(
     return seconds_to(contender, run, until, measured, elems, by_block)
 
 
-def _mean_bytes_text(run: Mapping[str, Any], until: int | None, model: nn.Module, elems: Mapping[str, int]) -> str:
+def _mean_bytes(run: Mapping[str, Any], until: int, model: nn.Module, elems: Mapping[str, int]) -> str:
     if not run["widths"]:
         return ""
     by_block = weights_of(model, run["widths"][0][1])
-    end = until or run["steps"][-1]
-    ends = [step for step, _ in run["widths"][1:]] + [end]
-    total = sum(
-        max(0, min(stop, end) - begin) * mean_bytes(widths, elems, by_block)
-        for (begin, widths), stop in zip(run["widths"], ends, strict=True)
-    )
-    return f"{total / end:.2f}"
+    return f"{sum(lasted * sent for lasted, sent in spans(run, until, elems, by_block)) / until:.2f}"
 
 
 def measure(network: str, quick: bool, rounds: int) -> dict[str, Any]:

@@ -344,56 +344,31 @@ def _math(w: Writer, variant: str, amount: int) -> None:
             w.line("x = x - x.logsumexp(1, keepdim=True)")
 
 
-_ACTIVATIONS = ["relu", "relu_", "leaky_relu", "leaky_relu_", "relu6", "relu6_", "gelu", "silu", "silu_", "hardswish"]
-_ACTIVATIONS += ["hardswish_", "elu", "elu_", "tanh", "sigmoid", "mish", "softplus", "hardtanh_", "celu_", "prelu"]
-_CONVOLUTIONS = ["plain", "plain", "pointwise", "strided", "dilated", "grouped", "depthwise", "circular", "reflect"]
-_VIEWS = [
-    "pixel_unshuffle",
-    "pixel_shuffle",
-    "chunk_swap",
-    "split_gate",
-    "channel_shuffle",
-    "transpose",
-    "slice",
-    "pad",
-]
-_INPLACE = ["add_", "half_mul_", "half_relu_"]
-_NORMS = ["batch", "batch", "batch_untracked", "batch_plain", "batch_momentum", "batch_frozen", "instance"]
-_MATHS = ["softmax", "centre", "squeeze_excite", "scale", "running_mean", "counter", "cumsum", "einsum", "where"]
-
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "conv": (*_CONVOLUTIONS, "unpadded", "transposed", "transposed_strided", "frozen"),
-    "norm": (*_NORMS, "instance_affine", "instance_tracked", "group", "group_plain", "layer", "layer_last", "rms_last"),
-    "act": tuple(_ACTIVATIONS),
-    "pool": (
-        "max",
-        "max_overlapping",
-        "max_same",
-        "avg",
-        "avg_overlapping",
-        "avg_same",
-        "adaptive_avg",
-        "adaptive_max",
-    ),
-    "pixels": ("flattened", "added", "contiguous", "moved", "conv1d"),
-    "attention": ("fused", "fused_causal", "by_hand", "by_hand_masked"),
-    "view": (*_VIEWS, "narrow", "upsample", "flip", "roll", "stack", "expand", "contiguous", "flatten_view", "unbind"),
-    "inplace": (*_INPLACE, "add_flipped", "add_of_transposed", "copy_", "assigned", "clamp_", "directly"),
-    "dropout": ("plain", "in_place", "channel", "alpha", "noise", "uniform", "unused"),
-    "math": (*_MATHS, "detached", "double", "standardise", "normalize", "pairwise_max", "used_twice", "logsumexp"),
-    "branch": ("residual", "in_place", "concat", "gate", "alpha", "aside_in_place"),
-    "repeat": ("twice",),
+    kind: tuple(variants.split())
+    for kind, variants in {
+        "conv": "plain plain pointwise strided dilated grouped depthwise circular reflect unpadded transposed "
+        "transposed_strided frozen",
+        "norm": "batch batch batch_untracked batch_plain batch_momentum batch_frozen instance instance_affine "
+        "instance_tracked group group_plain layer layer_last rms_last",
+        "act": "relu relu_ leaky_relu leaky_relu_ relu6 relu6_ gelu silu silu_ hardswish hardswish_ elu elu_ tanh "
+        "sigmoid mish softplus hardtanh_ celu_ prelu",
+        "pool": "max max_overlapping max_same avg avg_overlapping avg_same adaptive_avg adaptive_max",
+        "pixels": "flattened added contiguous moved conv1d",
+        "attention": "fused fused_causal by_hand by_hand_masked",
+        "view": "pixel_unshuffle pixel_shuffle chunk_swap split_gate channel_shuffle transpose slice pad narrow "
+        "upsample flip roll stack expand contiguous flatten_view unbind",
+        "inplace": "add_ half_mul_ half_relu_ add_flipped add_of_transposed copy_ assigned clamp_ directly",
+        "dropout": "plain in_place channel alpha noise uniform unused",
+        "math": "softmax centre squeeze_excite scale running_mean counter cumsum einsum where detached double "
+        "standardise normalize pairwise_max used_twice logsumexp",
+        "branch": "residual in_place concat gate alpha aside_in_place",
+        "repeat": "twice",
+    }.items()
 }
 
+
 WRITERS: dict[str, Callable[[Writer, str, int], None]] = {
-    "conv": _conv,
-    "norm": _norm,
-    "act": _act,
-    "pool": _pool,
-    "pixels": _pixels,
-    "attention": _attention,
-    "view": _view,
-    "inplace": _inplace,
-    "dropout": _dropout,
-    "math": _math,
+    write.__name__[1:]: write
+    for write in (_conv, _norm, _act, _pool, _pixels, _attention, _view, _inplace, _dropout, _math)
 }

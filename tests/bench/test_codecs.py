@@ -13,7 +13,7 @@ from torch import nn
 
 from bench import codecs, codecs_speed
 from bench.codecs_error import DISTRIBUTIONS, PAPER, errors_of, recorded
-from bench.codecs_speed import Contender, Row, in_turns, measure, ours, verdicts, with_one_copy
+from bench.codecs_speed import Contender, Row, measure, ours, time_in_turns, verdicts, with_one_copy
 from bench.frame import WrongResult
 from bench.split_accuracy import Pace
 from shoal.codecs import get
@@ -128,7 +128,7 @@ def test_a_decode_that_is_off_or_does_not_happen_is_told() -> None:
         lambda: None,
     )
     with pytest.raises(WrongResult, match="lazy: what was decoded while the clock ran"):
-        in_turns([lazy], 4, 1, 1, CPU)
+        time_in_turns([lazy], 4, 1, 1, CPU)
 
 
 def row(name: str, encode: float, decode: float | None) -> Row:
