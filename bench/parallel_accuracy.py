@@ -16,16 +16,14 @@ must have the same bits on all of them.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +32,8 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from bench.frame import Bench, Run, integers, option
+from bench.frame import Bench, Run, WrongResult, integers, option
+from bench.processes import Stage, Worker
 from bench.tables import new_table
 from shoal.app.data.digits import open_digits
 from shoal.distributed.gradients.gradients import compress_gradients
@@ -102,13 +101,6 @@ def images_of(pace: Pace) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def errors_by_run(path: str, pace: Pace, runs: list[tuple[str, str, int]]) -> Iterator[tuple[str, str, int, float]]:
-    """Train each (how, codec, seed) on this group's ranks; yields its test error in percent."""
-    data = torch.load(path, mmap=True)
-    for how, codec, seed in runs:
-        yield how, codec, seed, error_percent(how, codec, seed, pace, data)
-
-
 def error_percent(how: str, codec: str, seed: int, pace: Pace, data: dict[str, Any]) -> float:
     """One network's test error after training."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -146,7 +138,7 @@ def error_percent(how: str, codec: str, seed: int, pace: Pace, data: dict[str, A
         first = parameter.detach().clone()
         dist.broadcast(first, 0)
         if not torch.equal(first, parameter):
-            raise AssertionError(f"{how}, {codec}: ranks hold other weights at the end")
+            raise WrongResult(f"{how}, {codec}: ranks hold other weights at the end")
     if closing is not None:
         closing.close()
     return 100 * wrong / len(data["test"][0])
@@ -162,6 +154,39 @@ def _wrong(model: nn.Module, test: tuple[torch.Tensor, torch.Tensor]) -> int:
         wrong += (found != labels.tensor_split(ranks)[rank]).sum()
     dist.all_reduce(wrong)
     return int(wrong)
+
+
+class Rank:
+    """One rank in a process of its own; see `bench.processes`. It answers a run with its test error in percent."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", init_method=os.environ["SHOAL_RANKS"], rank=rank, world_size=ranks)
+
+    def __call__(self, asked: Mapping[str, Any], stage: Stage) -> float:
+        data = torch.load(asked["data"], mmap=True)
+        return error_percent(asked["how"], asked["codec"], asked["seed"], Pace(**asked["pace"]), data)
+
+
+def errors_by_run(ranks: int, at: str, pace: Pace, runs: Iterable[tuple[str, str, int]]) -> Iterator[float]:
+    """The test error in percent of each (how, codec, seed), trained on so many ranks.
+
+    Raises:
+        InputError: a rank ended early.
+        WrongResult: ranks hold other weights at the end.
+    """
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(ranks) as pool, ExitStack() as stack:
+        joined = {"WORLD_SIZE": str(ranks), "SHOAL_RANKS": f"file://{folder}/store", "OMP_NUM_THREADS": "1"}
+        joined = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **joined}
+        made = [Worker("bench.parallel_accuracy:Rank", {**joined, "RANK": str(rank)}) for rank in range(ranks)]
+        workers = [stack.enter_context(worker) for worker in made]
+        for how, codec, seed in runs:
+            asked = {"data": at, "pace": asdict(pace), "how": how, "codec": codec, "seed": seed}
+            running = [pool.submit(worker.ask, asked) for worker in workers]
+            for future in as_completed(running):  # where one fails the others would wait for it
+                future.result()
+            yield running[0].result()
 
 
 def interval(errors: list[float]) -> tuple[float, float]:
@@ -211,64 +236,6 @@ def table(how: str, ranks: str, rows: dict[str, list[float]]) -> Table:
     return shown
 
 
-class RankFailed(RuntimeError):
-    """A rank raised; its text is the traceback."""
-
-
-def results(function: Callable[..., Iterator[Any]], ranks: int, *arguments: Any) -> Iterator[Any]:
-    """What `function(*arguments)`, a generator, yields on rank 0 of an initialised gloo group; the others must keep up.
-
-    Raises:
-        RankFailed: a rank raised, or ended early.
-    """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, started = {}, []
-        for rank in range(ranks):
-            mine, theirs = context.Pipe(duplex=False)
-            started.append(
-                context.Process(
-                    target=_serve_rank, args=(function, rank, ranks, folder, theirs, arguments), daemon=True
-                )
-            )
-            pipes[mine] = rank
-            started[-1].start()
-            theirs.close()
-        try:
-            left = dict(pipes)
-            while left:
-                for pipe in wait(list(left)):
-                    try:
-                        kind, value = pipe.recv()  # type: ignore[union-attr]
-                    except EOFError:
-                        raise RankFailed(f"rank {left[pipe]} ended early") from None  # type: ignore[index]
-                    if kind == "failed":
-                        raise RankFailed(f"rank {left[pipe]}:\n{value}")  # type: ignore[index]
-                    if kind == "done":
-                        del left[pipe]  # type: ignore[arg-type]
-                    elif left[pipe] == 0:  # type: ignore[index]
-                        yield value
-        finally:
-            for process in started:
-                process.kill()
-                process.join()
-
-
-def _serve_rank(function: Any, rank: int, ranks: int, folder: str, pipe: Any, arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        store = dist.FileStore(str(Path(folder) / "store"), ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        for result in function(*arguments):
-            if rank == 0:
-                pipe.send(("result", result))
-        dist.barrier()
-        pipe.send(("done", None))
-    except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
-
-
 def _run(run: Run) -> None:
     asked = run.asked
     base = run.pick(SHORT, QUICK)
@@ -289,7 +256,7 @@ def _run(run: Run) -> None:
                 for codec in CODECS[how]
                 if seed >= len(rows[how][codec])
             ]
-            for how, codec, _, error in results(errors_by_run, ranks, at, pace, runs):
+            for (how, codec, _), error in zip(runs, errors_by_run(ranks, at, pace, runs), strict=True):
                 rows[how][codec].append(error)
                 run.save()
             run.say(*(table(how, str(ranks), rows[how]) for how in CODECS if all(rows[how].values())))

@@ -30,7 +30,7 @@ def new_table(title: str, columns: str, **settings: Any) -> Table:
     return made
 
 
-def cells(formats: str, row: Mapping[str, Any] | None = None, **more: Any) -> list[str]:
+def cells(formats: str, row: Mapping[str, Any] | None = None, /, **more: Any) -> list[str]:
     """The cells of a row.
 
     Args:
