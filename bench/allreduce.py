@@ -84,7 +84,7 @@ SLOW_LINK_GBPS = 1.0
 EIGHT_BITS = tuple(f"shoal {name}" for name in ("dynamic_tree", "linear", "mantissa", "static_tree"))
 # Root mean square of the error, percent of the mean gradient's: of 32 bits, of PyTorch's fp16 and of codecs whose error
 # is known. Two roundings of values and of a mean that is smaller than they.
-MOST_ERROR_PERCENT = {NONE: 1e-3, "fp16 hook": 0.1, "shoal bf16": 0.5, "shoal dynamic_tree": 4.0, "shoal linear": 4.0}
+MAX_ERROR_PERCENT = {NONE: 1e-3, "fp16 hook": 0.1, "shoal bf16": 0.5, "shoal dynamic_tree": 4.0, "shoal linear": 4.0}
 _HEADERS = 1.12  # at most so much of the interface's bytes to those reported: headers, acknowledgements, a barrier
 _FEW_BYTES = 1 << 20  # of messages smaller than this, acknowledgements and barriers are a larger part
 
@@ -114,8 +114,8 @@ def summary(found: Sequence[Mapping[str, Any]], ranks: int, elems: int) -> dict[
     reported = [one["reported_bytes"][-1] for one in found]
     return {
         "seconds": median(by_step),
-        "least_seconds": min(by_step),
-        "most_seconds": max(by_step),
+        "min_seconds": min(by_step),
+        "max_seconds": max(by_step),
         "steps": len(by_step),
         "sent_bytes": sent,
         "reported_bytes": None if None in reported else max(reported),
@@ -144,7 +144,7 @@ def check_errors(rows: Mapping[str, Mapping[str, Any]]) -> None:
     WrongResult: a mean of gradients has too large an error.
     """
     for name, row in rows.items():
-        most = MOST_ERROR_PERCENT.get(name)
+        most = MAX_ERROR_PERCENT.get(name)
         if most is not None and not row["error_percent"] <= most:
             raise WrongResult(f"{name}: error {row['error_percent']:.3g} %, expected at most {most:g} %")
 
@@ -182,7 +182,7 @@ def verdicts(rows: Mapping[str, Mapping[str, Any]], rate_gbps: float | None) -> 
 
 def span_of(row: Mapping[str, Any]) -> str:
     """The fastest and the slowest step, in milliseconds."""
-    return f"{1e3 * row['least_seconds']:.0f}-{1e3 * row['most_seconds']:.0f}"
+    return f"{1e3 * row['min_seconds']:.0f}-{1e3 * row['max_seconds']:.0f}"
 
 
 def step_table(result: Mapping[str, Any]) -> Table:
@@ -192,7 +192,7 @@ def step_table(result: Mapping[str, Any]) -> Table:
     table = new_table(
         f"{result['model']}, {result['elems']:,} parameters, {result['ranks']} ranks, {result['link']}"
         f" ({result['goodput_gbps']:.3g} reached)",
-        "<contender | ms | least-most | times | MB sent | of fp32's ring | reported | error | <targets",
+        "<contender | ms | min-max | times | MB sent | of fp32's ring | reported | error | <targets",
     )
     plain = rows[NONE]["seconds"] if NONE in rows else None
     for name, row in rows.items():

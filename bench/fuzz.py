@@ -35,7 +35,7 @@ from bench.fuzz_shrink import SHRINKING
 from bench.processes import Ended, Worker
 from shoal.errors import InputError
 
-_MOST_ATTEMPTS = 20  # draws of a network before one that plain PyTorch can train
+_MAX_ATTEMPTS = 20  # draws of a network before one that plain PyTorch can train
 _STRIDE = 7  # of the rotation through the settings; no divisor of their number
 
 
@@ -87,13 +87,13 @@ def _examine(
     chosen = settings() if asked.all else rotating(number, asked.settings)
     line = {"seed": asked.seed, "number": number, "settings": [(s.planner, s.budget, s.residence) for s in chosen]}
     limits = {"most_checks": asked.checks, "most_shrunk": asked.shrink, "shrunk": shrunk}
-    for attempt in range(_MOST_ATTEMPTS):
+    for attempt in range(_MAX_ATTEMPTS):
         answer = workers.ask(line | limits | {"attempt": attempt}, asked.seconds)
         if answer.get("shrinking"):  # a simpler network ended the process: what it had found is found again
             answer = workers.ask(line | limits | {"attempt": attempt, "most_shrunk": 0}, asked.seconds)
         if "not_a_network" not in answer:
             return number, answer, attempt
-    raise InputError(f"{_MOST_ATTEMPTS} networks drawn for number {number}, and plain PyTorch trains none of them")
+    raise InputError(f"{_MAX_ATTEMPTS} networks drawn for number {number}, and plain PyTorch trains none of them")
 
 
 def _take(found: Found, number: int, answer: dict[str, Any], redrawn: int, out: Path, show: Show) -> None:

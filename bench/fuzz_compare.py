@@ -36,7 +36,7 @@ _OFFLOADING = ("hmms", "hmms_recompute", "layerwise", "hascoet")  # these have n
 _PREDICTED_WITHIN = 1.02  # the contract
 _SLACK_BYTES = 256  # scalars of the loss
 _ERROR_FACTOR, _ERROR_TOLERANCE = 2.0, {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}
-_MOST_TRIES = 5
+_MAX_TRIES = 5
 _NO_REFERENCE = 0.3  # where eager PyTorch itself is that far from float64, random ops drew otherwise there
 
 
@@ -194,7 +194,7 @@ class Comparison:
     def _trained(self, setting: Setting, budget_bytes: int, found: list[Finding]) -> Attempt | None:
         """A training inside `budget_bytes`, or inside the least that is named where they do not do."""
         asked_bytes, named = budget_bytes, ""
-        for _ in range(_MOST_TRIES):
+        for _ in range(_MAX_TRIES):
             attempt = self._attempt(setting, budget_bytes)
             error = attempt.error
             if not isinstance(error, BudgetError):

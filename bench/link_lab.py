@@ -37,7 +37,7 @@ LINKS = (0.1, 1.0, 10.0, None)  # Gbit/s; None is the loopback
 PAYLOAD_SHARE = 1448 / 1514
 WITHIN_PERCENT = 5.0
 _PREFIX = "shoal"
-_BURST_SECONDS, _LEAST_BURST_BYTES = 1e-3, 16_384  # less than this much at once, and timers cannot keep the rate
+_BURST_SECONDS, _MIN_BURST_BYTES = 1e-3, 16_384  # less than this much at once, and timers cannot keep the rate
 _QUEUE_BYTES = 4 << 20
 _PORT = 29_500  # the namespace is ours, and so is every port
 _SUBNET = "10.77.0"
@@ -226,7 +226,7 @@ def _add_namespace(name: str) -> None:
 
 
 def _shape(namespace: str, interface: str, rate_gbps: float) -> None:
-    burst_bytes = max(_LEAST_BURST_BYTES, round(rate_gbps * 1e9 / 8 * _BURST_SECONDS))
+    burst_bytes = max(_MIN_BURST_BYTES, round(rate_gbps * 1e9 / 8 * _BURST_SECONDS))
     bucket = ["tbf", "rate", f"{round(rate_gbps * 1e9)}bit", "burst", f"{burst_bytes}b", "limit", f"{_QUEUE_BYTES}b"]
     _call(["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *bucket])
 

@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from rich.table import Table
 
 from bench.frame import CPU_TIME, Bench, Run, option
-from bench.interleave import synchronize
+from bench.interleave import in_turns, synchronize
 from bench.tables import new_table
 from shoal.kernels.invertible_norm import inverted_batch_norm_sweeps
 from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps as inverted
@@ -96,21 +97,22 @@ def measure(x: torch.Tensor, rounds: int, clock: Callable[[], float], sweeps: st
     for name, call in calls(x).items():
         if not name.startswith(sweeps):
             continue
-        times: tuple[list[float], list[float]] = ([], [])
-        for turn in range(rounds + 1):
-            for chosen, seconds in zip((ours, [[], []]), times, strict=True):
-                for kernels, some in zip(lists, chosen, strict=True):
-                    kernels[:] = some
-                synchronize(x.device)
-                start = clock()
-                result = call()
-                synchronize(x.device)
-                if turn:
-                    seconds.append(clock() - start)
-                del result
+
+        def run(chosen: list[list[Any]], call: Callable[[], object] = call) -> float:
+            for kernels, some in zip(lists, chosen, strict=True):
+                kernels[:] = some
+            synchronize(x.device)
+            start = clock()
+            result = call()
+            synchronize(x.device)
+            seconds = clock() - start
+            del result
+            return seconds
+
+        taken = in_turns({"ours": partial(run, ours), "torch": partial(run, [[], []])}, rounds)
         for kernels, some in zip(lists, ours, strict=True):
             kernels[:] = some
-        rows.append(Row(name, x.shape[1], x.shape[2], x.nbytes, *(statistics.median(seconds) for seconds in times)))
+        rows.append(Row(name, x.shape[1], x.shape[2], x.nbytes, *map(statistics.median, taken.values())))
     return rows
 
 

@@ -12,7 +12,7 @@ from shoal.engine.plan import plan as plan_model
 from shoal.engine.session import Status
 from shoal.errors import BudgetError
 
-_MOST_REPAIRS = 6
+_MAX_REPAIRS = 6
 _HALVINGS = 6
 
 
@@ -65,7 +65,7 @@ def run_within(
     status: Status = model.shoal  # type: ignore[assignment]  # nn.Module's attributes are tensors to mypy
     who = f"shoal inside {budget_bytes} bytes"
     exactness = reference.check(model, who)
-    for _ in range(_MOST_REPAIRS):
+    for _ in range(_MAX_REPAIRS):
         repairs = status.repairs
         if not brief or status.plan is None:
             exactness = reference.check(model, who)

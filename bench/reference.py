@@ -45,9 +45,7 @@ class Reference:
 
     def start(self) -> None:
         """Put the batch norm statistics back where they were before the first step."""
-        with torch.no_grad():
-            for name, buffer in self.workload.model.named_buffers():
-                buffer.copy_(self.initial_buffers[name])
+        self.workload.restore(self.initial_buffers)
 
     def differences(self, loss: torch.Tensor) -> list[str]:
         """Names of what the step that just ran left different in any bit; it must have begun with `start`."""
@@ -123,18 +121,13 @@ class _Float32Mask(nn.Module):
 
 def take_reference(workload: Workload, plain: Forward) -> Reference:
     """Two plain steps from the same start: what the first leaves, and whether the second leaves the same."""
-    model = workload.model
-    initial = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    initial = workload.buffers()
     workload.reset()
-    loss = workload.step(plain)
-    reference = Reference(
-        workload,
-        initial,
-        loss.cpu(),
-        {name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None},
-        {name: buffer.cpu().clone() for name, buffer in model.named_buffers()},
-        generator_state(workload.device),
+    loss = workload.step(plain).cpu()
+    gradients, buffers = (
+        {k: v.cpu() for k, v in found.items()} for found in (workload.gradients(), workload.buffers())
     )
+    reference = Reference(workload, initial, loss, gradients, buffers, generator_state(workload.device))
     reference.start()
     workload.reset()
     reference.repeatable = not reference.differences(workload.step(plain))
@@ -183,13 +176,11 @@ class Start:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self._buffers = {name: buffer.detach().clone() for name, buffer in workload.model.named_buffers()}
+        self._buffers = workload.buffers()
 
     def begin(self) -> None:
         """Put the buffers back; no gradients, the same random numbers."""
-        with torch.no_grad():
-            for name, buffer in self.workload.model.named_buffers():
-                buffer.copy_(self._buffers[name])
+        self.workload.restore(self._buffers)
         self.workload.reset()
 
     def train(self, forward: Forward) -> Trained:
@@ -201,14 +192,9 @@ class Start:
 
     def left(self, outputs: torch.Tensor) -> Trained:
         """What the step that just ran left; it must have begun with `begin`."""
-        model = self.workload.model
-        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        return Trained(
-            outputs.detach().clone(),
-            {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None},
-            buffers,
-            {name: buffer - self._buffers[name] for name, buffer in buffers.items()},
-        )
+        buffers = self.workload.buffers()
+        moved = {name: buffer - self._buffers[name] for name, buffer in buffers.items()}
+        return Trained(outputs.detach().clone(), self.workload.gradients(), buffers, moved)
 
 
 def differences(ours: Trained, theirs: Trained) -> dict[str, float]:

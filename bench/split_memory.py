@@ -62,8 +62,8 @@ REHEARSED_WAYS: tuple[tuple[str, dict[str, Any] | None, str | None], ...] = (
     ("split, joint", {}, "joint"),
 )
 _STEPS_UNDER_THE_LIMIT = 2  # the first may be a trial that is planned anew
-_MOST_TIMES = 8  # of the plain batch: beyond it none is tried
-_MOST_ADDED = 0.05  # of the plain step, by the plan: waiting for the link, far more images would fit
+_MAX_TIMES = 8  # of the plain batch: beyond it none is tried
+_MAX_ADDED = 0.05  # of the plain step, by the plan: waiting for the link, far more images would fit
 _REPEATS = 3
 
 
@@ -145,7 +145,7 @@ def rehearsed(
             return workload, shoal.compile(model, limit_bytes, planner=planner, rehearse=target)
 
         largest = max((row["batch"] for row in rows), default=0)
-        apart, most = max(1, plain_batch // 4), _MOST_TIMES * plain_batch
+        apart, most = max(1, plain_batch // 4), _MAX_TIMES * plain_batch
         begin = plain_batch if planner is None else min(first or largest or plain_batch, most)
         batch = largest_that_runs(at, limit_bytes, begin, apart, most)
         rows.append({"contender": contender, "batch": batch, "images_per_second": 0.0})
@@ -181,7 +181,7 @@ def largest_that_runs(
         finally:
             workload.reset()  # gradients made under this limit would count under the next one
         plan = getattr(getattr(forward, "shoal", None), "plan", None)
-        return plan is None or plan.added_seconds <= _MOST_ADDED * plan.plain_seconds
+        return plan is None or plan.added_seconds <= _MAX_ADDED * plan.plain_seconds
 
     return largest_of(runs, first, apart, most)
 

@@ -50,7 +50,7 @@ def step_table(result: Mapping[str, Any]) -> Table:
     table = new_table(
         f"{result['model']}, {result['batch']} x {result['image']} pixels, {result['elems']:,} parameters, "
         f"{result['ranks']} ranks, {result['link']}",
-        "<contender | ms a step | least-most | times | exchange not hidden | MB sent | of fp32's ring | <weights",
+        "<contender | ms a step | min-max | times | exchange not hidden | MB sent | of fp32's ring | <weights",
     )
     for name, row in rows.items():
         figures = {

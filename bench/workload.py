@@ -61,6 +61,20 @@ class Workload:
         """What is there before the step: parameters, buffers, the batch and its targets."""
         return distinct_bytes([*self.model.parameters(), *self.model.buffers(), self.images, self.target])
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Copies, by name of the parameter."""
+        return {name: p.grad.detach().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Copies, by name."""
+        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+
+    @torch.no_grad()
+    def restore(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Put buffers back to copies taken before."""
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
+
     def reset(self) -> None:
         """Where every step starts: no gradients, the same random numbers."""
         for parameter in self.model.parameters():
