@@ -18,7 +18,6 @@ composed, not one by the clock. Rows where it loses stay.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ from torch import nn
 from bench import adaptive_steps as steps
 from bench import adaptive_training as training
 from bench.adaptive_precision import QUICK_SIZE, SIZES, weights_of
-from bench.adaptive_training import NETWORKS
+from bench.adaptive_training import NETWORKS, smoothed, steps_to
 from bench.frame import Bench, Run, option
 from bench.split_accuracy import images_of
 from bench.tables import new_table
@@ -43,26 +42,11 @@ _ONE_BYTE = "dynamic_tree"
 Seconds = Mapping[str, Any]
 
 
-def smoothed(run: Mapping[str, Any], looks: int) -> list[tuple[int, float]]:
-    """Step and mean error of the last so many looks, from when there are as many.
-
-    >>> smoothed({"steps": [10, 20, 30], "errors_percent": [90.0, 80.0, 60.0]}, 2)
-    [(20, 85.0), (30, 70.0)]
-    """
-    taken, errors = run["steps"], run["errors_percent"]
-    return [(taken[at], statistics.fmean(errors[at + 1 - looks : at + 1])) for at in range(looks - 1, len(errors))]
-
-
 def given_error(baseline: Mapping[str, Any], looks: int) -> float:
     """The least smoothed error within the first four fifths of a run."""
     last = _GIVEN_SHARE * baseline["steps"][-1]
     found = smoothed(baseline, looks)
     return min((error for step, error in found if step <= last), default=found[0][1])
-
-
-def steps_to(run: Mapping[str, Any], error_percent: float, looks: int) -> int | None:
-    """The step at which the smoothed error first was at this one or below; None if it never was."""
-    return next((step for step, error in smoothed(run, looks) if error <= error_percent), None)
 
 
 def mean_bytes(widths: Mapping[str, int], elems: Mapping[str, int], by_block: Mapping[str, Sequence[str]]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,14 +138,23 @@ def run_of(
     return found
 
 
-def steps_to(run: Mapping[str, Any], error_percent: float) -> int | None:
-    """The step at which a run first was at this error or below; None if it never was.
+def smoothed(run: Mapping[str, Any], looks: int) -> list[tuple[int, float]]:
+    """Step and mean error of the last so many looks, from when there are as many.
+
+    >>> smoothed({"steps": [10, 20, 30], "errors_percent": [90.0, 80.0, 60.0]}, 2)
+    [(20, 85.0), (30, 70.0)]
+    """
+    taken, errors = run["steps"], run["errors_percent"]
+    return [(taken[at], statistics.fmean(errors[at + 1 - looks : at + 1])) for at in range(looks - 1, len(errors))]
+
+
+def steps_to(run: Mapping[str, Any], error_percent: float, looks: int = 1) -> int | None:
+    """The step at which a run's smoothed error first was at this one or below; None if it never was.
 
     >>> steps_to({"steps": [10, 20, 30], "errors_percent": [80.0, 60.0, 61.0]}, 60.0)
     20
     """
-    pairs = zip(run["steps"], run["errors_percent"], strict=True)
-    return next((step for step, error in pairs if error <= error_percent), None)
+    return next((step for step, error in smoothed(run, looks) if error <= error_percent), None)
 
 
 def _norms(weights: HostWeights, monitor: NormMonitor) -> list[float]:

@@ -1,4 +1,7 @@
-"""What a rank in the link lab needs: its settings, its place among the others, its interface's counters, a way back."""
+"""What a rank in the link lab needs: its settings, its place among the others, its interface's counters, a way back.
+
+Run by itself it is a probe of plain sockets.
+"""
 
 from __future__ import annotations
 

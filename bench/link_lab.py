@@ -137,14 +137,6 @@ def open_lab(ranks: int, rate_gbps: float | None) -> Iterator[Lab]:
         _remove(name for name in _namespaces() if name.startswith(prefix))
 
 
-def run_in_lab(
-    module: str, config: Mapping[str, Any], *, ranks: int, rate_gbps: float | None, timeout_seconds: float = 600.0
-) -> list[Any]:
-    """One run of `module` in a lab of its own. See `open_lab` and `Lab.run`."""
-    with open_lab(ranks, rate_gbps) as lab:
-        return lab.run(module, config, timeout_seconds=timeout_seconds)
-
-
 def remove_stale() -> None:
     """Remove the namespaces of labs whose process is no more, and with them their interfaces."""
     _remove(name for name in _namespaces() if name.startswith(f"{_PREFIX}-") and not _alive(name.split("-")[1]))

@@ -10,8 +10,8 @@ import pytest
 
 from bench import adaptive_race
 from bench import adaptive_training as training
-from bench.adaptive_race import full_elems, given_error, main, seconds_to, smoothed, steps_to
-from bench.adaptive_training import AWP, AWP_TREE, BASELINE, TREE
+from bench.adaptive_race import full_elems, given_error, main, seconds_to
+from bench.adaptive_training import AWP, AWP_TREE, BASELINE, TREE, smoothed, steps_to
 from tests.bench.noise import noise_images
 
 MEASURED = {"fixed": {BASELINE: 8.0, "24 bits": 6.0, "16 bits": 4.0, "8 bits": 2.0, TREE: 3.0}, "norms": 0.5}
