@@ -1,4 +1,8 @@
-"""What the widths of A2DTWP do to learning: error over steps, of narrow networks on CIFAR-10."""
+"""What the widths of A2DTWP do to learning: error over steps, of narrow networks on CIFAR-10.
+
+`NETWORKS` are the three of the paper's table I, at full size and an eighth as wide for small images. Both sizes have
+the same layers under the same names, so that the widths which AWP gives to one's layers can be given to the other's.
+"""
 
 from __future__ import annotations
 

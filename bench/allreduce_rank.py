@@ -1,7 +1,7 @@
 """One rank of `bench.allreduce`: each contender averages the same gradients through DDP, in turns.
 
 A step is DDP's forward and backward of a module that has its gradients ready, so what is timed is DDP's own copy into
-buckets and the exchange, nothing else.
+buckets and the exchange, nothing else. `shapes_of` gives the sizes of a network's parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Who takes part in `bench.batchnorm`: data, and how each is made of the network."""
+"""Who takes part in `bench.batchnorm`: data, and how each is made of the network.
+
+`pool_first` puts the average pools of DenseNet's transitions before their 1x1 convolutions: the same function, fewer
+FLOPs. A 1x1 convolution mixes the channels of a pixel and an average pool the pixels of a channel, each with
+weights that do not depend on the other's position, so they commute, up to rounding. It saves FLOPs for whoever does it,
+PyTorch included, so a benchmark gives it to every contender or to none.
+"""
 
 from __future__ import annotations
 

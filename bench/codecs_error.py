@@ -2,6 +2,7 @@
 
 Dettmers, "8-bit approximations for parallelism in deep learning" (ICLR'16), section 3.4: 25 million numbers each; the
 exponent offset of the mantissa and the static tree is 10, and 100 for N(0, 10²); the others take the largest magnitude.
+`recorded` takes gradients, activations and weights of a network that trains on CIFAR-10.
 """
 
 from __future__ import annotations

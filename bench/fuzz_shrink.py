@@ -1,4 +1,7 @@
-"""From a network with a finding to the smallest one that still has it, and to a script that shows it by itself."""
+"""From a network with a finding to the smallest one that still has it, and to a script that shows it by itself.
+
+`Examiner` does so for each network that `bench.fuzz` draws, in a process of its own.
+"""
 
 from __future__ import annotations
 

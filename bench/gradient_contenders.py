@@ -1,4 +1,7 @@
-"""Ways to average gradients over ranks: plain DDP, PyTorch's communication hooks, and ours."""
+"""Ways to average gradients over ranks: plain DDP, PyTorch's communication hooks, and ours.
+
+`Runner` takes steps of one of them on this rank, with their seconds and the bytes that left the rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A planned step as a layout problem: every block that its allocator would give out, and how long it is in use."""
+"""A planned step as a layout problem: every block that its allocator would give out, and how long it is in use.
+
+`three_pools` gives first-fit addresses in the three pools of HMMS (Jin, Hong, "Split-CNN", ASPLOS'19, section 4.4):
+host, device parameters, device general. Each is one contiguous block. Parameters and their gradients, many of them tiny
+and all in use for long, have a pool of their own, so that they do not fragment the other.
+"""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def sequence(model: nn.Module) -> list[nn.Module]:
             return [stem, *features.values(), head]
         case nn.Module(layers=nn.Sequential() as layers):
             return _from_each(nn.Conv2d, layers)
-    raise TypeError(f"{type(model).__name__} has no blocks to checkpoint yet; cut it in bench.blocks.sequence")
+    raise TypeError(f"{type(model).__name__} has no blocks to checkpoint yet; cut it in bench.peers.sequence")
 
 
 def _from_each(first: type[nn.Module], layers: nn.Sequential) -> list[nn.Module]:
