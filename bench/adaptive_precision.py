@@ -16,28 +16,21 @@ The thread that copies needs a core: run it with OMP_NUM_THREADS one below the n
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from bench import adaptive_steps as steps
 from bench import adaptive_training as training
-from bench import tables
-from bench.adaptive_networks import NETWORKS
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
-from bench.resume import earlier
+from bench.adaptive_training import NETWORKS
+from bench.frame import Bench, Run, option
 from bench.split_accuracy import images_of
-from shoal.core.files import write_json
+from bench.tables import cells, new_table
 from shoal.distributed.weights.precision import packable
-from shoal.errors import InputError
 
 SIZES = {"alexnet": steps.Size(8, 224), "vgg_a": steps.Size(4, 224), "resnet34": steps.Size(4, 224)}
 QUICK_SIZE = steps.Size(2, 32)
@@ -114,13 +107,12 @@ def of_contenders(measured: Mapping[str, Any], shares: Mapping[str, Sequence[flo
 
 def profile_table(network: str, contenders: Mapping[str, Mapping[str, Any]], computation_seconds: float) -> Table:
     """Tables II and III for one network: milliseconds, and the paper's columns for VGG-A."""
-    shown = Table(title=f"{network}: milliseconds of a step's parts, each by itself (the paper: VGG-A, batch 64)")
-    shown.add_column("part")
     paper = network == "vgg_a"
-    for name in contenders:
-        shown.add_column(name, justify="right")
-    for name in ("x86 32-bit", "x86 A2DTWP", "POWER 32-bit", "POWER A2DTWP") if paper else ():
-        shown.add_column(name, justify="right")
+    theirs_titles = ("x86 32-bit", "x86 A2DTWP", "POWER 32-bit", "POWER A2DTWP") if paper else ()
+    shown = new_table(
+        f"{network}: milliseconds of a step's parts, each by itself (the paper: VGG-A, batch 64)",
+        " | ".join(["<part", *contenders, *theirs_titles]),
+    )
     rows = ("weights to device", "norm", "pack", "unpack", "update", "waited for weights", "waited for gradients")
     for part in rows:
         cells = [f"{1e3 * found['parts'][part]:.1f}" for found in contenders.values()]
@@ -146,30 +138,21 @@ def overhead_percent(found: Mapping[str, Any]) -> float:
 def race_table(network: str, runs: Runs, contenders: Mapping[str, Mapping[str, Any]]) -> Table:
     """Time to a given validation error: trained steps times measured seconds."""
     error = given_error(runs[training.BASELINE])
-    shown = Table(title=f"{network}: to a validation error of {error:.1f} %")
-    for column in (
-        "contender",
-        "steps",
-        "s a step",
-        "bytes a step, of 32 bits",
-        "time, of 32 bits",
-        "last error",
-        "best",
-    ):
-        shown.add_column(column, justify="left" if column == "contender" else "right")
+    shown = new_table(
+        f"{network}: to a validation error of {error:.1f} %",
+        "<contender | steps | s a step | bytes a step, of 32 bits | time, of 32 bits | last error | best",
+    )
     whole = race_seconds(runs, contenders, training.BASELINE)
     for name, run in runs.items():
         mine, found = race_seconds(runs, contenders, name), contenders[name]
-        taken = training.steps_to(run, error)
-        shown.add_row(
-            name,
-            "never" if taken is None else str(taken),
-            f"{found['step_seconds']:.2f}",
-            f"{100 * found['sent_bytes'] / found['raw_bytes']:.1f} %",
-            "" if mine is None or whole is None else f"{100 * (mine / whole - 1):+.1f} %",
-            f"{run['errors_percent'][-1]:.1f} %",
-            f"{min(run['errors_percent']):.1f} %",
-        )
+        errors, taken = run["errors_percent"], training.steps_to(run, error)
+        figures = {
+            "steps": "never" if taken is None else taken,
+            "sent": 100 * found["sent_bytes"] / found["raw_bytes"],
+            "time": None if mine is None or whole is None else 100 * (mine / whole - 1),
+        }
+        form = "{steps} | {step_seconds:.2f} | {sent:.1f} % | {time:+.1f} % | {last:.1f} % | {best:.1f} %"
+        shown.add_row(name, *cells(form, found | figures, last=errors[-1], best=min(errors)))
     return shown
 
 
@@ -180,45 +163,40 @@ def race_seconds(runs: Runs, contenders: Mapping[str, Mapping[str, Any]], name: 
 
 
 def codec_table(found: Mapping[str, Mapping[str, float]]) -> Table:
-    shown = Table(title="Packing all weights of VGG-A, and the mean relative bias of what comes back")
-    for column in ("codec", "bytes a weight", "pack ms", "unpack ms", "bias"):
-        shown.add_column(column, justify="left" if column == "codec" else "right")
+    shown = new_table(
+        "Packing all weights of VGG-A, and the mean relative bias of what comes back",
+        "<codec | bytes a weight | pack ms | unpack ms | bias",
+    )
     for name, row in found.items():
-        shown.add_row(
-            name,
-            f"{row['bytes']:g}",
-            f"{1e3 * row['pack']:.1f}",
-            f"{1e3 * row['unpack']:.1f}",
-            f"{row['bias_percent']:+.4f} %",
-        )
+        shown.add_row(*cells("{name} | {bytes:g} | {pack:ms} | {unpack:ms} | {bias_percent:+.4f} %", row, name=name))
     return shown
 
 
-def train_all(asked: argparse.Namespace, result: dict[str, Any], path: Path, console: Console) -> None:
-    data = images_of(torch.device("cpu"))
-    pace = training.QUICK if asked.quick else training.SHORT
-    result["pace"] = vars(pace)
-    contenders = (training.BASELINE, training.AWP, "bf16 cast") if asked.quick else training.CONTENDERS
-    for network in asked.networks:
-        runs = result["training"].setdefault(network, {})
-        for contender in contenders:
-            if contender in runs:
-                continue
-            threshold = runs.get(training.BASELINE, {}).get("threshold")
-            runs[contender] = training.run_of(NETWORKS[network], contender, pace, data, asked.seed, threshold)
-            write_json(path, result)
-        console.print(f"{network}: T = {runs[training.BASELINE]['threshold']:.2e}", highlight=False)
+def train_all(run: Run) -> None:
+    """Train what the result does not hold yet."""
+    data = images_of(run.device)
+    pace = run.pick(training.SHORT, training.QUICK)
+    run.result["pace"] = vars(pace)
+    for network in run.asked.networks:
+        runs = run.result["training"].setdefault(network, {})
+        for contender in run.pick(training.CONTENDERS, (training.BASELINE, training.AWP, "bf16 cast")):
+            if contender not in runs:
+                threshold = runs.get(training.BASELINE, {}).get("threshold")
+                runs[contender] = training.run_of(NETWORKS[network], contender, pace, data, run.asked.seed, threshold)
+                run.save()
+        run.say(f"{network}: T = {runs[training.BASELINE]['threshold']:.2e}")
 
 
-def measure_all(asked: argparse.Namespace, result: dict[str, Any], path: Path, console: Console) -> None:
-    sizes = dict.fromkeys(NETWORKS, QUICK_SIZE) if asked.quick else SIZES
-    if "link" not in result:
-        vgg = _network("vgg_a", asked.quick)
-        seconds = steps.computation_seconds(vgg, sizes["vgg_a"], 1 if asked.quick else 2)
-        result["link"] = vars(steps.paper_link(vgg, seconds, sizes["vgg_a"]))
-        timed = steps.codec_seconds(vgg, CODECS, 1 if asked.quick else 3)
+def measure_all(run: Run) -> None:
+    """Measure steps with each width; the link and the codecs where the result does not hold them yet."""
+    sizes = run.pick(SIZES, dict.fromkeys(NETWORKS, QUICK_SIZE))
+    repeats = run.pick(2, 1)
+    if "link" not in run.result:
+        vgg = _network("vgg_a", run.asked.quick)
+        seconds = steps.computation_seconds(vgg, sizes["vgg_a"], repeats)
+        timed = steps.codec_seconds(vgg, CODECS, run.pick(3, 1))
         weight = dict(vgg.named_parameters())[packable(vgg)[4]].detach()
-        result["codecs"] = {
+        codecs = {
             name: {
                 "pack": timed[name][0],
                 "unpack": timed[name][1],
@@ -227,27 +205,23 @@ def measure_all(asked: argparse.Namespace, result: dict[str, Any], path: Path, c
             }
             for name in CODECS
         }
-        result["norms"] = steps.norm_seconds(vgg, 1 if asked.quick else 5)
-        write_json(path, result)
+        link = vars(steps.paper_link(vgg, seconds, sizes["vgg_a"]))
+        run.save(link=link, codecs=codecs, norms=steps.norm_seconds(vgg, run.pick(5, 1)))
         del vgg, weight
-    for network in asked.networks:
-        size = sizes[network]
-        link = steps.faster(steps.Link(**result["link"]), NETWORKS[network].batch / size.images)
-        model = _network(network, asked.quick)
-        plans, shares = plans_of(model, result["training"].get(network))
-        computation = steps.computation_seconds(model, size, 1 if asked.quick else 2)
-        measured = steps.profile(model, size, link, plans, asked.rounds)
-        result["steps"][network] = {
+    for network in run.asked.networks:
+        size, batch = sizes[network], NETWORKS[network].batch
+        link = steps.faster(steps.Link(**run.result["link"]), batch / size.images)
+        model = _network(network, run.asked.quick)
+        plans, shares = plans_of(model, run.result["training"].get(network))
+        run.result["steps"][network] = {
             "size": vars(size),
-            "computation_seconds": computation,
-            "measured": measured,
+            "computation_seconds": steps.computation_seconds(model, size, repeats),
+            "measured": steps.profile(model, size, link, plans, run.asked.rounds),
             "shares": shares,
         }
-        write_json(path, result)
-        console.print(
-            f"{network}: {size.images} images of a batch of {NETWORKS[network].batch}, {size.pixels} pixels, ", end=""
-        )
-        console.print(f"{link.to_device_bytes_per_second / 1e6:.1f} MB/s to the device", highlight=False)
+        run.save()
+        images = f"{size.images} images of a batch of {batch}, {size.pixels} pixels"
+        run.say(f"{network}: {images}, {link.to_device_bytes_per_second / 1e6:.1f} MB/s to the device")
 
 
 def _network(name: str, quick: bool) -> nn.Module:
@@ -255,67 +229,37 @@ def _network(name: str, quick: bool) -> nn.Module:
     return NETWORKS[name].narrow() if quick else NETWORKS[name].full()
 
 
-def show(result: Mapping[str, Any], console: Console) -> None:
+def show(run: Run) -> None:
     """Every table that there are figures for."""
-    if "codecs" in result:
-        console.print(codec_table(result["codecs"]))
-        for name, (seconds, error) in result["norms"].items():
-            console.print(
-                f"Norms of VGG-A by {name}: {1e3 * seconds:.1f} ms, relative error {error:.1e}", highlight=False
-            )
-    for network, found in result["steps"].items():
+    if "codecs" in run.result:
+        run.say(codec_table(run.result["codecs"]))
+        for name, (seconds, error) in run.result["norms"].items():
+            run.say(f"Norms of VGG-A by {name}: {1e3 * seconds:.1f} ms, relative error {error:.1e}")
+    for network, found in run.result["steps"].items():
         contenders = of_contenders(found["measured"], found["shares"])
-        console.print(profile_table(network, contenders, found["computation_seconds"]))
-        runs = result["training"].get(network)
-        if runs:
-            console.print(race_table(network, runs, contenders))
+        run.say(profile_table(network, contenders, found["computation_seconds"]))
+        if runs := run.result["training"].get(network):
+            run.say(race_table(network, runs, contenders))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 unless bytes or results were wrong (1), or an argument or the data was (2)."""
-    asked = _parser().parse_args(arguments)
-    try:
-        if unknown := set(asked.networks) - set(NETWORKS):
-            raise InputError(f"--networks {', '.join(sorted(unknown))}: give some of {', '.join(NETWORKS)}")
-        return _run(asked)
-    except (InputError, steps.WrongBytes) as error:
-        print(f"bench.adaptive_precision: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+def _run(run: Run) -> None:
+    run.result = {"training": {}, "steps": {}} | run.resume("training", "steps") | run.result
+    if run.asked.part in ("training", "all"):
+        train_all(run)
+    if run.asked.part in ("steps", "all"):
+        measure_all(run)
+    show(run)
+    run.save()
 
 
-def _run(asked: argparse.Namespace) -> int:
-    device = torch.device("cpu")
-    path = make_folder(asked.out) / file_name("adaptive_precision", device)
-    console = tables.console()
-    found = conditions(device, asked.seed)
-    console.print(describe(found), highlight=False, markup=False)
-    result: dict[str, Any] = {"training": {}, "steps": {}}
-    if asked.resume:
-        result |= earlier(asked.resume, tuple(result), "bench.adaptive_precision")
-    result["conditions"] = found
-    if asked.part in ("training", "all"):
-        train_all(asked, result, path, console)
-    if asked.part in ("steps", "all"):
-        measure_all(asked, result, path, console)
-    show(result, console)
-    write_json(path, result)
-    console.print(f"Figures in {path}", highlight=False, markup=False)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.adaptive_precision", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="small: does it run?")
-    parser.add_argument("--part", choices=("training", "steps", "all"), default="all")
-    parser.add_argument("--networks", type=comma_separated, default=list(NETWORKS), help=f"of {', '.join(NETWORKS)}")
-    parser.add_argument("--rounds", type=int, default=2, help="measured steps of each contender")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", type=Path, help="a file of figures: what was trained is not trained again")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    return parser
-
+main = Bench(
+    _run,
+    option("--part", choices=("training", "steps", "all"), default="all"),
+    option("--networks", known=NETWORKS, default=list(NETWORKS)),
+    option("--rounds", type=int, default=2, help="measured steps of each contender"),
+    resume="a file of results: what was trained is not trained again",
+    seed=True,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

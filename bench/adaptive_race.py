@@ -18,11 +18,8 @@ composed, not one by the clock. Rows where it loses stay.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,38 +29,17 @@ from torch import nn
 
 from bench import adaptive_steps as steps
 from bench import adaptive_training as training
-from bench import tables
-from bench.adaptive_networks import NETWORKS
 from bench.adaptive_precision import QUICK_SIZE, SIZES, weights_of
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
-from bench.resume import check_pace, earlier
+from bench.adaptive_training import NETWORKS, smoothed, steps_to
+from bench.frame import Bench, Run, option
 from bench.split_accuracy import images_of
-from shoal.core.files import write_json
+from bench.tables import new_table
 from shoal.distributed.weights.precision import packable
-from shoal.errors import InputError
 
-CONTENDERS = (
-    training.BASELINE,
-    training.AWP,
-    training.AWP_TREE,
-    training.AWP_TREE_LATE,
-    training.TREE,
-    "16 bits",
-)
+CONTENDERS = (training.BASELINE, training.AWP, training.AWP_TREE, training.AWP_TREE_LATE, training.TREE, "16 bits")
 _GIVEN_SHARE = 0.8
 _ONE_BYTE = "dynamic_tree"
 Seconds = Mapping[str, Any]
-
-
-def smoothed(run: Mapping[str, Any], looks: int) -> list[tuple[int, float]]:
-    """Step and mean error of the last so many looks, from when there are as many.
-
-    >>> smoothed({"steps": [10, 20, 30], "errors_percent": [90.0, 80.0, 60.0]}, 2)
-    [(20, 85.0), (30, 70.0)]
-    """
-    taken, errors = run["steps"], run["errors_percent"]
-    return [(taken[at], statistics.fmean(errors[at + 1 - looks : at + 1])) for at in range(looks - 1, len(errors))]
 
 
 def given_error(baseline: Mapping[str, Any], looks: int) -> float:
@@ -71,11 +47,6 @@ def given_error(baseline: Mapping[str, Any], looks: int) -> float:
     last = _GIVEN_SHARE * baseline["steps"][-1]
     found = smoothed(baseline, looks)
     return min((error for step, error in found if step <= last), default=found[0][1])
-
-
-def steps_to(run: Mapping[str, Any], error_percent: float, looks: int) -> int | None:
-    """The step at which the smoothed error first was at this one or below; None if it never was."""
-    return next((step for step, error in smoothed(run, looks) if error <= error_percent), None)
 
 
 def mean_bytes(widths: Mapping[str, int], elems: Mapping[str, int], by_block: Mapping[str, Sequence[str]]) -> float:
@@ -101,20 +72,27 @@ def seconds_to(
         return until * float(measured["fixed"][contender])
     first = measured["fixed"][training.TREE if training.WAYS[contender].one_byte else "8 bits"]
     points = [first, *(measured["fixed"][name] for name in ("16 bits", "24 bits", training.BASELINE))]
-    total = 0.0
-    for (begin, widths), end in zip(run["widths"], [step for step, _ in run["widths"][1:]] + [until], strict=True):
-        lasted = max(0, min(end, until) - begin)
-        total += lasted * (
-            float(np.interp(mean_bytes(widths, elems, by_block), [1, 2, 3, 4], points)) + measured["norms"]
-        )
-    return total
+    return sum(
+        lasted * (float(np.interp(sent, [1, 2, 3, 4], points)) + measured["norms"])
+        for lasted, sent in spans(run, until, elems, by_block)
+    )
+
+
+def spans(
+    run: Mapping[str, Any], until: int, elems: Mapping[str, int], by_block: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[int, float]]:
+    """The steps that each of a run's widths lasted up to a step, and the mean bytes of a weight."""
+    ends = [*(step for step, _ in run["widths"][1:]), until]
+    for (begin, widths), end in zip(run["widths"], ends, strict=True):
+        yield max(0, min(end, until) - begin), mean_bytes(widths, elems, by_block)
 
 
 def table(network: str, runs: Mapping[str, Any], looks: int, measured: Seconds | None, error: float | None) -> Table:
     """A row for each seed and contender."""
-    shown = Table(title=f"{network}: steps and composed time to a validation error")
-    for column in ("seed", "error", "contender", "steps", "mean bytes until then", "time, of 32 bits", "last epoch"):
-        shown.add_column(column, justify="left" if column == "contender" else "right")
+    shown = new_table(
+        f"{network}: steps and composed time to a validation error",
+        "seed | error | <contender | steps | mean bytes until then | time, of 32 bits | last epoch",
+    )
     model = NETWORKS[network].narrow()
     elems = full_elems(network)
     for seed in sorted({seed for each in runs.values() for seed in each}):
@@ -132,7 +110,7 @@ def table(network: str, runs: Mapping[str, Any], looks: int, measured: Seconds |
                 f"{given:.1f} %",
                 contender,
                 "never" if until is None else str(until),
-                _mean_bytes_text(run, until, model, elems),
+                _mean_bytes(run, until or run["steps"][-1], model, elems),
                 "" if mine is None or whole is None else f"{100 * (mine / whole - 1):+.1f} %",
                 f"{smoothed(run, looks)[-1][1]:.1f} %",
             )
@@ -167,17 +145,11 @@ def _time(
     return seconds_to(contender, run, until, measured, elems, by_block)
 
 
-def _mean_bytes_text(run: Mapping[str, Any], until: int | None, model: nn.Module, elems: Mapping[str, int]) -> str:
+def _mean_bytes(run: Mapping[str, Any], until: int, model: nn.Module, elems: Mapping[str, int]) -> str:
     if not run["widths"]:
         return ""
     by_block = weights_of(model, run["widths"][0][1])
-    end = until or run["steps"][-1]
-    ends = [step for step, _ in run["widths"][1:]] + [end]
-    total = sum(
-        max(0, min(stop, end) - begin) * mean_bytes(widths, elems, by_block)
-        for (begin, widths), stop in zip(run["widths"], ends, strict=True)
-    )
-    return f"{total / end:.2f}"
+    return f"{sum(lasted * sent for lasted, sent in spans(run, until, elems, by_block)) / until:.2f}"
 
 
 def measure(network: str, quick: bool, rounds: int) -> dict[str, Any]:
@@ -205,69 +177,42 @@ def measure(network: str, quick: bool, rounds: int) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 unless bytes were wrong (1), or an argument or the data was (2)."""
-    asked = _parser().parse_args(arguments)
-    try:
-        if unknown := set(asked.networks) - set(NETWORKS):
-            raise InputError(f"--networks {', '.join(sorted(unknown))}: give some of {', '.join(NETWORKS)}")
-        if min(asked.seeds, asked.rounds) < 1:
-            raise InputError(f"got --seeds {asked.seeds} --rounds {asked.rounds}, expected positive numbers")
-        return _run(asked)
-    except (InputError, steps.WrongBytes) as error:
-        print(f"bench.adaptive_race: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-
-
-def _run(asked: argparse.Namespace) -> int:
-    device = torch.device("cpu")
-    path = make_folder(asked.out) / file_name("adaptive_race", device)
-    console = tables.console()
-    pace = training.QUICK if asked.quick else training.LONG
-    result: dict[str, Any] = {"runs": {}, "steps": {}}
-    if asked.resume:
-        result |= earlier(asked.resume, ("pace", *result), "bench.adaptive_race")
-        check_pace(asked.resume, result["pace"], vars(pace))
-    result |= {"conditions": conditions(device, 0), "pace": vars(pace)}
-    console.print(describe(result["conditions"]), highlight=False, markup=False)
+def _run(run: Run) -> None:
+    asked, pace = run.asked, run.pick(training.LONG, training.QUICK)
+    run.result = {"runs": {}, "steps": {}} | run.resume("runs", "steps", pace=vars(pace)) | run.result
+    run.result["pace"] = vars(pace)
     if asked.part in ("training", "all"):
-        _train(asked, pace, result, path)
+        _train(run, pace)
     for network in asked.networks if asked.part in ("steps", "all") else ():
-        result["steps"][network] = measure(network, asked.quick, asked.rounds)
-        write_json(path, result)
-    for network, runs in result["runs"].items():
-        console.print(table(network, runs, pace.looks, result["steps"].get(network), asked.error))
-    write_json(path, result)
-    console.print(f"Figures in {path}", highlight=False, markup=False)
-    return 0
+        run.result["steps"][network] = measure(network, asked.quick, asked.rounds)
+        run.save()
+    for network, runs in run.result["runs"].items():
+        run.say(table(network, runs, pace.looks, run.result["steps"].get(network), asked.error))
+    run.save()
 
 
-def _train(asked: argparse.Namespace, pace: training.Pace, result: dict[str, Any], path: Path) -> None:
-    data = images_of(torch.device("cpu"))
-    for network in asked.networks:
-        runs = result["runs"].setdefault(network, {name: {} for name in CONTENDERS})
+def _train(run: Run, pace: training.Pace) -> None:
+    data = images_of(run.device)
+    for network in run.asked.networks:
+        runs = run.result["runs"].setdefault(network, {name: {} for name in CONTENDERS})
         for contender in CONTENDERS:  # one after another, so that a run that is cut short has whole rows
-            for seed in range(asked.seeds):
-                if str(seed) in runs[contender]:
-                    continue
-                threshold = runs[training.BASELINE].get(str(seed), {}).get("threshold")
-                run = training.run_of(NETWORKS[network], contender, pace, data, seed, threshold)
-                runs[contender][str(seed)] = run
-                write_json(path, result)
+            for seed in map(str, range(run.asked.seeds)):
+                if seed not in runs[contender]:
+                    threshold = runs[training.BASELINE].get(seed, {}).get("threshold")
+                    made = NETWORKS[network]
+                    runs[contender][seed] = training.run_of(made, contender, pace, data, int(seed), threshold)
+                    run.save()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.adaptive_race", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small: does it run?")
-    parser.add_argument("--part", choices=("training", "steps", "all"), default="all")
-    parser.add_argument("--networks", type=comma_separated, default=["vgg_a"], help=f"of {', '.join(NETWORKS)}")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3, help="measured steps of each width")
-    parser.add_argument("--error", type=float, help="race to this validation error in percent, whatever 32 bits do")
-    parser.add_argument("--resume", type=Path, help="a file of figures: what was trained is not trained again")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    return parser
-
+main = Bench(
+    _run,
+    option("--part", choices=("training", "steps", "all"), default="all"),
+    option("--networks", known=NETWORKS, default=["vgg_a"]),
+    option("--seeds", type=int, default=3),
+    option("--rounds", type=int, default=3, help="measured steps of each width"),
+    option("--error", type=float, help="race to this validation error in percent, whatever 32 bits do"),
+    resume="a file of results: what was trained is not trained again",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,13 +14,15 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bench.workload import turns
+from bench.frame import WrongResult
+from bench.interleave import in_turns, timed, turns
 from shoal import codecs
 from shoal.codecs.codec import Encoded
 from shoal.core.hardware import Link
@@ -48,10 +50,6 @@ WIDTHS_BYTES = {"32 bits": 4, "8 bits": 1, "16 bits": 2, "24 bits": 3}
 Widths = Mapping[str, int]
 
 
-class WrongBytes(Exception):
-    """A step sent other bytes than its widths say, or trained something else."""
-
-
 @dataclass(frozen=True)
 class Size:
     """What is run of a network: so many of its batch's images, of so many pixels."""
@@ -63,13 +61,8 @@ class Size:
 def computation_seconds(model: nn.Module, size: Size, repeats: int) -> float:
     """Forward and backward pass alone, the median."""
     images, labels = _batch(size)
-    found = []
-    for turn in range(repeats + 1):
-        model.zero_grad()
-        began = time.perf_counter()
-        F.cross_entropy(model(images), labels).backward()
-        if turn:
-            found.append(time.perf_counter() - began)
+    step = timed(lambda: F.cross_entropy(model(images), labels).backward())
+    found = in_turns({"step": lambda: (model.zero_grad(), step())[1]}, repeats)["step"]
     model.zero_grad()
     return statistics.median(found)
 
@@ -83,10 +76,7 @@ def paper_link(vgg: nn.Module, seconds: float, size: Size) -> Link:
     whole_seconds = seconds * 64 / size.images
     nbytes = weight_bytes(vgg)
     return Link(
-        "the paper's ratio",
-        nbytes / (TO_HOST_SHARE * whole_seconds),
-        nbytes / (TO_DEVICE_SHARE * whole_seconds),
-        0.0,
+        "the paper's ratio", nbytes / (TO_HOST_SHARE * whole_seconds), nbytes / (TO_DEVICE_SHARE * whole_seconds), 0.0
     )
 
 
@@ -96,12 +86,7 @@ def faster(link: Link, times: float) -> Link:
 
 
 def profile(
-    model: nn.Module,
-    size: Size,
-    link: Link,
-    plans: Mapping[str, Widths],
-    rounds: int,
-    one_byte: str | None = None,
+    model: nn.Module, size: Size, link: Link, plans: Mapping[str, Widths], rounds: int, one_byte: str | None = None
 ) -> dict[str, Any]:
     """Steps with each of several widths in turns, and each part of them by itself.
 
@@ -117,7 +102,7 @@ def profile(
         By contender: `step_seconds`, the parts' seconds, the bytes over the link.
 
     Raises:
-        WrongBytes: the bytes are not those of the widths, or 32 bits give other weights on the device.
+        WrongResult: the bytes are not those of the widths, or 32 bits give other weights on the device.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
     precision = AdaptivePrecision(model, threshold=-1e30, interval=1)  # never fires: widths are set below
@@ -148,7 +133,7 @@ def profile(
             for layer, parameter in model.named_parameters()
         )
         if sent[name].sent_bytes != expected:
-            raise WrongBytes(f"{name}: sent {sent[name].sent_bytes} bytes of weights, expected {expected}")
+            raise WrongResult(f"{name}: sent {sent[name].sent_bytes} bytes of weights, expected {expected}")
     seconds: dict[str, list[float]] = {name: [] for name in plans}
     parts: dict[str, dict[str, list[float]]] = {name: {} for name in plans}
     for turn in range(1, len(order) - 1):
@@ -214,18 +199,18 @@ def codec_seconds(model: nn.Module, names: Sequence[str], repeats: int) -> dict[
     packed: dict[str, list[torch.Tensor]] = {
         name: [torch.empty(codecs.get(name).bytes_for(w.shape), dtype=torch.uint8) for w in weights] for name in names
     }
-    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
-    for name, counts in turns(list(names), repeats, warm_ups=1):
+
+    def both_ways(name: str) -> tuple[float, float]:
         codec = codecs.get(name)
         began = time.perf_counter()
         encoded: list[Encoded] = [codec.encode(w, out=p) for w, p in zip(weights, packed[name], strict=True)]
         between = time.perf_counter()
         for each, to in zip(encoded, out, strict=True):
             each.decode(out=to)
-        if counts:
-            taken[name][0].append(between - began)
-            taken[name][1].append(time.perf_counter() - between)
-    return {name: (statistics.median(pack), statistics.median(unpack)) for name, (pack, unpack) in taken.items()}
+        return between - began, time.perf_counter() - between
+
+    taken = in_turns({name: partial(both_ways, name) for name in names}, repeats)
+    return {name: tuple(map(statistics.median, zip(*pairs, strict=True))) for name, pairs in taken.items()}
 
 
 def norm_seconds(model: nn.Module, repeats: int) -> dict[str, tuple[float, float]]:
@@ -238,14 +223,11 @@ def norm_seconds(model: nn.Module, repeats: int) -> dict[str, tuple[float, float
         "shoal": lambda: [math.sqrt(total) for total in square_sums(weights)],
         "torch._foreach_norm": lambda: [float(norm) for norm in torch._foreach_norm(weights)],
     }
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    errors = {}
-    for name, counts in turns(list(ways), repeats, warm_ups=1):
-        began = time.perf_counter()
-        found = ways[name]()
-        if counts:
-            taken[name].append(time.perf_counter() - began)
-        errors[name] = max(abs(ours / right - 1) for ours, right in zip(found, exact, strict=True))
+    taken = in_turns({name: timed(norms) for name, norms in ways.items()}, repeats)
+    errors = {
+        name: max(abs(ours / right - 1) for ours, right in zip(norms(), exact, strict=True))
+        for name, norms in ways.items()
+    }
     return {name: (statistics.median(taken[name]), errors[name]) for name in ways}
 
 

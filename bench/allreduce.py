@@ -9,31 +9,26 @@
 Each rank is a process with one thread in the link lab (`bench.link_lab`, root), so four ranks share the cores.
 Every contender is a DDP model with the same gradients ready, buckets as DDP makes them (25 MiB; PowerSGD one for all),
 so a time is that of copies into buckets and of the exchange. They take turns; times are medians of the slowest rank's.
-Bytes are those that left through a rank's interface, with all headers, beside what `Traffic` told. VGG-11 and AlexNet
+Bytes are those that left through a rank's interface, with all headers, beside what `Traffic` counts. VGG-11 and AlexNet
 are at half their widths (`vgg11/2`): at full size one exchange at 0.1 Gbit/s takes 42 seconds. The normal numbers that
-stand for gradients are the worst case for PowerSGD, whose error says nothing here.
+replace gradients are the worst case for PowerSGD, whose error says nothing here.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from statistics import median
 from typing import Any
 
-import torch
+from rich.table import Table
 
-from bench import tables
-from bench.allreduce_tables import WrongExchange, check, check_errors, size_table, step_table, summary
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
+from bench.allreduce_rank import shapes_of
+from bench.frame import Bench, Run, WrongResult, comma_separated, option
 from bench.gradient_contenders import AUTO, BROKEN, CONTENDERS, EXACT, NONE, NOTHING, parse_contenders
-from bench.layer_sizes import shapes_of
-from bench.link_lab import LINKS, Lab, LabError, link_name, open_lab, parse_links, parse_ranks, told, verify
-from shoal.core.files import write_json
-from shoal.errors import InputError
+from bench.link_lab import LAB_OPTIONS, Lab, LabError, described, link_name, open_lab, verify
+from bench.tables import cells, new_table
 
 PARTS = ("steps", "figure2", "failures")
 MODELS = ("resnet18", "alexnet/2", "vgg11/2")
@@ -45,68 +40,13 @@ _PROBE_SECONDS = 0.3
 _WORDS = 200  # of an error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 unless a result was wrong (1), an argument was (2) or there can be no lab here (3)."""
-    asked = _parser().parse_args(arguments)
-    try:
-        return _run(asked)
-    except (InputError, WrongExchange, LabError) as error:
-        print(f"bench.allreduce: {error}", file=sys.stderr)
-        return 1 if isinstance(error, WrongExchange) else 2 if isinstance(error, InputError) else 3
-
-
-def _run(asked: argparse.Namespace) -> int:
-    models = asked.models or ([QUICK_MODEL] if asked.quick else list(MODELS))
-    for wrong in set(asked.parts) - set(PARTS):
-        raise InputError(f"{wrong!r}: parts are {', '.join(PARTS)}")
-    for model in models:
-        shapes_of(model)
-    device = torch.device("cpu")
-    out = make_folder(asked.out)
-    path = out / file_name("allreduce", device)
-    console = tables.console()
-    found = conditions(device, 1)
-    console.print(describe(found), highlight=False, markup=False)
-    kept = _kept(path)
-    for ranks in asked.ranks:
-        if "failures" in asked.parts:
-            for name in BROKEN:
-                kept["failures"][f"{name}, {ranks} ranks"] = text = failure(name, ranks, models[0])
-                console.print(f"{name}, {ranks} ranks, {models[0]}: {text}", highlight=False, markup=False)
-            write_json(path, kept)
-        for rate_gbps in asked.links if set(asked.parts) & {"steps", "figure2"} else ():
-            rounds = asked.rounds or (1 if asked.quick else _ROUNDS.get(rate_gbps, 5))
-            with open_lab(ranks, rate_gbps) as lab:
-                reached = verify(lab, seconds=_PROBE_SECONDS)
-                console.print(f"{ranks} ranks, {link_name(rate_gbps)}: {told(reached)}", highlight=False, markup=False)
-                if "steps" in asked.parts:
-                    for model in models:
-                        for result in measure(lab, [model], asked.contenders, rounds, reached):
-                            console.print(step_table(result))
-                            _print_reason(console, result)
-                            kept["steps"][f"{model}, {ranks} ranks, {result['link']}"] = {"conditions": found, **result}
-                            write_json(path, kept)
-                if "figure2" in asked.parts:
-                    sizes = QUICK_SIZES if asked.quick else SIZES
-                    results = list(measure(lab, sizes, FIGURE2, rounds, reached))
-                    console.print(size_table(results))
-                    for result in results:
-                        kept["figure2"][f"{result['model']}, {ranks} ranks, {result['link']}"] = {
-                            "conditions": found,
-                            **result,
-                        }
-                    write_json(path, kept)
-    console.print(f"Figures in {path}", highlight=False, markup=False)
-    return 0
-
-
 def measure(
     lab: Lab, models: Sequence[str], contenders: Sequence[str], rounds: int, reached: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Each model's contenders, in turns.
 
     Raises:
-        WrongExchange: a contender's gradients are not what it states, or it miscounts its bytes.
+        WrongResult: a contender's gradients are not what it states, or it miscounts its bytes.
     """
     config = {"models": list(models), "contenders": list(contenders), "rounds": rounds}
     by_rank = lab.run("bench.allreduce_rank", config)
@@ -139,33 +79,214 @@ def failure(name: str, ranks: int, model: str) -> str:
     return "works"
 
 
-def _print_reason(console: Any, result: Mapping[str, Any]) -> None:
-    if AUTO in result["rows"]:
-        console.print(f"{AUTO}: {result['rows'][AUTO]['reason']}", highlight=False, markup=False)
+WIRE_SHARE, SPEED_UP, SLOWER = 0.26, 3.0, 1.02
+SLOW_LINK_GBPS = 1.0
+EIGHT_BITS = tuple(f"shoal {name}" for name in ("dynamic_tree", "linear", "mantissa", "static_tree"))
+# Root mean square of the error, percent of the mean gradient's: of 32 bits, of PyTorch's fp16 and of codecs whose error
+# is known. Two roundings of values and of a mean that is smaller than they.
+MAX_ERROR_PERCENT = {NONE: 1e-3, "fp16 hook": 0.1, "shoal bf16": 0.5, "shoal dynamic_tree": 4.0, "shoal linear": 4.0}
+_HEADERS = 1.12  # at most so much of the interface's bytes to those reported: headers, acknowledgements, a barrier
+_FEW_BYTES = 1 << 20  # of messages smaller than this, acknowledgements and barriers are a larger part
 
 
-def _kept(path: Path) -> dict[str, Any]:
-    """The pieces of today's earlier runs."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {part: {} for part in PARTS}
+def ring_bytes(elems: int, ranks: int) -> float:
+    """What one rank sends in a ring all-reduce of float32.
+
+    >>> ring_bytes(1000, 4)
+    6000.0
+    """
+    return 2 * (ranks - 1) / ranks * 4 * elems
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.allreduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def summary(found: Sequence[Mapping[str, Any]], ranks: int, elems: int) -> dict[str, Any]:
+    """One contender's figures out of every rank's: a step takes as long as its slowest rank.
+
+    Args:
+        found: by rank.
+
+    >>> one = {"seconds": [1.0, 3.0, 2.0], "sent_bytes": [4000], "reported_bytes": [3900], "error_percent": 1.0}
+    >>> one |= {"same_on_all_ranks": True, "reason": ""}
+    >>> summary([one, one | {"seconds": [2.0, 1.0, 1.0]}], 2, 1000)["seconds"]
+    2.0
+    """
+    by_step = [max(seconds) for seconds in zip(*(one["seconds"] for one in found), strict=True)]
+    sent = median(max(sent) for sent in zip(*(one["sent_bytes"] for one in found), strict=True))
+    reported = [one["reported_bytes"][-1] for one in found]
+    return {
+        "seconds": median(by_step),
+        "min_seconds": min(by_step),
+        "max_seconds": max(by_step),
+        "steps": len(by_step),
+        "sent_bytes": sent,
+        "reported_bytes": None if None in reported else max(reported),
+        "of_ring": sent / ring_bytes(elems, ranks),
+        "reported_of_ring": None if None in reported else max(reported) / ring_bytes(elems, ranks),
+        "error_percent": max((one["error_percent"] for one in found if one["error_percent"] is not None), default=None),
+        "same_on_all_ranks": all(one["same_on_all_ranks"] for one in found),
+        "reason": found[0]["reason"],
+    }
+
+
+def check(rows: Mapping[str, Mapping[str, Any]], may_differ: Sequence[str] = (NOTHING,)) -> None:
+    """Raises:
+    WrongResult: ranks got different bits, or bytes reported are not those of the interface.
+    """
+    for name, row in rows.items():
+        if not row["same_on_all_ranks"] and name not in may_differ:
+            raise WrongResult(f"{name}: the ranks' bits differ")
+        reported, sent = row["reported_bytes"], row["sent_bytes"]
+        if reported and sent > _FEW_BYTES and not 0.99 * reported <= sent <= _HEADERS * reported:
+            raise WrongResult(f"{name}: says it sent {reported} bytes, and the interface {sent}")
+
+
+def check_errors(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises:
+    WrongResult: a mean of gradients has too large an error.
+    """
+    for name, row in rows.items():
+        most = MAX_ERROR_PERCENT.get(name)
+        if most is not None and not row["error_percent"] <= most:
+            raise WrongResult(f"{name}: error {row['error_percent']:.3g} %, expected at most {most:g} %")
+
+
+def verdicts(rows: Mapping[str, Mapping[str, Any]], rate_gbps: float | None) -> dict[str, str]:
+    """The targets by contender.
+
+    >>> rows = {"none": {"seconds": 1.0}, "shoal auto": {"seconds": 1.01, "reported_of_ring": 0.5, "of_ring": 0.5}}
+    >>> verdicts(rows, None)
+    {'shoal auto': '+1.0 % of +2 %: met'}
+    """
+    found: dict[str, str] = {}
+    if NONE not in rows:
+        return found
+    plain = rows[NONE]["seconds"]
+    for name, row in rows.items():
+        reported = []
+        if name in EIGHT_BITS and row["reported_of_ring"] is not None:
+            met = (
+                "met"
+                if max(row["reported_of_ring"], row["of_ring"] / rows[NONE]["of_ring"]) <= WIRE_SHARE
+                else "NOT MET"
+            )
+            reported.append(f"{row['reported_of_ring']:.3f} of {WIRE_SHARE}: {met}")
+        if name in (*EIGHT_BITS, AUTO) and rate_gbps is not None and rate_gbps <= SLOW_LINK_GBPS:
+            times = plain / row["seconds"]
+            reported.append(f"{times:.1f} of {SPEED_UP:g} times: {'met' if times >= SPEED_UP else 'NOT MET'}")
+        if name == AUTO:
+            off = row["seconds"] / plain
+            reported.append(f"{100 * (off - 1):+.1f} % of +2 %: {'met' if off <= SLOWER else 'NOT MET'}")
+        if reported:
+            found[name] = "; ".join(reported)
+    return found
+
+
+def span_of(row: Mapping[str, Any]) -> str:
+    """The fastest and the slowest step, in milliseconds."""
+    return f"{1e3 * row['min_seconds']:.0f}-{1e3 * row['max_seconds']:.0f}"
+
+
+def step_table(result: Mapping[str, Any]) -> Table:
+    """One network over one link."""
+    rows = result["rows"]
+    targets = verdicts(rows, result["rate_gbps"])
+    table = new_table(
+        f"{result['model']}, {result['elems']:,} parameters, {result['ranks']} ranks, {result['link']}"
+        f" ({result['goodput_gbps']:.3g} reached)",
+        "<contender | ms | min-max | times | MB sent | of fp32's ring | reported | error | <targets",
     )
-    parser.add_argument("--parts", type=comma_separated, default=["steps"], help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--models", type=comma_separated, default=[], help=f"by default {','.join(MODELS)}")
-    parser.add_argument("--links", type=parse_links, default=list(LINKS), help="Gbit/s, or loopback")
-    parser.add_argument("--ranks", type=parse_ranks, default=[2, 4])
-    parser.add_argument("--contenders", type=parse_contenders, default=list(CONTENDERS), help="separated by semicolons")
-    parser.add_argument("--rounds", type=int, help="turns of each; by default 3 to 15 by the link")
-    parser.add_argument("--quick", action="store_true", help="a tiny layer, once: does it run?")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    return parser
+    plain = rows[NONE]["seconds"] if NONE in rows else None
+    for name, row in rows.items():
+        figures = {"times": plain and plain / row["seconds"], "sent": row["sent_bytes"] / 1e6}
+        form = "{seconds:ms} | {span} | {times:.2f} | {sent:.2f} | {of_ring:.3f} | {reported_of_ring:.3f} | "
+        form += "{error_percent:.2g} %"
+        table.add_row(name, *cells(form, row, span=span_of(row), **figures), targets.get(name, ""))
+    return table
 
+
+def size_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Figure 2 of the paper: milliseconds over the size of a layer, and how often the time of 32 bits each is."""
+    first = results[0]
+    names = list(first["rows"])
+    titles = ("32 bits" if name == NONE else name.removeprefix("shoal ") for name in names)
+    table = new_table(
+        f"Time to average one layer's gradient, {first['ranks']} ranks, {first['link']}: ms (times)",
+        " | ".join(["parameters", *titles]),
+    )
+    for result in results:
+        plain = result["rows"][NONE]["seconds"]
+        cells = [result["rows"][name]["seconds"] for name in names]
+        table.add_row(
+            f"{result['elems']:,}",
+            *(
+                f"{1e3 * s:.2f}" + ("" if n == NONE else f" ({plain / s:.2f})")
+                for n, s in zip(names, cells, strict=True)
+            ),
+        )
+    return table
+
+
+def each_lab(run: Run, rounds: Mapping[float | None, int]) -> Iterator[tuple[Lab, int, dict[str, Any]]]:
+    """A lab for each number of ranks and each link, how many rounds to measure there, and what plain sockets reach."""
+    for ranks in run.asked.ranks:
+        for rate_gbps in run.asked.links:
+            with open_lab(ranks, rate_gbps) as lab:
+                reached = verify(lab, seconds=_PROBE_SECONDS)
+                run.say(f"{ranks} ranks, {link_name(rate_gbps)}: {described(reached)}")
+                yield lab, run.asked.rounds or run.pick(rounds.get(rate_gbps, 5), 1), reached
+
+
+def earlier_today(run: Run) -> dict[str, Any]:
+    """What this day's earlier runs wrote."""
+    try:
+        return json.loads(run.path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def say_step(run: Run, table: Table, rows: Mapping[str, Any]) -> None:
+    """A table of contenders, and what "auto" decided."""
+    run.say(table, *([f"{AUTO}: {rows[AUTO]['reason']}"] if AUTO in rows else []))
+
+
+def _run(run: Run) -> None:
+    asked = run.asked
+    models = asked.models or run.pick(list(MODELS), [QUICK_MODEL])
+    for model in models:
+        shapes_of(model)
+    run.result = {part: {} for part in PARTS} | earlier_today(run)
+    if "failures" in asked.parts:
+        for ranks in asked.ranks:
+            for name in BROKEN:
+                text = run.result["failures"][f"{name}, {ranks} ranks"] = failure(name, ranks, models[0])
+                run.say(f"{name}, {ranks} ranks, {models[0]}: {text}")
+            run.save()
+    for lab, rounds, reached in each_lab(run, _ROUNDS) if {"steps", "figure2"} & set(asked.parts) else ():
+
+        def keep(part: str, result: Mapping[str, Any]) -> None:
+            name = f"{result['model']}, {result['ranks']} ranks, {result['link']}"
+            run.result[part][name] = {"conditions": run.conditions, **result}
+            run.save()
+
+        for model in models if "steps" in asked.parts else ():
+            for result in measure(lab, [model], asked.contenders, rounds, reached):
+                say_step(run, step_table(result), result["rows"])
+                keep("steps", result)
+        if "figure2" in asked.parts:
+            results = list(measure(lab, run.pick(SIZES, QUICK_SIZES), FIGURE2, rounds, reached))
+            run.say(size_table(results))
+            for result in results:
+                keep("figure2", result)
+
+
+main = Bench(
+    _run,
+    option("--parts", known=PARTS, default=["steps"]),
+    option("--models", type=comma_separated, default=[], help=f"by default {','.join(MODELS)}"),
+    *LAB_OPTIONS,
+    option("--contenders", type=parse_contenders, default=list(CONTENDERS), help="with semicolons between"),
+    option("--rounds", type=int, help="turns of each; by default 3 to 15 by the link"),
+    quick="a tiny layer, once: does it run?",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

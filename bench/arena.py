@@ -12,30 +12,29 @@ then lays out, are warm-up for all.
 
 from __future__ import annotations
 
-import argparse
-import json
+import gc
 import os
-import subprocess
+import resource
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import Any
 
 import torch
 from rich.table import Table
+from torch.nn import functional as F
 
-from bench import tables
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
+from bench.cpu_arena.arena import Arena
+from bench.frame import Bench, Run, WrongResult, comma_separated, option, some_of
+from bench.interleave import turns
 from bench.network import Setting
-from bench.reference import WrongTraining
-from shoal.core.files import write_json
+from bench.processes import HUGE_PAGES, NEVER_UNMAPPED, Stage, Worker, malloc_environment
+from bench.tables import new_table
+from bench.workload import make_workload
 from shoal.core.sizes import format_bytes
-from shoal.errors import InputError
 
 SETTINGS = {  # about a second a step on one thread
     "resnet50": Setting(batch=2, image=224),
@@ -44,62 +43,32 @@ SETTINGS = {  # about a second a step on one thread
     "densenet121": Setting(batch=2, image=224),
 }
 QUICK_SETTINGS = {name: Setting(2, 32) for name in SETTINGS}
-_NEVER_UNMAPPED = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=68719476736:glibc.malloc.arena_max=1"
 DEFAULT, TUNED, HUGE, ARENA = "malloc", "malloc, tuned", "malloc, tuned, huge pages", "arena"
-TUNABLES = {DEFAULT: "", TUNED: _NEVER_UNMAPPED, HUGE: f"{_NEVER_UNMAPPED}:glibc.malloc.hugetlb=1", ARENA: ""}
+TUNABLES = {DEFAULT: "", TUNED: NEVER_UNMAPPED, HUGE: f"{NEVER_UNMAPPED}:{HUGE_PAGES}", ARENA: ""}
 WARM_UPS = 4
 ROUNDS = 9
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 unless a loss differed."""
-    asked = _parser().parse_args(arguments)
-    try:
-        return _run(asked)
-    except (InputError, WrongTraining) as error:
-        print(f"bench.arena: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-
-
-def _run(asked: argparse.Namespace) -> int:
-    settings = QUICK_SETTINGS if asked.quick else SETTINGS
-    names = asked.networks or list(settings)
-    for name in names:
-        if name not in settings:
-            raise InputError(f"unknown network {name!r}; known are {', '.join(settings)}")
-    device = torch.device("cpu")
-    found_conditions = conditions(device, asked.seed)
-    out = make_folder(asked.out)
-    console = tables.console()
-    console.print(describe(found_conditions), highlight=False, markup=False)
-    path = out / file_name("arena", device)
-    results = []
-    for name in names:
-        results.append(measure_network(name, settings[name], rounds=1 if asked.quick else ROUNDS, seed=asked.seed))
-        console.print(_table(results[-1]))
-        write_json(path, {"conditions": found_conditions, "tunables": TUNABLES, "networks": results})
-    console.print(f"Losses equal bit for bit in every round. Figures in {path}", highlight=False)
-    return 0
 
 
 def measure_network(name: str, setting: Setting, *, rounds: int, seed: int) -> dict[str, Any]:
     """Every contender's steps on one network, in turns.
 
     Raises:
-        WrongTraining: the losses of a round differ.
+        WrongResult: the losses of a round differ.
     """
     contenders = list(TUNABLES)
     taken: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
     with ExitStack() as stack:
-        workers = {contender: stack.enter_context(_worker(contender, name, setting, seed)) for contender in contenders}
-        for turn in range(WARM_UPS + rounds):
-            first = turn % len(contenders)
-            for contender in [*contenders[first:], *contenders[:first]]:
-                taken[contender].append(workers[contender].step())
-            losses = {contender: steps[-1]["loss"] for contender, steps in taken.items()}
-            if len(set(losses.values())) != 1:
-                raise WrongTraining(f"{name}, step {turn + 1}: the losses differ: {losses}")
-        arena = workers[ARENA].end()
+        workers = {contender: stack.enter_context(_started(contender)) for contender in contenders}
+        for contender, worker in workers.items():
+            asked = {"network": name, "batch": setting.batch, "image": setting.image, "seed": seed}
+            worker.ask(asked | {"arena": contender == ARENA})
+        for contender, _ in turns(contenders, WARM_UPS + rounds):
+            taken[contender].append(workers[contender].ask("step"))
+        for turn, steps in enumerate(zip(*taken.values(), strict=True), 1):
+            losses = [step["loss"] for step in steps]
+            if len(set(losses)) != 1:
+                raise WrongResult(f"{name}, step {turn}: the losses differ: {losses}")
+        arena = workers[ARENA].ask("arena")
     rows = {}
     for contender, steps in taken.items():
         timed = steps[WARM_UPS:]
@@ -112,78 +81,14 @@ def measure_network(name: str, setting: Setting, *, rounds: int, seed: int) -> d
     return {"network": name, "setting": asdict(setting), "rows": rows, "arena": arena}
 
 
-class _Worker:
-    """The process of one contender."""
-
-    def __init__(self, process: subprocess.Popen[str], errors: IO[str]) -> None:
-        self._process = process
-        self._errors = errors
-
-    def tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def step(self) -> dict[str, Any]:
-        self.tell("step")
-        return self._answer()
-
-    def end(self) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._errors.seek(0)
-            last = (self._errors.read().strip().splitlines() or ["no reason given"])[-1]
-            raise InputError(f"a contender's process ended: {last}")
-        return json.loads(line)
-
-
-@contextmanager
-def _worker(contender: str, network: str, setting: Setting, seed: int) -> Iterator[_Worker]:
-    with tempfile.TemporaryFile("w+") as errors:
-        command = [sys.executable, "-m", "bench.arena_worker"]
-        environment = _environment(TUNABLES[contender], os.environ)
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment) as process:
-            try:
-                worker = _Worker(process, errors)
-                asked = {"network": network, "batch": setting.batch, "image": setting.image, "seed": seed}
-                worker.tell(json.dumps({**asked, "arena": contender == ARENA}))
-                yield worker
-            finally:
-                process.kill()
-
-
-def _environment(tunables: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What a worker runs under: no settings of malloc but `tunables`, and as many threads as this process.
-
-    >>> _environment("", {"MALLOC_ARENA_MAX": "1", "HOME": "/"})["HOME"]
-    '/'
-    """
-    kept = {
-        name: value for name, value in inherited.items() if name != "GLIBC_TUNABLES" and not name.startswith("MALLOC_")
-    }
-    return {
-        **kept,
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        **({"GLIBC_TUNABLES": tunables} if tunables else {}),
-    }
-
-
 def _table(result: Mapping[str, Any]) -> Table:
     setting, arena, rows = result["setting"], result["arena"], result["rows"]
-    table = Table(
-        title=f"{result['network']}, {setting['batch']} x {setting['image']} pixels: arena of "
+    table = new_table(
+        f"{result['network']}, {setting['batch']} x {setting['image']} pixels: arena of "
         f"{format_bytes(arena['arena_bytes'])}, {arena['fragmentation']:.3f} of the most in use, "
-        f"{arena['departures']} departures in {arena['replayed_steps']} replayed steps"
+        f"{arena['departures']} departures in {arena['replayed_steps']} replayed steps",
+        "< | a step | of the arena's | CPU time | of the arena's | page faults a step",
     )
-    for column in ("", "a step", "of the arena's", "CPU time", "of the arena's", "page faults a step"):
-        table.add_column(column, justify="right" if column else "left")
     with_arena, cpu_with_arena = median(rows[ARENA]["seconds"]), median(rows[ARENA]["cpu_seconds"])
     for contender, row in rows.items():
         table.add_row(
@@ -197,14 +102,63 @@ def _table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.arena", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--networks", type=comma_separated, help="comma-separated; by default all")
-    parser.add_argument("--quick", action="store_true", help="tiny inputs, one round: does it run?")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser
+def _started(contender: str) -> Worker:
+    environment = malloc_environment(TUNABLES[contender], torch.get_num_threads(), os.environ)
+    return Worker("bench.arena:Trainer", environment)
 
+
+class Trainer:
+    """Trains one network, a step whenever it is asked to; in a process for one malloc, see `bench.processes`.
+
+    The first question says what to train. "step" takes a step; "arena" asks what the arena came to.
+    """
+
+    def __call__(self, question: Any, stage: Stage) -> Any:
+        if question == "step":
+            return self._step()
+        if question == "arena":
+            arena = self._arena
+            counts = {"departures": arena.departures, "replayed_steps": arena.replayed_steps}
+            return {"arena_bytes": arena.bytes, "fragmentation": arena.fragmentation, **counts}
+        self._workload = make_workload(question["network"], question["batch"], question["image"], seed=question["seed"])
+        self._optimizer = torch.optim.SGD(self._workload.model.parameters(), lr=1e-3, momentum=0.9)
+        self._arena = Arena() if question["arena"] else None
+        self._steps = 0
+        gc.disable()  # a collection would add its time to whoever is being timed
+        return None
+
+    def _step(self) -> dict[str, Any]:
+        torch.manual_seed(self._steps)
+        self._steps += 1
+        gc.collect()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        started, cpu_started = time.perf_counter(), time.process_time()
+        with nullcontext() if self._arena is None else self._arena.step():
+            loss = F.cross_entropy(self._workload.model(self._workload.images), self._workload.target)
+            loss.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "faults": faults, "loss": loss.item().hex()}
+
+
+def _run(run: Run) -> None:
+    settings = run.pick(SETTINGS, QUICK_SETTINGS)
+    results: list[dict[str, Any]] = []
+    for name in some_of("--networks", run.asked.networks or list(settings), settings):
+        results.append(measure_network(name, settings[name], rounds=run.pick(ROUNDS, 1), seed=run.asked.seed))
+        run.say(_table(results[-1]))
+        run.save(tunables=TUNABLES, networks=results)
+    run.say("Losses equal bit for bit in every round")
+
+
+main = Bench(
+    _run,
+    option("--networks", type=comma_separated, help="comma-separated; by default all"),
+    quick="tiny inputs, one round: does it run?",
+    seed=True,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import shoal
-from bench.batchnorm_contenders import CONTENDERS, EAGER, INDUCTOR, Asked, Contender
-from bench.conditions import conditions
+from bench.batchnorm_contenders import CONTENDERS, EAGER, INDUCTOR, Asked, Contender, pool_first
 from bench.cpu_arena.arena import Arena
-from bench.pool_first import pool_first
-from bench.reference import WrongTraining
-from bench.same_training import FLOAT32, FLOAT64, Start, Trained, hold
-from bench.workload import Forward, Workload, make_workload, turns
+from bench.frame import WrongResult, conditions
+from bench.interleave import in_turns, median_ratio, no_collection
+from bench.processes import Stage
+from bench.reference import FLOAT32, FLOAT64, Start, Trained, hold
+from bench.workload import Forward, Workload, make_workload
 from shoal.app import models
 from shoal.errors import InputError, ShoalError
 
@@ -35,21 +36,19 @@ _SMALL_BATCH, _SMALL_IMAGES, _SMALL_VOLUMES = 4, 64, 32  # images and pixels alo
 _ARENA_STEPS = 4  # until an arena replays: two alike are recorded, then it is laid out
 _PRODUCTS = 5  # timed products of each size
 
-Tell = Callable[[str], None]
 
-
-def measure(asked: Asked, tell: Tell = lambda what: None) -> dict[str, Any]:
+def measure(asked: Asked, tell: Stage = lambda what: None) -> dict[str, Any]:
     """Every contender on one network.
 
     Args:
         asked: what to measure.
-        tell: told what is about to run.
+        tell: called with what is about to run.
 
     Returns:
         Plain values for JSON: `conditions`, `asked`, `flops` of a step, the machine's `limit`, a row a contender.
 
     Raises:
-        WrongTraining: a contender trains otherwise than eager PyTorch.
+        WrongResult: a contender trains otherwise than eager PyTorch.
         InputError: there is no such network, or it does not take such images.
     """
     torch.set_num_threads(asked.threads)
@@ -70,7 +69,7 @@ def measure(asked: Asked, tell: Tell = lambda what: None) -> dict[str, Any]:
         return {
             "conditions": found,
             "asked": asdict(asked),
-            "default_level": shoal.fuse_batchnorm(workload.twin()).summary.level,
+            "default_level": shoal.fuse_batchnorm(workload.shared_copy()).summary.level,
             "flops": step_flops(workload),
             "limit_flops_per_second": limit,
             "resident_bytes": workload.resident_bytes,
@@ -79,14 +78,19 @@ def measure(asked: Asked, tell: Tell = lambda what: None) -> dict[str, Any]:
         }
 
 
+def answer(asked: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    """What a process for one malloc answers; see `bench.processes`."""
+    return measure(Asked(**asked), stage)
+
+
 class _Race:
     """The contenders of one workload."""
 
-    def __init__(self, workload: Workload, asked: Asked, tell: Tell, stack: ExitStack) -> None:
+    def __init__(self, workload: Workload, asked: Asked, tell: Stage, stack: ExitStack) -> None:
         self.workload, self.asked, self.tell, self.stack = workload, asked, tell, stack
         self.start = Start(workload)
         tell("eager")
-        self.reference: Trained = self.start.train(workload.twin())
+        self.reference: Trained = self.start.train(workload.shared_copy())
         assert_steady(workload, self.start, self.reference)
         self.found: dict[str, dict[str, Any]] = {}
         self.forwards: dict[str, Forward] = {}
@@ -104,7 +108,7 @@ class _Race:
                 assert_same_in_float64(self.asked, contender)
             started = time.perf_counter()
             with on_all_cores() if contender.compiles else nullcontext():
-                forward = contender.make(self.workload.twin())
+                forward = contender.make(self.workload.shared_copy())
                 ours = self.start.train(forward)
             row["first_step_seconds"] = time.perf_counter() - started
             row["off"] = hold(ours, self.reference, FLOAT32, f"{self.workload.name}, {contender.title}:")
@@ -139,11 +143,7 @@ class _Race:
             replayed = self.start.left(self.reference.outputs)  # the clock's steps keep none of their own
             hold(replayed, self.reference, FLOAT32, f"{self.workload.name}, {CONTENDERS[name].title}, in its arena:")
         self.tell(f"{len(self.forwards)} contenders in {self.asked.rounds} rounds")
-        self.seconds = {name: [] for name in self.forwards}
-        for name, counts in turns(list(self.forwards), self.asked.rounds, warm_ups=1):
-            taken = self._step(name)
-            if counts:
-                self.seconds[name].append(taken)
+        self.seconds = in_turns({name: partial(self._step, name) for name in self.forwards}, self.asked.rounds)
 
     def rows(self) -> list[dict[str, Any]]:
         """What was found, with times and ratios; those that failed have neither."""
@@ -186,20 +186,14 @@ def step_seconds(workload: Workload, forward: Forward, around: AbstractContextMa
     """One step by the clock: forward pass with its loss, backward pass."""
     workload.reset()
     gc.collect()
-    collecting = gc.isenabled()
-    gc.disable()  # a collection would hit whoever is being timed
-    try:
-        with around:
-            started = time.perf_counter()
-            loss = F.cross_entropy(forward(workload.images), workload.target)
-            turned = time.perf_counter()
-            loss.backward()
-            ended = time.perf_counter()
-            del loss
-        return turned - started, ended - turned
-    finally:
-        if collecting:
-            gc.enable()
+    with no_collection(), around:
+        started = time.perf_counter()
+        loss = F.cross_entropy(forward(workload.images), workload.target)
+        turned = time.perf_counter()
+        loss.backward()
+        ended = time.perf_counter()
+        del loss
+    return turned - started, ended - turned
 
 
 def speedup(theirs: Sequence[tuple[float, float]], ours: Sequence[tuple[float, float]]) -> dict[str, float]:
@@ -208,12 +202,8 @@ def speedup(theirs: Sequence[tuple[float, float]], ours: Sequence[tuple[float, f
     >>> speedup([(1.0, 2.0), (1.0, 2.0)], [(0.5, 1.0), (0.5, 1.0)])
     {'forward': 2.0, 'backward': 2.0, 'step': 2.0}
     """
-    pairs = list(zip(theirs, ours, strict=True))
-    return {
-        "forward": statistics.median(a[0] / b[0] for a, b in pairs),
-        "backward": statistics.median(a[1] / b[1] for a, b in pairs),
-        "step": statistics.median(sum(a) / sum(b) for a, b in pairs),
-    }
+    parts = {"forward": itemgetter(0), "backward": itemgetter(1), "step": sum}
+    return {name: median_ratio([*map(part, theirs)], [*map(part, ours)]) for name, part in parts.items()}
 
 
 def saved_storages(workload: Workload, forward: Forward) -> tuple[int, int]:
@@ -221,8 +211,8 @@ def saved_storages(workload: Workload, forward: Forward) -> tuple[int, int]:
 
     What is there anyway - parameters, buffers, the batch - is not counted; neither is the loss, which is everyone's.
     """
-    standing = [*workload.model.parameters(), *workload.model.buffers(), workload.images]
-    own = {tensor.untyped_storage().data_ptr() for tensor in standing}
+    static = [*workload.model.parameters(), *workload.model.buffers(), workload.images]
+    own = {tensor.untyped_storage().data_ptr() for tensor in static}
     held: list[torch.Tensor] = []  # so that no storage's address is used twice
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -271,8 +261,8 @@ def assert_steady(workload: Workload, start: Start, reference: Trained) -> None:
     ends = torch.where(up, float("inf"), -float("inf")).to(images)
     workload.images = torch.nextafter(images, ends)
     try:
-        hold(start.train(workload.twin()), reference, FLOAT32, "eager")
-    except WrongTraining as error:
+        hold(start.train(workload.shared_copy()), reference, FLOAT32, "eager")
+    except WrongResult as error:
         off = str(error).split(": ", 1)[1].split(", ")[0]
         raise InputError(
             f"{workload.name} on {images.shape[0]} images of {images.shape[-1]} pixels: eager differs from itself "
@@ -286,28 +276,28 @@ def assert_same_in_float64(asked: Asked, contender: Contender) -> None:
     """The contender computes what the network does: in float64, on small images.
 
     Raises:
-        WrongTraining: it does not.
+        WrongResult: it does not.
     """
     workload = _small(asked.network, asked.image)
     if asked.pool_first:
         pool_first(workload.model)
     start = Start(workload)
-    theirs = start.train(workload.twin())
+    theirs = start.train(workload.shared_copy())
     who = f"{asked.network}, {contender.title}, in float64:"
-    hold(start.train(contender.make(workload.twin())), theirs, FLOAT64, who)
+    hold(start.train(contender.make(workload.shared_copy())), theirs, FLOAT64, who)
 
 
 def assert_pools_first_are_exact(network: str, image: int = _SMALL_IMAGES) -> None:
     """The network computes the same with its pools first: in float64, on images of at most 64 pixels.
 
     Raises:
-        WrongTraining: it does not.
+        WrongResult: it does not.
     """
     workload = _small(network, image)
     start = Start(workload)
-    rewritten = workload.twin()
+    rewritten = workload.shared_copy()
     pool_first(rewritten)
-    hold(start.train(rewritten), start.train(workload.twin()), FLOAT64, f"{network}, pools first, in float64:")
+    hold(start.train(rewritten), start.train(workload.shared_copy()), FLOAT64, f"{network}, pools first, in float64:")
 
 
 def _small(network: str, image: int) -> Workload:

@@ -10,7 +10,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from bench.batchnorm_contenders import COMPILED_FUSED, EAGER, FUSED, INDUCTOR, TWIN
+from bench.batchnorm_contenders import A_A, COMPILED_FUSED, EAGER, FUSED, INDUCTOR
+from bench.tables import new_table
 from shoal.core.sizes import format_bytes
 
 DEFAULT_MALLOC, TUNED_MALLOC = "default", "tuned"
@@ -58,10 +59,13 @@ def step_table(result: Mapping[str, Any]) -> Table:
     asked, rows = result["asked"], result["rows"]
     limit = result["limit_flops_per_second"]
     title = f"{setting_of(result)}: {result['flops'] / 1e9:.1f} GFLOP a step, limit {limit / 1e9:.0f} GFLOP/s (sgemm)"
-    table = Table(title=escape(title), caption=escape(PAPER_CONDITIONS), caption_justify="left")
-    columns = ("contender", "forward", "backward", "step", "× eager", "× Inductor", "saved", "peak", "of eager's")
-    for column in (*columns, "GFLOP/s", "of limit", "paper"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
+    table = new_table(
+        escape(title),
+        "<contender | forward | backward | step | × eager | × Inductor | saved | peak | of eager's | GFLOP/s | of "
+        "limit | paper",
+        caption=escape(PAPER_CONDITIONS),
+        caption_justify="left",
+    )
     eager = row_of(result, EAGER)
     for row in rows:
         paper = PAPER.get(asked["network"], {}).get(row["contender"], "-")
@@ -81,27 +85,28 @@ def step_table(result: Mapping[str, Any]) -> Table:
 def notes(result: Mapping[str, Any]) -> Iterator[str]:
     """What the table has no column for: levels, arenas, how far off each contender's training was."""
     for row in result["rows"]:
-        said = []
+        reported = []
         if "level" in row and row["contender"] == FUSED:
-            said.append(f"level {row['level']}")
+            reported.append(f"level {row['level']}")
         if "arena" in row:
             arena = row["arena"]
-            said.append(
+            reported.append(
                 f"arena of {format_bytes(arena['bytes'])}, {arena['fragmentation']:.3f} of the most in use, "
                 f"{arena['departures']} departures in {arena['replayed_steps']} replayed steps"
             )
         if "off" in row and row["contender"] != EAGER:
-            said.append(", ".join(f"{what} {off:.1e} off" for what, off in row["off"].items()))
-        if said:
-            yield f"{row['title']}: {'; '.join(said)}"
+            reported.append(", ".join(f"{what} {off:.1e} off" for what, off in row["off"].items()))
+        if reported:
+            yield f"{row['title']}: {'; '.join(reported)}"
 
 
 def zoo_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Every network at its default level beside eager, and eager beside itself: that is the noise."""
-    table = Table(title=f"fuse_batchnorm's default beside eager, {results[0]['malloc']} malloc")
-    columns = ("network", "eager step", "eager again", "fused: forward", "backward", "step")
-    for column in (*columns, "saved", "peak, of eager's", "fused", "left", "verdict"):
-        table.add_column(column, justify="left" if column in ("network", "verdict") else "right")
+    table = new_table(
+        f"fuse_batchnorm's default beside eager, {results[0]['malloc']} malloc",
+        "<network | eager step | eager A/A | fused: forward | backward | step | saved | peak, of eager's | fused "
+        "| left | <verdict",
+    )
     for result in results:
         eager, fused = row_of(result, EAGER), row_of(result, FUSED)
         asked = result["asked"]
@@ -109,13 +114,13 @@ def zoo_table(results: Sequence[Mapping[str, Any]]) -> Table:
         if eager is None or fused is None:
             table.add_row(name, *[""] * 9, "not measured")
             continue
-        twin = row_of(result, TWIN)
+        again = row_of(result, A_A)
         times = fused["times"][EAGER]
         saved = fused["saved_bytes"] / eager["saved_bytes"] if eager["saved_bytes"] else 1.0
         table.add_row(
             name,
             f"{1e3 * medians(eager)['step']:.0f} ms",
-            f"× {twin['times'][EAGER]['step']:.2f}" if twin else "-",
+            f"× {again['times'][EAGER]['step']:.2f}" if again else "-",
             *(f"× {times[part]:.2f}" for part in ("forward", "backward", "step")),
             f"{100 * saved:.0f} %",
             f"{100 * fused['peak_bytes'] / eager['peak_bytes']:.0f} %",
@@ -145,7 +150,7 @@ def verdicts(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each target beside what was measured: `met` is None where it was not, or at another size than the target's.
 
     Returns:
-        A line each: `target`, `measured` (number or None), `met`, `said`.
+        A line each: `target`, `measured` (number or None), `met`, `reported`.
     """
     found = []
     for target in TARGETS:
@@ -178,10 +183,10 @@ def _held(target: Target, wanted: str, result: Mapping[str, Any]) -> dict[str, A
         met = share <= target.least if as_asked else None
         return _verdict(wanted, share, met, f"{100 * share:.1f} % with {ours['title']} ({where})")
     times = ours["times"][target.against]["step"]
-    said = f"{times:.2f} × with {ours['title']} ({where})"
+    reported = f"{times:.2f} × with {ours['title']} ({where})"
     if target.stretch:
-        said += f"; the stretch of {target.stretch:.2f} is {'met' if times >= target.stretch else 'not met'}"
-    return _verdict(wanted, times, times >= target.least if as_asked else None, said)
+        reported += f"; the stretch of {target.stretch:.2f} is {'met' if times >= target.stretch else 'not met'}"
+    return _verdict(wanted, times, times >= target.least if as_asked else None, reported)
 
 
 def without_tunables(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -205,23 +210,23 @@ def zoo_verdict(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if is_slower(row)
     ]
     worst = min((row["times"][EAGER]["step"] for _, row in rows), default=None)
-    said = f"slower, by more than {100 * NOISE:.0f} %, in {len(slower)} of {len(rows)}" + (": " if slower else "")
+    reported = f"slower, by more than {100 * NOISE:.0f} %, in {len(slower)} of {len(rows)}" + (": " if slower else "")
     return _verdict(
         "never slower than eager on any network of the zoo",
         worst,
         None if worst is None else not slower,
-        said + ", ".join(slower),
+        reported + ", ".join(slower),
     )
 
 
 def verdict_line(verdict: Mapping[str, Any]) -> str:
     """One line.
 
-    >>> verdict_line({"target": "a: at least 2 × eager", "met": False, "said": "1.90 ×"})
+    >>> verdict_line({"target": "a: at least 2 × eager", "met": False, "reported": "1.90 ×"})
     'NOT MET  a: at least 2 × eager: 1.90 ×'
     """
     word = {True: "met", False: "NOT MET", None: "-"}[verdict["met"]]
-    return f"{word:7}  {verdict['target']}: {verdict['said']}"
+    return f"{word:7}  {verdict['target']}: {verdict['reported']}"
 
 
 def medians(row: Mapping[str, Any]) -> dict[str, float]:
@@ -245,5 +250,5 @@ def default_row(result: Mapping[str, Any]) -> dict[str, Any] | None:
     return next((row for name in (FUSED, *levels) if (row := row_of(result, name)) is not None), None)
 
 
-def _verdict(target: str, measured: float | None, met: bool | None, said: str) -> dict[str, Any]:
-    return {"target": target, "measured": measured, "met": met, "said": said}
+def _verdict(target: str, measured: float | None, met: bool | None, reported: str) -> dict[str, Any]:
+    return {"target": target, "measured": measured, "met": met, "reported": reported}

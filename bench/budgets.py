@@ -14,27 +14,35 @@ again, so its added time is higher than compiled code's would be. Its peaks are 
 
 from __future__ import annotations
 
-import argparse
 import json
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from rich.markup import escape
+from rich.table import Table
 
-from bench import tables
-from bench.conditions import conditions, describe, file_name
-from bench.network import Options, Setting, measure_network
-from bench.paper import SHARES
-from bench.progress import bar
-from bench.reference import WrongTraining
-from shoal.app import models
+from bench.frame import (
+    Bench,
+    Run,
+    bar,
+    comma_separated,
+    file_name,
+    option,
+    percentages,
+    some_of,
+    switch,
+    use_exact_kernels,
+)
+from bench.network import SHARES, Options, Setting, measure_network
+from bench.peers import ACTIVATION_MEMORY_BUDGET, CHECKPOINT, PEERS
+from bench.tables import cells, new_table
 from shoal.core.files import write_json
-from shoal.cost.measurement_cache import device_of
-from shoal.errors import InputError
+from shoal.core.sizes import format_bytes
 
 # Batches such that parameters and gradients are under 15 % of plain PyTorch's peak.
 SETTINGS = {
@@ -58,62 +66,6 @@ QUICK_SWEEP = 2
 QUICK_SHARES = (90.0, 75.0)  # parameters are a large part of so small a step
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 unless a budget was exceeded or a training was wrong."""
-    asked = _parser().parse_args(arguments)
-    try:
-        return _run(asked)
-    except InputError as error:
-        print(f"bench.budgets: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(asked: argparse.Namespace) -> int:
-    device = device_of(asked.device)
-    settings = QUICK_SETTINGS if asked.quick else CUDA_SETTINGS if device.type == "cuda" else SETTINGS
-    names = asked.networks or list(settings)
-    _know(names, settings)
-    options = Options(
-        shares=tuple(asked.budgets or (QUICK_SHARES if asked.quick else SHARES)),
-        values=sweep(asked.sweep or (QUICK_SWEEP if asked.quick else SWEEP)),
-        peers=not asked.no_peers,
-        planner=asked.planner,
-        repeats=asked.repeats or (1 if asked.quick else None),
-        least=asked.least,
-        device=device.type,
-        seed=asked.seed,
-    )
-    use_exact_kernels()
-    found_conditions = conditions(device, asked.seed)
-    out = make_folder(asked.out)
-    console = tables.console()
-    console.print(describe(found_conditions), highlight=False, markup=False)
-    results = []
-    with bar(len(names)) as show:
-        for name in names:
-            path = out / file_name(f"budgets-{name}", device)
-            wanted = {"setting": asdict(settings[name]), "options": asdict(options)}
-            result = _finished(path, wanted) if asked.resume else None
-            if result is None:
-                try:
-                    result = measure_network(name, settings[name], options, partial(show, name))
-                except WrongTraining as error:
-                    print(f"bench.budgets: {error}", file=sys.stderr)
-                    return 1
-                result["conditions"] = found_conditions
-                write_json(path, result)
-            results.append(result)
-            console.print(tables.network_table(result))
-            for setting, reason in result["peers_failed"].items():
-                console.print(f"{setting} failed: {reason}", highlight=False, markup=False)
-            show(name, "done", 1)
-    if asked.least:
-        console.print(tables.least_table(results))
-    totals = tables.summary(results)
-    console.print(f"{tables.summary_line(totals)}. Figures in {out}", highlight=False)
-    return 1 if totals["exceeded"] else 0
-
-
 def sweep(count: int) -> tuple[float, ...]:
     """`count` values from 0 to 1, evenly spaced.
 
@@ -121,70 +73,6 @@ def sweep(count: int) -> tuple[float, ...]:
     (0.0, 0.25, 0.5, 0.75, 1.0)
     """
     return tuple(round(step / max(count - 1, 1), 4) for step in range(count))
-
-
-def use_exact_kernels() -> None:
-    """No TF32, and the same kernels every time, where there is a GPU."""
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.budgets", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--networks", type=comma_separated, help="comma-separated; by default all")
-    parser.add_argument("--budgets", type=_shares, help="percent of plain PyTorch's peak, comma-separated")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for one JSON file a network")
-    parser.add_argument("--resume", action="store_true", help="skip networks whose file of today is there")
-    parser.add_argument("--least", action="store_true", help="go on to the least feasible peak of each contender")
-    parser.add_argument("--quick", action="store_true", help="tiny inputs, one repeat: does it run?")
-    parser.add_argument("--repeats", type=_positive, help="timed steps of each contender; by default 2 to 5")
-    parser.add_argument("--no-peers", action="store_true", help="plain PyTorch and Shoal only")
-    parser.add_argument("--sweep", type=_positive, help=f"values of activation_memory_budget; by default {SWEEP}")
-    parser.add_argument("--planner", default="joint", help="Shoal's planner")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser
-
-
-def comma_separated(text: str) -> list[str]:
-    """The names in `text`.
-
-    >>> comma_separated("unet, unet3d")
-    ['unet', 'unet3d']
-    """
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _shares(text: str) -> list[float]:
-    try:
-        shares = [float(share) for share in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected percentages such as 66,40") from None
-    if not all(0 < share <= 100 for share in shares):
-        raise argparse.ArgumentTypeError(f"{text!r}: a budget is above 0 and at most 100 % of the peak")
-    return shares
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive number")
-    return int(text)
-
-
-def _know(names: Sequence[str], settings: dict[str, Setting]) -> None:
-    for name in names:
-        if name not in settings:
-            known = "no such network" if name not in models.names() else "it has no setting here"
-            raise InputError(f"network {name!r}: {known}; there are {', '.join(settings)}")
-
-
-def make_folder(path: Path) -> Path:
-    """The folder `path`, made where it is not there yet."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {path}: {error.strerror}; give another with --out") from error
-    return path
 
 
 def _finished(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
@@ -196,6 +84,154 @@ def _finished(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
         return None
     return result if same else None
 
+
+_PEER_TITLES = {ACTIVATION_MEMORY_BUDGET: "activation_memory_budget", CHECKPOINT: "checkpointing"}
+_PREDICTED_WITHIN = 2.0  # percent, the contract
+_NOISE = 1.0  # percent of added time that two contenders may differ by and be called equal
+
+
+def network_table(result: Mapping[str, Any]) -> Table:
+    """One row for each budget of one network."""
+    plain, setting = result["plain"], result["setting"]
+    title = (
+        f"{result['network']}, {setting['batch']} x {setting['image']} pixels: plain PyTorch "
+        f"{format_bytes(plain['peak_bytes'])}, {statistics.median(plain['seconds']):.2f} s a step; parameters and "
+        f"gradients {plain['parameters_and_gradients_percent']:.1f} %"
+    )
+    peers = [peer for peer in PEERS if any(peer in row for row in result["rows"])]
+    columns = "budget | <met | predicted | measured | off | added | bound | planned | MONeT"
+    table = new_table(escape(title), " | ".join([columns, *map(_PEER_TITLES.__getitem__, peers), "<verdict"]))
+    for row in result["rows"]:
+        ours = row["shoal"]
+        form = "{share:g} %, {budget_bytes:bytes} | {met} | {predicted} | {measured_peak_bytes:bytes} | "
+        form += "{difference_percent:+.2f} % | {added_percent:+.1f} % | {lower_bound_percent:.1f} % | "
+        form += "{planning_seconds:.1f} s"
+        predicted = cells("{predicted_peak_bytes:bytes} | ≥ {least_feasible_bytes:bytes}", ours)
+        shown = cells(form, {**row, **ours}, met=_met(ours), predicted=predicted[0] or predicted[1])
+        shown.append("-" if row["monet_percent"] is None else f"{row['monet_percent']:+.1f} %")
+        shown += [_peer(row[peer]) for peer in peers]
+        table.add_row(*map(escape, shown), verdict(row))
+    return table
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """Who is faster at the same bytes: Shoal or the better of the peers.
+
+    >>> verdict({"shoal": {"met": True, "added_percent": 9.0}, "checkpoint": {"met": True, "added_percent": 30.0}})
+    'faster'
+    """
+    ours = row["shoal"]
+    theirs = [row[peer]["added_percent"] for peer in PEERS if peer in row and row[peer]["met"]]
+    if not ours["met"]:
+        return "lost" if theirs else "none fits"
+    if not theirs:
+        return "alone"
+    gap = ours["added_percent"] - min(theirs)
+    return "slower" if gap > _NOISE else "equal" if gap > -_NOISE else "faster"
+
+
+def least_table(results: Iterable[Mapping[str, Any]]) -> Table:
+    """The minimum feasible share of plain PyTorch's peak for each contender, and what it costs there."""
+    table = new_table(
+        "Minimum feasible share of plain PyTorch's peak, and the time added there",
+        f"<network | shoal | {' | '.join(map(_PEER_TITLES.__getitem__, PEERS))}",
+    )
+    for result in results:
+        found = result.get("least", {})
+        cells = [
+            f"{found[who]['share_percent']:.1f} %, {found[who]['added_percent']:+.0f} %" if who in found else "-"
+            for who in ("shoal", *PEERS)
+        ]
+        table.add_row(result["network"], *cells)
+    return table
+
+
+def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The totals over all rows."""
+    rows = [row for result in results for row in result["rows"]]
+    ours = [row["shoal"] for row in rows]
+    ran = [row for row in ours if "measured_peak_bytes" in row]
+    in_paper = [row for row in rows if row["monet_percent"] is not None and row["shoal"]["met"]]
+    return {
+        "budgets": len(rows),
+        "met": sum(row["met"] for row in ours),
+        "exceeded": sum(row["exceeded"] for row in ours),
+        "predicted_within_2_percent": sum(abs(row["difference_percent"]) <= _PREDICTED_WITHIN for row in ran),
+        "ran": len(ran),
+        "slower_than_the_better_peer": sum(verdict(row) in ("slower", "lost") for row in rows),
+        "at_or_under_monet": sum(row["shoal"]["added_percent"] <= row["monet_percent"] for row in in_paper),
+        "compared_with_monet": len(in_paper),
+    }
+
+
+def summary_line(totals: Mapping[str, Any]) -> str:
+    """The totals in a sentence."""
+    return (
+        f"{totals['met']} of {totals['budgets']} budgets met, {totals['exceeded']} exceeded; prediction within 2 % in "
+        f"{totals['predicted_within_2_percent']} of {totals['ran']}; slower than the better peer at the same bytes in "
+        f"{totals['slower_than_the_better_peer']}; at or under MONeT's overhead in {totals['at_or_under_monet']} of "
+        f"{totals['compared_with_monet']}"
+    )
+
+
+def _met(ours: Mapping[str, Any]) -> str:
+    return "yes" if ours["met"] else "EXCEEDED" if ours["exceeded"] else "infeasible"
+
+
+def _peer(found: Mapping[str, Any]) -> str:
+    return f"{found['added_percent']:+.1f} % ({found['setting']})" if found["met"] else "no setting fits"
+
+
+def _run(run: Run) -> int:
+    asked = run.asked
+    settings = run.pick(CUDA_SETTINGS if run.device.type == "cuda" else SETTINGS, QUICK_SETTINGS)
+    names = some_of("--networks", asked.networks or list(settings), settings)
+    options = Options(
+        shares=tuple(asked.budgets or run.pick(SHARES, QUICK_SHARES)),
+        values=sweep(asked.sweep or run.pick(SWEEP, QUICK_SWEEP)),
+        peers=not asked.no_peers,
+        planner=asked.planner,
+        repeats=asked.repeats or run.pick(None, 1),
+        least=asked.least,
+        device=run.device.type,
+        seed=asked.seed,
+    )
+    use_exact_kernels()
+    results = []
+    with bar(len(names)) as show:
+        for name in names:
+            path = run.out / file_name(f"budgets-{name}", run.device)
+            wanted = {"setting": asdict(settings[name]), "options": asdict(options)}
+            result = _finished(path, wanted) if asked.resume else None
+            if result is None:
+                result = measure_network(name, settings[name], options, partial(show, name))
+                result["conditions"] = run.conditions
+                write_json(path, result)
+            results.append(result)
+            run.say(network_table(result))
+            run.say(*(f"{setting} failed: {reason}" for setting, reason in result["peers_failed"].items()))
+            show(name, "done", 1)
+    if asked.least:
+        run.say(least_table(results))
+    totals = summary(results)
+    run.say(f"{summary_line(totals)}. Figures in {run.out}")
+    return 1 if totals["exceeded"] else 0
+
+
+main = Bench(
+    _run,
+    option("--networks", type=comma_separated, help="comma-separated; by default all"),
+    option("--budgets", type=percentages, help="percent of plain PyTorch's peak, comma-separated"),
+    switch("--resume", "skip networks whose file of today is there"),
+    switch("--least", "go on to the minimum feasible peak of each contender"),
+    option("--repeats", type=int, help="timed steps of each contender; by default 2 to 5"),
+    switch("--no-peers", "plain PyTorch and Shoal only"),
+    option("--sweep", type=int, help=f"values of activation_memory_budget; by default {SWEEP}"),
+    option("--planner", default="joint", help="Shoal's planner"),
+    quick="tiny inputs, one repeat: does it run?",
+    device=True,
+    seed=True,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,28 +9,23 @@ recomputes early; Shoal's measured peaks must fall with the budget, down to wher
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 from torch import nn
 
-from bench import tables
-from bench.budgets import make_folder, use_exact_kernels
-from bench.conditions import conditions, describe, file_name
+from bench.frame import Bench, Run, WrongResult, option, use_exact_kernels
 from bench.ours import Ours, Unsettled, least_budget, run_within
 from bench.peers import CHECKPOINT, Scouted, candidates, scout
-from bench.reference import WrongTraining, take_reference
-from bench.workload import Forward, Workload, in_turns
-from shoal.core.files import write_json
+from bench.reference import take_reference
+from bench.tables import new_table
+from bench.workload import Forward, Workload
 from shoal.core.sizes import format_bytes
-from shoal.cost.measurement_cache import device_of
-from shoal.errors import BudgetError, InputError
+from shoal.errors import BudgetError
 
 BLOCKS = 16
 CHANNELS = 32
@@ -38,10 +33,6 @@ BATCH, IMAGE = 8, 128
 QUICK_BATCH, QUICK_IMAGE = 2, 32
 VALUES = (1.0, 0.7, 0.5, 0.3, 0.2, 0.0)  # of activation_memory_budget
 LADDER = (100, 90, 80, 70, 60, 50, 45, 40, 36, 32, 28, 24, 20, 16, 12, 8)  # budgets in percent of plain PyTorch's peak
-
-
-class UShape(Exception):
-    """A lower budget gave a higher peak, or a budget was exceeded."""
 
 
 class Chain(nn.Module):
@@ -72,15 +63,15 @@ def measure_chain(
         planner: of Shoal.
 
     Raises:
-        UShape: a lower budget gave a higher peak, or a peak was over its budget.
-        WrongTraining: Shoal's training differs from plain PyTorch's.
+        WrongResult: a lower budget gave a higher peak, or a peak was over its budget.
+        WrongResult: Shoal's training differs from plain PyTorch's.
     """
     torch.manual_seed(seed)
     model = Chain().to(device)
     images = torch.randn(batch, 3, image, image).to(device)
     target = torch.randint(10, (batch,)).to(device)
     workload = Workload(f"chain of {BLOCKS}", model, images, target, seed)
-    plain = workload.twin()
+    plain = workload.shared_copy()
     reference = take_reference(workload, plain)
     plain_peak_bytes = workload.peak_bytes(plain)
 
@@ -94,7 +85,7 @@ def measure_chain(
             infeasible = error
             break
         except Unsettled as error:
-            raise UShape(f"at {share} %: {error}") from error
+            raise WrongResult(f"at {share} %: {error}") from error
     least_bytes = least_budget(workload, planner, min([plain_peak_bytes, *(b for b, _ in ladder)]))
     if all(least_bytes < budget_bytes for budget_bytes, _ in ladder):
         ladder.append((least_bytes, run_within(workload, reference, least_bytes, planner)))
@@ -104,7 +95,7 @@ def measure_chain(
     forwards: dict[Any, Forward] = {"plain": plain}
     forwards |= {budget_bytes: run.forward for budget_bytes, run in ladder}
     forwards |= {one.candidate: one.candidate.forward for one in scouted}
-    seconds = in_turns(workload, forwards, repeats, warm_ups=1)
+    seconds = workload.in_turns(forwards, repeats, warm_ups=1)
 
     def figures(key: Any, peak_bytes: float) -> dict[str, Any]:
         added = statistics.median(seconds[key]) / statistics.median(seconds["plain"]) - 1
@@ -139,16 +130,16 @@ def measure_chain(
 
 
 def check_falling(budgets_and_peaks: Sequence[tuple[int, int]]) -> None:
-    """Raise UShape unless every peak is inside its budget and none is above that of a larger budget.
+    """Raise WrongResult unless every peak is inside its budget and none is above that of a larger budget.
 
     >>> check_falling([(100, 90), (80, 80)])
     """
     above: int | None = None
     for budget_bytes, peak_bytes in sorted(budgets_and_peaks, reverse=True):
         if peak_bytes > budget_bytes:
-            raise UShape(f"the budget of {format_bytes(budget_bytes)} was exceeded: {format_bytes(peak_bytes)}")
+            raise WrongResult(f"the budget of {format_bytes(budget_bytes)} was exceeded: {format_bytes(peak_bytes)}")
         if above is not None and peak_bytes > above:
-            raise UShape(
+            raise WrongResult(
                 f"the budget of {format_bytes(budget_bytes)} gave a peak of {format_bytes(peak_bytes)}; a larger "
                 f"budget gave {format_bytes(above)}"
             )
@@ -158,48 +149,16 @@ def check_falling(budgets_and_peaks: Sequence[tuple[int, int]]) -> None:
 def chain_table(result: dict[str, Any]) -> Table:
     """Peaks in percent of plain PyTorch's and the time added, for every contender and setting."""
     setting = result["setting"]
-    table = Table(
-        title=f"{setting['blocks']} x Conv-BN-ReLU, {setting['batch']} x {setting['image']} pixels: plain PyTorch "
-        f"{format_bytes(result['plain']['measured_peak_bytes'])}"
+    table = new_table(
+        f"{setting['blocks']} x Conv-BN-ReLU, {setting['batch']} x {setting['image']} pixels: plain PyTorch "
+        f"{format_bytes(result['plain']['measured_peak_bytes'])}",
+        "<contender | <setting | peak | added",
     )
-    for column in ("contender", "setting", "peak", "added"):
-        table.add_column(column, justify="left" if column in ("contender", "setting") else "right")
     rows = [("shoal", f"budget {row['budget_percent']:.1f} %", row) for row in result["ladder"]]
     rows += [(row["peer"], row["setting"], row) for row in result["peers"]]
     for contender, name, row in rows:
         table.add_row(contender, name, f"{row['share_percent']:.1f} %", f"{row['added_percent']:+.1f} %")
     return table
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 unless a law was broken."""
-    parser = argparse.ArgumentParser(prog="python -m bench.chain", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a few pixels: does it run?")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    parser.add_argument("--repeats", type=int, default=3, help="timed steps of each contender")
-    parser.add_argument("--planner", default="joint", help="Shoal's planner")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args(arguments)
-    try:
-        device = device_of(asked.device)
-        out = make_folder(asked.out)
-        use_exact_kernels()
-        found_conditions = conditions(device, asked.seed)
-        batch, image = (QUICK_BATCH, QUICK_IMAGE) if asked.quick else (BATCH, IMAGE)
-        result = measure_chain(
-            batch, image, repeats=asked.repeats, device=device.type, seed=asked.seed, planner=asked.planner
-        )
-        path = write_json(out / file_name("chain", device), {**result, "conditions": found_conditions})
-    except (InputError, UShape, WrongTraining) as error:
-        print(f"bench.chain: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-    console = tables.console()
-    console.print(describe(found_conditions), highlight=False, markup=False)
-    console.print(chain_table(result))
-    console.print(summary_line(result), highlight=False)
-    console.print(f"Figures in {path}", highlight=False)
-    return 0
 
 
 def summary_line(result: dict[str, Any]) -> str:
@@ -212,6 +171,24 @@ def summary_line(result: dict[str, Any]) -> str:
         parts.append(f"{name} {row['share_percent']:.1f} % ({row['setting']})")
     return "; ".join(parts)
 
+
+def _run(run: Run) -> None:
+    use_exact_kernels()
+    batch, image = run.pick((BATCH, IMAGE), (QUICK_BATCH, QUICK_IMAGE))
+    how = {"repeats": run.asked.repeats, "seed": run.asked.seed, "planner": run.asked.planner}
+    result = measure_chain(batch, image, device=run.device.type, **how)
+    run.save(**result)
+    run.say(chain_table(result), summary_line(result))
+
+
+main = Bench(
+    _run,
+    option("--repeats", type=int, default=3, help="timed steps of each contender"),
+    option("--planner", default="joint", help="Shoal's planner"),
+    quick="a few pixels: does it run?",
+    device=True,
+    seed=True,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,11 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from bench import frame
+from bench.frame import WrongResult
+from bench.interleave import in_turns, synchronize
 from shoal.codecs import Codec
 
 MEMCPY, TORCH_BF16, BITSANDBYTES = "memcpy", "torch bf16 cast", "bitsandbytes"
@@ -32,10 +36,6 @@ _CHECKED = 1 << 20  # values, whole blocks
 _PEER_BOUND = 0.01
 
 
-class WrongDecode(Exception):
-    """A contender's result is further from what was encoded than it states."""
-
-
 @dataclass(frozen=True)
 class Contender:
     """What is timed; `decode` is None where there is nothing to undo.
@@ -45,7 +45,7 @@ class Contender:
         encode, decode: into buffers that are there.
         buffers: what they fill.
         result: what `decode` gave last, or else `encode`.
-        check: raises `WrongDecode` where the result is not what it should be.
+        check: raises `WrongResult` where the result is not what it should be.
     """
 
     name: str
@@ -94,50 +94,43 @@ def measure(codecs: Sequence[Codec], elems: int, threads: int, rounds: int, devi
     """Every contender on normal numbers, in turns.
 
     Raises:
-        WrongDecode: one does not do what it states.
+        WrongResult: one does not do what it states.
     """
     x = torch.randn(elems, generator=torch.Generator().manual_seed(0)).to(device)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with plain_copies(x, threads) as copies:
-            contenders = [*copies, cast(x), *peers(x), *(ours(codec, x) for codec in codecs)]
-            return in_turns(contenders, elems, threads, rounds, device)
-    finally:
-        torch.set_num_threads(before)
+    with frame.threads(threads), plain_copies(x, threads) as copies:
+        contenders = [*copies, cast(x), *peers(x), *(ours(codec, x) for codec in codecs)]
+        return time_in_turns(contenders, elems, threads, rounds, device)
 
 
-def in_turns(contenders: Sequence[Contender], elems: int, threads: int, rounds: int, device: torch.device) -> list[Row]:
+def time_in_turns(
+    contenders: Sequence[Contender], elems: int, threads: int, rounds: int, device: torch.device
+) -> list[Row]:
     """Medians over the rounds. A call too short for the clock is repeated within a round."""
-    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+
+    def seconds(call: Callable[[], object], repeat: int) -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(repeat):
+            call()
+        synchronize(device)
+        return (time.perf_counter() - start) / repeat
+
     calls = [call for one in contenders for call in (one.encode, one.decode) if call is not None]
-    repeats = []
     for call in calls:
         call()
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        repeats.append(max(1, min(200, int(2e-3 / max(time.perf_counter() - start, 1e-6)))))
+    repeats = [max(1, min(200, int(2e-3 / max(seconds(call, 1), 1e-6)))) for call in calls]
     for one in contenders:
         one.check()
     sums = [_sum_of_bits(one.result()) for one in contenders]
     for one in contenders:
         for buffer in one.buffers:
             buffer.zero_()  # so that what is checked in the end was written while the clock ran
-    seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, times, repeat in zip(calls, seconds, repeats, strict=True):
-            wait()
-            start = time.perf_counter()
-            for _ in range(repeat):
-                call()
-            wait()
-            times.append((time.perf_counter() - start) / repeat)
+    runs = {place: partial(seconds, call, repeats[place]) for place, call in enumerate(calls)}
+    taken = in_turns(runs, rounds, warm_ups=0)
     for one, before in zip(contenders, sums, strict=True):
         if _sum_of_bits(one.result()) != before:
-            raise WrongDecode(f"{one.name}: what was decoded while the clock ran differs from what was before")
-    medians = iter(statistics.median(times) for times in seconds)
+            raise WrongResult(f"{one.name}: what was decoded while the clock ran differs from what was before")
+    medians = iter(statistics.median(times) for times in taken.values())
     return [
         Row(one.name, elems, threads, one.payload_bytes, next(medians), None if one.decode is None else next(medians))
         for one in contenders
@@ -157,7 +150,7 @@ def ours(codec: Codec, x: torch.Tensor) -> Contender:
             else:
                 right = bool(((theirs.double() - values).abs() <= codec.error_bound(values)).all())
             if not right:
-                raise WrongDecode(f"{codec.name}: a value came back further from itself than it states")
+                raise WrongResult(f"{codec.name}: a value came back further from itself than it states")
 
     return Contender(
         codec.name,
@@ -177,7 +170,7 @@ def plain_copies(x: torch.Tensor, threads: int) -> Iterator[list[Contender]]:
 
     def check() -> None:
         if not torch.equal(to, x):
-            raise WrongDecode("a copy differs from what was copied")
+            raise WrongResult("a copy differs from what was copied")
 
     found = [Contender(f"{MEMCPY} (copy_)", lambda: to.copy_(x), None, (to,), lambda: to, x.nbytes, check)]
     if x.device.type != "cpu":
@@ -206,7 +199,7 @@ def cast(x: torch.Tensor) -> Contender:
 
     def check() -> None:
         if not torch.equal(out, x.bfloat16().float()):
-            raise WrongDecode("PyTorch's cast differs from itself")
+            raise WrongResult("PyTorch's cast differs from itself")
 
     return Contender(
         TORCH_BF16, lambda: narrow.copy_(x), lambda: out.copy_(narrow), (narrow, out), lambda: out, narrow.nbytes, check
@@ -229,7 +222,7 @@ def peers(x: torch.Tensor) -> list[Contender]:
     def check() -> None:
         most = kept["encoded"][1].absmax.repeat_interleave(4096)[: x.numel()] * _PEER_BOUND
         if not bool(((kept["decoded"] - x).abs() <= most).all()):
-            raise WrongDecode("bitsandbytes: a value came back further from itself than half its table's widest gap")
+            raise WrongResult("bitsandbytes: a value came back further from itself than half its table's widest gap")
 
     payload_bytes = x.numel() + 4 * -(-x.numel() // 4096)
     return [Contender(BITSANDBYTES, encode, decode, (), lambda: kept["decoded"], payload_bytes, check)]

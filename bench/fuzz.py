@@ -15,9 +15,7 @@ it by itself, shrunk for the first ones of its kind. Exit code 1 where a finding
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -27,21 +25,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bench.budgets import make_folder
-from bench.conditions import conditions, describe
+from bench.frame import Bench, Run, Show, bar, option, switch
 from bench.fuzz_compare import CRASH, EAGER_ONLY, OURS, Setting, settings
-from bench.fuzz_worker import SHRINKING
-from bench.progress import Show, bar
-from bench.tables import console as make_console
-from shoal.core.files import write_json
+from bench.fuzz_shrink import SHRINKING
+from bench.processes import Ended, Worker
 from shoal.errors import InputError
 
-_MOST_ATTEMPTS = 20  # draws of a network before one that plain PyTorch can train
+_MAX_ATTEMPTS = 20  # draws of a network before one that plain PyTorch can train
 _STRIDE = 7  # of the rotation through the settings; no divisor of their number
 
 
@@ -54,34 +48,6 @@ class Found:
     findings: list[dict[str, Any]] = field(default_factory=list)
     runs: list[dict[str, Any]] = field(default_factory=list)
     shrunk: Counter[str] = field(default_factory=Counter)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the fuzzer; 0 unless a finding is ours."""
-    asked = _parser().parse_args(arguments)
-    try:
-        return _run(asked)
-    except InputError as error:
-        print(f"bench.fuzz: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(asked: argparse.Namespace) -> int:
-    out = make_folder(asked.out)
-    console = make_console()
-    found_conditions = conditions(torch.device("cpu"), asked.seed)
-    console.print(describe(found_conditions), highlight=False, markup=False)
-    found = Found()
-    numbers = list(range(asked.networks)) if asked.only is None else [asked.only]
-    try:
-        _examine_all(asked, numbers, found, out)
-    except KeyboardInterrupt:
-        console.print(f"stopped after {found.networks} of {len(numbers)} networks")
-    report(found, console)
-    figures = {"networks": found.networks, "redrawn": found.redrawn, "findings": found.findings, "runs": found.runs}
-    write_json(out / "fuzz.json", {"conditions": found_conditions, **figures})
-    console.print(f"Scripts and figures in {out}", highlight=False)
-    return 1 if any(finding["ours"] for finding in found.findings) else 0
 
 
 def rotating(number: int, count: int) -> list[Setting]:
@@ -121,73 +87,13 @@ def _examine(
     chosen = settings() if asked.all else rotating(number, asked.settings)
     line = {"seed": asked.seed, "number": number, "settings": [(s.planner, s.budget, s.residence) for s in chosen]}
     limits = {"most_checks": asked.checks, "most_shrunk": asked.shrink, "shrunk": shrunk}
-    for attempt in range(_MOST_ATTEMPTS):
+    for attempt in range(_MAX_ATTEMPTS):
         answer = workers.ask(line | limits | {"attempt": attempt}, asked.seconds)
         if answer.get("shrinking"):  # a simpler network ended the process: what it had found is found again
             answer = workers.ask(line | limits | {"attempt": attempt, "most_shrunk": 0}, asked.seconds)
         if "not_a_network" not in answer:
             return number, answer, attempt
-    raise InputError(f"{_MOST_ATTEMPTS} networks drawn for number {number}, and plain PyTorch trains none of them")
-
-
-class _Workers:
-    """One process a thread, started again where it died."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-        self._alive: list[subprocess.Popen[str]] = []
-
-    def ask(self, line: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """What the process answers; where it dies, that is the finding."""
-        process = getattr(self._local, "process", None)
-        if process is None or process.poll() is not None:
-            process = self._local.process = self._start()
-        timer = threading.Timer(seconds, process.kill)
-        timer.start()
-        try:
-            stage = ""
-            process.stdin.write(json.dumps(line) + "\n")
-            process.stdin.flush()
-            for answer in map(json.loads, process.stdout):
-                if "stage" not in answer:
-                    return answer
-                stage = answer["stage"]
-            return _died(stage, process.wait())
-        except BrokenPipeError:
-            return _died("", process.wait())
-        finally:
-            timer.cancel()
-
-    def _start(self) -> subprocess.Popen[str]:
-        # In a session of its own: Ctrl-C is for this process, which then ends its workers.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.fuzz_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self._alive.append(process)
-        return process
-
-    def stop(self) -> None:
-        for process in self._alive:
-            process.kill()
-
-
-def _died(stage: str, code: int) -> dict[str, Any]:
-    """The answer of a process that ended with `code` while it was about `stage`."""
-    if stage.startswith(SHRINKING):
-        return {"shrinking": stage}
-    if stage in ("", "plain"):
-        return {"not_a_network": f"plain PyTorch ended the process with {code}"}
-    kind = EAGER_ONLY if stage == "aot_eager" else CRASH
-    what = f"the process ended with {code}" if code != -9 else "it does not end"
-    where = {"planner": stage, "budget": "", "residence": ""}
-    one = {"kind": kind, "what": what, "details": f"in {stage}", "setting": where, "count": 1, "ours": kind in OURS}
-    return {"findings": [one | {"script": ""}], "runs": []}
+    raise InputError(f"{_MAX_ATTEMPTS} networks drawn for number {number}, and plain PyTorch trains none of them")
 
 
 def _take(found: Found, number: int, answer: dict[str, Any], redrawn: int, out: Path, show: Show) -> None:
@@ -237,26 +143,70 @@ def report(found: Found, console: Console) -> None:
         )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.fuzz", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--networks", type=_positive, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="the number of one network, to run it alone")
-    parser.add_argument("--settings", type=_positive, default=6, help="planners, budgets and residences a network")
-    parser.add_argument("--all", action="store_true", help="every planner, budget and residence for each network")
-    parser.add_argument("--shrink", type=int, default=3, help="findings of a kind whose networks are shrunk; 0: none")
-    parser.add_argument("--checks", type=_positive, default=60, help="simpler networks tried for each")
-    parser.add_argument("--jobs", type=_positive, default=len(os.sched_getaffinity(0)), help="processes at once")
-    parser.add_argument("--seconds", type=float, default=900, help="a network that takes longer is a finding")
-    parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="folder for scripts and figures")
-    return parser
+class _Workers:
+    """One process a thread, started again where it died."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._alive: list[Worker] = []
+
+    def ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """What the process answers; where it dies, that is the finding."""
+        worker: Worker | None = getattr(self._local, "worker", None)
+        if worker is None or not worker.alive:
+            worker = self._local.worker = Worker("bench.fuzz_shrink:Examiner", {**os.environ, "OMP_NUM_THREADS": "1"})
+            self._alive.append(worker)
+        try:
+            return worker.ask(question, limit_seconds=seconds)
+        except Ended as error:
+            return _died(error.stage, error.code)
+
+    def stop(self) -> None:
+        for worker in self._alive:
+            worker.close()
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive number")
-    return int(text)
+def _died(stage: str, code: int) -> dict[str, Any]:
+    """The answer of a process that ended with `code` while it was about `stage`."""
+    if stage.startswith(SHRINKING):
+        return {"shrinking": stage}
+    if stage in ("", "plain"):
+        return {"not_a_network": f"plain PyTorch ended the process with {code}"}
+    kind = EAGER_ONLY if stage == "aot_eager" else CRASH
+    what = f"the process ended with {code}" if code != -9 else "it does not end"
+    where = {"planner": stage, "budget": "", "residence": ""}
+    one = {"kind": kind, "what": what, "details": f"in {stage}", "setting": where, "count": 1, "ours": kind in OURS}
+    return {"findings": [one | {"script": ""}], "runs": []}
 
+
+def _run(run: Run) -> int:
+    asked, found = run.asked, Found()
+    numbers = list(range(asked.networks)) if asked.only is None else [asked.only]
+    try:
+        _examine_all(asked, numbers, found, run.out)
+    except KeyboardInterrupt:
+        run.say(f"stopped after {found.networks} of {len(numbers)} networks")
+    report(found, run.console)
+    run.path = run.out / "fuzz.json"
+    run.save(networks=found.networks, redrawn=found.redrawn, findings=found.findings, runs=found.runs)
+    run.say(f"Scripts and figures in {run.out}")
+    return int(any(finding["ours"] for finding in found.findings))
+
+
+main = Bench(
+    _run,
+    option("--networks", type=int, default=200),
+    option("--only", type=int, minimum=0, help="the number of one network, to run it alone"),
+    option("--settings", type=int, default=6, help="planners, budgets and residences a network"),
+    switch("--all", "every planner, budget and residence for each network"),
+    option("--shrink", type=int, default=3, minimum=0, help="findings of a kind whose networks are shrunk; 0: none"),
+    option("--checks", type=int, default=60, help="simpler networks tried for each"),
+    option("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at once"),
+    option("--seconds", type=float, default=900, help="a network that takes longer is a finding"),
+    quick=None,
+    seed=True,
+    out="runs/fuzz",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

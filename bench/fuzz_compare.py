@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -35,7 +36,7 @@ _OFFLOADING = ("hmms", "hmms_recompute", "layerwise", "hascoet")  # these have n
 _PREDICTED_WITHIN = 1.02  # the contract
 _SLACK_BYTES = 256  # scalars of the loss
 _ERROR_FACTOR, _ERROR_TOLERANCE = 2.0, {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}
-_MOST_TRIES = 5
+_MAX_TRIES = 5
 _NO_REFERENCE = 0.3  # where eager PyTorch itself is that far from float64, random ops drew otherwise there
 
 
@@ -54,7 +55,7 @@ class Finding:
 
     Attributes:
         kind: one of the constants of this module.
-        what: what differs, the same for the same cause as far as can be told: findings are counted by it.
+        what: what differs, the same for the same cause as far as can be seen: findings are counted by it.
         details: the figures.
         setting: under which it was found.
     """
@@ -71,7 +72,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Ran:
-    """One training under Shoal: the budget it ran in, its highest counted peak, and what was promised."""
+    """One training under Shoal: the budget it ran in, its highest counted peak, and what was predicted."""
 
     setting: Setting
     budget_bytes: int
@@ -112,7 +113,7 @@ class Comparison:
 
     Args:
         network: what to train.
-        stage: told what is about to run, for whoever must know where a process died.
+        stage: called with what is about to run, for whoever must know where a process died.
 
     Raises:
         NotANetwork: plain PyTorch cannot train it, or not twice in the same way.
@@ -129,55 +130,51 @@ class Comparison:
             raise NotANetwork(_first_line(error)) from None
         if wrong := fuzz_step.differences(self.eager, again):
             raise NotANetwork(f"plain PyTorch does not repeat itself: {wrong[:3]}")
-        self._compiled: tuple[dict[str, torch.Tensor], str | None] | None = None
-        self._exact: dict[str, torch.Tensor] | None = None
 
     @property
     def aot(self) -> dict[str, torch.Tensor]:
         """What `aot_eager` leaves behind, empty where it fails; asked for where Shoal differs from plain PyTorch."""
-        return self._aot_eager()[0]
+        return self._aot_eager[0]
 
     @property
     def aot_error(self) -> str | None:
         """Why `aot_eager` fails, if it does."""
-        return self._aot_eager()[1]
+        return self._aot_eager[1]
 
     def _plain(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], int]:
         model = self.namespace["build"]()
         found, course, peaks = fuzz_step.train(
-            model, fuzz_step.optimizer_of(model), self.namespace, promised=lambda: 0, metered=True
+            model, fuzz_step.optimizer_of(model), self.namespace, predicted=lambda: 0, metered=True
         )
         return found, course, max(peak for peak, _ in peaks)
 
+    @cached_property
     def _aot_eager(self) -> tuple[dict[str, torch.Tensor], str | None]:
-        if self._compiled is None:
-            self.stage("aot_eager")
-            torch._dynamo.reset()
-            model = self.namespace["build"]()
-            compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
-            try:
-                found, _, _ = fuzz_step.train(compiled, fuzz_step.optimizer_of(model), self.namespace, self.course)
-                self._compiled = found, None
-            except Exception as error:
-                self._compiled = {}, _failure(error)
-        return self._compiled
+        self.stage("aot_eager")
+        torch._dynamo.reset()
+        model = self.namespace["build"]()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+        try:
+            found, _, _ = fuzz_step.train(compiled, fuzz_step.optimizer_of(model), self.namespace, self.course)
+        except Exception as error:
+            return {}, _failure(error)
+        return found, None
 
+    @cached_property
     def exact(self) -> dict[str, torch.Tensor]:
-        """The same steps in float64."""
-        if self._exact is None:
-            model = self.namespace["build"]().double()
-            batch = self.namespace["batch"]
+        """The same steps in float64; empty where the network's text names a dtype."""
+        model = self.namespace["build"]().double()
+        batch = self.namespace["batch"]
 
-            def double(step: int) -> torch.Tensor:
-                x = batch(step)
-                return x.detach().double().requires_grad_(x.requires_grad)
+        def double(step: int) -> torch.Tensor:
+            x = batch(step)
+            return x.detach().double().requires_grad_(x.requires_grad)
 
-            namespace = self.namespace | {"batch": double}
-            try:
-                self._exact, _, _ = fuzz_step.train(model, fuzz_step.optimizer_of(model), namespace, self.course)
-            except RuntimeError:  # a dtype that the network's text names
-                self._exact = {}
-        return self._exact
+        namespace = self.namespace | {"batch": double}
+        try:
+            return fuzz_step.train(model, fuzz_step.optimizer_of(model), namespace, self.course)[0]
+        except RuntimeError:
+            return {}
 
     def findings(self, setting: Setting) -> tuple[list[Finding], list[Ran]]:
         """Train under Shoal and hold it against the others. "least" is asked for as a user would: by giving too little
@@ -197,7 +194,7 @@ class Comparison:
     def _trained(self, setting: Setting, budget_bytes: int, found: list[Finding]) -> Attempt | None:
         """A training inside `budget_bytes`, or inside the least that is named where they do not do."""
         asked_bytes, named = budget_bytes, ""
-        for _ in range(_MOST_TRIES):
+        for _ in range(_MAX_TRIES):
             attempt = self._attempt(setting, budget_bytes)
             error = attempt.error
             if not isinstance(error, BudgetError):
@@ -250,7 +247,7 @@ class Comparison:
                 optimizer,
                 self.namespace,
                 self.course,
-                promised=lambda: model.shoal.predicted_peak_bytes,
+                predicted=lambda: model.shoal.predicted_peak_bytes,
                 metered=True,
             )
             return Attempt(setting, budget_bytes, trace, peaks, model.shoal.repairs, began)
@@ -272,7 +269,7 @@ class Comparison:
             details = "; ".join(self._errors(name, attempt.trace.get(name)) for name in (worse or ours)[:3])
             kind = DIFFERS if worse else ROUNDING
             found.append(Finding(kind, _quantities(worse or ours, self.eager), details, setting))
-        ran = [Ran(setting, attempt.budget_bytes, peak, told, attempt.repairs) for peak, told in attempt.peaks]
+        ran = [Ran(setting, attempt.budget_bytes, peak, reported, attempt.repairs) for peak, reported in attempt.peaks]
         for one in ran:
             figures = f"{one.peak_bytes} measured, {one.predicted_bytes} predicted, {one.budget_bytes} budget"
             if one.peak_bytes > one.budget_bytes:  # once may be: then it is planned for again
@@ -284,17 +281,17 @@ class Comparison:
 
     def _is_rounding(self, name: str, ours: torch.Tensor | None) -> bool:
         """Whether what differs is as near to float64 as plain PyTorch."""
-        theirs, exact = self.eager.get(name), self.exact().get(name)
+        theirs, exact = self.eager.get(name), self.exact.get(name)
         if ours is None or theirs is None or exact is None or not theirs.is_floating_point():
             return False
         output = f"{name.split(':')[0]}: output 0"
-        if ours.dtype != theirs.dtype or fuzz_step.error(self.eager[output], self.exact()[output]) > _NO_REFERENCE:
+        if ours.dtype != theirs.dtype or fuzz_step.error(self.eager[output], self.exact[output]) > _NO_REFERENCE:
             return False
         tolerance = _ERROR_TOLERANCE[torch.bfloat16 if self.network.autocast else theirs.dtype]
         return fuzz_step.error(ours, exact) <= _ERROR_FACTOR * fuzz_step.error(theirs, exact) + tolerance
 
     def _errors(self, name: str, ours: torch.Tensor | None) -> str:
-        theirs, exact = self.eager.get(name), self.exact().get(name)
+        theirs, exact = self.eager.get(name), self.exact.get(name)
         if ours is None or theirs is None:
             return f"{name}: there in {'eager' if ours is None else 'Shoal'} only"
         if exact is None or not theirs.is_floating_point():

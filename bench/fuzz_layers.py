@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
-_MOST_ELEMENTS = 1 << 15  # of any tensor: networks are tiny, since compiling takes the time
-_MOST_TOKENS = 144
-_LEAST_FOR_WINDOWS = 3
+_MAX_ELEMENTS = 1 << 15  # of any tensor: networks are tiny, since compiling takes the time
+_MAX_TOKENS = 144
+_MIN_FOR_WINDOWS = 3
 
 
 @dataclass
@@ -75,11 +75,11 @@ def _conv(w: Writer, variant: str, amount: int) -> None:
         rest = f"{rest}, padding_mode='circular'"
     elif variant == "reflect" and smallest > 1:
         rest = f"{rest}, padding_mode='reflect'"
-    elif variant == "unpadded" and smallest >= _LEAST_FOR_WINDOWS:
+    elif variant == "unpadded" and smallest >= _MIN_FOR_WINDOWS:
         rest, sizes = "bias=False", tuple(size - 2 for size in sizes)
     elif variant.startswith("transposed"):
         kind = f"nn.ConvTranspose{w.dims}d"
-        if variant == "transposed_strided" and w.elements << w.dims <= _MOST_ELEMENTS:
+        if variant == "transposed_strided" and w.elements << w.dims <= _MAX_ELEMENTS:
             kernel, rest, sizes = 2, "stride=2", tuple(2 * size for size in sizes)
     layer = w.module(f"{kind}({w.channels}, {out}, {kernel}{', ' if rest else ''}{rest})")
     if variant == "frozen":
@@ -135,7 +135,7 @@ def _pool(w: Writer, variant: str, amount: int) -> None:
         w.sizes = (size,) * w.dims
         return
     kind, ceil = variant[:3], amount % 2 == 1
-    if min(w.sizes) < _LEAST_FOR_WINDOWS:
+    if min(w.sizes) < _MIN_FOR_WINDOWS:
         return
     if variant.endswith("overlapping"):
         w.line(f"x = F.{kind}_pool{w.dims}d(x, 3, stride=2, padding=1)")
@@ -170,7 +170,7 @@ def _pixels(w: Writer, variant: str, amount: int) -> None:
 
 def _attention(w: Writer, variant: str, amount: int) -> None:
     n, c, tokens = w.batch, w.channels, prod(w.sizes)
-    if tokens > _MOST_TOKENS:
+    if tokens > _MAX_TOKENS:
         return
     heads = 2 if c % 2 == 0 else 1
     dropout = 0.2 if amount % 4 == 0 else 0.0
@@ -220,16 +220,16 @@ def _view(w: Writer, variant: str, amount: int) -> None:
         case "transpose" if w.dims > 1:
             w.line("x = x.transpose(-2, -1)")
             w.sizes = (*sizes[:-2], sizes[-1], sizes[-2])
-        case "slice" if min(sizes) >= _LEAST_FOR_WINDOWS:
+        case "slice" if min(sizes) >= _MIN_FOR_WINDOWS:
             w.line("x = x[..., ::2]")
             w.sizes = (*sizes[:-1], (sizes[-1] + 1) // 2)
         case "narrow" if c > 2:
             w.line(f"x = x[:, 1:]{'.contiguous()' if amount % 2 else ''}")
             w.channels = c - 1
-        case "pad" if w.elements * 2 <= _MOST_ELEMENTS:
+        case "pad" if w.elements * 2 <= _MAX_ELEMENTS:
             w.line("x = F.pad(x, (1, 2))")
             w.sizes = (*sizes[:-1], sizes[-1] + 3)
-        case "upsample" if w.elements << w.dims <= _MOST_ELEMENTS:
+        case "upsample" if w.elements << w.dims <= _MAX_ELEMENTS:
             w.line(f"x = F.interpolate(x, scale_factor=2, mode={'nearest' if amount % 2 else 'area'!r})")
             w.sizes = tuple(2 * size for size in sizes)
         case "flip":
@@ -344,56 +344,31 @@ def _math(w: Writer, variant: str, amount: int) -> None:
             w.line("x = x - x.logsumexp(1, keepdim=True)")
 
 
-_ACTIVATIONS = ["relu", "relu_", "leaky_relu", "leaky_relu_", "relu6", "relu6_", "gelu", "silu", "silu_", "hardswish"]
-_ACTIVATIONS += ["hardswish_", "elu", "elu_", "tanh", "sigmoid", "mish", "softplus", "hardtanh_", "celu_", "prelu"]
-_CONVOLUTIONS = ["plain", "plain", "pointwise", "strided", "dilated", "grouped", "depthwise", "circular", "reflect"]
-_VIEWS = [
-    "pixel_unshuffle",
-    "pixel_shuffle",
-    "chunk_swap",
-    "split_gate",
-    "channel_shuffle",
-    "transpose",
-    "slice",
-    "pad",
-]
-_INPLACE = ["add_", "half_mul_", "half_relu_"]
-_NORMS = ["batch", "batch", "batch_untracked", "batch_plain", "batch_momentum", "batch_frozen", "instance"]
-_MATHS = ["softmax", "centre", "squeeze_excite", "scale", "running_mean", "counter", "cumsum", "einsum", "where"]
-
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "conv": (*_CONVOLUTIONS, "unpadded", "transposed", "transposed_strided", "frozen"),
-    "norm": (*_NORMS, "instance_affine", "instance_tracked", "group", "group_plain", "layer", "layer_last", "rms_last"),
-    "act": tuple(_ACTIVATIONS),
-    "pool": (
-        "max",
-        "max_overlapping",
-        "max_same",
-        "avg",
-        "avg_overlapping",
-        "avg_same",
-        "adaptive_avg",
-        "adaptive_max",
-    ),
-    "pixels": ("flattened", "added", "contiguous", "moved", "conv1d"),
-    "attention": ("fused", "fused_causal", "by_hand", "by_hand_masked"),
-    "view": (*_VIEWS, "narrow", "upsample", "flip", "roll", "stack", "expand", "contiguous", "flatten_view", "unbind"),
-    "inplace": (*_INPLACE, "add_flipped", "add_of_transposed", "copy_", "assigned", "clamp_", "directly"),
-    "dropout": ("plain", "in_place", "channel", "alpha", "noise", "uniform", "unused"),
-    "math": (*_MATHS, "detached", "double", "standardise", "normalize", "pairwise_max", "used_twice", "logsumexp"),
-    "branch": ("residual", "in_place", "concat", "gate", "alpha", "aside_in_place"),
-    "repeat": ("twice",),
+    kind: tuple(variants.split())
+    for kind, variants in {
+        "conv": "plain plain pointwise strided dilated grouped depthwise circular reflect unpadded transposed "
+        "transposed_strided frozen",
+        "norm": "batch batch batch_untracked batch_plain batch_momentum batch_frozen instance instance_affine "
+        "instance_tracked group group_plain layer layer_last rms_last",
+        "act": "relu relu_ leaky_relu leaky_relu_ relu6 relu6_ gelu silu silu_ hardswish hardswish_ elu elu_ tanh "
+        "sigmoid mish softplus hardtanh_ celu_ prelu",
+        "pool": "max max_overlapping max_same avg avg_overlapping avg_same adaptive_avg adaptive_max",
+        "pixels": "flattened added contiguous moved conv1d",
+        "attention": "fused fused_causal by_hand by_hand_masked",
+        "view": "pixel_unshuffle pixel_shuffle chunk_swap split_gate channel_shuffle transpose slice pad narrow "
+        "upsample flip roll stack expand contiguous flatten_view unbind",
+        "inplace": "add_ half_mul_ half_relu_ add_flipped add_of_transposed copy_ assigned clamp_ directly",
+        "dropout": "plain in_place channel alpha noise uniform unused",
+        "math": "softmax centre squeeze_excite scale running_mean counter cumsum einsum where detached double "
+        "standardise normalize pairwise_max used_twice logsumexp",
+        "branch": "residual in_place concat gate alpha aside_in_place",
+        "repeat": "twice",
+    }.items()
 }
 
+
 WRITERS: dict[str, Callable[[Writer, str, int], None]] = {
-    "conv": _conv,
-    "norm": _norm,
-    "act": _act,
-    "pool": _pool,
-    "pixels": _pixels,
-    "attention": _attention,
-    "view": _view,
-    "inplace": _inplace,
-    "dropout": _dropout,
-    "math": _math,
+    write.__name__[1:]: write
+    for write in (_conv, _norm, _act, _pool, _pixels, _attention, _view, _inplace, _dropout, _math)
 }

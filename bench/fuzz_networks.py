@@ -18,7 +18,7 @@ HEADS = (*("mean",) * 6, *("flatten", "dense", "two") * 2, "outside")
 _KINDS = {"conv": 8, "norm": 8, "act": 7, "pool": 3, "pixels": 3, "attention": 2, "view": 6, "math": 5, "inplace": 3}
 _RARER = {"dropout": 2, "branch": 5, "repeat": 2}
 _SIZES = {1: (64, 96, 33, 128), 2: (16, 12, 9, 20), 3: (6, 8, 5)}
-_MOST_DEEP = 2
+_MAX_DEPTH = 2
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def draw(seed: int, number: int, attempt: int = 0) -> Network:
 
 
 def _layers(chance: Random, count: int, depth: int) -> tuple[Layer, ...]:
-    kinds = _KINDS | (_RARER if depth < _MOST_DEEP else {})
+    kinds = _KINDS | (_RARER if depth < _MAX_DEPTH else {})
     return tuple(_layer(chance, kind, depth) for kind in chance.choices(list(kinds), list(kinds.values()), k=count))
 
 

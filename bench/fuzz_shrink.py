@@ -1,15 +1,24 @@
-"""From a network with a finding to the smallest one that still has it, and to a script that shows it by itself."""
+"""From a network with a finding to the smallest one that still has it, and to a script that shows it by itself.
+
+`Examiner` does so for each network that `bench.fuzz` draws, in a process of its own.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
 
 from bench import fuzz_step
 from bench.fuzz_compare import Comparison, Finding, NotANetwork, Setting
 from bench.fuzz_layers import VARIANTS
-from bench.fuzz_networks import Layer, Network, render
+from bench.fuzz_networks import Layer, Network, draw, render
+from bench.processes import Stage
 
 
 @dataclass(frozen=True)
@@ -145,8 +154,8 @@ def planned(budget):
         optimizer = optimizer_of(model)
         try:
             shoal.compile(model, budget, planner=PLANNER, optimizer=optimizer, offload_to=OFFLOAD_TO)
-            told = lambda: model.shoal.predicted_peak_bytes
-            found, _, peaks = train(model, optimizer, globals(), course, told, metered=True)
+            reported = lambda: model.shoal.predicted_peak_bytes
+            found, _, peaks = train(model, optimizer, globals(), course, reported, metered=True)
             print(f"budget {budget}: (measured, predicted) {peaks}, {model.shoal.repairs} repairs")
             return budget, found
         except shoal.BudgetError as error:
@@ -161,7 +170,7 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     eager_model = build()
-    eager, course, peaks = train(eager_model, optimizer_of(eager_model), globals(), promised=lambda: 0, metered=True)
+    eager, course, peaks = train(eager_model, optimizer_of(eager_model), globals(), predicted=lambda: 0, metered=True)
     peak = max(measured for measured, _ in peaks)
     print(f"plain PyTorch: {peak} bytes")
     try:
@@ -179,3 +188,55 @@ if __name__ == "__main__":
     print("Shoal differs from eager in", wrong[:5])
     print("Shoal differs from both in", [name for name in wrong if not same(found.get(name), aot.get(name))][:5])
 '''
+
+
+SHRINKING = "shrinking"
+
+
+class Examiner:
+    """Examines one network after another in a process of its own; see `bench.processes`.
+
+    A question has `seed`, `number`, `attempt`, `settings`, `most_checks`, `most_shrunk` and `shrunk`; the answer has
+    `findings` and `runs`, or `not_a_network`.
+    """
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        logging.getLogger("shoal").setLevel(logging.ERROR)  # repairs are counted
+        logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)
+
+    def __call__(self, asked: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
+        return examine(asked, stage)
+
+
+def examine(asked: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
+    """The findings of one network, each with its script, and what each training took."""
+    network = draw(asked["seed"], asked["number"], asked["attempt"])
+    try:
+        comparison = Comparison(network, stage)
+    except NotANetwork as error:
+        return {"not_a_network": str(error)}
+    found: list[Finding] = []
+    runs = []
+    for setting in asked["settings"]:
+        findings, ran = comparison.findings(Setting(*setting))
+        found += findings
+        runs += [asdict(one) for one in ran]
+    shrunk = dict(asked["shrunk"])
+    reported = []
+    for finding in distinct(found):
+        case = Case(network, finding.setting)
+        key = f"{finding.kind}: {finding.what}"
+        if shrunk.get(key, 0) < asked["most_shrunk"]:
+            shrunk[key] = shrunk.get(key, 0) + 1
+            stage(f"{SHRINKING} {key}")
+            case = shrink(case, has(finding), asked["most_checks"])
+        count = sum((one.kind, one.what) == (finding.kind, finding.what) for one in found)
+        reported.append(asdict(finding) | {"count": count, "ours": finding.ours, "script": script(case, finding)})
+    return {"findings": reported, "runs": runs}
+
+
+def distinct(found: Sequence[Finding]) -> list[Finding]:
+    """The first of each kind."""
+    return list({(one.kind, one.what): one for one in reversed(found)}.values())[::-1]

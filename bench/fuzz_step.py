@@ -9,7 +9,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 STEPS = 4  # the first plans; a budget that it breaks is planned for again in the second
 
 
-def train(model, optimizer, network, course=None, promised=lambda: None, metered=False):
+def train(model, optimizer, network, course=None, predicted=lambda: None, metered=False):
     """Train for `STEPS` steps.
 
     Args:
@@ -18,11 +18,11 @@ def train(model, optimizer, network, course=None, promised=lambda: None, metered
         network: the namespace of a rendered network.
         course: an earlier training's: what parameters and buffers are put to before each step, so that no step inherits
             a difference of an earlier one, and the weights of the loss. None: this training makes its own.
-        promised: asked for the predicted peak before and after each forward pass.
+        predicted: asked for the predicted peak before and after each forward pass.
         metered: whether to count allocations.
 
     Returns:
-        By name, every tensor that the steps leave behind; the course; and (peak bytes, what was promised) of each step
+        By name, every tensor that the steps leave behind; the course; and (peak bytes, what was predicted) of each step
         that planned nothing, where metered.
     """
     plain = getattr(model, "_orig_mod", model)
@@ -38,15 +38,15 @@ def train(model, optimizer, network, course=None, promised=lambda: None, metered
         optimizer.zero_grad()
         x = network["batch"](step)
         torch.manual_seed(step)
-        standing = [x, *plain.parameters(), *plain.buffers()]
-        standing += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
-        before_bytes = sum({v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in standing}.values())
-        told = [promised()]
+        static = [x, *plain.parameters(), *plain.buffers()]
+        static += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
+        before_bytes = sum({v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in static}.values())
+        reported = [predicted()]
 
-        def one_step(x=x, told=told):
+        def one_step(x=x, reported=reported):
             with torch.autocast("cpu", torch.bfloat16, enabled=network["AUTOCAST"] and x.dtype == torch.float32):
                 outputs = model(x)
-            told.append(promised())
+            reported.append(predicted())
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             loss = torch.zeros(())
             for place, output in enumerate(outputs[: network["IN_LOSS"]]):
@@ -58,10 +58,10 @@ def train(model, optimizer, network, course=None, promised=lambda: None, metered
             loss.backward()
             return outputs, loss
 
-        if metered and step and told[0] is not None:
+        if metered and step and reported[0] is not None:
             (outputs, loss), peak_bytes = allocated(one_step)
-            if told[0] == told[1]:
-                peaks.append((before_bytes + peak_bytes, told[0]))
+            if reported[0] == reported[1]:
+                peaks.append((before_bytes + peak_bytes, reported[0]))
         else:
             outputs, loss = one_step()
         found[f"{step}: generator"] = torch.get_rng_state()

@@ -1,9 +1,14 @@
-"""Ways to average gradients over ranks: plain DDP, PyTorch's communication hooks, and ours."""
+"""Ways to average gradients over ranks: plain DDP, PyTorch's communication hooks, and ours.
+
+`Runner` takes steps of one of them on this rank, with their seconds and the bytes that left the rank.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from bench import lab_rank
+from bench.interleave import turns
 from shoal import codecs
 from shoal.distributed import compress_gradients
 from shoal.errors import InputError
@@ -82,9 +89,7 @@ def install(name: str, model: DistributedDataParallel) -> Installed:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name.startswith("PowerSGD "):
         state = powerSGD_hook.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=int(name.split()[1][0]),
-            start_powerSGD_iter=_POWER_SGD_FROM,
+            process_group=None, matrix_approximation_rank=int(name.split()[1][0]), start_powerSGD_iter=_POWER_SGD_FROM
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return Installed(warm_ups=_POWER_SGD_FROM + 1)
@@ -111,7 +116,7 @@ def _ours(name: str, model: DistributedDataParallel) -> Installed:
 
 
 def install_sharded(name: str, model: torch.nn.Module) -> Installed:
-    """The same for a model of `fully_shard`: plain, or ours. Bytes told would leave out the weights, which travel too.
+    """The same for a model of `fully_shard`: plain, or ours. Its own count of bytes leaves out the weights.
 
     Raises:
         InputError: another contender.
@@ -130,3 +135,70 @@ def _nothing(_, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotat
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
+
+
+@dataclass
+class Runner:
+    """One contender.
+
+    Attributes:
+        prepare: before each step, outside of its time.
+        work: what is timed.
+        sent_bytes: of the interface by step; on the loopback, on average over the ranks that share it.
+        reported_bytes: by step, by the contender's own count.
+    """
+
+    name: str
+    prepare: Callable[[], object]
+    work: Callable[[], object]
+    installed: Installed
+    seconds: list[float] = field(default_factory=list)
+    sent_bytes: list[int] = field(default_factory=list)
+    reported_bytes: list[int | None] = field(default_factory=list)
+
+    def step(self) -> None:
+        """Every rank starts at a barrier, and the bytes are those up to another."""
+        self.prepare()
+        dist.barrier()
+        reported, sent = self.installed.sent_bytes(), lab_rank.sent_bytes()
+        start = time.perf_counter()
+        self.work()
+        self.seconds.append(time.perf_counter() - start)
+        dist.barrier()
+        self.sent_bytes.append((lab_rank.sent_bytes() - sent) // lab_rank.sharing())
+        after = self.installed.sent_bytes()
+        self.reported_bytes.append(None if reported is None or after is None else after - reported)
+
+    def warm_up(self) -> None:
+        """Until the contender does what it does from then on; nothing is counted."""
+        for _ in range(self.installed.warm_ups):
+            self.step()
+        self.seconds.clear()
+        self.sent_bytes.clear()
+        self.reported_bytes.clear()
+
+    def row(self, result: Iterable[torch.Tensor]) -> dict[str, Any]:
+        """The figures, and whether `result` is bit for bit that of every other rank. A collective call."""
+        return {
+            "seconds": self.seconds,
+            "sent_bytes": self.sent_bytes,
+            "reported_bytes": self.reported_bytes,
+            "same_on_all_ranks": same_on_all_ranks(result),
+            "reason": self.installed.reason(),
+        }
+
+
+def same_on_all_ranks(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether every rank holds the same bits. A collective call."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    return len(set(digests)) == 1
+
+
+def step_in_turns(runners: Sequence[Runner], rounds: int) -> None:
+    """Steps of all, in turns."""
+    for runner, _ in turns(runners, rounds):
+        runner.step()

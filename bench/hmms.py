@@ -13,26 +13,21 @@ Every plan is held against `shoal.core.validate` before its row is printed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from bench import tables
-from bench.budgets import make_folder
-from bench.conditions import conditions, describe, file_name
-from bench.epoch_projection import BANDWIDTHS_GBPS, curve, step_of
-from bench.layout_pools import three_pools
+from bench.frame import Bench, Run, WrongResult
+from bench.layout_step_blocks import three_pools
+from bench.tables import cells, new_table
 from shoal import planners
 from shoal.app import models
 from shoal.capture.capture_step import capture_step
 from shoal.core import presets
-from shoal.core.files import write_json
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.schedule import schedule
@@ -42,7 +37,7 @@ from shoal.core.validate import check_runs
 from shoal.cost.roofline import roofline
 from shoal.engine.search.max_batch import largest_batch
 from shoal.engine.search.steps_by_batch import StepsByBatch
-from shoal.errors import BudgetError, InputError
+from shoal.errors import BudgetError
 from shoal.planners.papers.hmms import cumulative_bytes, theoretical_limit
 
 CALIBRATION = 1.98
@@ -55,12 +50,10 @@ LOSS_PERCENT = {  # of throughput, figure 8: layer-wise, HMMS
 }
 LARGER_BATCH = {"vgg19": (6.0, 1.5), "resnet18": (2.0, 4.9)}  # figure 10, with Split-CNN: times, loss in percent
 SPEEDUP_AT_10_GBPS = 2.1  # figure 11
+EFFICIENCY = 0.8  # the paper's alpha
+BANDWIDTHS_GBPS = (0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 16.0, 32.0)
 _BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the way from the least bytes of `joint` to those of keeping everything
 _SLACK = 1e-9
-
-
-class Worse(Exception):
-    """`joint` lost more than HMMS inside the same budget, or a plan was wrong."""
 
 
 def paper_machine() -> Hardware:
@@ -85,7 +78,7 @@ def planned(graph: StepGraph, planner: str, budget_bytes: int = 0) -> Plan:
     plan = planners.get(planner)(graph, paper_machine(), budget_bytes)
     peak_bytes = check_runs(graph, plan.residences, schedule(graph, plan.residences), budget_bytes)
     if peak_bytes != plan.predicted_peak_bytes:
-        raise Worse(f"{planner} on {graph.model}: the check finds a peak of {peak_bytes} bytes, not the predicted one")
+        raise WrongResult(f"{planner} on {graph.model}: the check finds another peak: {peak_bytes} bytes")
     return plan
 
 
@@ -143,7 +136,7 @@ def sweep(graphs: dict[str, tuple[StepGraph, StepGraph]]) -> list[dict[str, Any]
     """`joint` and HMMS inside the same budgets.
 
     Raises:
-        Worse: `joint` lost more.
+        WrongResult: `joint` lost more.
     """
     rows = []
     for network, (graph, _) in graphs.items():
@@ -154,7 +147,7 @@ def sweep(graphs: dict[str, tuple[StepGraph, StepGraph]]) -> list[dict[str, Any]
             plan = planned(graph, "joint", budget_bytes)
             fits = paper.predicted_peak_bytes <= budget_bytes
             if fits and plan.predicted_seconds > paper.predicted_seconds * (1 + _SLACK):
-                raise Worse(f"{network} at {format_bytes(budget_bytes)}: joint is slower than hmms")
+                raise WrongResult(f"{network} at {format_bytes(budget_bytes)}: joint is slower than hmms")
             rows.append(
                 {
                     "network": network,
@@ -209,14 +202,65 @@ def figure_10(steps_of: Mapping[str, StepsByBatch], image: int, memory_bytes: in
     return rows
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """One training step on one device of many, measured or simulated.
+
+    Attributes:
+        batch: samples of a step.
+        forward_seconds: until the loss is there.
+        backward_seconds: the rest of the step, recomputation and waiting included.
+        gradient_bytes: of all parameter gradients.
+    """
+
+    batch: int
+    forward_seconds: float
+    backward_seconds: float
+    gradient_bytes: int
+
+
+def step_of(plan: Plan, batch: int) -> StepTimes:
+    """The simulated step of `plan`: what runs or waits before the loss is there is forward, all else backward."""
+    timeline = plan.timeline
+    forward = [moment for moment in timeline.moments if moment.phase in ("forward", "loss")]
+    forward_seconds = forward[-1].start_seconds + forward[-1].seconds
+    gradient_bytes = sum(storage.nbytes for storage in plan.graph.storages if storage.kind == "gradient")
+    return StepTimes(batch, forward_seconds, timeline.seconds - forward_seconds, gradient_bytes)
+
+
+def epoch_seconds(step: StepTimes, samples: int, bandwidth_gbps: float, *, efficiency: float = EFFICIENCY) -> float:
+    """Section 6.4 of the paper: T_epoch = |D| / N (T_forward + max(T_backward, 2 |G| / (alpha B))).
+
+    An all-reduce moves at least 2 |G| bytes over each link (Patarasuk, Yuan, 2009) while the backward pass runs. Not in
+    it: latency, the last layers' gradients, and everything else that uses the network.
+
+    Args:
+        step: of one device.
+        samples: |D|, that one device sees in an epoch.
+        bandwidth_gbps: B, between any two devices, in Gbit/s.
+        efficiency: alpha, how much of B the all-reduce reaches.
+
+    Example: half a gigabyte of gradients at 10 Gbit/s and an efficiency of 0.8 takes a second to sum, twice as long as
+    the backward pass.
+
+        >>> step = StepTimes(batch=50, forward_seconds=0.25, backward_seconds=0.5, gradient_bytes=500_000_000)
+        >>> epoch_seconds(step, 1000, 10)
+        25.0
+    """
+    network_seconds = 2 * step.gradient_bytes / (efficiency * bandwidth_gbps * 1e9 / 8)
+    return samples / step.batch * (step.forward_seconds + max(step.backward_seconds, network_seconds))
+
+
+def speedup(larger: StepTimes, baseline: StepTimes, bandwidth_gbps: float) -> float:
+    """How many times faster an epoch is with the steps of `larger`: a larger batch sends its gradients less often."""
+    return epoch_seconds(baseline, 1, bandwidth_gbps) / epoch_seconds(larger, 1, bandwidth_gbps)
+
+
 def figure_11(graph: StepGraph, larger: StepGraph, batches: tuple[int, int], budget_bytes: int) -> list[dict[str, Any]]:
     """The projected speedup of distributed training with the larger batch, over the bandwidth."""
     baseline = step_of(planned(graph, "keep_all"), batches[0])
     with_offload = step_of(planned(larger, "joint", budget_bytes), batches[1])
-    return [
-        {"bandwidth_gbps": point.bandwidth_gbps, "speedup": point.speedup}
-        for point in curve(with_offload, baseline, BANDWIDTHS_GBPS)
-    ]
+    return [{"bandwidth_gbps": gbps, "speedup": speedup(with_offload, baseline, gbps)} for gbps in BANDWIDTHS_GBPS]
 
 
 def measure(batch: int, image: int, memory_bytes: int) -> dict[str, Any]:
@@ -241,9 +285,10 @@ def measure(batch: int, image: int, memory_bytes: int) -> dict[str, Any]:
 
 
 def offloadable_table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="Figure 1: share of the generated bytes that can be offloaded during the forward pass")
-    for column in ("network", "paper, measured", "simulated, PyTorch's storages", "simulated, Shoal's storages"):
-        table.add_column(column, justify="left" if column == "network" else "right")
+    table = new_table(
+        "Figure 1: share of the generated bytes that can be offloaded during the forward pass",
+        "<network | paper, measured | simulated, PyTorch's storages | simulated, Shoal's storages",
+    )
     for row in rows:
         percents = (row["paper_percent"], row["simulated_percent"], row["shoal_percent"])
         table.add_row(row["network"], *(f"{percent:.0f} %" for percent in percents))
@@ -251,9 +296,10 @@ def offloadable_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def loss_table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=f"Figure 8: throughput lost at batch {rows[0]['batch'] if rows else BATCH}")
-    for column in ("network", "plan", "paper, measured", "simulated", "peak", "on the host"):
-        table.add_column(column, justify="left" if column in ("network", "plan") else "right")
+    table = new_table(
+        f"Figure 8: throughput lost at batch {rows[0]['batch'] if rows else BATCH}",
+        "<network | <plan | paper, measured | simulated | peak | on the host",
+    )
     for row in rows:
         for plan, percent in row["simulated_percent"].items():
             paper = row["paper_percent"].get(plan)
@@ -263,27 +309,23 @@ def loss_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def sweep_table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="joint against HMMS inside the same budget (simulated loss of throughput)")
-    for column in ("network", "budget", "HMMS", "joint", "bound", "offloaded", "recomputed", "planned in"):
-        table.add_column(column, justify="left" if column == "network" else "right")
+    table = new_table(
+        "joint against HMMS inside the same budget (simulated loss of throughput)",
+        "<network | budget | HMMS | joint | bound | offloaded | recomputed | planned in",
+    )
     for row in rows:
-        table.add_row(
-            row["network"],
-            f"{format_bytes(row['budget_bytes'])}, {row['budget_percent']:.0f} %",
-            "does not fit" if row["hmms_percent"] is None else f"{row['hmms_percent']:.1f} %",
-            f"{row['joint_percent']:.1f} %",
-            f"{row['bound_percent']:.1f} %",
-            format_bytes(row["offloaded_bytes"]),
-            format_bytes(row["recomputed_bytes"]),
-            f"{row['planning_seconds']:.1f} s",
-        )
+        hmms = "does not fit" if row["hmms_percent"] is None else f"{row['hmms_percent']:.1f} %"
+        form = "{network} | {budget_bytes:bytes}, {budget_percent:.0f} % | {hmms} | {joint_percent:.1f} % | "
+        form += "{bound_percent:.1f} % | {offloaded_bytes:bytes} | {recomputed_bytes:bytes} | {planning_seconds:.1f} s"
+        table.add_row(*cells(form, row, hmms=hmms))
     return table
 
 
 def batch_table(rows: Sequence[dict[str, Any]], memory_bytes: int) -> Table:
-    table = Table(title=f"Figure 10: largest batch in {format_bytes(memory_bytes)}")
-    for column in ("network", "plan", "batch", "times", "images/s", "loss"):
-        table.add_column(column, justify="left" if column in ("network", "plan") else "right")
+    table = new_table(
+        f"Figure 10: largest batch in {format_bytes(memory_bytes)}",
+        "<network | <plan | batch | times | images/s | loss",
+    )
     for row in rows:
         for plan in ("keep_all", "hmms", "joint"):
             if plan in row:
@@ -297,43 +339,32 @@ def batch_table(rows: Sequence[dict[str, Any]], memory_bytes: int) -> Table:
 
 def curve_table(figure: dict[str, Any]) -> Table:
     small, large = figure["batches"]
-    table = Table(title=f"Figure 11: projected speedup of VGG-19 at batch {large} over batch {small} (alpha 0.8)")
-    table.add_column("Gbit/s", justify="right")
-    table.add_column("simulated, joint", justify="right")
-    table.add_column("paper, Split-CNN + HMMS", justify="right")
+    table = new_table(
+        f"Figure 11: projected speedup of VGG-19 at batch {large} over batch {small} (alpha {EFFICIENCY})",
+        "Gbit/s | simulated, joint | paper, Split-CNN + HMMS",
+    )
     for point in figure["curve"]:
         paper = f"{SPEEDUP_AT_10_GBPS}" if point["bandwidth_gbps"] == 10 else ""
         table.add_row(f"{point['bandwidth_gbps']:g}", f"{point['speedup']:.2f}", paper)
     return table
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 unless a plan was wrong or `joint` lost."""
-    parser = argparse.ArgumentParser(prog="python -m bench.hmms", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small images: does it run?")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    asked = parser.parse_args(arguments)
-    batch, image = (QUICK_BATCH, QUICK_IMAGE) if asked.quick else (BATCH, IMAGE)
-    memory_bytes = 2**31 if asked.quick else paper_machine().device.memory_bytes
-    try:
-        out = make_folder(asked.out)
-        found_conditions = conditions(torch.device("cpu"), 0)
-        result = measure(batch, image, memory_bytes)
-        path = write_json(out / file_name("hmms", torch.device("cpu")), {**result, "conditions": found_conditions})
-    except (InputError, Worse) as error:
-        print(f"bench.hmms: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-    console = tables.console()
-    console.print(describe(found_conditions), highlight=False, markup=False)
-    console.print(f"Simulated for {paper_machine().name}: {paper_machine().source}; x {CALIBRATION}", highlight=False)
-    console.print(offloadable_table(result["figure_1"]))
-    console.print(loss_table(result["figure_8"]))
-    console.print(sweep_table(result["sweep"]))
-    console.print(batch_table(result["figure_10"], memory_bytes))
-    console.print(curve_table(result["figure_11"]))
-    console.print(f"Figures in {path}", highlight=False)
-    return 0
+def _run(run: Run) -> None:
+    batch, image = run.pick((BATCH, IMAGE), (QUICK_BATCH, QUICK_IMAGE))
+    memory_bytes = run.pick(paper_machine().device.memory_bytes, 2**31)
+    result = measure(batch, image, memory_bytes)
+    run.save(**result)
+    run.say(
+        f"Simulated for {paper_machine().name}: {paper_machine().source}; x {CALIBRATION}",
+        offloadable_table(result["figure_1"]),
+        loss_table(result["figure_8"]),
+        sweep_table(result["sweep"]),
+        batch_table(result["figure_10"], memory_bytes),
+        curve_table(result["figure_11"]),
+    )
 
+
+main = Bench(_run, quick="small images: does it run?")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,7 +6,7 @@ and did not take back; peaks are those of the whole step.
 
 - Checkpointing a pair alone saves nothing, since the convolution behind it saves its result. The usual way is to put
   that convolution into the segment; it is not run twice, since PyTorch stops as soon as its input is there again.
-  Running statistics would move again in the backward pass, so they are put aside there.
+  Running statistics would move again in the backward pass, so they are saved and restored there.
 - inplace_abn has no wheels. Its source distribution needs torch, setuptools_scm and a compiler where it is built:
   `pip install setuptools_scm ninja; pip install --no-build-isolation inplace-abn`.
 """
@@ -29,8 +29,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shoal
+from bench.frame import WrongResult
+from bench.interleave import median_ratio
 from bench.reference import take_reference
-from bench.workload import Forward, Workload, in_turns, make_workload
+from bench.tables import cells, new_table
+from bench.workload import Forward, Workload, make_workload
 from shoal.core.sizes import format_bytes
 from shoal.lowlevel import allocations
 
@@ -43,10 +46,6 @@ _TOLERANCE = 1e-5  # of its norm, on top
 _PEER_TOLERANCE = 1e-2  # inplace_abn sums in float32 on the CPU
 
 Pair = tuple[nn.Module, nn.Module | None]  # a batch norm, and the module that alone reads its ReLU's result
-
-
-class WrongStep(Exception):
-    """A contender computes something else than it should."""
 
 
 def rewritten(model: nn.Module, layers: frozenset[str], replace: Callable[[Pair], tuple[nn.Module, bool]]) -> nn.Module:
@@ -94,7 +93,7 @@ class Checkpointed(nn.Module):
             x,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), _standing_still(self.layer)),
+            context_fn=lambda: (nullcontext(), _statistics_restored(self.layer)),
         )
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
@@ -103,8 +102,8 @@ class Checkpointed(nn.Module):
 
 
 @contextmanager
-def _standing_still(layer: nn.Module) -> Iterator[None]:
-    """Its statistics move in copies."""
+def _statistics_restored(layer: nn.Module) -> Iterator[None]:
+    """Its running statistics move in copies."""
     buffers = dict(layer._buffers)
     layer._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
     try:
@@ -161,22 +160,22 @@ def check_leaky(workload: Workload, forward: Forward, single: nn.Module, who: st
         How far the gradient is off, relative to its norm: "ours", and "plain" for PyTorch's modules in float32.
 
     Raises:
-        WrongStep: something is too far off.
+        WrongResult: something is too far off.
     """
     single, exact = copy.deepcopy(single), copy.deepcopy(single).double()
     workload.reset()
     workload.step(forward)
     for model, images in ((single, workload.images), (exact, workload.images.double())):
         F.cross_entropy(model(images), workload.target).backward()
-    ours, plain, right = (_left_behind(model) for model in (workload.model, single, exact))
-    for name, truth in right.items():
-        error, allowed = (float((one[name].double() - truth).norm()) for one in (ours, plain))
-        slack = (_PEER_TOLERANCE if who == INPLACE_ABN else _TOLERANCE) * float(truth.norm())
+    ours, plain, exact_results = (_left_behind(model) for model in (workload.model, single, exact))
+    for name, right in exact_results.items():
+        error, allowed = (float((one[name].double() - right).norm()) for one in (ours, plain))
+        slack = (_PEER_TOLERANCE if who == INPLACE_ABN else _TOLERANCE) * float(right.norm())
         if not error <= _TIMES_PLAIN * allowed + slack:
-            raise WrongStep(f"{who}: {name} is {error:.1e} off, plain float32's {allowed:.1e}")
+            raise WrongResult(f"{who}: {name} is {error:.1e} off, plain float32's {allowed:.1e}")
     whole = {
         way: torch.cat([t.double().flatten() for name, t in found.items() if name.startswith("gradient")])
-        for way, found in (("ours", ours), ("plain", plain), ("exact", right))
+        for way, found in (("ours", ours), ("plain", plain), ("exact", exact_results))
     }
     exact_norm = float(whole["exact"].norm())
     return {way: float((whole[way] - whole["exact"]).norm()) / exact_norm for way in ("ours", "plain")}
@@ -194,14 +193,14 @@ def measure(
     """Bytes and seconds of every contender, each checked.
 
     Raises:
-        WrongStep: a contender computes something else.
-        WrongTraining: checkpointing does.
+        WrongResult: a contender computes something else.
+        WrongResult: checkpointing does.
     """
     workload = make_workload(network, batch, image)
     leaky = shoal.invert_batchnorm(copy.deepcopy(workload.model), SLOPE).restore()
-    inverted = shoal.invert_batchnorm(workload.twin(), SLOPE)
+    inverted = shoal.invert_batchnorm(workload.shared_copy(), SLOPE)
     layers = frozenset(site.layer for site in inverted.inverted)
-    plain = workload.twin()
+    plain = workload.shared_copy()
     forwards: dict[str, Forward] = {
         "plain": plain,
         "inverted": inverted,
@@ -226,16 +225,16 @@ def measure(
     # Plain PyTorch saves each pair's input, and mean and deviation, where the inverted form saves a deviation.
     fewer_bytes = sum(4 * elems + 4 * channels for elems, channels in pairs)
     if saved["plain"] - saved["inverted"] != fewer_bytes:
-        raise WrongStep(f"inverted saves {saved['plain'] - saved['inverted']} bytes less, expected {fewer_bytes}")
+        raise WrongResult(f"inverted saves {saved['plain'] - saved['inverted']} bytes less, expected {fewer_bytes}")
     peaks = {name: workload.peak_bytes(forward) for name, forward in forwards.items()}
-    seconds = in_turns(workload, forwards, repeats, 1, clock)
+    seconds = workload.in_turns(forwards, repeats, 1, clock)
     rows = {
         name: {
             "saved_bytes": saved[name],
             "peak_bytes": peaks[name],
             "seconds": seconds[name],
             "gradient_off": off.get(name),
-            "ratio": statistics.median(a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)),
+            "ratio": median_ratio(seconds[name], seconds["plain"]),
         }
         for name in forwards
     }
@@ -254,34 +253,21 @@ def measure(
 def table(result: dict[str, Any]) -> Table:
     """One row a contender; shares of plain PyTorch's, and of what plain PyTorch saves for the pairs."""
     plain, pair_bytes = result["rows"]["plain"], result["pair_bytes"]
-    shown = Table(
-        title=f"{result['network']}, {result['batch']} x {result['image']} pixels, {result['pairs']} pairs of batch "
-        f"norm and ReLU that hold {format_bytes(pair_bytes)}; a step {statistics.median(plain['seconds']):.2f} s"
+    shown = new_table(
+        f"{result['network']}, {result['batch']} x {result['image']} pixels, {result['pairs']} pairs of batch "
+        f"norm and ReLU that hold {format_bytes(pair_bytes)}; a step {statistics.median(plain['seconds']):.2f} s",
+        "<contender | saved | of plain | less, of the pairs' | peak | of plain | time | gradient off | published",
     )
-    for column in (
-        "contender",
-        "saved",
-        "of plain",
-        "less, of the pairs'",
-        "peak",
-        "of plain",
-        "time",
-        "gradient off",
-        "published",
-    ):
-        shown.add_column(column, justify="left" if column == "contender" else "right")
     for name, row in result["rows"].items():
-        shown.add_row(
-            name,
-            format_bytes(row["saved_bytes"]),
-            f"{100 * row['saved_bytes'] / plain['saved_bytes']:.1f} %",
-            f"{100 * (plain['saved_bytes'] - row['saved_bytes']) / pair_bytes:.1f} %",
-            format_bytes(row["peak_bytes"]),
-            f"{100 * row['peak_bytes'] / plain['peak_bytes']:.1f} %",
-            f"{100 * (row['ratio'] - 1):+.1f} %",
-            "" if row["gradient_off"] is None else "{ours:.1e} (plain {plain:.1e})".format(**row["gradient_off"]),
-            result["published"].get(name, ""),
-        )
+        figures = {
+            "saved": 100 * row["saved_bytes"] / plain["saved_bytes"],
+            "less": 100 * (plain["saved_bytes"] - row["saved_bytes"]) / pair_bytes,
+            "peak": 100 * row["peak_bytes"] / plain["peak_bytes"],
+            "added": 100 * (row["ratio"] - 1),
+        }
+        form = "{saved_bytes:bytes} | {saved:.1f} % | {less:.1f} % | {peak_bytes:bytes} | {peak:.1f} % | {added:+.1f} %"
+        form += " | {gradient_off[ours]:.1e} (plain {gradient_off[plain]:.1e})"
+        shown.add_row(name, *cells(form, row | figures), result["published"].get(name, ""))
     for name in result["not_installed"]:
         shown.add_row(name, "not installed", *[""] * 6, result["published"].get(name, ""))
     return shown

@@ -1,4 +1,7 @@
-"""What a rank in the link lab needs: its settings, its place among the others, its interface's counters, a way back."""
+"""What a rank in the link lab needs: its settings, its place among the others, its interface's counters, a way back.
+
+Run by itself it is a probe of plain sockets.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import ctypes
 import json
 import os
 import signal
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def config() -> dict[str, Any]:
-    """What the lab was told to pass on. From here on this process dies with the lab's."""
+    """The configuration that the lab passes on. From here on this process dies with the lab's."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ["SHOAL_LAB_PARENT"]):
         raise SystemExit("the lab is gone")
@@ -52,3 +58,65 @@ def sent_bytes() -> int:
 def sharing() -> int:
     """How many ranks' bytes `sent_bytes` counts."""
     return int(os.environ["WORLD_SIZE"]) if os.environ["SHOAL_LAB_INTERFACE"] == "lo" else 1
+
+
+_PORT = 29_600
+_PIECE_BYTES = 1 << 20
+_WARM_UP_SHARE = 0.2  # until TCP has found the rate
+
+
+def main() -> None:
+    """A probe of plain sockets: each rank sends to the next and receives from the one before, all at once; the bytes
+    that come in are timed after the first fifth."""
+    payload_bytes = config()["payload_bytes"]
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    loopback = os.environ["SHOAL_LAB_INTERFACE"] == "lo"
+    first = os.environ["MASTER_ADDR"]
+    after = (rank + 1) % ranks
+    address = first if loopback else f"{first.rsplit('.', 1)[0]}.{after + 1}"
+    with socket.create_server(("", _PORT + rank)) as server, _connect(address, _PORT + after) as to_next:
+        from_previous, _ = server.accept()
+        with from_previous:
+            sender = threading.Thread(target=_send, args=(to_next, payload_bytes))
+            sender.start()
+            goodput_gbps = _receive(from_previous, payload_bytes)
+            sender.join()
+    report({"goodput_gbps": goodput_gbps})
+
+
+def _connect(address: str, port: int) -> socket.socket:
+    until = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=60)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+
+
+def _send(to: socket.socket, payload_bytes: int) -> None:
+    piece = bytes(_PIECE_BYTES)
+    while payload_bytes > 0:
+        to.sendall(piece[:payload_bytes])
+        payload_bytes -= _PIECE_BYTES
+
+
+def _receive(source: socket.socket, payload_bytes: int) -> float:
+    buffer = bytearray(_PIECE_BYTES)
+    got = counted = 0
+    start = 0.0
+    while got < payload_bytes:
+        count = source.recv_into(buffer)
+        if not count:
+            raise SystemExit(f"the rank before closed after {got} of {payload_bytes} bytes")
+        got += count
+        if start:
+            counted += count
+        elif got >= _WARM_UP_SHARE * payload_bytes:
+            start = time.perf_counter()
+    return 8 * counted / (time.perf_counter() - start) / 1e9
+
+
+if __name__ == "__main__":
+    main()

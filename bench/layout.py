@@ -9,10 +9,9 @@ nothing of them is run. Every layout is checked pair by pair before its row is p
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,15 @@ import torch
 from rich.table import Table
 
 import shoal
-from bench import tables
-from bench.budgets import QUICK_SETTINGS, SETTINGS, comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
+from bench.budgets import QUICK_SETTINGS, SETTINGS
+from bench.frame import Bench, Run, comma_separated, option, some_of
 from bench.layout_step_blocks import step_blocks
+from bench.network import Setting
+from bench.tables import new_table
 from shoal.app import models
 from shoal.app.data.source import data_dir
-from shoal.core.files import write_json
 from shoal.core.sizes import format_bytes
-from shoal.errors import BudgetError, InputError
+from shoal.errors import BudgetError
 from shoal.lowlevel import native
 from shoal.memory.layout.csv_file import read_problem
 from shoal.memory.layout.fit import best_fit, first_fit
@@ -43,49 +42,8 @@ STEP_SECONDS = 20.0
 QUICK_SECONDS = 5.0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 if every layout is sound, whatever its size."""
-    asked = _parser().parse_args(arguments)
-    try:
-        return _run(asked)
-    except InputError as error:
-        print(f"bench.layout: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(asked: argparse.Namespace) -> int:
-    found_conditions = conditions(torch.device("cpu"), 0)
-    out = make_folder(asked.out)
-    console = tables.console()
-    console.print(describe(found_conditions), highlight=False, markup=False)
-    console.print("native search" if native.library() else "no native library: best fit serves")
-    seconds = QUICK_SECONDS if asked.quick else STEP_SECONDS
-    rows = [_step_row(name, problem, seconds) for name, problem in _steps(asked.networks, quick=asked.quick)]
-    console.print(_table("Training steps", rows))
-    seconds = QUICK_SECONDS if asked.quick else MINIMALLOC_SECONDS
-    given = sorted((data_dir() / "minimalloc").glob(f"*.{MINIMALLOC_BYTES}.csv"))
-    solved = [_given_row(path, seconds) for path in given]
-    if solved:
-        console.print(_table(f"MiniMalloc's problems within {MINIMALLOC_BYTES} bytes", solved))
-    else:
-        console.print(f"MiniMalloc's problems are not in {data_dir()}; set SHOAL_DATA", highlight=False)
-    path = out / file_name("layout", torch.device("cpu"))
-    write_json(path, {"conditions": found_conditions, "steps": rows, "minimalloc": solved})
-    tight = sum(row["search"]["fragmentation"] <= TARGET for row in rows)
-    within = sum(row["search"]["arena_bytes"] is not None for row in solved)
-    console.print(
-        f"{tight} of {len(rows)} steps within {TARGET:.2f} of the most bytes in use; "
-        f"{within} of {len(solved)} of MiniMalloc's problems solved. Figures in {path}",
-        highlight=False,
-    )
-    return 0
-
-
-def _steps(names: Sequence[str] | None, *, quick: bool) -> Iterator[tuple[str, Problem]]:
-    settings = QUICK_SETTINGS if quick else SETTINGS
-    for name in names or settings:
-        if name not in settings:
-            raise InputError(f"unknown network {name!r}; known are {', '.join(settings)}")
+def _steps(names: Sequence[str], settings: Mapping[str, Setting]) -> Iterator[tuple[str, Problem]]:
+    for name in names:
         with torch.device("meta"):
             model = models.build(name)
             images = torch.empty(models.example_shape(name, settings[name].batch, settings[name].image))
@@ -128,9 +86,9 @@ def _row(name: str, problem: Problem, look: Callable[[], Answer]) -> dict[str, A
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=title)
-    for column in ("step", "blocks", "most in use", "first fit", "best fit", "search", "best fit took", "search took"):
-        table.add_column(column, justify="left" if column == "step" else "right")
+    table = new_table(
+        title, "<step | blocks | most in use | first fit | best fit | search | best fit took | search took"
+    )
     for row in rows:
         methods = ("first_fit", "best_fit", "search")
         shares = (row[method]["fragmentation"] for method in methods)
@@ -144,13 +102,34 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.layout", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--networks", type=comma_separated, help="comma-separated; by default all")
-    parser.add_argument("--quick", action="store_true", help="small inputs and short searches, to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    return parser
+def _run(run: Run) -> None:
+    run.say("native search" if native.library() else "search in Python: the native library is not built")
+    seconds = run.pick(STEP_SECONDS, QUICK_SECONDS)
+    settings = run.pick(SETTINGS, QUICK_SETTINGS)
+    names = some_of("--networks", run.asked.networks or list(settings), settings)
+    rows = [_step_row(name, problem, seconds) for name, problem in _steps(names, settings)]
+    run.say(_table("Training steps", rows))
+    seconds = run.pick(MINIMALLOC_SECONDS, QUICK_SECONDS)
+    given = sorted((data_dir() / "minimalloc").glob(f"*.{MINIMALLOC_BYTES}.csv"))
+    solved = [_given_row(path, seconds) for path in given]
+    if solved:
+        run.say(_table(f"MiniMalloc's problems within {MINIMALLOC_BYTES} bytes", solved))
+    else:
+        run.say(f"MiniMalloc's problems are not in {data_dir()}; set SHOAL_DATA")
+    run.save(steps=rows, minimalloc=solved)
+    tight = sum(row["search"]["fragmentation"] <= TARGET for row in rows)
+    within = sum(row["search"]["arena_bytes"] is not None for row in solved)
+    run.say(
+        f"{tight} of {len(rows)} steps within {TARGET:.2f} of the most bytes in use; "
+        f"{within} of {len(solved)} of MiniMalloc's problems solved"
+    )
 
+
+main = Bench(
+    _run,
+    option("--networks", type=comma_separated, help="comma-separated; by default all"),
+    quick="small inputs and short searches: does it run?",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

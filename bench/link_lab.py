@@ -3,9 +3,9 @@
     python -m bench.link_lab                         what plain sockets reach over each link, 2 and 4 ranks
     python -m bench.link_lab --ranks 2 --links 1
 
-Two ranks are the two ends of one veth pair; more hang on a bridge in a namespace of its own. A token bucket (`tc tbf`)
-shapes what a rank sends and, at the bridge, what it receives, so each rank has a full-duplex port of the rate, as at a
-switch. Without a rate the ranks share the loopback of one namespace, so that its counters are theirs alone.
+Two ranks are the two ends of one veth pair; more are joined by a bridge in a namespace of its own. A token bucket
+(`tc tbf`) shapes what a rank sends and, at the bridge, what it receives, so each rank has a full-duplex port of the
+rate, as at a switch. Without a rate the ranks share the loopback of one namespace, whose counters are theirs alone.
 
 Names carry the process that made them. They go when the lab closes; what a killed process left goes when the next
 opens, and its ranks die with it. The lab needs Linux, root, `ip` and `tc`; `why_not` says what is missing. It adds no
@@ -28,13 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-from rich.table import Table
-
-from bench import tables
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
-from shoal.core.files import write_json
+from bench.frame import Bench, Run, Unavailable, comma_separated, integers, option
+from bench.tables import new_table
 from shoal.errors import InputError
 
 LINKS = (0.1, 1.0, 10.0, None)  # Gbit/s; None is the loopback
@@ -42,14 +37,14 @@ LINKS = (0.1, 1.0, 10.0, None)  # Gbit/s; None is the loopback
 PAYLOAD_SHARE = 1448 / 1514
 WITHIN_PERCENT = 5.0
 _PREFIX = "shoal"
-_BURST_SECONDS, _LEAST_BURST_BYTES = 1e-3, 16_384  # less than this much at once, and timers cannot keep the rate
+_BURST_SECONDS, _MIN_BURST_BYTES = 1e-3, 16_384  # less than this much at once, and timers cannot keep the rate
 _QUEUE_BYTES = 4 << 20
 _PORT = 29_500  # the namespace is ours, and so is every port
 _SUBNET = "10.77.0"
 _CONGESTION_CONTROL = "reno"  # in every kernel; bbr, some systems' default, paces by itself and ramps up slowly
 
 
-class LabError(Exception):
+class LabError(Unavailable):
     """The lab could not be built, or a rank in it failed."""
 
 
@@ -142,19 +137,6 @@ def open_lab(ranks: int, rate_gbps: float | None) -> Iterator[Lab]:
         _remove(name for name in _namespaces() if name.startswith(prefix))
 
 
-def run_in_lab(
-    module: str,
-    config: Mapping[str, Any],
-    *,
-    ranks: int,
-    rate_gbps: float | None,
-    timeout_seconds: float = 600.0,
-) -> list[Any]:
-    """One run of `module` in a lab of its own. See `open_lab` and `Lab.run`."""
-    with open_lab(ranks, rate_gbps) as lab:
-        return lab.run(module, config, timeout_seconds=timeout_seconds)
-
-
 def remove_stale() -> None:
     """Remove the namespaces of labs whose process is no more, and with them their interfaces."""
     _remove(name for name in _namespaces() if name.startswith(f"{_PREFIX}-") and not _alive(name.split("-")[1]))
@@ -181,18 +163,6 @@ def parse_links(text: str) -> list[float | None]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected Gbit/s or loopback, as in 0.1,10,loopback") from None
 
 
-def parse_ranks(text: str) -> list[int]:
-    """The numbers of ranks of `--ranks`.
-
-    >>> parse_ranks("2,4")
-    [2, 4]
-    """
-    try:
-        return [int(one) for one in comma_separated(text)]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers, as in 2,4") from None
-
-
 def verify(lab: Lab, *, seconds: float = 0.5) -> dict[str, Any]:
     """What plain sockets reach, every rank sending to the next at once as in a ring, beside what the rate lets through.
 
@@ -201,7 +171,7 @@ def verify(lab: Lab, *, seconds: float = 0.5) -> dict[str, Any]:
     """
     rate = 8.0 if lab.rate_gbps is None else lab.rate_gbps
     payload_bytes = max(1 << 20, int(rate * 1e9 / 8 * seconds))
-    found = lab.run("bench.lab_probe", {"payload_bytes": payload_bytes}, timeout_seconds=60 + 20 * seconds)
+    found = lab.run("bench.lab_rank", {"payload_bytes": payload_bytes}, timeout_seconds=60 + 20 * seconds)
     goodput = min(one["goodput_gbps"] for one in found)
     if lab.rate_gbps is None:
         return {"goodput_gbps": goodput, "expected_gbps": None, "off_percent": None, "holds": True}
@@ -209,19 +179,6 @@ def verify(lab: Lab, *, seconds: float = 0.5) -> dict[str, Any]:
     off = 100 * (goodput / expected - 1)
     holds = abs(off) <= WITHIN_PERCENT
     return {"goodput_gbps": goodput, "expected_gbps": expected, "off_percent": off, "holds": holds}
-
-
-def told(found: Mapping[str, Any]) -> str:
-    """What `verify` found, in words.
-
-    >>> told({"goodput_gbps": 0.95, "expected_gbps": 0.956, "off_percent": -0.63, "holds": True})
-    'plain sockets: 0.950 Gbit/s each way, -0.6 % from what the rate lets through'
-    """
-    text = f"plain sockets: {found['goodput_gbps']:.3f} Gbit/s each way"
-    if found["expected_gbps"] is None:
-        return text
-    text += f", {found['off_percent']:+.1f} % from what the rate lets through"
-    return text if found["holds"] else f"{text}: THE RATE IS NOT REACHED on this machine"
 
 
 def _on_loopback(ranks: int, prefix: str) -> Lab:
@@ -261,7 +218,7 @@ def _add_namespace(name: str) -> None:
 
 
 def _shape(namespace: str, interface: str, rate_gbps: float) -> None:
-    burst_bytes = max(_LEAST_BURST_BYTES, round(rate_gbps * 1e9 / 8 * _BURST_SECONDS))
+    burst_bytes = max(_MIN_BURST_BYTES, round(rate_gbps * 1e9 / 8 * _BURST_SECONDS))
     bucket = ["tbf", "rate", f"{round(rate_gbps * 1e9)}bit", "burst", f"{burst_bytes}b", "limit", f"{_QUEUE_BYTES}b"]
     _call(["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *bucket])
 
@@ -304,7 +261,7 @@ def _wait(ranks: Sequence[tuple[subprocess.Popen[bytes], IO[bytes]]], until: flo
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > until:
-            raise LabError(f"{module} took too long; rank 0 last said:\n{_end_of(ranks[0][1])}")
+            raise LabError(f"{module} took too long; rank 0 last reported:\n{_end_of(ranks[0][1])}")
         time.sleep(0.05)
 
 
@@ -313,48 +270,46 @@ def _end_of(log: IO[bytes]) -> str:
     return log.read().decode(errors="replace")[-4000:].strip()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what plain sockets reach over each link; 0 unless there can be no lab (3) or an argument was wrong (2)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.link_lab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=parse_ranks, default=[2, 4])
-    parser.add_argument("--links", type=parse_links, default=list(LINKS), help="Gbit/s, or loopback")
-    parser.add_argument("--seconds", type=float, default=0.5, help="how long each sends")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    asked = parser.parse_args(arguments)
-    found = conditions(torch.device("cpu"), 0)
-    table = Table(title="Plain sockets, every rank sending to the next at once; Gbit/s of payload, the slowest rank's")
-    for column in ("ranks", "link", "reached", "the rate lets through", "off", f"within {WITHIN_PERCENT:g} %"):
-        table.add_column(column, justify="right")
-    rows = []
-    try:
-        out = make_folder(asked.out)
-        for ranks in asked.ranks:
-            for rate_gbps in asked.links:
-                with open_lab(ranks, rate_gbps) as lab:
-                    row = verify(lab, seconds=asked.seconds)
-                rows.append({"ranks": ranks, "link": link_name(rate_gbps), **row})
-                expected, off = row["expected_gbps"], row["off_percent"]
-                table.add_row(
-                    str(ranks),
-                    link_name(rate_gbps),
-                    f"{row['goodput_gbps']:.3f}",
-                    *(
-                        "" if one is None else form.format(one)
-                        for one, form in ((expected, "{:.3f}"), (off, "{:+.1f} %"))
-                    ),
-                    "" if expected is None else "yes" if row["holds"] else "NO",
-                )
-    except (InputError, LabError, ValueError) as error:
-        print(f"bench.link_lab: {error}", file=sys.stderr)
-        return 3 if isinstance(error, LabError) else 2
-    console = tables.console()
-    console.print(describe(found), highlight=False, markup=False)
-    console.print(table)
-    write_json(out / file_name("link_lab", torch.device("cpu")), {"conditions": found, "links": rows})
-    return 0
+def described(found: Mapping[str, Any]) -> str:
+    """What `verify` found, in words.
 
+    >>> described({"goodput_gbps": 0.95, "expected_gbps": 0.956, "off_percent": -0.63, "holds": True})
+    'plain sockets: 0.950 Gbit/s each way, -0.6 % from what the rate lets through'
+    """
+    text = f"plain sockets: {found['goodput_gbps']:.3f} Gbit/s each way"
+    if found["expected_gbps"] is None:
+        return text
+    text += f", {found['off_percent']:+.1f} % from what the rate lets through"
+    return text if found["holds"] else f"{text}: THE RATE IS NOT REACHED on this machine"
+
+
+LAB_OPTIONS = (
+    option("--ranks", type=integers, default=[2, 4]),
+    option("--links", type=parse_links, minimum=None, default=list(LINKS), help="Gbit/s, or loopback"),
+)
+
+
+def _run(run: Run) -> None:
+    table = new_table(
+        "Plain sockets, every rank sending to the next at once; Gbit/s of payload, the slowest rank's",
+        f"ranks | link | reached | the rate lets through | off | within {WITHIN_PERCENT:g} %",
+    )
+    rows = []
+    for ranks in run.asked.ranks:
+        for rate_gbps in run.asked.links:
+            with open_lab(ranks, rate_gbps) as lab:
+                row = verify(lab, seconds=run.asked.seconds)
+            rows.append({"ranks": ranks, "link": link_name(rate_gbps), **row})
+            cells = ["", "", ""]
+            if row["expected_gbps"] is not None:
+                reached = "yes" if row["holds"] else "NO"
+                cells = [f"{row['expected_gbps']:.3f}", f"{row['off_percent']:+.1f} %", reached]
+            table.add_row(str(ranks), link_name(rate_gbps), f"{row['goodput_gbps']:.3f}", *cells)
+    run.say(table)
+    run.save(links=rows)
+
+
+main = Bench(_run, *LAB_OPTIONS, option("--seconds", type=float, default=0.5, help="how long each sends"), quick=None)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,12 +15,10 @@ Where parameters and gradients alone pass a budget no plan can fit; the title sa
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,20 +26,28 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from bench import tables
-from bench.budgets import comma_separated, make_folder, use_exact_kernels
-from bench.conditions import conditions, describe, file_name
-from bench.reference import Reference, WrongTraining, take_reference
-from bench.workload import Forward, Workload, in_turns, make_workload
+from bench.frame import (
+    Bench,
+    Run,
+    WrongResult,
+    comma_separated,
+    option,
+    percentages,
+    some_of,
+    switch,
+    use_exact_kernels,
+)
+from bench.interleave import median_ratio
+from bench.reference import Reference, take_reference
+from bench.tables import cells, new_table
+from bench.workload import Forward, Workload, make_workload
 from shoal.app.models.vgg import CONVOLUTIONS, WIDTHS
 from shoal.core import presets
-from shoal.core.files import write_json
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
-from shoal.cost.measurement_cache import device_of
 from shoal.engine.api import compile as compile_model
-from shoal.errors import BudgetError, CodecError, InputError
+from shoal.errors import BudgetError
 
 SHARES = (50.0, 33.0, 25.0, 20.0, 15.0)
 CONTENDERS = ("exact", "lossy")
@@ -78,7 +84,7 @@ QUICK_SETTINGS = {"vgg16 of an eighth of the width": Setting(8, 64, lambda: narr
 
 
 @dataclass(frozen=True)
-class Run:
+class Measured:
     """A contender inside one budget.
 
     Attributes:
@@ -94,14 +100,16 @@ class Run:
     gradient_errors: dict[str, float]
 
 
-def run_within(workload: Workload, reference: Reference, budget_bytes: int, lossy: Any, link: Hardware | None) -> Run:
+def run_within(
+    workload: Workload, reference: Reference, budget_bytes: int, lossy: Any, link: Hardware | None
+) -> Measured:
     """One contender, checked and metered.
 
     Raises:
         BudgetError: no plan fits.
-        WrongTraining: its outputs differ from plain PyTorch's, or, of an exact plan, anything.
+        WrongResult: its outputs differ from plain PyTorch's, or, of an exact plan, anything.
     """
-    model = compile_model(workload.twin(), budget_bytes, lossy=lossy, rehearse=link, name=workload.name)
+    model = compile_model(workload.shared_copy(), budget_bytes, lossy=lossy, rehearse=link, name=workload.name)
     for _ in range(_WARM_UPS):
         reference.start()
         workload.reset()
@@ -109,7 +117,7 @@ def run_within(workload: Workload, reference: Reference, budget_bytes: int, loss
     differing = {name.removeprefix("gradient of ") for name in wrong if name.startswith("gradient of ")}
     forward_wrong = [name for name in wrong if not name.startswith("gradient of ")]
     if forward_wrong or (differing and lossy is None and reference.repeatable):
-        raise WrongTraining(f"{workload.name}, lossy={lossy}: differs from plain PyTorch in {', '.join(wrong[:6])}")
+        raise WrongResult(f"{workload.name}, lossy={lossy}: differs from plain PyTorch in {', '.join(wrong[:6])}")
     errors = {}
     for name, parameter in workload.model.named_parameters():
         if name in differing and parameter.grad is not None:
@@ -118,7 +126,7 @@ def run_within(workload: Workload, reference: Reference, budget_bytes: int, loss
     reference.start()
     peak_bytes = workload.peak_bytes(model)
     plan = model.shoal.plan  # type: ignore[union-attr]
-    return Run(model, plan, peak_bytes, errors)
+    return Measured(model, plan, peak_bytes, errors)
 
 
 def measure_network(
@@ -131,10 +139,10 @@ def measure_network(
         made = setting.make().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     known = "vgg19_cifar" if made is not None else name  # for the shape of its input
     workload = make_workload(known, setting.batch, setting.image, seed=seed, model=made)
-    plain = workload.twin()
+    plain = workload.shared_copy()
     reference = take_reference(workload, plain)
     plain_bytes = workload.peak_bytes(plain)
-    runs: dict[tuple[float, str], Run] = {}
+    runs: dict[tuple[float, str], Measured] = {}
     refused: dict[tuple[float, str], BudgetError] = {}
     for share in shares:
         for contender, permitted in zip(CONTENDERS, (None, lossy), strict=True):
@@ -144,7 +152,7 @@ def measure_network(
             except BudgetError as error:
                 refused[share, contender] = error
     forwards: dict[Any, Forward] = {"plain": plain, **{key: run.forward for key, run in runs.items()}}
-    taken = in_turns(workload, forwards, repeats, warm_ups=1)
+    taken = workload.in_turns(forwards, repeats, warm_ups=1)
 
     def columns(share: float, contender: str) -> dict[str, Any]:
         key = (share, contender)
@@ -152,12 +160,11 @@ def measure_network(
             error = refused[key]
             return {"feasible": False, "least_feasible_bytes": error.least_feasible_bytes}
         run = runs[key]
-        ratios = [one / two for one, two in zip(taken[key], taken["plain"], strict=True)]
         plan = run.plan
         return {
             "feasible": True,
             "seconds": taken[key],
-            "added_percent": 100 * (statistics.median(ratios) - 1),
+            "added_percent": 100 * (median_ratio(taken[key], taken["plain"]) - 1),
             "predicted_added_percent": 100 * plan.added_seconds / plan.plain_seconds,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
             "measured_peak_bytes": run.peak_bytes,
@@ -198,22 +205,21 @@ def network_table(result: dict[str, Any]) -> Table:
         f"{format_bytes(plain['peak_bytes'])}, {statistics.median(plain['seconds']):.2f} s a step, parameters and "
         f"gradients {plain['parameters_and_gradients_percent']:.1f} %; lossy: {result['lossy']}"
     )
-    table = Table(title=escape(title))
-    for column in (
-        *("budget", "exact adds", "predicted", "lossy adds", "predicted", "encoded", "in", "codecs", "peak"),
-        *("off", "worst gradient", "planned"),
-    ):
-        table.add_column(column, justify="right")
+    table = new_table(
+        escape(title),
+        "budget | exact adds | predicted | lossy adds | predicted | encoded | in | codecs | peak | off | worst "
+        "gradient | planned",
+    )
     for row in result["rows"]:
         exact, lossy = row["exact"], row["lossy"]
-        cells = [f"{row['share']:g} %, {format_bytes(row['budget_bytes'])}", *_times(exact), *_times(lossy)]
+        shown = [f"{row['share']:g} %, {format_bytes(row['budget_bytes'])}", *_times(exact), *_times(lossy)]
         if lossy["feasible"]:
             off = 100 * (lossy["measured_peak_bytes"] / lossy["predicted_peak_bytes"] - 1)
-            cells += [format_bytes(lossy["encoded_bytes"]), format_bytes(lossy["payload_bytes"])]
-            cells += [f"{lossy['codec_percent']:.1f} %", format_bytes(lossy["measured_peak_bytes"]), f"{off:+.2f} %"]
-            cells.append(f"{100 * max(lossy['gradient_errors'].values(), default=0.0):.3g} %")
-            cells.append(f"{lossy['planning_seconds']:.0f} s")
-        table.add_row(*map(escape, cells))
+            worst = 100 * max(lossy["gradient_errors"].values(), default=0.0)
+            form = "{encoded_bytes:bytes} | {payload_bytes:bytes} | {codec_percent:.1f} % | "
+            form += "{measured_peak_bytes:bytes} | {off:+.2f} % | {worst:.3g} % | {planning_seconds:.0f} s"
+            shown += cells(form, lossy, off=off, worst=worst)
+        table.add_row(*map(escape, shown))
     return table
 
 
@@ -224,7 +230,7 @@ def _times(columns: dict[str, Any]) -> list[str]:
 
 
 def summary_line(results: Sequence[dict[str, Any]]) -> str:
-    """How often encoding was faster, or possible at all, and how good the promises were.
+    """How often encoding was faster, or possible at all, and how good the predictions were.
 
     >>> row = {"exact": {"feasible": False}, "lossy": {"feasible": False}}
     >>> summary_line([{"rows": [row]}])
@@ -234,8 +240,8 @@ def summary_line(results: Sequence[dict[str, Any]]) -> str:
     rows = [row for result in results for row in result["rows"]]
     for row in rows:
         counts[verdict(row)] += 1
-    said = ", ".join(f"{verdict} in {count}" for verdict, count in counts.items())
-    return f"{len(rows)} budgets: with lossy= {said}"
+    reported = ", ".join(f"{verdict} in {count}" for verdict, count in counts.items())
+    return f"{len(rows)} budgets: with lossy= {reported}"
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -249,59 +255,42 @@ def verdict(row: dict[str, Any]) -> str:
     return "slower" if gap > 2 else "as fast" if gap > -2 else "faster"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 unless a training was wrong or a budget was exceeded."""
-    parser = argparse.ArgumentParser(prog="python -m bench.lossy_budgets", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny network, two budgets: does it run?")
-    parser.add_argument("--networks", type=comma_separated, help="of " + ", ".join(SETTINGS))
-    parser.add_argument("--budgets", type=comma_separated, help="percent of plain PyTorch's peak, comma-separated")
-    parser.add_argument("--codec", default="dynamic_tree", help="what to encode in")
-    parser.add_argument("--block", type=int, default=4096, help="values that share a scale; 0: all of a tensor")
-    parser.add_argument("--encode-batch-norms", action="store_true", help="lift the exemption of batch norms' inputs")
-    parser.add_argument("--rehearse", help="a preset whose link to the host is at hand")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each contender")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args(arguments)
-    try:
-        settings = QUICK_SETTINGS if asked.quick else SETTINGS
-        names = asked.networks or list(settings)
-        if unknown := [name for name in names if name not in settings]:
-            raise InputError(f"no setting for {', '.join(unknown)}; there are {', '.join(settings)}")
-        shares = _shares(asked.budgets) or (SHARES[:2] if asked.quick else SHARES)
-        exempt = ("first_layer",) if asked.encode_batch_norms else ("batch_norm", "first_layer")
-        lossy = {"codec": asked.codec, "block": asked.block or None, "exempt": exempt}
-        link = presets.get(asked.rehearse) if asked.rehearse else None
-        out, device = make_folder(asked.out), device_of("cpu")
-        use_exact_kernels()
-        found_conditions = conditions(device, asked.seed)
-        console = tables.console()
-        console.print(describe(found_conditions), highlight=False, markup=False)
-        results = []
-        for name in names:
-            results.append(measure_network(name, settings[name], shares, lossy, link, asked.repeats, asked.seed))
-            console.print(network_table(results[-1]))
-            path = write_json(
-                out / file_name("lossy_budgets", device), {"results": results, "conditions": found_conditions}
-            )
-        console.print(f"{summary_line(results)}. Figures in {path}", highlight=False)
-    except (InputError, CodecError, WrongTraining) as error:
-        print(f"bench.lossy_budgets: {error}", file=sys.stderr)
-        return 1 if isinstance(error, WrongTraining) else 2
-    rows = [row[one] for result in results for row in result["rows"] for one in CONTENDERS if row[one]["feasible"]]
-    budgets = [row["budget_bytes"] for r in results for row in r["rows"] for one in CONTENDERS if row[one]["feasible"]]
-    return int(any(row["measured_peak_bytes"] > most for row, most in zip(rows, budgets, strict=True)))
+def _run(run: Run) -> int:
+    asked, settings = run.asked, run.pick(SETTINGS, QUICK_SETTINGS)
+    names = some_of("--networks", asked.networks or list(settings), settings)
+    shares = asked.budgets or run.pick(SHARES, SHARES[:2])
+    exempt = ("first_layer",) if asked.encode_batch_norms else ("batch_norm", "first_layer")
+    lossy = {"codec": asked.codec, "block": asked.block or None, "exempt": exempt}
+    link = presets.get(asked.rehearse) if asked.rehearse else None
+    use_exact_kernels()
+    results: list[dict[str, Any]] = []
+    for name in names:
+        results.append(measure_network(name, settings[name], shares, lossy, link, asked.repeats, asked.seed))
+        run.say(network_table(results[-1]))
+        run.save(results=results)
+    run.say(f"{summary_line(results)}")
+    return int(
+        any(
+            row[one]["feasible"] and row[one]["measured_peak_bytes"] > row["budget_bytes"]
+            for result in results
+            for row in result["rows"]
+            for one in CONTENDERS
+        )
+    )
 
 
-def _shares(texts: Sequence[str] | None) -> tuple[float, ...]:
-    try:
-        shares = tuple(float(text) for text in texts or ())
-    except ValueError:
-        raise InputError(f"--budgets {','.join(texts or ())}: expected percentages such as 50,33") from None
-    if not all(0 < share <= 100 for share in shares):
-        raise InputError(f"--budgets {','.join(texts or ())}: a budget is above 0 and at most 100 % of the peak")
-    return shares
-
+main = Bench(
+    _run,
+    option("--networks", type=comma_separated, help="of " + ", ".join(SETTINGS)),
+    option("--budgets", type=percentages, help="percent of plain PyTorch's peak, comma-separated"),
+    option("--codec", default="dynamic_tree", help="what to encode in"),
+    option("--block", type=int, default=4096, minimum=0, help="values that share a scale; 0: all of a tensor"),
+    switch("--encode-batch-norms", "lift the exemption of batch norms' inputs"),
+    option("--rehearse", help="a preset whose link to the host is rehearsed"),
+    option("--repeats", type=int, default=5, help="timed steps of each contender"),
+    quick="a tiny network, two budgets: does it run?",
+    seed=True,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

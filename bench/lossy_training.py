@@ -8,16 +8,13 @@ Trains a VGG and a ResNet with batch norm on CIFAR-10 from the same start and ov
 plain PyTorch, and with `shoal.compile` where every convolution input that may be encoded is, whatever a budget would
 ask for. Peaks and saved bytes are those of one step, exact, from the allocator's events. Before anything is trained,
 the encoded step's outputs are held against the exact ones bit for bit, and the error of each weight's gradient is
-measured. A difference in test error below two standard errors over the seeds is told as none.
+measured. A difference in test error below two standard errors over the seeds is reported as none.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -25,20 +22,28 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from bench import tables
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
+from bench.frame import Bench, Run, WrongResult, option
 from bench.inverted_steps import saved_bytes
-from bench.resume import earlier_errors
-from bench.split_accuracy import FULL, NARROW, WHOLE, Pace, error_percent, finding, images_of, told, train
+from bench.split_accuracy import (
+    FULL,
+    NARROW,
+    TRAINING_OPTIONS,
+    WHOLE,
+    Pace,
+    error_percent,
+    finding,
+    images_of,
+    mean_and_spread,
+    paced,
+    train,
+)
+from bench.tables import new_table
 from bench.workload import Workload
 from shoal.capture.capture_step import capture_step
 from shoal.capture.encode_activations import offers
-from shoal.core.files import write_json
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
-from shoal.cost.measurement_cache import device_of
 from shoal.engine.lossy_report import plan_of_encoded
 from shoal.errors import InputError
 
@@ -56,10 +61,6 @@ SHORT = Pace(4_992, 5, 32, 0.05)
 FULL_PACE = Pace(49_920, WHOLE.epochs, WHOLE.batch, WHOLE.rate, WHOLE.steps_down)
 
 Split = tuple[torch.Tensor, torch.Tensor]
-
-
-class WrongTraining(Exception):
-    """Encoding changed what it must not."""
 
 
 def built(build: Callable[[], nn.Module], data: Split, seed: int) -> nn.Module:
@@ -91,7 +92,7 @@ def bytes_of_a_step(build: Callable[[], nn.Module], batch: Split, ways: Sequence
     """Peak and saved bytes of plain PyTorch, of Shoal with everything kept, and of each way; errors of its gradients.
 
     Raises:
-        WrongTraining: the forward pass of an encoded step gives other bits.
+        WrongResult: the forward pass of an encoded step gives other bits.
     """
     images, labels = batch
     found: dict[str, dict[str, float]] = {}
@@ -108,7 +109,7 @@ def bytes_of_a_step(build: Callable[[], nn.Module], batch: Split, ways: Sequence
             status = shoal.compile(built(build, batch, seed=0)).shoal
             report = status.lossy_report(images, lossy, loss=lambda outputs: F.cross_entropy(outputs, labels))
             if not report.same_outputs or not report.layers:
-                raise WrongTraining(f"{way}: the forward pass gave other bits, or nothing is encoded")
+                raise WrongResult(f"{way}: the forward pass gave other bits, or nothing is encoded")
             found[way] |= {
                 "encoded_layers": len(report.layers),
                 "exact_bytes": sum(layer.exact_bytes for layer in report.layers),
@@ -137,14 +138,15 @@ def error_of(build: Callable[[], nn.Module], way: str, pace: Pace, data: Mapping
 def table(network: str, errors: Mapping[str, list[float]], of_a_step: Mapping[str, Mapping[str, float]]) -> Table:
     """One row a way: what it learnt, and what a step of it takes."""
     plain = of_a_step["plain PyTorch"]
-    shown = Table(title=f"{network}: test error over {len(errors[EXACT])} seeds, and the bytes of one step")
-    for column in ("trained", "test error", "to exact", "peak", "of plain", "saved", "of plain", "gradients off by"):
-        shown.add_column(column, justify="left" if column == "trained" else "right")
+    shown = new_table(
+        f"{network}: test error over {len(errors[EXACT])} seeds, and the bytes of one step",
+        "<trained | test error | to exact | peak | of plain | saved | of plain | gradients off by",
+    )
     for way, row in of_a_step.items():
         mine = errors.get(EXACT if way == "plain PyTorch" else way, []) if way != EXACT else []
         shown.add_row(
             way if way != EXACT else "Shoal, everything kept",
-            told(mine) if mine else "the same bits",
+            mean_and_spread(mine) if mine else "the same bits",
             finding(mine, errors[EXACT]) if way in WAYS and mine else "",
             format_bytes(int(row["peak_bytes"])),
             f"{100 * row['peak_bytes'] / plain['peak_bytes']:.1f} %",
@@ -155,72 +157,42 @@ def table(network: str, errors: Mapping[str, list[float]], of_a_step: Mapping[st
     return shown
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 unless a result was wrong (1), or an argument or the data was (2)."""
-    asked = _parser().parse_args(arguments)
-    try:
-        return _run(asked)
-    except (InputError, WrongTraining) as error:
-        print(f"bench.lossy_training: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-
-
-def _run(asked: argparse.Namespace) -> int:
-    device = device_of(asked.device)
-    if unknown := (set(asked.networks) - set(NARROW)) | (set(asked.ways) - set(WAYS)):
-        raise InputError(f"{sorted(unknown)}: networks are {', '.join(NARROW)}, ways are {' / '.join(WAYS)}")
-    if asked.seeds < 1 or (asked.images or 1) < 1 or (asked.epochs or 1) < 1:
-        raise InputError(f"--seeds {asked.seeds} --images {asked.images} --epochs {asked.epochs}: give 1 or more")
-    pace = QUICK if asked.quick else FULL_PACE if asked.full else SHORT
-    pace = Pace(asked.images or pace.images, asked.epochs or pace.epochs, pace.batch, pace.rate, pace.steps_down)
-    known = earlier_errors(asked.resume, vars(pace), "bench.lossy_training") if asked.resume else {}
-    data = images_of(device)
-    if asked.quick:
-        data["test"] = (data["test"][0][:500], data["test"][1][:500])
-    path = make_folder(asked.out) / file_name("lossy_training", device)
-    console = tables.console()
-    found = conditions(device, 0)
-    console.print(describe(found), highlight=False, markup=False)
-    console.print(f"{pace.images} images, {pace.epochs} epochs, batches of {pace.batch}", highlight=False)
-    result: dict[str, Any] = {"conditions": found, "pace": vars(pace), "errors_percent": dict(known), "of_a_step": {}}
+def _run(run: Run) -> None:
+    asked = run.asked
+    pace = paced(run, FULL_PACE if asked.full else run.pick(SHORT, QUICK))
+    known = run.resume("errors_percent", pace=vars(pace)).get("errors_percent", {})
+    data = images_of(run.device, tests=run.pick(None, 500))
+    run.say(f"{pace.images} images, {pace.epochs} epochs, batches of {pace.batch}")
+    run.result |= {"pace": vars(pace), "errors_percent": dict(known), "of_a_step": {}}
     for network in asked.networks:
         build = (FULL if asked.full else NARROW)[network]
         of_a_step = bytes_of_a_step(build, first_batch(data["train"], pace), asked.ways)
-        result["of_a_step"][network] = of_a_step
-        errors = result["errors_percent"].setdefault(network, {})
-        for seed in range(1 if asked.quick else asked.seeds):
+        run.result["of_a_step"][network] = of_a_step
+        errors = run.result["errors_percent"].setdefault(network, {})
+        for seed in range(run.pick(asked.seeds, 1)):
             for way in (EXACT, *asked.ways):
                 if seed < len(errors.setdefault(way, [])):
                     continue
                 errors[way].append(error_of(build, way, pace, data, seed))
-                write_json(path, result)
-        console.print(table(network, errors, of_a_step))
-    write_json(path, result)
-    console.print(f"Figures in {path}", highlight=False, markup=False)
-    return 0
+                run.save()
+        run.say(table(network, errors, of_a_step))
+    run.save()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.lossy_training", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a few images: does it run?")
-    parser.add_argument("--full", action="store_true", help="the papers' networks and epochs")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--networks", type=comma_separated, default=list(NARROW), help="of vgg, resnet")
-    parser.add_argument(
+main = Bench(
+    _run,
+    *TRAINING_OPTIONS,
+    option(
         "--ways",
+        known=WAYS,
         type=lambda text: [way.strip() for way in text.split("/")],
         default=list(DEFAULT_WAYS),
         help=f"of {' / '.join(WAYS)}, with slashes between",
-    )
-    parser.add_argument("--images", type=int, help="training images; by default as fits the pace")
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument(
-        "--resume", type=Path, help="a file of figures of the same pace: what is in it is not run again"
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    return parser
-
+    ),
+    quick="a few images: does it run?",
+    resume="a file of the same pace: what is in it is not run again",
+    device=True,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from bench.ours import Ours, Unsettled, least_budget, run_within
-from bench.paper import monet_overhead_percent
 from bench.peers import PEERS, Confirmed, Scouted, candidates, fastest_within, least, scout
 from bench.reference import Reference, take_reference
-from bench.workload import Forward, Workload, in_turns, make_workload
+from bench.workload import Forward, Workload, make_workload
 from shoal.core.sizes import format_bytes
 from shoal.errors import BudgetError
 
@@ -73,13 +72,13 @@ def measure_network(
     Args:
         name: one of `shoal.app.models.names()`.
         setting, options: on what and how.
-        advance: told what is about to run.
+        advance: called with what is about to run.
 
     Returns:
         Plain values for JSON: `plain`, `rows` (one per budget), `peers` (everything scouted), `least`.
 
     Raises:
-        WrongTraining: Shoal's training differs from plain PyTorch's.
+        WrongResult: Shoal's training differs from plain PyTorch's.
     """
     started = time.perf_counter()
     workload = make_workload(name, setting.batch, setting.image, seed=options.seed, device=options.device)
@@ -103,7 +102,7 @@ class _Network:
 
     def run(self) -> dict[str, Any]:
         workload, options = self.workload, self.options
-        plain = workload.twin()
+        plain = workload.shared_copy()
         self.advance("plain PyTorch")
         reference = take_reference(workload, plain)
         peak_bytes = workload.peak_bytes(plain)
@@ -123,7 +122,7 @@ class _Network:
         forwards |= {one.candidate: one.candidate.forward for one in chosen.values() if one is not None}
         self.advance(f"timing {len(forwards)} contenders in turns")
         repeats = options.repeats or (2 if self.slow else 5 if rough_seconds < _QUICK_SECONDS else 3)
-        seconds = in_turns(workload, forwards, repeats, warm_ups=0 if self.slow else 1)
+        seconds = workload.in_turns(forwards, repeats, warm_ups=0 if self.slow else 1)
         plain_seconds = statistics.median(seconds["plain"])
 
         def added_percent(key: Any) -> float:
@@ -217,7 +216,7 @@ class _Network:
 
         def figures(peak_bytes: int, forward: Forward) -> dict[str, Any]:
             forwards = {"plain": plain, "least": forward}
-            seconds = in_turns(workload, forwards, self.options.repeats or 2, warm_ups=0)
+            seconds = workload.in_turns(forwards, self.options.repeats or 2, warm_ups=0)
             return {
                 "measured_peak_bytes": peak_bytes,
                 "share_percent": 100 * peak_bytes / plain_peak_bytes,
@@ -283,3 +282,24 @@ def refusal_columns(error: BudgetError | Unsettled) -> dict[str, Any]:
 
 def _of(scouted: Sequence[Scouted], peer: str) -> list[Scouted]:
     return [one for one in scouted if one.candidate.peer == peer]
+
+
+SHARES = (66, 60, 53, 46, 40, 33)  # percent of plain PyTorch's peak
+
+# MONeT (Shah et al., ICLR'21), float32 on one GPU: overhead in % of plain PyTorch's step at each of `SHARES`.
+_MONET = {
+    "resnet50": (3.22, 4.68, 5.56, 7.28, 9.31, 11.95),
+    "googlenet": (7.13, 7.87, 8.44, 9.71, 12.14, 15.77),
+    "unet": (-4.10, -2.07, -0.09, 1.39, 4.95, 11.51),
+    "mobilenet_v2": (2.40, 3.10, 4.77, 5.53, 7.55, 8.72),
+    "vgg16_bn": (-5.30, -4.64, -2.18, 1.99, 5.44, 9.11),  # theirs is VGG-16
+}
+
+
+def monet_overhead_percent(network: str, share: float) -> float | None:
+    """MONeT's overhead for a network at a share (percent) of plain PyTorch's peak; None where the paper has none.
+
+    >>> monet_overhead_percent("resnet50", 40)
+    9.31
+    """
+    return dict(zip(SHARES, _MONET.get(network, ()), strict=False)).get(int(share) if share == int(share) else -1)

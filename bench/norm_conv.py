@@ -11,6 +11,9 @@ seconds by it. Where a layer reads relu(batch_norm(x)), eager's side is `batch_n
 network measures each tensor once; where a layer reads something else ours still measures and eager does not, which is
 to our disadvantage. All take turns, one call each; before that our results, statistics and gradients are held against
 eager's. Times are medians; GFLOP/s count convolutions alone.
+
+A convolution *normalises* where it reads a ReLU of a batch norm and nothing else came in between: then it can do both
+itself. A residual sum before the ReLU comes in between.
 """
 
 from __future__ import annotations
@@ -18,23 +21,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
 from rich.table import Table
+from torch import nn
 from torch.nn import functional as F
 
-from bench import tables
-from bench.budgets import comma_separated, make_folder
-from bench.conditions import conditions, describe, file_name
-from bench.layers import Layer, layers_of
-from bench.progress import bar
-from bench.workload import turns
-from shoal.core.files import write_json
+from bench.frame import CPU_TIME, Bench, Run, WrongResult, bar, comma_separated, option, switch
+from bench.interleave import in_turns
+from shoal.app import models
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_conv import norm_conv
 from shoal.kernels.norm.norm_conv_native import Window
@@ -47,10 +46,6 @@ _EPS = 1e-5
 
 Outputs = tuple[torch.Tensor, ...]
 Clock = Callable[[], float]
-
-
-class WrongResult(Exception):
-    """Ours differs from eager's by more than the tolerance."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +143,13 @@ def hold(tensors: Tensors) -> dict[str, float]:
     }
     wrong = {name: value for name, value in off.items() if not value <= TOLERANCE}
     if wrong:
-        said = ", ".join(f"{name} {value:.1e}" for name, value in wrong.items())
-        raise WrongResult(f"{tensors.layer.name}: farther from eager than {TOLERANCE:g} of its norm: {said}")
+        reported = ", ".join(f"{name} {value:.1e}" for name, value in wrong.items())
+        raise WrongResult(f"{tensors.layer.name}: farther from eager than {TOLERANCE:g} of its norm: {reported}")
     return off
 
 
 def measure(
-    network: str, layer: Layer, count: int, *, batch: int, rounds: int, inductor: bool = False, clock: Clock
+    network: str, layer: Layer, count: int, batch: int, rounds: int, *, inductor: bool = False, clock: Clock
 ) -> Row:
     """All contenders on one layer, in turns, after one that does not count.
 
@@ -171,22 +166,18 @@ def measure(
     if inductor:
         torch._dynamo.reset()  # Dynamo keeps only so many shapes of one function
         compiled = torch.compile(_plain, dynamic=False, fullgraph=True)
-        contenders["inductor"] = (
-            lambda t: (compiled(t.x, t.gamma, t.beta, t.weight, t.layer),),
-            for_eager,
-            1,
-        )
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for name, counts in turns(list(contenders), rounds, warm_ups=1):
-        forward, leaves, results = contenders[name]
+        contenders["inductor"] = (lambda t: (compiled(t.x, t.gamma, t.beta, t.weight, t.layer),), for_eager, 1)
+
+    def both_passes(
+        forward: Callable[[Tensors], Outputs], leaves: list[torch.Tensor], results: int
+    ) -> tuple[float, float]:
         started = clock()
         outputs = forward(tensors)
         turned = clock()
-        gradients = torch.autograd.grad(outputs, leaves, tensors.grads[:results])
-        ended = clock()
-        del outputs, gradients
-        if counts:
-            taken[name].append((turned - started, ended - turned))
+        torch.autograd.grad(outputs, leaves, tensors.grads[:results])
+        return turned - started, clock() - turned
+
+    taken = in_turns({name: partial(both_passes, *made) for name, made in contenders.items()}, rounds)
     seconds = {name: (_median(pairs, 0), _median(pairs, 1)) for name, pairs in taken.items()}
     flops = layer.flops(batch)
     return Row(network, layer, count, flops, flops * (1 + layer.needs_input_gradient), seconds, off)
@@ -224,28 +215,20 @@ def table(network: str, rows: Sequence[Row]) -> Table:
 
 def summary(network: str, rows: Sequence[Row]) -> str:
     """How often ours is slower than eager, and how far off it is at most."""
-    said = []
+    reported = []
     for part, name in enumerate(("forward", "backward")):
         slower = [row.layer.name for row in rows if row.times(part, "eager") < 1]
-        said.append(f"slower than eager {name} in {len(slower)} of {len(rows)} shapes")
+        reported.append(f"slower than eager {name} in {len(slower)} of {len(rows)} shapes")
     most = max((value, what, row.layer.name) for row in rows for what, value in row.off.items())
-    return f"{network}: {', '.join(said)}; at most {most[0]:.1e} off eager ({most[1]}, {most[2]})"
+    return f"{network}: {', '.join(reported)}; at most {most[0]:.1e} off eager ({most[1]}, {most[2]})"
 
 
 def wanted(asked: argparse.Namespace) -> dict[str, dict[Layer, int]]:
     """The layers to measure, by network.
 
     Raises:
-        InputError: an argument is out of its range, or names what there is not.
+        InputError: an argument is the name of no layer.
     """
-    for option in ("batch", "image", "rounds", "threads"):
-        value = getattr(asked, option)
-        if value is not None and value < 1:
-            raise InputError(f"--{option} {value}: give 1 or more")
-    if asked.cpu_time and torch.get_num_threads() > 1:
-        raise InputError("--cpu-time counts one thread's time; give --threads 1")
-    if not asked.networks:
-        raise InputError(f"--networks names none: give some, such as {','.join(NETWORKS)}")
     found = {}
     for network in asked.networks:
         layers = layers_of(network, asked.image or (QUICK_IMAGE if asked.quick else IMAGE))
@@ -259,69 +242,157 @@ def wanted(asked: argparse.Namespace) -> dict[str, dict[Layer, int]]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 unless a result was wrong (1) or an argument was (2)."""
-    asked = _parser().parse_args(arguments)
-    before = torch.get_num_threads()
+@dataclass(frozen=True)
+class Layer:
+    """One convolution of two dimensions at one size of its input.
+
+    Attributes:
+        in_channels, out_channels, groups: as of `nn.Conv2d`.
+        kernel, stride, padding, dilation: along height and width.
+        height, width: of the input, in pixels.
+        normalises: whether it reads relu(batch_norm(...)).
+        needs_input_gradient: not where it reads the images.
+    """
+
+    in_channels: int
+    out_channels: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+    height: int
+    width: int
+    normalises: bool
+    needs_input_gradient: bool
+
+    @property
+    def name(self) -> str:
+        """Such as `norm 64>128 1x1 @56`; stride and groups where they are not 1.
+
+        >>> ones = (1, 1)
+        >>> Layer(64, 128, (3, 3), (2, 2), ones, ones, 1, 56, 56, True, True).name
+        'norm 64>128 3x3 /2 @56'
+        """
+        side = f"{self.height}" if self.height == self.width else f"{self.height}x{self.width}"
+        parts = ["norm"] if self.normalises else []
+        parts += [f"{self.in_channels}>{self.out_channels}", f"{self.kernel[0]}x{self.kernel[1]}"]
+        parts += [f"/{self.stride[0]}"] if self.stride != (1, 1) else []
+        parts += [f"{self.groups} groups"] if self.groups != 1 else []
+        return " ".join([*parts, f"@{side}"])
+
+    def out_pixels(self) -> int:
+        """Of one image's result."""
+        sides = zip((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        rows, columns = (
+            (side + 2 * pad - reach * (size - 1) - 1) // step + 1 for side, size, step, pad, reach in sides
+        )
+        return rows * columns
+
+    def flops(self, batch: int) -> int:
+        """Of a forward pass; a backward pass takes one or two times as many."""
+        taps = self.kernel[0] * self.kernel[1]
+        return 2 * batch * self.out_pixels() * self.out_channels * taps * self.in_channels // self.groups
+
+
+def layers_of(network: str, image: int) -> dict[Layer, int]:
+    """Every convolution of a network of `shoal.app.models`, in the order of its forward pass, and how often it comes.
+
+    Args:
+        network: its name.
+        image: pixels along each side of its input.
+
+    Raises:
+        InputError: there is no such network, or it does not take such images.
+
+    >>> [(layer.name, count) for layer, count in layers_of("vgg19_bn", 32).items()][:3]
+    [('3>64 3x3 @32', 1), ('norm 64>64 3x3 @32', 1), ('64>128 3x3 @16', 1)]
+    """
+    with torch.device("meta"):
+        model = models.build(network)
+        images = torch.empty(models.example_shape(network, 2, image))
+    return collect(model, images)
+
+
+def collect(model: nn.Module, images: torch.Tensor) -> dict[Layer, int]:
+    """Every call of an `nn.Conv2d` in the forward pass of `model` on `images`; those with a padding mode left out."""
+    found: Counter[Layer] = Counter()
+    normalised: dict[int, int] = {}  # tensor → its version as the batch norm left it
+    rectified: dict[int, int] = {}
+    held: list[torch.Tensor] = []  # an address is used once
+
+    reads_a_norm: dict[nn.Module, bool] = {}
+
+    def before_relu(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        reads_a_norm[module] = normalised.get(id(inputs[0])) == inputs[0]._version
+
+    def after_relu(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if reads_a_norm[module]:
+            held.append(output)
+            rectified[id(output)] = output._version
+
+    def after_norm(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        held.append(output)
+        normalised[id(output)] = output._version
+
+    def before_convolution(module: nn.Conv2d, inputs: tuple[torch.Tensor, ...]) -> None:
+        x = inputs[0]
+        if module.padding_mode == "zeros" and not isinstance(module.padding, str):
+            pairs = [module.kernel_size, module.stride, module.padding, module.dilation]
+            kernel, stride, padding, dilation = ((pair[0], pair[1]) for pair in pairs)
+            of = (module.in_channels, module.out_channels, kernel, stride, padding, dilation, module.groups)
+            reads_both = rectified.get(id(x)) == x._version
+            found[Layer(*of, x.shape[-2], x.shape[-1], reads_both, x.requires_grad)] += 1
+
+    hooks = []
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            hooks.append(module.register_forward_pre_hook(before_convolution))
+        elif isinstance(module, nn.BatchNorm2d):
+            hooks.append(module.register_forward_hook(after_norm))
+        elif isinstance(module, nn.ReLU):
+            hooks += [module.register_forward_pre_hook(before_relu), module.register_forward_hook(after_relu)]
     try:
-        if asked.threads is not None and asked.threads > 0:
-            torch.set_num_threads(asked.threads)
-        return _run(asked)
-    except (InputError, WrongResult) as error:
-        print(f"bench.norm_conv: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+        model(images)
     finally:
-        torch.set_num_threads(before)
+        for hook in hooks:
+            hook.remove()
+    return dict(found)
 
 
-def _run(asked: argparse.Namespace) -> int:
+def _run(run: Run) -> None:
+    asked = run.asked
     networks = wanted(asked)
-    out = make_folder(asked.out)
-    found = conditions(torch.device("cpu"), 1)
-    console = tables.console()
-    console.print(describe(found), highlight=False, markup=False)
-    batch = asked.batch or (QUICK_BATCH if asked.quick else BATCH)
-    path = out / file_name("norm_conv", torch.device("cpu"))
+    batch = asked.batch or run.pick(BATCH, QUICK_BATCH)
+    rounds = asked.rounds or run.pick(ROUNDS, 1)
     rows: list[Row] = []
     with bar(sum(map(len, networks.values()))) as show:
         for network, layers in networks.items():
             of_network = []
             for layer, count in layers.items():
                 show(network, layer.name)
-                row = measure(
-                    network,
-                    layer,
-                    count,
-                    batch=batch,
-                    rounds=asked.rounds or (1 if asked.quick else ROUNDS),
-                    inductor=asked.inductor,
-                    clock=time.thread_time if asked.cpu_time else time.perf_counter,
+                of_network.append(
+                    measure(network, layer, count, batch, rounds, inductor=asked.inductor, clock=run.clock)
                 )
-                of_network.append(row)
                 show(network, layer.name, 1)
             rows += of_network
-            console.print(table(f"{network}, batch {batch}", of_network))
-            console.print(summary(network, of_network), highlight=False, markup=False)
-            result: dict[str, Any] = {"conditions": found, "batch": batch, "rows": [asdict(row) for row in rows]}
-            write_json(path, result)
-    console.print(f"Every result within {TOLERANCE:g} of eager's norm. Figures in {path}", highlight=False)
-    return 0
+            run.say(table(f"{network}, batch {batch}", of_network), summary(network, of_network))
+            run.save(batch=batch, rows=[asdict(row) for row in rows])
+    run.say(f"Every result within {TOLERANCE:g} of eager's norm")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.norm_conv", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--networks", type=comma_separated, default=list(NETWORKS), help="of shoal.app.models")
-    parser.add_argument("--layers", type=comma_separated, help="parts of names, such as 3x3,@14; default: all")
-    parser.add_argument("--batch", type=int, help=f"images; default: {BATCH}")
-    parser.add_argument("--image", type=int, help=f"pixels along each side of the network's input; default: {IMAGE}")
-    parser.add_argument("--rounds", type=int, help=f"calls of each that count; default: {ROUNDS}")
-    parser.add_argument("--threads", type=int, help="of OpenMP; default: as PyTorch has here")
-    parser.add_argument("--inductor", action="store_true", help="a contender more, which compiles for each shape")
-    parser.add_argument("--cpu-time", action="store_true", help="of the one thread: for a machine that others use too")
-    parser.add_argument("--quick", action="store_true", help="three small layers of each network, one round")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    return parser
-
+main = Bench(
+    _run,
+    option("--networks", known=models.names(), default=list(NETWORKS), help="of shoal.app.models"),
+    option("--layers", type=comma_separated, help="parts of names, such as 3x3,@14; default: all"),
+    option("--batch", type=int, help=f"images; default: {BATCH}"),
+    option("--image", type=int, help=f"pixels along each side of the network's input; default: {IMAGE}"),
+    option("--rounds", type=int, help=f"calls of each that count; default: {ROUNDS}"),
+    option("--threads", type=int, help="of OpenMP; default: as PyTorch has here"),
+    switch("--inductor", "a contender more, which compiles for each shape"),
+    CPU_TIME,
+    quick="three small layers of each network, one round",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

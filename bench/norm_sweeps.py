@@ -7,18 +7,22 @@ the same device: what it measures is how much the kernels help, not how much fus
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
+from bench.frame import CPU_TIME, Bench, Run, option
+from bench.interleave import in_turns, synchronize
+from bench.tables import new_table
 from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps as inverted
 from shoal.kernels.norm.norm_act import activated, norm_act
 from shoal.kernels.norm.statistics import statistics as measured
@@ -89,63 +93,62 @@ def measure(x: torch.Tensor, rounds: int, clock: Callable[[], float], sweeps: st
     """
     rows = []
     before = os.environ.get(VARIABLE, "")
-    wait = torch.cuda.synchronize if x.device.type == "cuda" else lambda: None
     for name, call in calls(x).items():
         if not name.startswith(sweeps):
             continue
-        times: tuple[list[float], list[float]] = ([], [])
-        for turn in range(rounds + 1):
-            for chosen, seconds in zip((before, "reference"), times, strict=True):
-                os.environ[VARIABLE] = chosen
-                wait()
-                start = clock()
-                result = call()
-                wait()
-                if turn:
-                    seconds.append(clock() - start)
-                del result
-        os.environ[VARIABLE] = before
-        rows.append(Row(name, x.shape[1], x.shape[2], x.nbytes, *(statistics.median(seconds) for seconds in times)))
+
+        def run(chosen: str, call: Callable[[], object] = call) -> float:
+            os.environ[VARIABLE] = chosen
+            synchronize(x.device)
+            start = clock()
+            result = call()
+            synchronize(x.device)
+            seconds = clock() - start
+            del result
+            return seconds
+
+        try:
+            taken = in_turns({"ours": partial(run, before), "torch": partial(run, "reference")}, rounds)
+        finally:
+            os.environ[VARIABLE] = before
+        rows.append(Row(name, x.shape[1], x.shape[2], x.nbytes, *map(statistics.median, taken.values())))
     return rows
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row]) -> Table:
     """Milliseconds, ours and PyTorch's, and how many times faster ours is."""
-    lines = ["sweep                      shape           ours     torch   times"]
+    shown = new_table("Batch norm's sweeps: milliseconds", "<sweep | <shape | ours | torch | times")
     for row in rows:
-        times = row.torch_seconds / row.ours_seconds
-        shape = f"{row.channels}@{row.side}"
-        lines.append(
-            f"{row.sweep:27}{shape:10}{row.ours_seconds * 1e3:10.3f}{row.torch_seconds * 1e3:10.3f}{times:8.2f}"
-        )
-    return "\n".join(lines)
+        times = f"{row.torch_seconds / row.ours_seconds:.2f}"
+        seconds = (f"{1e3 * row.ours_seconds:.3f}", f"{1e3 * row.torch_seconds:.3f}")
+        shown.add_row(row.sweep, f"{row.channels}@{row.side}", *seconds, times)
+    return shown
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
-    parser.add_argument("--layout", default="channels_last", choices=tuple(LAYOUTS))
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--sweeps", default="", help="those whose names begin so; by default all")
-    parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--cpu-time", action="store_true", help="of the one thread: for a machine that others use too")
-    options = parser.parse_args()
-    if options.cpu_time and (options.threads > 1 or options.device != "cpu"):
-        parser.error("--cpu-time counts one CPU thread's time; leave out --threads and --device")
-    torch.set_num_threads(options.threads)
-    clock = time.thread_time if options.cpu_time else time.perf_counter
-    rows = []
+def _run(run: Run) -> None:
+    asked, rows = run.asked, []
     for channels, side in SHAPES:
-        x = torch.randn((options.batch, channels, side, side), generator=torch.Generator().manual_seed(0))
-        x = x.to(options.device, getattr(torch, options.dtype)).contiguous(memory_format=LAYOUTS[options.layout])
-        rows += measure(x, options.rounds, clock, options.sweeps)
-    print(table(rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        x = torch.randn((asked.batch, channels, side, side), generator=torch.Generator().manual_seed(0))
+        x = x.to(run.device, getattr(torch, asked.dtype)).contiguous(memory_format=LAYOUTS[asked.layout])
+        rows += measure(x, asked.rounds, run.clock, asked.sweeps)
+    run.say(table(rows))
+    if asked.json is not None:
+        asked.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
+
+main = Bench(
+    _run,
+    option("--dtype", default="float32", choices=("float32", "float16", "bfloat16")),
+    option("--layout", default="channels_last", choices=tuple(LAYOUTS)),
+    option("--batch", type=int, default=8),
+    option("--threads", type=int, default=1),
+    option("--rounds", type=int, default=15),
+    option("--sweeps", default="", help="those whose names begin so; by default all"),
+    option("--json", type=Path, help="a file for the figures"),
+    CPU_TIME,
+    quick=None,
+    device=True,
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,34 +18,30 @@ The threads that copy need a core: run it with OMP_NUM_THREADS one below the num
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 from torch.autograd.graph import save_on_cpu
 
-from bench import tables
-from bench.blocks import checkpointed
-from bench.budgets import comma_separated, make_folder, use_exact_kernels
-from bench.conditions import conditions, describe, file_name
-from bench.reference import Reference, WrongTraining, take_reference
-from bench.workload import Forward, Workload, in_turns, make_workload
+from bench.frame import Bench, Run, comma_separated, option, some_of, use_exact_kernels
+from bench.interleave import median_ratio
+from bench.peers import checkpointed
+from bench.reference import Reference, take_reference
+from bench.tables import cells, new_table
+from bench.workload import Forward, Workload, make_workload
 from shoal.core import presets
-from shoal.core.files import write_json
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
-from shoal.cost.measurement_cache import device_of
 from shoal.engine.api import compile as compile_model
-from shoal.errors import BudgetError, InputError
+from shoal.errors import BudgetError
 from shoal.offload.eager import offload_activations
 
 SETTINGS = {"vgg19": (4, 96), "resnet18": (12, 128), "resnet50": (8, 112), "mobilenet_v2": (12, 128)}
@@ -60,7 +56,7 @@ _WITHIN_PERCENT = 10.0  # predicted against measured seconds
 
 
 @dataclass(frozen=True)
-class Run:
+class Measured:
     """A contender that was checked.
 
     Attributes:
@@ -101,7 +97,7 @@ def links(target: Hardware, device: str) -> dict[str, Hardware | None]:
 
 def contenders(
     workload: Workload, reference: Reference, target: Hardware, most_bytes: int, *, quick: bool
-) -> Iterator[Run]:
+) -> Iterator[Measured]:
     """Everyone but `joint`, each checked and metered; of the ways to checkpoint only one where it has to be quick."""
     device = workload.device.type
     for setting, link in links(target, device).items():
@@ -110,20 +106,20 @@ def contenders(
     if device == "cpu":
         folder = tempfile.gettempdir()
         yield planned(workload, reference, "hascoet", most_bytes, None, "to a file, not rehearsed", offload_to=folder)
-    for setting, forward in islice(checkpointed(workload.twin()), 1 if quick else None):
+    for setting, forward in islice(checkpointed(workload.shared_copy()), 1 if quick else None):
         # Its gradients are plain PyTorch's, but it moves batch norm's statistics twice: metered, not held against them.
         reference.start()
         workload.seconds(forward)
         reference.start()
-        yield Run("checkpointing", setting, forward, workload.peak_bytes(forward))
+        yield Measured("checkpointing", setting, forward, workload.peak_bytes(forward))
     yield from eager(workload, reference)
 
 
-def eager(workload: Workload, reference: Reference) -> Iterator[Run]:
+def eager(workload: Workload, reference: Reference) -> Iterator[Measured]:
     """Contenders without a plan. On the CPU they have no link to rehearse, so they run on CUDA alone."""
     if workload.device.type != "cuda":
         return
-    model = workload.twin()
+    model = workload.shared_copy()
 
     def in_context(context: Callable[[], Any]) -> Forward:
         def forward(images: torch.Tensor) -> torch.Tensor:
@@ -132,8 +128,8 @@ def eager(workload: Workload, reference: Reference) -> Iterator[Run]:
 
         return forward
 
-    yield checked(workload, reference, Run("save_on_cpu", "", in_context(lambda: save_on_cpu(pin_memory=True)), 0))
-    yield checked(workload, reference, Run("offload_activations", "", in_context(offload_activations), 0))
+    yield checked(workload, reference, Measured("save_on_cpu", "", in_context(lambda: save_on_cpu(pin_memory=True)), 0))
+    yield checked(workload, reference, Measured("offload_activations", "", in_context(offload_activations), 0))
 
 
 def planned(
@@ -145,29 +141,29 @@ def planned(
     setting: str = "",
     inside: str = "",
     offload_to: str = "auto",
-) -> Run:
+) -> Measured:
     """The step under a planner.
 
     Raises:
         BudgetError: no plan fits.
-        WrongTraining: it trains otherwise than plain PyTorch.
+        WrongResult: it trains otherwise than plain PyTorch.
     """
     model = compile_model(
-        workload.twin(), budget_bytes, planner=planner, rehearse=link, offload_to=offload_to, name=workload.name
+        workload.shared_copy(), budget_bytes, planner=planner, rehearse=link, offload_to=offload_to, name=workload.name
     )
     reference.check(model, f"{planner} {setting}")
-    run = checked(workload, reference, Run(planner, setting, model, 0, inside=inside))
+    run = checked(workload, reference, Measured(planner, setting, model, 0, inside=inside))
     return replace(run, plan=model.shoal.plan)  # type: ignore[union-attr]
 
 
-def checked(workload: Workload, reference: Reference, run: Run) -> Run:
+def checked(workload: Workload, reference: Reference, run: Measured) -> Measured:
     """Held against plain PyTorch, then metered."""
     reference.check(run.forward, run.name)
     reference.start()
     return replace(run, peak_bytes=workload.peak_bytes(run.forward))
 
 
-def front(runs: Sequence[Run], seconds: dict[str, float]) -> list[Run]:
+def front(runs: Sequence[Measured], seconds: dict[str, float]) -> list[Measured]:
     """The runs that no other of them beats in both bytes and seconds."""
     return [
         run
@@ -186,10 +182,10 @@ def measure_network(
     """Every contender's peak and time on one network.
 
     Raises:
-        WrongTraining: a contender differs from plain PyTorch.
+        WrongResult: a contender differs from plain PyTorch.
     """
     workload = make_workload(network, batch, image, seed=seed, device=device)
-    plain = workload.twin()
+    plain = workload.shared_copy()
     reference = take_reference(workload, plain)
     plain_peak_bytes = workload.peak_bytes(plain)
     kept = planned(workload, reference, "keep_all", 2 * plain_peak_bytes, None)
@@ -211,12 +207,9 @@ def measure_network(
         except BudgetError as error:
             infeasible[inside] = str(error).splitlines()[0]
     forwards = {"plain": plain, **{run.name: run.forward for run in (kept, *others, *ours)}}
-    taken = in_turns(workload, forwards, repeats, warm_ups=1)
+    taken = workload.in_turns(forwards, repeats, warm_ups=1)
 
-    def share(run: Run, whole: str) -> float:
-        return statistics.median(a / b for a, b in zip(taken[run.name], taken[whole], strict=True))
-
-    def row(run: Run) -> dict[str, Any]:
+    def row(run: Measured) -> dict[str, Any]:
         found: dict[str, Any] = {
             "contender": run.contender,
             "setting": run.setting,
@@ -224,14 +217,14 @@ def measure_network(
             "peak_bytes": run.peak_bytes,
             "share_percent": 100 * run.peak_bytes / plain_peak_bytes,
             "seconds": taken[run.name],
-            "added_percent": 100 * (share(run, "plain") - 1),
+            "added_percent": 100 * (median_ratio(taken[run.name], taken["plain"]) - 1),
         }
         if run.plan is not None:
             added_seconds = run.plan.predicted_seconds - run.plan.plain_seconds
-            off = [(one + added_seconds) / two for one, two in zip(taken[kept.name], taken[run.name], strict=True)]
+            predicted = [seconds + added_seconds for seconds in taken[kept.name]]
             found["predicted_peak_bytes"] = run.plan.predicted_peak_bytes
             found["predicted_added_percent"] = 100 * added_seconds / run.plan.plain_seconds
-            found["predicted_off_percent"] = 100 * (statistics.median(off) - 1)
+            found["predicted_off_percent"] = 100 * (median_ratio(predicted, taken[run.name]) - 1)
             found["stall_percent"] = 100 * run.plan.timeline.stall_seconds / run.plan.plain_seconds
             copies = sum(transfer.seconds for transfer in run.plan.timeline.transfers)
             found["copies_percent"] = 100 * copies / run.plan.plain_seconds
@@ -274,27 +267,22 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
 def network_table(result: dict[str, Any]) -> Table:
     """One row a contender, by bytes."""
     plain, setting = result["plain"], result["setting"]
-    table = Table(
-        title=f"{result['network']}, {setting['batch']} x {setting['image']} pixels, link of {setting['hardware']}: "
-        f"plain {format_bytes(plain['peak_bytes'])}, {statistics.median(plain['seconds']):.2f} s a step"
+    table = new_table(
+        f"{result['network']}, {setting['batch']} x {setting['image']} pixels, link of {setting['hardware']}: "
+        f"plain {format_bytes(plain['peak_bytes'])}, {statistics.median(plain['seconds']):.2f} s a step",
+        "<contender | <setting | peak | of plain | added | predicted | off | copies | stalls | host",
     )
-    for column in ("contender", "setting", "peak", "of plain", "added", "predicted", "off", "copies", "stalls", "host"):
-        table.add_column(column, justify="left" if column in ("contender", "setting") else "right")
     for row in sorted(result["rows"], key=lambda row: -row["peak_bytes"]):
-        cells = [row["contender"], row["setting"], format_bytes(row["peak_bytes"]), f"{row['share_percent']:.1f} %"]
-        cells.append(f"{row['added_percent']:+.1f} %")
-        if "predicted_added_percent" in row:
-            cells += [f"{row['predicted_added_percent']:+.1f} %", f"{row['predicted_off_percent']:+.1f} %"]
-            cells += [f"{row['copies_percent']:.0f} %", f"{row['stall_percent']:.1f} %"]
-            cells.append(format_bytes(row["host_bytes"]))
-        table.add_row(*cells)
+        form = "{contender} | {setting} | {peak_bytes:bytes} | {share_percent:.1f} % | {added_percent:+.1f} % | "
+        form += "{predicted_added_percent:+.1f} % | {predicted_off_percent:+.1f} % | {copies_percent:.0f} % | "
+        table.add_row(*cells(form + "{stall_percent:.1f} % | {host_bytes:bytes}", row))
     return table
 
 
 def summary_line(results: Sequence[dict[str, Any]]) -> str:
     """How often `joint` was beaten, and how near the predicted times were."""
-    said = [verdict for result in results for verdict in result["verdicts"].values()]
-    counts = ", ".join(f"{said.count(word)} {word}" for word in ("faster", "equal", "slower", "none"))
+    found = [verdict for result in results for verdict in result["verdicts"].values()]
+    counts = ", ".join(f"{found.count(word)} {word}" for word in ("faster", "equal", "slower", "none"))
     off = [
         abs(row["predicted_off_percent"])
         for result in results
@@ -303,60 +291,35 @@ def summary_line(results: Sequence[dict[str, Any]]) -> str:
     ]
     near = sum(one <= _WITHIN_PERCENT for one in off)
     return (
-        f"joint inside the bytes of {len(said)} other runs: {counts}; predicted step time within {_WITHIN_PERCENT:g} % "
-        f"of the measured one in {near} of {len(off)} planned runs, {max(off, default=0.0):.1f} % off at most"
+        f"joint inside the bytes of {len(found)} other runs: {counts}; predicted step time within "
+        f"{_WITHIN_PERCENT:g} % of the measured one in {near} of {len(off)} planned runs, "
+        f"{max(off, default=0.0):.1f} % off at most"
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 unless a training was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m bench.offloading", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one small network: does it run?")
-    parser.add_argument("--networks", type=comma_separated, help="of " + ", ".join(SETTINGS))
-    parser.add_argument("--hardware", default="titanx-pcie", help="whose link to rehearse")
-    parser.add_argument("--repeats", type=int, default=7, help="timed steps of each contender")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args(arguments)
-    try:
-        device = device_of(asked.device)
-        settings = QUICK_SETTINGS if asked.quick else CUDA_SETTINGS if device.type == "cuda" else SETTINGS
-        names = asked.networks or list(settings)
-        unknown = [name for name in names if name not in settings]
-        if unknown:
-            raise InputError(f"no setting for {', '.join(unknown)}; there are {', '.join(settings)}")
-        target = presets.get(asked.hardware)
-        out = make_folder(asked.out)
-        use_exact_kernels()
-        found_conditions = conditions(device, asked.seed)
-        console = tables.console()
-        console.print(describe(found_conditions), highlight=False, markup=False)
-        results = []
-        for name in names:
-            batch, image = settings[name]
-            result = measure_network(
-                name,
-                batch,
-                image,
-                target,
-                repeats=asked.repeats,
-                device=device.type,
-                seed=asked.seed,
-                quick=asked.quick,
-            )
-            results.append(result)
-            console.print(network_table(result))
-            path = write_json(
-                out / file_name("offloading", device), {"results": results, "conditions": found_conditions}
-            )
-        console.print(summary_line(results), highlight=False)
-        console.print(f"Figures in {path}", highlight=False)
-    except (InputError, WrongTraining) as error:
-        print(f"bench.offloading: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-    return 0
+def _run(run: Run) -> None:
+    asked = run.asked
+    settings = run.pick(CUDA_SETTINGS if run.device.type == "cuda" else SETTINGS, QUICK_SETTINGS)
+    target = presets.get(asked.hardware)
+    use_exact_kernels()
+    results: list[dict[str, Any]] = []
+    how = {"repeats": asked.repeats, "device": run.device.type, "seed": asked.seed, "quick": asked.quick}
+    for name in some_of("--networks", asked.networks or list(settings), settings):
+        results.append(measure_network(name, *settings[name], target, **how))
+        run.say(network_table(results[-1]))
+        run.save(results=results)
+    run.say(summary_line(results))
 
+
+main = Bench(
+    _run,
+    option("--networks", type=comma_separated, help="of " + ", ".join(SETTINGS)),
+    option("--hardware", default="titanx-pcie", help="whose link to rehearse"),
+    option("--repeats", type=int, default=7, help="timed steps of each contender"),
+    quick="one small network: does it run?",
+    device=True,
+    seed=True,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,7 +12,7 @@ from shoal.engine.plan import plan as plan_model
 from shoal.engine.session import Status
 from shoal.errors import BudgetError
 
-_MOST_REPAIRS = 6
+_MAX_REPAIRS = 6
 _HALVINGS = 6
 
 
@@ -52,20 +52,20 @@ def run_within(
 
     Args:
         workload, reference: the step, and what plain PyTorch computes in it.
-        budget_bytes: the promise.
+        budget_bytes: not to be exceeded.
         planner: as for `shoal.compile`.
         brief: one checked step instead of two, for slow steps on the CPU.
 
     Raises:
         BudgetError: no plan fits.
-        WrongTraining: gradients, buffers or random numbers differ from plain PyTorch's.
+        WrongResult: gradients, buffers or random numbers differ from plain PyTorch's.
         Unsettled: repairs did not end.
     """
-    model = compile_model(workload.twin(), budget_bytes, planner=planner, name=workload.name)
+    model = compile_model(workload.shared_copy(), budget_bytes, planner=planner, name=workload.name)
     status: Status = model.shoal  # type: ignore[assignment]  # nn.Module's attributes are tensors to mypy
     who = f"shoal inside {budget_bytes} bytes"
     exactness = reference.check(model, who)
-    for _ in range(_MOST_REPAIRS):
+    for _ in range(_MAX_REPAIRS):
         repairs = status.repairs
         if not brief or status.plan is None:
             exactness = reference.check(model, who)

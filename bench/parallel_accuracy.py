@@ -15,14 +15,15 @@ must have the same bits on all of them.
 
 from __future__ import annotations
 
-import argparse
 import math
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -31,16 +32,13 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from bench import parallel_ranks, tables
-from bench.budgets import make_folder
-from bench.conditions import conditions, describe, file_name
-from bench.resume import earlier_errors
+from bench.frame import Bench, Run, WrongResult, integers, option
+from bench.processes import Stage, Worker
+from bench.tables import new_table
 from shoal.app.data.digits import open_digits
-from shoal.core.files import write_json
 from shoal.distributed.gradients.compress_gradients import compress_gradients
 from shoal.distributed.papers.hybrid import hybrid
 from shoal.distributed.papers.local_convolution import LocalConv2d
-from shoal.errors import InputError
 
 EXACT = "32 bits"
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
@@ -103,13 +101,6 @@ def images_of(pace: Pace) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def errors_by_run(path: str, pace: Pace, runs: list[tuple[str, str, int]]) -> Iterator[tuple[str, str, int, float]]:
-    """Train each (how, codec, seed) on this group's ranks; yields its test error in percent."""
-    data = torch.load(path, mmap=True)
-    for how, codec, seed in runs:
-        yield how, codec, seed, error_percent(how, codec, seed, pace, data)
-
-
 def error_percent(how: str, codec: str, seed: int, pace: Pace, data: dict[str, Any]) -> float:
     """One network's test error after training."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -147,7 +138,7 @@ def error_percent(how: str, codec: str, seed: int, pace: Pace, data: dict[str, A
         first = parameter.detach().clone()
         dist.broadcast(first, 0)
         if not torch.equal(first, parameter):
-            raise AssertionError(f"{how}, {codec}: ranks hold other weights at the end")
+            raise WrongResult(f"{how}, {codec}: ranks hold other weights at the end")
     if closing is not None:
         closing.close()
     return 100 * wrong / len(data["test"][0])
@@ -163,6 +154,39 @@ def _wrong(model: nn.Module, test: tuple[torch.Tensor, torch.Tensor]) -> int:
         wrong += (found != labels.tensor_split(ranks)[rank]).sum()
     dist.all_reduce(wrong)
     return int(wrong)
+
+
+class Rank:
+    """One rank in a process of its own; see `bench.processes`. It answers a run with its test error in percent."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", init_method=os.environ["SHOAL_RANKS"], rank=rank, world_size=ranks)
+
+    def __call__(self, asked: Mapping[str, Any], stage: Stage) -> float:
+        data = torch.load(asked["data"], mmap=True)
+        return error_percent(asked["how"], asked["codec"], asked["seed"], Pace(**asked["pace"]), data)
+
+
+def errors_by_run(ranks: int, at: str, pace: Pace, runs: Iterable[tuple[str, str, int]]) -> Iterator[float]:
+    """The test error in percent of each (how, codec, seed), trained on so many ranks.
+
+    Raises:
+        InputError: a rank ended early.
+        WrongResult: ranks hold other weights at the end.
+    """
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(ranks) as pool, ExitStack() as stack:
+        joined = {"WORLD_SIZE": str(ranks), "SHOAL_RANKS": f"file://{folder}/store", "OMP_NUM_THREADS": "1"}
+        joined = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **joined}
+        made = [Worker("bench.parallel_accuracy:Rank", {**joined, "RANK": str(rank)}) for rank in range(ranks)]
+        workers = [stack.enter_context(worker) for worker in made]
+        for how, codec, seed in runs:
+            asked = {"data": at, "pace": asdict(pace), "how": how, "codec": codec, "seed": seed}
+            running = [pool.submit(worker.ask, asked) for worker in workers]
+            for future in as_completed(running):  # where one fails the others would wait for it
+                future.result()
+            yield running[0].result()
 
 
 def interval(errors: list[float]) -> tuple[float, float]:
@@ -197,16 +221,10 @@ def f_test(groups: list[list[float]]) -> str:
 
 def table(how: str, ranks: str, rows: dict[str, list[float]]) -> Table:
     tested = f_test([rows[codec] for codec in (EXACT, *TYPES)])
-    shown = Table(title=f"{how}, {ranks} ranks: test error; {tested}; the paper's on MNIST: {PAPER[how]}")
-    for column in (
-        "type",
-        "mean and deviation",
-        "seeds",
-        "to 32 bits",
-        "99 % interval of the mean",
-        "overlaps 32 bits'",
-    ):
-        shown.add_column(column, justify="left" if column == "type" else "right")
+    shown = new_table(
+        f"{how}, {ranks} ranks: test error; {tested}; the paper's on MNIST: {PAPER[how]}",
+        "<type | mean and deviation | seeds | to 32 bits | 99 % interval of the mean | overlaps 32 bits'",
+    )
     low, high = interval(rows[EXACT])
     for codec, errors in rows.items():
         mean, spread = statistics.mean(errors), statistics.stdev(errors) if len(errors) > 1 else 0.0
@@ -218,44 +236,19 @@ def table(how: str, ranks: str, rows: dict[str, list[float]]) -> Table:
     return shown
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run it; 0 unless an argument or the data was wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.parallel_accuracy", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="digits and a few steps: does it run?")
-    parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
-    parser.add_argument("--how", default="both", choices=tuple(HOW))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--images", type=int, help="training images; by default as fits the pace")
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--resume", type=Path, help="a file of figures of the same pace: its runs are not run again")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    asked = parser.parse_args(arguments)
-    pace = QUICK if asked.quick else SHORT
-    pace = Pace(
-        pace.data, asked.images or pace.images, pace.test_images, asked.epochs or pace.epochs, pace.batch, pace.rate
-    )
-    try:
-        if asked.seeds < 1 or not all(one.isdigit() and int(one) > 0 for one in asked.ranks.split(",")):
-            raise InputError(f"got --ranks {asked.ranks} --seeds {asked.seeds}, expected positive numbers, such as 2,4")
-        out = make_folder(asked.out)
-        known = earlier_errors(asked.resume, asdict(pace), "bench.parallel_accuracy") if asked.resume else {}
-        data = images_of(pace)
-    except InputError as error:
-        print(f"bench.parallel_accuracy: {error}", file=sys.stderr)
-        return 2
-    console = tables.console()
-    found = conditions(torch.device("cpu"), 0)
-    console.print(describe(found), highlight=False, markup=False)
-    console.print(f"{asdict(pace)}, {asked.seeds} seeds, one thread a rank", highlight=False)
-    errors: dict[str, Any] = dict(known)
-    result = {"conditions": found, "pace": asdict(pace), "errors_percent": errors}
-    path = out / file_name("parallel_accuracy", torch.device("cpu"))
+def _run(run: Run) -> None:
+    asked = run.asked
+    base = run.pick(SHORT, QUICK)
+    pace = replace(base, images=asked.images or base.images, epochs=asked.epochs or base.epochs)
+    errors: dict[str, Any] = run.resume("errors_percent", pace=asdict(pace)).get("errors_percent", {})
+    data = images_of(pace)
+    run.say(f"{asdict(pace)}, {asked.seeds} seeds, one thread a rank")
+    run.result |= {"pace": asdict(pace), "errors_percent": errors}
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(data, Path(folder) / "images.pt")
-        for ranks in asked.ranks.split(","):
-            rows = errors.setdefault(ranks, {how: {codec: [] for codec in codecs} for how, codecs in CODECS.items()})
+        at = f"{folder}/images.pt"
+        torch.save(data, at)
+        for ranks in asked.ranks:
+            rows = errors.setdefault(str(ranks), {how: {name: [] for name in names} for how, names in CODECS.items()})
             runs = [
                 (how, codec, seed)
                 for seed in range(asked.seeds)
@@ -263,16 +256,22 @@ def main(arguments: list[str] | None = None) -> int:
                 for codec in CODECS[how]
                 if seed >= len(rows[how][codec])
             ]
-            at = str(Path(folder) / "images.pt")
-            for how, codec, _, error in parallel_ranks.results(errors_by_run, int(ranks), at, pace, runs):
+            for (how, codec, _), error in zip(runs, errors_by_run(ranks, at, pace, runs), strict=True):
                 rows[how][codec].append(error)
-                write_json(path, result)
-            for how in CODECS:
-                if all(rows[how].values()):
-                    console.print(table(how, ranks, rows[how]))
-    console.print(f"Figures in {path}", highlight=False)
-    return 0
+                run.save()
+            run.say(*(table(how, str(ranks), rows[how]) for how in CODECS if all(rows[how].values())))
 
+
+main = Bench(
+    _run,
+    option("--ranks", type=integers, default=[2, 4], help="numbers of ranks"),
+    option("--how", default="both", choices=tuple(HOW)),
+    option("--seeds", type=int, default=3),
+    option("--images", type=int, help="training images; by default as fits the pace"),
+    option("--epochs", type=int),
+    quick="digits and a few steps: does it run?",
+    resume="a file of the same pace: its runs are not run again",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

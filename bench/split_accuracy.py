@@ -6,21 +6,18 @@
 
 Trains a VGG and a ResNet with batch norm from the same start for each seed, split to several depths and into several
 numbers of patches, and evaluates each with the *unsplit* network; the split ones also as they were trained. The paper's
-errors are of full-size networks trained for 350 epochs: they stand in a column of their own, and what can be compared
+errors are of full-size networks trained for 350 epochs: they have a column of their own, and what can be compared
 is the difference to the baseline. Seeds give mean and standard deviation; a difference below two standard errors is
-told as none.
+reported as none.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from rich.table import Table
@@ -28,16 +25,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from bench import tables
-from bench.budgets import make_folder
-from bench.conditions import conditions, describe, file_name
-from bench.resume import earlier_errors
+from bench.frame import Bench, Run, option, switch
+from bench.tables import new_table
 from shoal.app import models
 from shoal.app.data.cifar10 import open_cifar10
 from shoal.app.data.source import Images
-from shoal.core.files import write_json
-from shoal.cost.measurement_cache import device_of
-from shoal.errors import InputError
 
 # Test errors in percent with four patches at half the depth, from table 1: baseline, split, stochastic.
 PAPER = {"vgg": (5.86, 6.98, 5.42), "resnet": (4.7, 5.2, 4.5)}
@@ -139,8 +131,8 @@ SHORT = Pace(5_000, 5, 32, 0.05)
 WHOLE = Pace(50_000, 350, 128, 0.1, (150 / 350, 250 / 350))
 
 
-def images_of(device: torch.device) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """CIFAR-10, normalised: float images and labels by split."""
+def images_of(device: torch.device, tests: int | None = None) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """CIFAR-10, normalised: float images and labels by split; of "test" the first `tests`."""
     source = open_cifar10()
     mean = torch.tensor(source.mean).reshape(1, 3, 1, 1)
     deviation = torch.tensor(source.deviation).reshape(1, 3, 1, 1)
@@ -150,14 +142,15 @@ def images_of(device: torch.device) -> dict[str, tuple[torch.Tensor, torch.Tenso
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))  # they lie class by class
         pixels = torch.from_numpy(images.pixels).permute(0, 3, 1, 2)[order].float()
         x = ((pixels - mean) / deviation).to(device, memory_format=torch.channels_last)
-        found[name] = x, torch.from_numpy(images.labels)[order].to(device)
+        kept = slice(tests if name == "test" else None)
+        found[name] = x[kept], torch.from_numpy(images.labels)[order].to(device)[kept]
     return found
 
 
 def batches(
     x: torch.Tensor, y: torch.Tensor, batch: int, draw: torch.Generator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """One epoch in random order, each image moved by up to four pixels and mirrored by chance."""
+    """One epoch in random order, each image moved by up to four pixels and mirrored at random."""
     order = torch.randperm(len(x), generator=draw)
     for part in order.split(batch):
         images = F.pad(x[part], (4, 4, 4, 4))
@@ -237,79 +230,69 @@ def finding(errors: list[float], baseline: list[float]) -> str:
 
 
 def table(network: str, rows: dict[str, dict[str, list[float]]]) -> Table:
-    shown = Table(title=f"{network}: test error, mean and standard deviation over seeds")
-    for column in ("trained", "evaluated unsplit", "to the baseline", "evaluated split", "paper, 350 epochs"):
-        shown.add_column(column, justify="left" if column == "trained" else "right")
+    shown = new_table(
+        f"{network}: test error, mean and standard deviation over seeds",
+        "<trained | evaluated unsplit | to the baseline | evaluated split | paper, 350 epochs",
+    )
     paper = dict(zip(("baseline", "split 50 %, 4 patches", "stochastic 50 %, 4 patches"), PAPER[network], strict=True))
     for name, errors in rows.items():
         away = "" if name == "baseline" else finding(errors["unsplit"], rows["baseline"]["unsplit"])
-        as_trained = "" if name == "baseline" else told(errors["split"])
-        shown.add_row(name, told(errors["unsplit"]), away, as_trained, f"{paper[name]} %" if name in paper else "")
+        as_trained = "" if name == "baseline" else mean_and_spread(errors["split"])
+        shown.add_row(
+            name, mean_and_spread(errors["unsplit"]), away, as_trained, f"{paper[name]} %" if name in paper else ""
+        )
     return shown
 
 
-def told(errors: list[float]) -> str:
+def mean_and_spread(errors: list[float]) -> str:
     spread = statistics.stdev(errors) if len(errors) > 1 else 0.0
     return f"{statistics.mean(errors):.1f} % ± {spread:.1f}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run it; 0 unless an argument or the data was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m bench.split_accuracy", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a few images: does it run?")
-    parser.add_argument("--full", action="store_true", help="the paper's networks and epochs")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--networks", default="vgg,resnet", help="of vgg, resnet")
-    parser.add_argument("--images", type=int, help="training images; by default as fits the pace")
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument(
-        "--resume", type=Path, help="a file of figures of the same pace: what is in it is not run again"
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    asked = parser.parse_args(arguments)
-    pace = QUICK if asked.quick else WHOLE if asked.full else SHORT
-    pace = Pace(asked.images or pace.images, asked.epochs or pace.epochs, pace.batch, pace.rate, pace.steps_down)
-    try:
-        device = device_of(asked.device)
-        unknown = set(asked.networks.split(",")) - set(NARROW)
-        if unknown or asked.seeds < 1:
-            raise InputError(
-                f"--networks {asked.networks} --seeds {asked.seeds}: give vgg, resnet or both, and 1 or more"
-            )
-        out = make_folder(asked.out)
-        known = earlier_errors(asked.resume, vars(pace), "bench.split_accuracy") if asked.resume else {}
-        data = images_of(device)
-    except InputError as error:
-        print(f"bench.split_accuracy: {error}", file=sys.stderr)
-        return 2
+def paced(run: Run, base: Pace) -> Pace:
+    """`base`, with the images and epochs that `TRAINING_OPTIONS` name."""
+    return replace(base, images=run.asked.images or base.images, epochs=run.asked.epochs or base.epochs)
+
+
+TRAINING_OPTIONS = (
+    switch("--full", "the papers' networks and epochs"),
+    option("--seeds", type=int, default=3),
+    option("--networks", known=NARROW, default=list(NARROW)),
+    option("--images", type=int, help="training images; by default as fits the pace"),
+    option("--epochs", type=int),
+)
+
+
+def _run(run: Run) -> None:
+    asked = run.asked
+    pace = paced(run, WHOLE if asked.full else run.pick(SHORT, QUICK))
+    known = run.resume("errors_percent", pace=vars(pace)).get("errors_percent", {})
+    data = images_of(run.device, tests=run.pick(None, 500))
     networks = FULL if asked.full else NARROW
-    kinds = CONDITIONS if not asked.quick else (CONDITIONS[0], CONDITIONS[4], CONDITIONS[5])
-    if asked.quick:
-        data["test"] = (data["test"][0][:500], data["test"][1][:500])
-    console = tables.console()
-    found = conditions(device, 0)
-    console.print(describe(found), highlight=False, markup=False)
-    console.print(
-        f"{pace.images} images, {pace.epochs} epochs, batches of {pace.batch}, {asked.seeds} seeds", highlight=False
-    )
-    result: dict[str, Any] = {"conditions": found, "pace": vars(pace), "errors_percent": {}}
-    path = out / file_name("split_accuracy", device)
-    for network in asked.networks.split(","):
+    kinds = run.pick(CONDITIONS, (CONDITIONS[0], CONDITIONS[4], CONDITIONS[5]))
+    run.say(f"{pace.images} images, {pace.epochs} epochs, batches of {pace.batch}, {asked.seeds} seeds")
+    run.result |= {"pace": vars(pace), "errors_percent": {}}
+    for network in asked.networks:
         rows: dict[str, dict[str, list[float]]] = {kind.name: {"unsplit": [], "split": []} for kind in kinds}
         rows |= {kind: errors for kind, errors in known.get(network, {}).items() if kind in rows}
-        for seed in range(asked.seeds if not asked.quick else 1):
+        run.result["errors_percent"][network] = rows
+        for seed in range(run.pick(asked.seeds, 1)):
             for kind in kinds:
                 if seed < len(rows[kind.name]["unsplit"]):
                     continue
                 for how, error in errors_of(networks[network], kind, pace, data, seed).items():
                     rows[kind.name][how].append(error)
-                result["errors_percent"][network] = rows
-                write_json(path, result)
-        console.print(table(network, rows))
-    console.print(f"Figures in {path}", highlight=False)
-    return 0
+                run.save()
+        run.say(table(network, rows))
 
+
+main = Bench(
+    _run,
+    *TRAINING_OPTIONS,
+    quick="a few images: does it run?",
+    resume="a file of the same pace: what is in it is not run again",
+    device=True,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

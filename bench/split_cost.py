@@ -4,18 +4,16 @@
     python -m bench.split_cost --images 16 --networks densenet121    larger ops: less lost to many small ones
     python -m bench.split_cost --quick   one network, small images, one turn: does it run?
 
-Half the convolutions in 2 x 2 patches, forward and backward in eager PyTorch, in both memory formats. `twin` is the
+Half the convolutions in 2 x 2 patches, forward and backward in eager PyTorch, in both memory formats. `A/A` is the
 network once more: what it differs from 1 by is the machine's noise. `exact` is `halo="exact"`, which computes what
 overlaps twice; its gradients are held against the network's. All contenders of a row take turns in one process.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,17 +22,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from bench import tables
-from bench.budgets import make_folder
-from bench.conditions import conditions, describe, file_name
-from bench.workload import Workload, in_turns, make_workload
-from shoal.core.files import write_json
-from shoal.errors import InputError
+from bench.frame import Bench, Run, option
+from bench.interleave import median_ratio
+from bench.tables import new_table
+from bench.workload import Workload, make_workload
 
 NETWORKS = {"resnet18": (8, 224), "vgg16_bn": (4, 224), "densenet121": (4, 224)}  # images, pixels
 LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "twin": lambda model: model,
+    "A/A": lambda model: model,
     "split": lambda model: shoal.split(model, 0.5, (2, 2)),
     "exact": lambda model: shoal.split(model, 0.5, (2, 2), halo="exact"),
 }
@@ -43,12 +39,12 @@ TARGET = 1.05
 
 def ratios(workload: Workload, turns: int) -> dict[str, Any]:
     """Median over the turns of each way's seconds, divided by the network's own in the same turn."""
-    ways: dict[Any, Any] = {"plain": workload.twin(), **{name: make(workload.twin()) for name, make in WAYS.items()}}
-    seconds = in_turns(workload, ways, turns, 1)
-    found = {
-        name: statistics.median(ours / plain for ours, plain in zip(seconds[name], seconds["plain"], strict=True))
-        for name in WAYS
+    ways: dict[Any, Any] = {
+        "plain": workload.shared_copy(),
+        **{name: make(workload.shared_copy()) for name, make in WAYS.items()},
     }
+    seconds = workload.in_turns(ways, turns, 1)
+    found = {name: median_ratio(seconds[name], seconds["plain"]) for name in WAYS}
     return {"plain_seconds": statistics.median(seconds["plain"]), "ratios": found}
 
 
@@ -63,7 +59,7 @@ def assert_same_gradients(name: str) -> None:
     workload.images = workload.images.double()
     plain = workload.model
     gradients = []
-    for model in (plain, WAYS["exact"](workload.twin())):
+    for model in (plain, WAYS["exact"](workload.shared_copy())):
         workload.reset()
         loss = F.cross_entropy(model(workload.images), workload.target)
         gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(plain.parameters()))]))
@@ -72,54 +68,40 @@ def assert_same_gradients(name: str) -> None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    shown = Table(title=f"A step beside the network's own; the target of split is {TARGET:.2f}")
-    for column in ("network", "memory format", "images", "plain step", *WAYS):
-        shown.add_column(column, justify="left" if column in ("network", "memory format") else "right")
+    shown = new_table(
+        f"A step beside the network's own; the target of split is {TARGET:.2f}",
+        f"<network | <memory format | images | plain step | {' | '.join(WAYS)}",
+    )
     for row in rows:
         cells = [f"{row['ratios'][name]:.3f}" for name in WAYS]
         shown.add_row(row["network"], row["layout"], str(row["images"]), f"{1e3 * row['plain_seconds']:.0f} ms", *cells)
     return shown
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 unless an argument was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m bench.split_cost", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one network, small images, one turn: does it run?")
-    parser.add_argument("--networks", default=",".join(NETWORKS), help=f"of {', '.join(NETWORKS)}")
-    parser.add_argument(
-        "--images", type=int, help="in a batch; default: " + ", ".join(f"{n} {i}" for n, (i, _) in NETWORKS.items())
-    )
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    asked = parser.parse_args(arguments)
-    names = asked.networks.split(",")
-    try:
-        if not set(names) <= set(NETWORKS):
-            raise InputError(f"--networks {asked.networks}: give some of {', '.join(NETWORKS)}")
-        if asked.turns < 1 or (asked.images is not None and asked.images < 1):
-            raise InputError(f"--turns {asked.turns} --images {asked.images}: give 1 or more")
-        out = make_folder(asked.out)
-    except InputError as error:
-        print(f"bench.split_cost: {error}", file=sys.stderr)
-        return 2
-    found = conditions(torch.device("cpu"), 0)
-    console = tables.console()
-    console.print(describe(found), highlight=False, markup=False)
-    rows = []
-    for name in names[:1] if asked.quick else names:
+def _run(run: Run) -> None:
+    asked, rows = run.asked, []
+    for name in run.pick(asked.networks, asked.networks[:1]):
         assert_same_gradients(name)
-        images, pixels = (2, 64) if asked.quick else (asked.images or NETWORKS[name][0], NETWORKS[name][1])
+        images, pixels = run.pick((asked.images or NETWORKS[name][0], NETWORKS[name][1]), (2, 64))
         for layout, memory_format in LAYOUTS.items():
             workload = make_workload(name, images, pixels)
             workload.model.to(memory_format=memory_format)  # type: ignore[call-overload]
             workload.images = workload.images.contiguous(memory_format=memory_format)
-            measured = ratios(workload, 1 if asked.quick else asked.turns)
+            measured = ratios(workload, run.pick(asked.turns, 1))
             rows.append({"network": name, "images": images, "pixels": pixels, "layout": layout, **measured})
-    console.print(table(rows))
-    path = write_json(out / file_name("split_cost", torch.device("cpu")), {"conditions": found, "rows": rows})
-    console.print(f"Figures in {path}", highlight=False)
-    return 0
+    run.save(rows=rows)
+    run.say(table(rows))
 
+
+main = Bench(
+    _run,
+    option("--networks", known=NETWORKS, default=list(NETWORKS)),
+    option(
+        "--images", type=int, help=f"in a batch; default: {', '.join(f'{n} {i}' for n, (i, _) in NETWORKS.items())}"
+    ),
+    option("--turns", type=int, default=9),
+    quick="one network, small images, one turn: does it run?",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,19 +7,18 @@
 Two parts. *Simulated*: VGG-19 and ResNet-18 at 224 pixels on the paper's machine (the calibrated roofline of
 `bench.hmms`), depth 75 %, 2 x 2 patches. Plain is the step with the storages that PyTorch has; the others are Shoal's.
 The paper's ResNet-18 recomputes its batch norms, as `hmms_recompute` does. *Rehearsed*: the same on this CPU at a
-reduced size within a memory limit: the largest batch of which plain PyTorch and Shoal's plans each run whole steps in
-as many bytes, the plans with 5 % of added time or less and up to eight times the plain batch, and images a second.
-`exact` is `halo="exact"`, the unsplit network's function. The threads that copy need a core: run it with
+reduced size under a memory limit: the largest batch of which plain PyTorch and Shoal's plans each run whole steps
+inside as many bytes, the plans with 5 % of added time or less and up to eight times the plain batch, and images a
+second. `exact` is `halo="exact"`, the unsplit network's function. The threads that copy need a core: run it with
 OMP_NUM_THREADS one below the number of cores.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,22 +26,22 @@ from rich.table import Table
 from torch import nn
 
 import shoal
-from bench import tables
-from bench.budgets import make_folder
-from bench.conditions import conditions, describe, file_name
+from bench.frame import Bench, Run, option, switch
 from bench.hmms import paper_machine
+from bench.interleave import in_turns
+from bench.tables import new_table
 from bench.workload import Forward, Workload, make_workload
 from shoal.app import models
-from shoal.core.files import write_json
 from shoal.core.schedule import schedule
 from shoal.core.sizes import format_bytes
 from shoal.core.validate import check_runs
 from shoal.engine.search.max_batch import largest_batch
 from shoal.engine.search.steps_by_batch import StepsByBatch
-from shoal.errors import BudgetError, InputError
+from shoal.errors import BudgetError
 from shoal.memory.limit import memory_limit
 
 PAPER = {"vgg19": (6.0, 1.5), "resnet18": (2.0, 4.9)}  # times the plain batch, loss of throughput in percent
+PARTS = ("simulated", "rehearsed")
 DEPTH, GRID = 0.75, (2, 2)
 CONTENDERS = (  # name, how it is split (None for not), planner
     ("hmms", None, "hmms"),
@@ -62,9 +61,9 @@ REHEARSED_WAYS: tuple[tuple[str, dict[str, Any] | None, str | None], ...] = (
     ("joint", None, "joint"),
     ("split, joint", {}, "joint"),
 )
-_STEPS_BEHIND_THE_WALL = 2  # the first may be a trial that is planned anew
-_MOST_TIMES = 8  # of the plain batch: beyond it none is tried
-_MOST_ADDED = 0.05  # of the plain step, by the plan: waiting for the link, far more images would fit
+_STEPS_UNDER_THE_LIMIT = 2  # the first may be a trial that is planned anew
+_MAX_TIMES = 8  # of the plain batch: beyond it none is tried
+_MAX_ADDED = 0.05  # of the plain step, by the plan: waiting for the link, far more images would fit
 _REPEATS = 3
 
 
@@ -119,11 +118,11 @@ def rehearsed(
     image: int,
     plain_batch: int,
     *,
-    ways: Collection[str] = (),
+    ways: Collection[str] | None = None,
     first: int | None = None,
     exact: bool = False,
 ) -> dict[str, Any]:
-    """The largest batches that run whole steps within the limit that plain PyTorch just meets with `plain_batch`.
+    """The largest batches that run whole steps under the limit that plain PyTorch just passes with `plain_batch`.
 
     `ways` names the contenders of `REHEARSED_WAYS` beside plain PyTorch; none: all. The search begins with `first`
     images, without it with as many as the best way before. Saved tensors may leave over the
@@ -131,7 +130,7 @@ def rehearsed(
     contenders taking turns.
     """
     plain = make_workload(name, plain_batch, image)
-    limit_bytes = plain.peak_bytes(plain.twin())
+    limit_bytes = plain.peak_bytes(plain.shared_copy())
     target = paper_machine()
     rows, ran = [], {}
     for contender, how, planner in (*REHEARSED_WAYS, *([EXACT] if exact else [])):
@@ -146,18 +145,13 @@ def rehearsed(
             return workload, shoal.compile(model, limit_bytes, planner=planner, rehearse=target)
 
         largest = max((row["batch"] for row in rows), default=0)
-        apart, most = max(1, plain_batch // 4), _MOST_TIMES * plain_batch
+        apart, most = max(1, plain_batch // 4), _MAX_TIMES * plain_batch
         begin = plain_batch if planner is None else min(first or largest or plain_batch, most)
         batch = largest_that_runs(at, limit_bytes, begin, apart, most)
         rows.append({"contender": contender, "batch": batch, "images_per_second": 0.0})
         if batch:
             ran[contender] = at(batch)
-    seconds: dict[str, list[float]] = {contender: [] for contender in ran}
-    for turn in range(-1, _REPEATS):
-        for contender, (workload, forward) in ran.items():
-            taken = workload.seconds(forward)
-            if turn >= 0:
-                seconds[contender].append(taken)
+    seconds = in_turns({name: partial(step.seconds, forward) for name, (step, forward) in ran.items()}, _REPEATS)
     for row in rows:
         if row["batch"]:
             row["images_per_second"] = row["batch"] / statistics.median(seconds[row["contender"]])
@@ -167,11 +161,11 @@ def rehearsed(
 def largest_that_runs(
     at: Callable[[int], tuple[Workload, Forward]], limit_bytes: int, first: int, apart: int, most: int
 ) -> int:
-    """The largest batch that runs within a memory limit, by a plan that adds no more than 5 %; 0 for none.
+    """The largest batch that runs under a memory limit, by a plan that adds no more than 5 %; 0 for none.
 
     Args:
         at: batch → the step, and what runs its forward pass.
-        limit_bytes: of the limit, with what was there before it began.
+        limit_bytes: of memory, with what was there before it was set.
         first, apart, most: as for `largest_of`.
     """
 
@@ -180,14 +174,14 @@ def largest_that_runs(
         inside = limit_bytes - workload.resident_bytes  # which was allocated before the limit
         try:
             with memory_limit(inside if inside > 0 else 1):
-                for _ in range(_STEPS_BEHIND_THE_WALL):
+                for _ in range(_STEPS_UNDER_THE_LIMIT):
                     workload.seconds(forward)
         except (BudgetError, torch.OutOfMemoryError):
             return False
         finally:
-            workload.reset()  # gradients made within this limit would count in the next one
+            workload.reset()  # gradients made under this limit would count under the next one
         plan = getattr(getattr(forward, "shoal", None), "plan", None)
-        return plan is None or plan.added_seconds <= _MOST_ADDED * plan.plain_seconds
+        return plan is None or plan.added_seconds <= _MAX_ADDED * plan.plain_seconds
 
     return largest_of(runs, first, apart, most)
 
@@ -222,9 +216,7 @@ def largest_of(runs: Callable[[int], bool], first: int, apart: int, most: int) -
 
 
 def table(title: str, rows: Sequence[dict[str, Any]], paper: tuple[float, float] | None) -> Table:
-    shown = Table(title=title)
-    for column in ("contender", "batch", "times", "images/s", "loss"):
-        shown.add_column(column, justify="left" if column == "contender" else "right")
+    shown = new_table(title, "<contender | batch | times | images/s | loss")
     for row in rows:
         if not row["batch"]:
             shown.add_row(row["contender"], "none fits")
@@ -236,58 +228,38 @@ def table(title: str, rows: Sequence[dict[str, Any]], paper: tuple[float, float]
     return shown
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 unless an argument was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m bench.split_memory", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small images, and no steps that run: does it run?")
-    parser.add_argument("--exact", action="store_true", help="overlapping patches too: minutes for each plan")
-    parser.add_argument("--parts", default="simulated,rehearsed", help="of simulated, rehearsed")
-    parser.add_argument("--rehearse", default=",".join(REHEARSED), help="networks of the rehearsal")
-    parser.add_argument(
-        "--ways", default="", help="of the rehearsal, beside plain PyTorch, parted by semicolons; default: all"
-    )
-    parser.add_argument("--first", type=int, help="images the rehearsal's search begins with")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for the JSON file")
-    asked = parser.parse_args(arguments)
-    image, memory_bytes = (64, 2**30) if asked.quick else (224, paper_machine().device.memory_bytes)
-    networks = ("resnet18",) if asked.quick else tuple(PAPER)
-    parts, to_rehearse = asked.parts.split(","), asked.rehearse.split(",")
-    ways = [way.strip() for way in asked.ways.split(";") if way.strip()]
-    try:
-        if not set(parts) <= {"simulated", "rehearsed"}:
-            raise InputError(f"--parts {asked.parts}: give simulated, rehearsed or both")
-        if not set(to_rehearse) <= set(REHEARSED):
-            raise InputError(f"--rehearse {asked.rehearse}: give some of {', '.join(REHEARSED)}")
-        if asked.first is not None and asked.first < 1:
-            raise InputError(f"--first {asked.first}: give at least 1 image")
-        known = [way for way, _, _ in (*REHEARSED_WAYS, EXACT)]
-        if not set(ways) <= set(known):
-            raise InputError(f"--ways {asked.ways}: give some of {'; '.join(known)}")
-        out = make_folder(asked.out)
-    except InputError as error:
-        print(f"bench.split_memory: {error}", file=sys.stderr)
-        return 2
-    found = conditions(torch.device("cpu"), 0)
-    console = tables.console()
-    console.print(describe(found), highlight=False, markup=False)
-    result: dict[str, Any] = {"conditions": found, "simulated": {}, "rehearsed": []}
-    for name in networks if "simulated" in parts else ():
-        rows = result["simulated"][name] = simulated(name, image, memory_bytes, exact=asked.exact)
-        title = (
-            f"{name}, {image} pixels, simulated in {format_bytes(memory_bytes)}: {DEPTH:.0%} of the convolutions, 2 x 2"
-        )
-        console.print(table(title, rows, None if asked.quick else PAPER[name]))
-    for name in to_rehearse if "rehearsed" in parts and not asked.quick else ():
+def _run(run: Run) -> None:
+    asked = run.asked
+    image, memory_bytes = run.pick((224, paper_machine().device.memory_bytes), (64, 2**30))
+    run.result |= {"simulated": {}, "rehearsed": []}
+    for name in run.pick(tuple(PAPER), ("resnet18",)) if "simulated" in asked.parts else ():
+        rows = run.result["simulated"][name] = simulated(name, image, memory_bytes, exact=asked.exact)
+        share = f"{DEPTH:.0%} of the convolutions, 2 x 2"
+        title = f"{name}, {image} pixels, simulated in {format_bytes(memory_bytes)}: {share}"
+        run.say(table(title, rows, run.pick(PAPER[name], None)))
+    for name in asked.rehearse if "rehearsed" in asked.parts and not asked.quick else ():
         pixels, batch = REHEARSED[name]
-        ran = rehearsed(name, pixels, batch, ways=ways, first=asked.first, exact=asked.exact)
-        result["rehearsed"].append(ran)
-        title = f"{name}, {pixels} pixels, run on this CPU within a limit of {format_bytes(ran['limit_bytes'])}"
-        console.print(table(title, ran["rows"], None))
-    console.print(
-        f"Figures in {write_json(out / file_name('split_memory', torch.device('cpu')), result)}", highlight=False
-    )
-    return 0
+        ran = rehearsed(name, pixels, batch, ways=asked.ways, first=asked.first, exact=asked.exact)
+        run.result["rehearsed"].append(ran)
+        title = f"{name}, {pixels} pixels, run on this CPU under a memory limit of {format_bytes(ran['limit_bytes'])}"
+        run.say(table(title, ran["rows"], None))
+    run.save()
 
+
+main = Bench(
+    _run,
+    switch("--exact", "overlapping patches too: minutes for each plan"),
+    option("--parts", known=PARTS, default=list(PARTS)),
+    option("--rehearse", known=REHEARSED, default=list(REHEARSED), help="networks of the rehearsal"),
+    option(
+        "--ways",
+        known=[way for way, _, _ in (*REHEARSED_WAYS, EXACT)],
+        type=lambda text: [way.strip() for way in text.split(";") if way.strip()],
+        help="of the rehearsal, beside plain PyTorch, with semicolons between; default: all",
+    ),
+    option("--first", type=int, help="images the rehearsal's search begins with"),
+    quick="small images, and no steps that run: does it run?",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

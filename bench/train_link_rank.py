@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import lab_rank
-from bench.exchange_turns import Runner, in_turns
-from bench.gradient_contenders import bucket_mib, install, install_sharded
+from bench.gradient_contenders import Runner, bucket_mib, install, install_sharded, step_in_turns
 from shoal.app import models
 
 
@@ -71,14 +70,10 @@ def main() -> None:
             runner = Runner(contender, lambda: None, partial(_Training.step, training), training.installed)
             runner.warm_up()
             trained.append((training, runner))
-        in_turns([runner for _, runner in trained], config["rounds"])
+        step_in_turns([runner for _, runner in trained], config["rounds"])
         rows = {}
         for training, runner in trained:
-            rows[runner.name] = {
-                **runner.row(training.weights()),
-                "error_percent": None,
-                "losses": training.losses,
-            }
+            rows[runner.name] = {**runner.row(training.weights()), "error_percent": None, "losses": training.losses}
             runner.installed.close()
         lab_rank.report({"model": config["network"], "elems": trained[0][0].elems, "rows": rows})
 

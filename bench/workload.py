@@ -8,15 +8,16 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bench.interleave import Clock, K, in_turns, no_collection, synchronize
 from shoal.app import models
 from shoal.lowlevel import allocations
 from shoal.memory.static_memory import distinct_bytes
@@ -46,7 +47,7 @@ class Workload:
     def device(self) -> torch.device:
         return self.images.device
 
-    def twin(self) -> nn.Module:
+    def shared_copy(self) -> nn.Module:
         """The same model again: modules of its own, the same parameters and buffers."""
         shared = {id(tensor): tensor for tensor in chain(self.model.parameters(), self.model.buffers())}
         return copy.deepcopy(self.model, shared)
@@ -59,6 +60,20 @@ class Workload:
     def resident_bytes(self) -> int:
         """What is there before the step: parameters, buffers, the batch and its targets."""
         return distinct_bytes([*self.model.parameters(), *self.model.buffers(), self.images, self.target])
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Copies, by name of the parameter."""
+        return {name: p.grad.detach().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Copies, by name."""
+        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+
+    @torch.no_grad()
+    def restore(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Put buffers back to copies taken before."""
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
 
     def reset(self) -> None:
         """Where every step starts: no gradients, the same random numbers."""
@@ -85,24 +100,23 @@ class Workload:
         _, changes = allocations.record(lambda: self.step(forward))
         return self.resident_bytes + allocations.peak_bytes(changes)
 
-    def seconds(self, forward: Forward, clock: Callable[[], float] = time.perf_counter) -> float:
+    def seconds(self, forward: Forward, clock: Clock = time.perf_counter) -> float:
         """One step by the clock."""
         self.reset()
-        self._wait()
-        collecting = gc.isenabled()
-        gc.disable()  # a collection would hit whoever is being timed
-        try:
+        synchronize(self.device)
+        with no_collection():
             started = clock()
             self.step(forward)
-            self._wait()
+            synchronize(self.device)
             return clock() - started
-        finally:
-            if collecting:
-                gc.enable()
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+    def in_turns(
+        self, forwards: Mapping[K, Forward], rounds: int, warm_ups: int = 1, clock: Clock = time.perf_counter
+    ) -> dict[K, list[float]]:
+        """Seconds of `rounds` steps of each contender, in turns."""
+        return in_turns(
+            {key: partial(self.seconds, forward, clock) for key, forward in forwards.items()}, rounds, warm_ups
+        )
 
 
 def make_workload(
@@ -126,32 +140,3 @@ def make_workload(
         outputs = copy.deepcopy(model).to("meta")(images.to("meta")).shape
     target = torch.randint(outputs[1], (batch, *outputs[2:]), generator=draw).to(device)
     return Workload(name, model.train(), images, target, seed)
-
-
-def turns(order: Sequence[Any], rounds: int, warm_ups: int = 0) -> Iterator[tuple[Any, bool]]:
-    """Whose turn it is, and whether it counts: each once a round, so that a slow minute of the machine meets them all;
-    each round starts one further, so that none always follows the same neighbour.
-
-    >>> [who for who, counts in turns("abc", 2, warm_ups=1) if counts]
-    ['a', 'b', 'c', 'b', 'c', 'a']
-    """
-    for turn in range(-warm_ups, rounds):
-        first = turn % len(order)
-        for who in [*order[first:], *order[:first]]:
-            yield who, turn >= 0
-
-
-def in_turns(
-    workload: Workload,
-    forwards: dict[Any, Forward],
-    repeats: int,
-    warm_ups: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[Any, list[float]]:
-    """Seconds of `repeats` steps of each contender, in turns."""
-    seconds: dict[Any, list[float]] = {key: [] for key in forwards}
-    for key, counts in turns(list(forwards), repeats, warm_ups):
-        taken = workload.seconds(forwards[key], clock)
-        if counts:
-            seconds[key].append(taken)
-    return seconds

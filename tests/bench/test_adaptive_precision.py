@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from bench import adaptive_precision, adaptive_steps
-from bench.adaptive_networks import NETWORKS
 from bench.adaptive_precision import given_error, main, of_contenders, phases, weights_of
-from bench.adaptive_steps import Size, WrongBytes, paper_link, weight_bytes
+from bench.adaptive_steps import Size, paper_link, weight_bytes
+from bench.adaptive_training import NETWORKS
+from bench.frame import WrongResult
 from shoal.distributed.weights.precision import AdaptivePrecision, packable
 from tests.bench.noise import noise_images
 
@@ -68,7 +69,7 @@ def test_blocks_widths_are_given_to_their_weights() -> None:
 def test_it_runs_and_keeps_what_was_trained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(adaptive_precision, "images_of", lambda device: noise_images())
+    monkeypatch.setattr(adaptive_precision, "images_of", lambda device, tests=None: noise_images())
     asked = ["--quick", "--networks", "vgg_a", "--rounds", "1", "--out", str(tmp_path)]
     assert main(asked) == 0
     (path,) = tmp_path.glob("adaptive_precision_*.json")
@@ -93,5 +94,5 @@ def test_other_bytes_than_the_widths_say_are_an_error(monkeypatch: pytest.Monkey
     model = NETWORKS["vgg_a"].narrow()
     narrow = {"8 bits": dict.fromkeys(packable(model), 1)}
     monkeypatch.setattr(AdaptivePrecision, "bytes_of", lambda self, name: 2)
-    with pytest.raises(WrongBytes, match="8 bits: sent"):
+    with pytest.raises(WrongResult, match="8 bits: sent"):
         adaptive_steps.profile(model, Size(2, 32), adaptive_steps.Link("fast", 1e9, 1e9, 0.0), narrow, 1)

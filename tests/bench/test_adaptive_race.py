@@ -10,8 +10,8 @@ import pytest
 
 from bench import adaptive_race
 from bench import adaptive_training as training
-from bench.adaptive_race import full_elems, given_error, main, seconds_to, smoothed, steps_to
-from bench.adaptive_training import AWP, AWP_TREE, BASELINE, TREE
+from bench.adaptive_race import full_elems, given_error, main, seconds_to
+from bench.adaptive_training import AWP, AWP_TREE, BASELINE, TREE, smoothed, steps_to
 from tests.bench.noise import noise_images
 
 MEASURED = {"fixed": {BASELINE: 8.0, "24 bits": 6.0, "16 bits": 4.0, "8 bits": 2.0, TREE: 3.0}, "norms": 0.5}
@@ -42,7 +42,7 @@ def test_the_full_networks_weights_are_counted_without_making_them() -> None:
 def test_it_runs_and_trains_nothing_twice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(adaptive_race, "images_of", lambda device: noise_images())
+    monkeypatch.setattr(adaptive_race, "images_of", lambda device, tests=None: noise_images())
     asked = ["--quick", "--seeds", "1", "--rounds", "1", "--out", str(tmp_path)]
     assert main(asked) == 0
     (path,) = tmp_path.glob("adaptive_race_*.json")
@@ -57,15 +57,15 @@ def test_it_runs_and_trains_nothing_twice(
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "reported"),
     [
         (["--networks", "lenet"], "--networks lenet: give some of"),
-        (["--seeds", "0"], "got --seeds 0 --rounds 3, expected positive numbers"),
+        (["--seeds", "0"], "--seeds 0: give 1 or more"),
         (["--resume", "nowhere.json"], "--resume nowhere.json: .*; give a file that bench.adaptive_race wrote"),
     ],
 )
 def test_wrong_arguments_are_one_line(
-    asked: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: list[str], reported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*asked, "--out", str(tmp_path)]) == 2
-    assert re.match(f"bench.adaptive_race: {told}.*\n$", capsys.readouterr().err)
+    assert re.match(f"bench.adaptive_race: {reported}.*\n$", capsys.readouterr().err)

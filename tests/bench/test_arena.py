@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench import arena
-from bench.reference import WrongTraining
+from bench.frame import WrongResult
+from bench.processes import malloc_environment
 
 
 @pytest.mark.slow
@@ -31,7 +32,7 @@ def test_a_loss_that_differs_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def differ(*_: object, **__: object) -> None:
-        raise WrongTraining("vgg16_bn, step 3: the losses differ")
+        raise WrongResult("vgg16_bn, step 3: the losses differ")
 
     monkeypatch.setattr(arena, "measure_network", differ)
     assert arena.main(["--quick", "--out", str(tmp_path)]) == 1
@@ -40,10 +41,10 @@ def test_a_loss_that_differs_is_told(
 
 def test_no_setting_of_malloc_reaches_a_contender_but_its_own() -> None:
     inherited = {"MALLOC_ARENA_MAX": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=2", "HOME": "/"}
-    assert arena._environment("", inherited).keys() == {"HOME", "OMP_NUM_THREADS"}
-    assert arena._environment("glibc.malloc.mmap_max=0", inherited)["GLIBC_TUNABLES"] == "glibc.malloc.mmap_max=0"
+    assert malloc_environment("", 1, inherited).keys() == {"HOME", "OMP_NUM_THREADS"}
+    assert malloc_environment("glibc.malloc.mmap_max=0", 1, inherited)["GLIBC_TUNABLES"] == "glibc.malloc.mmap_max=0"
 
 
 def test_an_unknown_network_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert arena.main(["--networks", "resnet5", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("bench.arena: unknown network 'resnet5'")
+    assert capsys.readouterr().err.startswith("bench.arena: --networks resnet5: give some of")

@@ -18,13 +18,14 @@ from rich.table import Table
 from torch import nn
 
 from bench import batchnorm, batchnorm_steps, batchnorm_tables
-from bench.batchnorm_contenders import COMPILED, COMPILED_FUSED, CONTENDERS, EAGER, FUSED, INDUCTOR, TWIN, Asked
+from bench.batchnorm_contenders import A_A, COMPILED, COMPILED_FUSED, CONTENDERS, EAGER, FUSED, INDUCTOR, Asked
 from bench.batchnorm_tables import NOISE
-from bench.reference import WrongTraining
+from bench.frame import WrongResult
+from bench.processes import malloc_environment
 from bench.workload import Forward, Workload
 from shoal.app.models.resnet import BasicBlock
 
-ASKED = Asked("resnet18_cifar", 2, 32, (EAGER, TWIN, "bnff"), rounds=1, threads=1, limit_side=96)
+ASKED = Asked("resnet18_cifar", 2, 32, (EAGER, A_A, "bnff"), rounds=1, threads=1, limit_side=96)
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_a_target_reads_what_a_user_gets_first_and_the_highest_level_where_it_is
             for verdict in batchnorm_tables.verdicts([result("resnet50", *held) | {"default_level": "bnff"}])
             if verdict["target"].startswith("resnet50")
         )
-        assert CONTENDERS[name].title in found["said"] if name else "'bnff' was measured" in found["said"]
+        assert CONTENDERS[name].title in found["reported"] if name else "'bnff' was measured" in found["reported"]
         assert found["met"] is (True if name else None)
 
 
@@ -133,7 +134,7 @@ def test_a_target_that_was_not_measured_is_neither_met_nor_missed() -> None:
         1.6,
         1,
     ]
-    assert "the target is for 16 x 224" in found[0]["said"] and "stretch of 1.50 is met" in found[0]["said"]
+    assert "the target is for 16 x 224" in found[0]["reported"] and "stretch of 1.50 is met" in found[0]["reported"]
 
 
 def test_what_a_user_gets_who_sets_nothing_is_said_of_default_malloc_alone() -> None:
@@ -148,12 +149,12 @@ def test_what_a_user_gets_who_sets_nothing_is_said_of_default_malloc_alone() -> 
 
 def test_a_network_of_the_zoo_that_is_slower_is_told_and_noise_is_not() -> None:
     fused = {"level": "bnff", "fused": 3, "left": 1}
-    quick = result("vgg16", row(EAGER, 1.0), row(TWIN, 1.01), row(FUSED, 1 - NOISE / 2, **fused))
-    slow = result("alexnet", row(EAGER, 1.0), row(TWIN, 0.99), row(FUSED, 0.7, **fused))
+    quick = result("vgg16", row(EAGER, 1.0), row(A_A, 1.01), row(FUSED, 1 - NOISE / 2, **fused))
+    slow = result("alexnet", row(EAGER, 1.0), row(A_A, 0.99), row(FUSED, 0.7, **fused))
     text = printed(batchnorm_tables.zoo_table([quick, slow]))
     assert "not slower" in line_of(text, "vgg16") and "SLOWER" in line_of(text, "alexnet")
     found = batchnorm_tables.zoo_verdict([quick, slow])
-    assert found["met"] is False and found["measured"] == 0.7 and "alexnet (tuned malloc) 0.70" in found["said"]
+    assert found["met"] is False and found["measured"] == 0.7 and "alexnet (tuned malloc) 0.70" in found["reported"]
     assert batchnorm_tables.zoo_verdict([quick])["met"] is True
 
 
@@ -172,16 +173,16 @@ def test_flops_are_those_of_convolutions_and_products_forward_and_backward() -> 
 
 
 def test_every_contender_is_held_against_eager_metered_and_timed(small: None) -> None:
-    told: list[str] = []
-    found = batchnorm_steps.measure(ASKED, told.append)
+    reported: list[str] = []
+    found = batchnorm_steps.measure(ASKED, reported.append)
     rows = {one["contender"]: one for one in found["rows"]}
     assert list(rows) == list(ASKED.contenders)
     assert all(len(one["forward_seconds"]) == len(one["backward_seconds"]) == 1 for one in rows.values())
-    assert rows[EAGER]["off"] == rows[TWIN]["off"] == dict.fromkeys(rows[EAGER]["off"], 0.0)
+    assert rows[EAGER]["off"] == rows[A_A]["off"] == dict.fromkeys(rows[EAGER]["off"], 0.0)
     assert rows["bnff"]["off"]["gradients"] > 0
-    assert rows["bnff"]["saved_bytes"] < rows[TWIN]["saved_bytes"] == rows[EAGER]["saved_bytes"]
-    assert rows[TWIN]["peak_bytes"] == rows[EAGER]["peak_bytes"] > found["resident_bytes"]
-    assert any("bnff" in what for what in told)
+    assert rows["bnff"]["saved_bytes"] < rows[A_A]["saved_bytes"] == rows[EAGER]["saved_bytes"]
+    assert rows[A_A]["peak_bytes"] == rows[EAGER]["peak_bytes"] > found["resident_bytes"]
+    assert any("bnff" in what for what in reported)
     assert found["default_level"] == "bnff" and found["limit_flops_per_second"] > 0
     text = printed(batchnorm_tables.step_table({"malloc": "default", **found}))
     assert "resnet18_cifar, 2 x 32 pixels, 1 thread, default malloc, pools first for none" in text
@@ -217,7 +218,7 @@ def _drops_a_term(model: nn.Module) -> Forward:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "reported"),
     [
         (_forgets, "running_mean"),
         (_drops_a_term, "gradient of"),
@@ -226,11 +227,11 @@ def _drops_a_term(model: nn.Module) -> Forward:
 )
 @pytest.mark.parametrize("fuses", [False, True])
 def test_wrong_training_is_noticed_in_float32_and_in_float64(
-    make: Any, said: str, fuses: bool, small: None, monkeypatch: pytest.MonkeyPatch
+    make: Any, reported: str, fuses: bool, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = replace(CONTENDERS["bnff"], title="wrong", make=make, fuses=fuses)
     monkeypatch.setitem(CONTENDERS, "bnff", wrong)  # type: ignore[arg-type]
-    with pytest.raises(WrongTraining, match=f"wrong{', in float64' * fuses}: trains otherwise.*{said}"):
+    with pytest.raises(WrongResult, match=f"wrong{', in float64' * fuses}: trains otherwise.*{reported}"):
         batchnorm_steps.measure(replace(ASKED, contenders=(EAGER, "bnff")))
 
 
@@ -317,7 +318,7 @@ def test_of_the_zoo_a_network_is_measured_that_is_asked_for(
     found = json.loads(path.read_text())
     assert all(one["conditions"]["malloc"] == "default" for one in found["results"])
     (verdict,) = found["verdicts"]
-    assert verdict["met"] in (True, False) and "of 1" in verdict["said"]
+    assert verdict["met"] in (True, False) and "of 1" in verdict["reported"]
     assert "resnet18_cifar, 2 x 32" in capsys.readouterr().out
 
 
@@ -325,7 +326,7 @@ def test_wrong_training_is_one_line_and_an_exit_code_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def differ(*_: object) -> None:
-        raise WrongTraining("resnet50, fuse_batchnorm, icf: trains otherwise than eager PyTorch: outputs")
+        raise WrongResult("resnet50, fuse_batchnorm, icf: trains otherwise than eager PyTorch: outputs")
 
     monkeypatch.setattr(batchnorm, "in_a_process", differ)
     assert batchnorm.main(["--quick", "--out", str(tmp_path)]) == 1
@@ -337,7 +338,7 @@ def test_a_process_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "__init__.py").touch()
-    (tmp_path / "bench" / "batchnorm_worker.py").write_text("raise SystemExit('out of memory')")
+    (tmp_path / "bench" / "processes.py").write_text("raise SystemExit('out of memory')")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(batchnorm.InputError, match="process of resnet18_cifar with tuned malloc ended: out of memory"):
         batchnorm.in_a_process(ASKED, "tuned", print)
@@ -346,13 +347,13 @@ def test_a_process_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
 def test_threads_are_pinned_unless_told_otherwise_and_no_other_malloc_gets_in() -> None:
     inherited = {"MALLOC_ARENA_MAX": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=2", "OMP_NUM_THREADS": "9"}
     pinned = {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"}
-    assert batchnorm.environment("", 2, inherited) == pinned
-    told = batchnorm.environment("glibc.malloc.mmap_max=0", 2, {**inherited, "OMP_PROC_BIND": "spread"})
-    assert told == {**pinned, "OMP_PROC_BIND": "spread", "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}
+    assert malloc_environment("", 2, inherited, pinned=True) == pinned
+    reported = malloc_environment("glibc.malloc.mmap_max=0", 2, {**inherited, "OMP_PROC_BIND": "spread"}, pinned=True)
+    assert reported == {**pinned, "OMP_PROC_BIND": "spread", "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "reported"),
     [
         (["--networks", "resnet5"], "--networks resnet5: give some of alexnet"),
         (["--contenders", "bnff,fast"], "--contenders fast: give some of eager"),
@@ -365,8 +366,8 @@ def test_threads_are_pinned_unless_told_otherwise_and_no_other_malloc_gets_in() 
     ],
 )
 def test_a_wrong_argument_is_one_line(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], reported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert batchnorm.main([*arguments, "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("bench.batchnorm: ") and said in error and error.count("\n") == 1
+    assert error.startswith("bench.batchnorm: ") and reported in error and error.count("\n") == 1

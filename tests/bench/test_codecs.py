@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from bench import codecs, codecs_speed
-from bench.codecs_error import DISTRIBUTIONS, PAPER, errors_of
-from bench.codecs_recorded import recorded
-from bench.codecs_speed import Contender, Row, WrongDecode, in_turns, measure, ours, verdicts, with_one_copy
+from bench.codecs_error import DISTRIBUTIONS, PAPER, errors_of, recorded
+from bench.codecs_speed import Contender, Row, measure, ours, time_in_turns, verdicts, with_one_copy
+from bench.frame import WrongResult
 from bench.split_accuracy import Pace
 from shoal.codecs import get
 from shoal.errors import InputError
@@ -38,7 +38,7 @@ def data() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def test_a_quick_run_prints_every_part_and_leaves_its_figures(
     data: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(codecs, "images_of", lambda device: data)
+    monkeypatch.setattr(codecs, "images_of", lambda device, tests=None: data)
     monkeypatch.setattr(codecs, "NARROW", {"tiny": tiny})
     assert codecs.main(["--quick", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -54,7 +54,7 @@ def test_a_quick_run_prints_every_part_and_leaves_its_figures(
 def test_without_the_data_set_the_rest_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def missing(device: torch.device) -> Any:
+    def missing(device: torch.device, tests: int | None = None) -> Any:
         raise InputError("no CIFAR-10 here")
 
     monkeypatch.setattr(codecs, "images_of", missing)
@@ -115,7 +115,7 @@ def test_a_decode_that_is_off_or_does_not_happen_is_told() -> None:
     right.encode()
     right.check()
     right.result()[3] += 1
-    with pytest.raises(WrongDecode, match="further from itself"):
+    with pytest.raises(WrongResult, match="further from itself"):
         right.check()
     out, calls = torch.zeros(4), iter(range(9))
     lazy = Contender(
@@ -127,8 +127,8 @@ def test_a_decode_that_is_off_or_does_not_happen_is_told() -> None:
         4,
         lambda: None,
     )
-    with pytest.raises(WrongDecode, match="lazy: what was decoded while the clock ran"):
-        in_turns([lazy], 4, 1, 1, CPU)
+    with pytest.raises(WrongResult, match="lazy: what was decoded while the clock ran"):
+        time_in_turns([lazy], 4, 1, 1, CPU)
 
 
 def row(name: str, encode: float, decode: float | None) -> Row:

@@ -18,8 +18,7 @@ from bench.fuzz_compare import DIFFERS, EAGER_ONLY, LEAST, OVER_BUDGET, Comparis
 from bench.fuzz_compare import settings as every_setting
 from bench.fuzz_layers import VARIANTS
 from bench.fuzz_networks import HEADS, Layer, Network, draw, render
-from bench.fuzz_shrink import Case, has, script, shrink
-from bench.fuzz_worker import distinct
+from bench.fuzz_shrink import Case, distinct, has, script, shrink
 from shoal.engine import backend
 
 PLAIN = Setting("keep_all", "plain", "device")
@@ -141,9 +140,9 @@ def test_a_planted_fault_is_found_and_shrunk_to_the_layer_that_has_it(
     path = tmp_path / "script.py"
     path.write_text(script(small, finding))
     runpy.run_path(str(path), run_name="__main__")
-    said = capsys.readouterr().out
-    assert "aot_eager differs from eager in []" in said
-    assert "Shoal differs from both in ['0: gradient of the input'" in said
+    reported = capsys.readouterr().out
+    assert "aot_eager differs from eager in []" in reported
+    assert "Shoal differs from both in ['0: gradient of the input'" in reported
 
 
 def test_what_pytorch_does_is_told_apart_from_what_is_ours() -> None:
@@ -173,8 +172,8 @@ def test_a_broken_budget_and_a_false_name_are_found(monkeypatch: pytest.MonkeyPa
 def test_the_command_reports_and_writes_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--networks", "1", "--settings", "1", "--jobs", "1", "--shrink", "0", "--out", str(tmp_path)]
     assert fuzz.main(asked) == 0
-    said = capsys.readouterr().out
-    assert "Findings in 1 networks" in said and "0 findings are ours" in said
+    reported = capsys.readouterr().out
+    assert "Findings in 1 networks" in reported and "0 findings are ours" in reported
     figures = json.loads((tmp_path / "fuzz.json").read_text())
     assert figures["networks"] == 1 and figures["runs"][0]["setting"]["planner"] == "joint"
 

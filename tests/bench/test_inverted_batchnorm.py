@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bench import inverted_batchnorm, inverted_steps, inverted_training, reconstruction
+from bench import inverted_batchnorm, inverted_steps
+from bench.frame import WrongResult
+from bench.inverted_batchnorm import measure
 from bench.inverted_steps import Checkpointed, rewritten, saved_bytes
-from bench.reconstruction import BeyondTheBound, measure
 from bench.split_accuracy import NARROW, Pace
 from bench.workload import Workload
 from shoal.transforms.invert.inverted_model import InvertedModel
@@ -64,7 +65,7 @@ def test_checkpointing_saves_where_the_convolution_is_in_the_segment_and_moves_s
 def test_a_contender_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InvertedModel, "restore", lambda model: model.source)  # ReLU, not LeakyReLU
     monkeypatch.setattr(inverted_steps, "SLOPE", 0.5)
-    with pytest.raises(inverted_steps.WrongStep, match="inverted: gradient of"):
+    with pytest.raises(WrongResult, match="inverted: gradient of"):
         inverted_steps.measure("resnet18", 2, 32, 1)
 
 
@@ -77,22 +78,22 @@ def test_inputs_made_again_are_measured_and_within_the_bound(shift: float) -> No
 
 
 def test_an_error_beyond_the_bound_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconstruction, "reconstruction_error", lambda *_: torch.tensor([1e-9]))
-    with pytest.raises(BeyondTheBound, match="predicted 1.0e-09"):
+    monkeypatch.setattr(inverted_batchnorm, "reconstruction_error", lambda *_: torch.tensor([1e-9]))
+    with pytest.raises(WrongResult, match="predicted 1.0e-09"):
         measure(0.01, 1.0, 0.0, 64)
 
 
 @pytest.mark.parametrize("network", list(NARROW))
 def test_every_way_trains_from_the_same_start_and_comes_back(network: str, data: Any) -> None:
-    rows = list(inverted_training.trained(network, Pace(40, 1, 20, 0.05), data, seed=1))
-    assert [name for name, _, _ in rows] == list(inverted_training.WAYS)
+    rows = list(inverted_batchnorm.trained(network, Pace(40, 1, 20, 0.05), data, seed=1))
+    assert [name for name, _, _ in rows] == list(inverted_batchnorm.WAYS)
     assert all(0 <= error <= 100 and off <= 1e-5 for _, error, off in rows)
 
 
 def test_the_two_leaky_ways_compute_the_same() -> None:
     x = torch.randn(4, 3, 32, 32)
     outputs = []
-    for way in (inverted_training.leaky, inverted_training.inverted):
+    for way in (inverted_batchnorm.leaky, inverted_batchnorm.inverted):
         torch.manual_seed(0)
         outputs.append(way(NARROW["resnet"]())(x))
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
@@ -100,8 +101,8 @@ def test_the_two_leaky_ways_compute_the_same() -> None:
 
 def test_a_conversion_that_changes_outputs_is_told(monkeypatch: pytest.MonkeyPatch, data: Any) -> None:
     monkeypatch.setattr(InvertedModel, "restore", lambda model, **_: nn.Sequential(model, nn.ReLU()))
-    with pytest.raises(inverted_training.WrongConversion):
-        inverted_training.there_and_back(inverted_training.inverted(NARROW["vgg"]()), data["test"][0])
+    with pytest.raises(WrongResult):
+        inverted_batchnorm.there_and_back(inverted_batchnorm.inverted(NARROW["vgg"]()), data["test"][0])
 
 
 def test_a_quick_run_measures_every_contender(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,4 +27,4 @@ def test_every_figure_is_above_the_most_bytes_in_use(
 
 def test_an_unknown_network_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert layout.main(["--networks", "resnet5", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("bench.layout: unknown network 'resnet5'")
+    assert capsys.readouterr().err.startswith("bench.layout: --networks resnet5: give some of")

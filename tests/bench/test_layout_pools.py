@@ -7,8 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.layout_pools import three_pools
-from bench.layout_step_blocks import step_blocks
+from bench.layout_step_blocks import step_blocks, three_pools
 from shoal.core.residence import Offload
 from shoal.core.step import StepGraph
 from shoal.memory.layout.problem import check_layout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import link_lab
-from bench.link_lab import LabError, open_lab, run_in_lab, why_not
+from bench.link_lab import LabError, open_lab, why_not
 from shoal.errors import InputError
 
 _REASON = why_not()
@@ -24,7 +24,7 @@ def _ours(pid: int) -> list[str]:
 @pytest.mark.parametrize(("ranks", "rate_gbps"), [(2, 0.1), (3, 0.1), (2, None)])
 def test_every_rank_hears_from_the_one_before(ranks: int, rate_gbps: float | None) -> None:
     with open_lab(ranks, rate_gbps) as lab:
-        found = lab.run("bench.lab_probe", {"payload_bytes": 1 << 18}, timeout_seconds=60)
+        found = lab.run("bench.lab_rank", {"payload_bytes": 1 << 18}, timeout_seconds=60)
     assert len(found) == ranks
     assert all(one["goodput_gbps"] > 0 for one in found)
     assert _ours(os.getpid()) == []
@@ -39,15 +39,16 @@ def test_no_more_passes_than_the_rate_lets_through() -> None:
 
 @needs_lab
 def test_a_rank_that_fails_is_told_with_its_last_words_and_nothing_is_left() -> None:
-    with pytest.raises(LabError, match=r"rank [01] of bench.lab_probe ended with status 1:(.|\n)*payload_bytes"):
-        run_in_lab("bench.lab_probe", {}, ranks=2, rate_gbps=None)
+    ended = r"rank [01] of bench.lab_rank ended with status 1:(.|\n)*payload_bytes"
+    with pytest.raises(LabError, match=ended), open_lab(2, None) as lab:
+        lab.run("bench.lab_rank", {})
     assert _ours(os.getpid()) == []
 
 
 @needs_lab
 def test_ranks_that_take_too_long_are_ended() -> None:
-    with pytest.raises(LabError, match=r"bench.lab_probe took too long"):
-        run_in_lab("bench.lab_probe", {"payload_bytes": 1 << 30}, ranks=2, rate_gbps=0.01, timeout_seconds=2)
+    with pytest.raises(LabError, match=r"bench.lab_rank took too long"), open_lab(2, 0.01) as lab:
+        lab.run("bench.lab_rank", {"payload_bytes": 1 << 30}, timeout_seconds=2)
     assert _ours(os.getpid()) == []
 
 
@@ -81,6 +82,5 @@ def test_without_root_or_tools_it_says_so(
 
 
 def test_a_link_that_is_no_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        link_lab.main(["--links", "fast"])
+    assert link_lab.main(["--links", "fast"]) == 2
     assert "'fast': expected Gbit/s or loopback" in capsys.readouterr().err

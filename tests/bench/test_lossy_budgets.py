@@ -20,7 +20,7 @@ def row(exact: float | None, lossy: float | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("exact", "lossy", "said"),
+    ("exact", "lossy", "reported"),
     [
         (40.0, 9.0, "faster"),
         (10.0, 9.0, "as fast"),
@@ -29,9 +29,9 @@ def row(exact: float | None, lossy: float | None) -> dict[str, Any]:
         (None, None, "infeasible"),
     ],
 )
-def test_two_percent_of_the_plain_step_are_noise(exact: float | None, lossy: float | None, said: str) -> None:
-    assert verdict(row(exact, lossy)) == said
-    assert f"{said} in 1" in summary_line([{"rows": [row(exact, lossy)]}])
+def test_two_percent_of_the_plain_step_are_noise(exact: float | None, lossy: float | None, reported: str) -> None:
+    assert verdict(row(exact, lossy)) == reported
+    assert f"{reported} in 1" in summary_line([{"rows": [row(exact, lossy)]}])
 
 
 @pytest.mark.slow
@@ -55,17 +55,17 @@ def test_it_runs_and_keeps_its_promises(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "reported"),
     [
-        (["--networks", "resnet5"], "no setting for resnet5"),
+        (["--networks", "resnet5"], "--networks resnet5: give some of"),
         (["--budgets", "half"], "expected percentages"),
         (["--budgets", "0"], "above 0"),
         (["--quick", "--codec", "one_bit"], "not for activations"),
     ],
 )
 def test_a_mistake_is_one_line(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], reported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert lossy_budgets.main([*arguments, "--out", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("bench.lossy_budgets: ") and said in told
+    error = capsys.readouterr().err
+    assert error.startswith("bench.lossy_budgets: ") and reported in error

@@ -57,7 +57,7 @@ def test_what_is_finished_is_not_run_again(
     step = {"peak_bytes": 2000, "saved_bytes": 1000}
     of_a_step = {"plain PyTorch": step, EXACT: step, "linear": {**step, "largest_gradient_error": 0.02}}
     monkeypatch.setattr(lossy_training, "error_of", error_of)
-    monkeypatch.setattr(lossy_training, "images_of", lambda device: data)
+    monkeypatch.setattr(lossy_training, "images_of", lambda device, tests=None: data)
     monkeypatch.setattr(lossy_training, "bytes_of_a_step", lambda build, batch, ways: of_a_step)
     arguments = ["--networks", "vgg", "--ways", "linear", "--images", "32"]
     assert lossy_training.main([*arguments, "--seeds", "2", "--out", str(tmp_path / "a")]) == 0
@@ -84,7 +84,7 @@ def test_a_mistake_is_one_line(arguments: list[str], tmp_path: Path, capsys: pyt
 def test_part_of_a_batch_is_refused(
     data: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lossy_training, "images_of", lambda device: data)
+    monkeypatch.setattr(lossy_training, "images_of", lambda device, tests=None: data)
     monkeypatch.setattr(lossy_training, "bytes_of_a_step", lambda build, batch, ways: {})
     assert lossy_training.main(["--networks", "vgg", "--images", "33", "--out", str(tmp_path)]) == 2
     assert "a multiple of 32" in capsys.readouterr().err

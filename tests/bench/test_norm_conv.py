@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import norm_conv
-from bench.layers import Layer, collect, layers_of
-from bench.norm_conv import Row, Tensors, WrongResult
+from bench.frame import WrongResult
+from bench.norm_conv import Layer, Row, Tensors, collect, layers_of
 from shoal.app import models
 from shoal.app.models.resnet import Bottleneck
 
@@ -94,8 +94,12 @@ def test_a_table_counts_every_layer_as_often_as_the_network_has_it() -> None:
     assert cells["norm 8>16 1x1 @6"] == [*forward, "1.0", "2.0", "0.50", "0.3", "3.00"]
     total = ["4", "3500 ms", "6250 ms", "1.79", "10000 ms", "2.86"]
     assert cells["all of them"] == [*total, "6500 ms", "3500 ms", "0.54", "19000 ms", "2.92"]
-    said = norm_conv.summary("net", rows)
-    assert "slower than eager forward in 1 of 2 shapes" in said and "backward in 1 of 2" in said and "1.0e-07" in said
+    reported = norm_conv.summary("net", rows)
+    assert (
+        "slower than eager forward in 1 of 2 shapes" in reported
+        and "backward in 1 of 2" in reported
+        and "1.0e-07" in reported
+    )
 
 
 def test_a_quick_run_measures_layers_of_both_networks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,22 +130,22 @@ def test_inductor_is_a_contender_where_it_is_asked_for(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "reported"),
     [
         (["--layers", "foo"], "--layers foo: none of the 66 layers of densenet121"),
-        (["--networks", "densenet"], "unknown model 'densenet'"),
-        (["--networks", ""], "--networks names none"),
+        (["--networks", "densenet"], "--networks densenet: give some of"),
+        (["--networks", ""], "--networks nothing: give some of"),
         (["--batch", "0"], "--batch 0: give 1 or more"),
         (["--threads", "0"], "--threads 0: give 1 or more"),
-        (["--cpu-time", "--threads", "2"], "--cpu-time counts one thread's time"),
+        (["--cpu-time", "--threads", "2"], "--cpu-time counts one CPU thread's time"),
     ],
 )
 def test_a_wrong_argument_is_one_line(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], reported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert norm_conv.main([*arguments, "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("bench.norm_conv: ") and said in error and error.count("\n") == 1
+    assert error.startswith("bench.norm_conv: ") and reported in error and error.count("\n") == 1
 
 
 def test_a_wrong_result_is_one_line_and_an_exit_code_of_its_own(

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from bench import offloading
-from bench.offloading import Run, front, links, verdicts
+from bench.offloading import Measured, front, links, verdicts
 from shoal.core import presets
 from tests.bench.small import put_in_place
 
 
-def run(name: str, peak_bytes: int) -> Run:
-    return Run(name, "", torch.relu, peak_bytes)
+def run(name: str, peak_bytes: int) -> Measured:
+    return Measured(name, "", torch.relu, peak_bytes)
 
 
 def test_the_front_is_what_nothing_beats_in_both_bytes_and_seconds() -> None:
@@ -77,4 +77,4 @@ def test_it_runs_and_every_planned_row_has_its_prediction(
 
 def test_an_unknown_network_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert offloading.main(["--networks", "resnet5", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("bench.offloading: no setting for resnet5")
+    assert capsys.readouterr().err.startswith("bench.offloading: --networks resnet5: give some of")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import parallel_accuracy, parallel_ranks
+from bench import parallel_accuracy
 from bench.parallel_accuracy import CODECS, DATA, EXACT, MODEL, QUICK, error_percent, f_test, images_of
 from tests.ranks import run_on_ranks
 
@@ -34,12 +34,12 @@ def test_what_is_finished_is_not_run_again(
 ) -> None:
     trained: list[tuple[str, str, int]] = []
 
-    def results(function: Callable[..., Any], ranks: int, at: str, pace: Any, runs: Any) -> Iterator[Any]:
+    def errors(ranks: int, at: str, pace: Any, runs: Any) -> Iterator[float]:
         for how, codec, seed in runs:
             trained.append((how, codec, seed))
-            yield how, codec, seed, 10.0 + seed
+            yield 10.0 + seed
 
-    monkeypatch.setattr(parallel_ranks, "results", results)
+    monkeypatch.setattr(parallel_accuracy, "errors_by_run", errors)
     arguments = ["--quick", "--ranks", "2"]
     assert parallel_accuracy.main([*arguments, "--seeds", "2", "--out", str(tmp_path / "a")]) == 0
     (first,) = (tmp_path / "a").glob("*.json")

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench.blocks import checkpointed, sequence
 from bench.chain import Chain
-from bench.peers import Candidate, Scouted, extrapolate, fastest_within, least, scout
+from bench.peers import Candidate, Scouted, checkpointed, extrapolate, fastest_within, least, scout, sequence
 from bench.workload import make_workload
 from shoal.app import models
 from shoal.app.models.densenet import DenseNet
@@ -81,7 +80,7 @@ def test_a_peak_is_drawn_through_two_batch_sizes() -> None:
 
 def test_contenders_share_parameters() -> None:
     workload = make_workload("resnet18_cifar", 1, 32)
-    twin = workload.twin()
+    twin = workload.shared_copy()
     assert all(a is b for a, b in zip(twin.parameters(), workload.model.parameters(), strict=True))
     assert all(a is b for a, b in zip(twin.buffers(), workload.model.buffers(), strict=True))
     assert twin is not workload.model and twin.fc is not workload.model.fc
@@ -93,7 +92,7 @@ def test_a_setting_that_fails_is_told_and_one_over_every_budget_is_not_timed() -
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("a variable was modified\nby an in-place operation")
 
-    found = [Candidate("checkpoint", "broken", broken), Candidate("checkpoint", "plain", workload.twin())]
+    found = [Candidate("checkpoint", "broken", broken), Candidate("checkpoint", "plain", workload.shared_copy())]
     (plain,), failed = scout(found, workload, most_bytes=1, advance=lambda what: None)
     assert failed == {"checkpoint broken": "a variable was modified"}
     assert plain.seconds == float("inf") and plain.peak_bytes > 2 * workload.parameter_bytes

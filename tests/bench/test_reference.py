@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench.reference import WrongTraining, take_reference
+from bench.frame import WrongResult
+from bench.reference import take_reference
 from bench.workload import Workload
 
 
@@ -21,15 +22,15 @@ def workload() -> Workload:
 
 def test_a_plain_step_repeats_itself_bit_for_bit() -> None:
     step = workload()
-    reference = take_reference(step, step.twin())
+    reference = take_reference(step, step.shared_copy())
     assert reference.repeatable
-    assert reference.check(step.twin(), "a twin") == "equal bits"
+    assert reference.check(step.shared_copy(), "a twin") == "equal bits"
 
 
 def test_a_changed_gradient_a_statistic_moved_twice_and_another_random_number_are_wrong() -> None:
     step = workload()
-    reference = take_reference(step, step.twin())
-    with pytest.raises(WrongTraining, match=r"tiny, halves: differs from plain PyTorch in loss, gradient of 0.weight"):
+    reference = take_reference(step, step.shared_copy())
+    with pytest.raises(WrongResult, match=r"tiny, halves: differs from plain PyTorch in loss, gradient of 0.weight"):
         reference.check(lambda x: step.model(x) * 0.5, "halves")
 
     def moved_twice(x: torch.Tensor) -> torch.Tensor:
@@ -37,24 +38,24 @@ def test_a_changed_gradient_a_statistic_moved_twice_and_another_random_number_ar
             step.model[1](step.model[0](x))
         return step.model(x)
 
-    with pytest.raises(WrongTraining, match=r"in buffer 1.running_mean, buffer 1.running_var"):
+    with pytest.raises(WrongResult, match=r"in buffer 1.running_mean, buffer 1.running_var"):
         reference.check(moved_twice, "moved twice")
-    with pytest.raises(WrongTraining, match="in generator$"):
+    with pytest.raises(WrongResult, match="in generator$"):
         reference.check(lambda x: step.model(x) + 0 * torch.rand(1), "another draw")
 
 
 def test_an_unrepeatable_device_is_held_to_the_float64_rule() -> None:
     step = workload()
-    reference = take_reference(step, step.twin())
+    reference = take_reference(step, step.shared_copy())
     reference.repeatable = False
     assert reference.check(lambda x: step.model(x) * (1 + 1e-7), "near") == "float64 rule"
-    with pytest.raises(WrongTraining, match="error"):
+    with pytest.raises(WrongResult, match="error"):
         reference.check(lambda x: step.model(x) * (1 + 1e-3), "far")
 
 
 def test_the_float64_step_drops_what_the_float32_step_drops() -> None:
     step = workload()
-    reference = take_reference(step, step.twin())
+    reference = take_reference(step, step.shared_copy())
     exact = reference._float64_gradients()
     for name, gradient in reference.gradients.items():
         assert torch.allclose(gradient.double(), exact[name], rtol=1e-3, atol=1e-5), name

@@ -58,7 +58,7 @@ def test_what_is_finished_is_not_run_again(
         return {"unsplit": 10.0 + seed, "split": 11.0 + seed}
 
     monkeypatch.setattr(split_accuracy, "errors_of", errors_of)
-    monkeypatch.setattr(split_accuracy, "images_of", lambda device: data)
+    monkeypatch.setattr(split_accuracy, "images_of", lambda device, tests=None: data)
     arguments = ["--networks", "vgg", "--images", "40", "--epochs", "1"]
     assert split_accuracy.main([*arguments, "--seeds", "2", "--out", str(tmp_path / "a")]) == 0
     (first,) = (tmp_path / "a").glob("*.json")

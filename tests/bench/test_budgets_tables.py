@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import tables
-from bench.chain import UShape, check_falling
-from bench.paper import SHARES, monet_overhead_percent
+from bench import budgets
+from bench.chain import check_falling
+from bench.frame import WrongResult
+from bench.network import SHARES, monet_overhead_percent
 
 
 def row(
@@ -41,25 +42,26 @@ def result(*rows: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "said"),
+    ("ours", "theirs", "reported"),
     [(5.0, 20.0, "faster"), (20.5, 20.0, "equal"), (25.0, 20.0, "slower"), (5.0, None, "alone")],
 )
-def test_a_verdict_compares_with_the_peer_at_the_same_bytes(ours: float, theirs: float | None, said: str) -> None:
-    assert tables.verdict(row(60, ours, theirs)) == said
+def test_a_verdict_compares_with_the_peer_at_the_same_bytes(ours: float, theirs: float | None, reported: str) -> None:
+    assert budgets.verdict(row(60, ours, theirs)) == reported
 
 
 def test_a_budget_that_only_a_peer_meets_is_lost() -> None:
-    assert tables.verdict(row(33, None, 40.0)) == "lost"
-    assert tables.verdict(row(33, None, None)) == "none fits"
+    assert budgets.verdict(row(33, None, 40.0)) == "lost"
+    assert budgets.verdict(row(33, None, None)) == "none fits"
 
 
 def test_the_better_of_two_peers_counts() -> None:
     both = row(60, 10.0, 20.0) | {"activation_memory_budget": {"met": True, "added_percent": 5.0}}
-    assert tables.verdict(both) == "slower"
+    assert budgets.verdict(both) == "slower"
 
 
 def test_totals_count_rows_that_lose() -> None:
-    totals = tables.summary([result(row(66, 3.0, 10.0, monet=4.0), row(60, 12.0, 8.0, monet=5.0), row(33, None, 40.0))])
+    rows = row(66, 3.0, 10.0, monet=4.0), row(60, 12.0, 8.0, monet=5.0), row(33, None, 40.0)
+    totals = budgets.summary([result(*rows)])
     assert totals == {
         "budgets": 3,
         "met": 2,
@@ -70,12 +72,12 @@ def test_totals_count_rows_that_lose() -> None:
         "at_or_under_monet": 1,
         "compared_with_monet": 2,
     }
-    assert tables.summary_line(totals).startswith("2 of 3 budgets met, 0 exceeded")
+    assert budgets.summary_line(totals).startswith("2 of 3 budgets met, 0 exceeded")
 
 
 def test_a_table_keeps_every_row_and_is_plain_text_where_it_is_piped() -> None:
     out = io.StringIO()
-    Console(file=out, width=200, no_color=True).print(tables.network_table(result(row(66, 3.0, 10.0), row(33, None))))
+    Console(file=out, width=200, no_color=True).print(budgets.network_table(result(row(66, 3.0, 10.0), row(33, None))))
     text = out.getvalue()
     assert "2.00 s a step" in text and "9.0 %" in text
     assert "+10.0 % (4 segments)" in text and "infeasible" in text and "≥ 1.000 MiB" in text
@@ -91,7 +93,7 @@ def test_the_paper_has_figures_for_its_own_networks_and_shares_only() -> None:
 
 def test_a_lower_budget_must_not_give_a_higher_peak() -> None:
     check_falling([(100, 95), (80, 80), (60, 41)])
-    with pytest.raises(UShape, match="a larger budget gave"):
+    with pytest.raises(WrongResult, match="a larger budget gave"):
         check_falling([(100, 70), (80, 75)])
-    with pytest.raises(UShape, match="exceeded"):
+    with pytest.raises(WrongResult, match="exceeded"):
         check_falling([(100, 101)])

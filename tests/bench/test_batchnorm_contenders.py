@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from bench import batchnorm_steps
-from bench.pool_first import pool_first
-from bench.reference import WrongTraining
+from bench.batchnorm_contenders import pool_first
+from bench.frame import WrongResult
 from bench.workload import Workload
 from shoal.app import models
 from shoal.app.models.densenet import DenseNet
@@ -78,5 +78,5 @@ def test_the_benchmark_holds_the_rewrite_in_float64(monkeypatch: pytest.MonkeyPa
         return 1
 
     monkeypatch.setattr(batchnorm_steps, "pool_first", pools_to_the_largest)
-    with pytest.raises(WrongTraining, match="densenet121, pools first, in float64"):
+    with pytest.raises(WrongResult, match="densenet121, pools first, in float64"):
         batchnorm_steps.assert_pools_first_are_exact("densenet121", 32)
