@@ -114,7 +114,7 @@ class Builder:
     def conv_bn_relu(self, x: int, nbytes: int, seconds: float = 10.0, workspace_bytes: int = 0) -> int:
         return self.relu(self.batchnorm(self.conv(x, nbytes, seconds, workspace_bytes)))
 
-    def step(self, out: int, model: str = "test", standing_bytes: int = 0, with_loss: bool = True) -> StepGraph:
+    def step(self, out: int, model: str = "test", static_bytes: int = 0, with_loss: bool = True) -> StepGraph:
         last = self.storages[out]
         self.storages[out] = Storage(
             last.id, last.name, last.nbytes, "output", last.layer, last.shape, "uint8", last.tensors
@@ -128,7 +128,7 @@ class Builder:
             grad = grads.pop(record["out"][0], None)  # type: ignore[index]
             if grad is not None:
                 self._backward_of(target, inputs, record, grad, grads)
-        return StepGraph(model, tuple(self.ops), tuple(self.storages), standing_bytes)
+        return StepGraph(model, tuple(self.ops), tuple(self.storages), static_bytes)
 
     def _backward_of(
         self, target: str, inputs: tuple[int, ...], record: dict[str, object], grad: int, grads: dict[int, int]
@@ -212,7 +212,7 @@ def resnet_like(blocks: Sequence[int] = (3, 4, 6, 3), scale: int = 1 << 16) -> S
                 skip = b.batchnorm(b.conv(skip, outer, 4.0))
             x = b.relu(b.add(x, skip))
     x = b.forward("mean", (x,), [("out", scale // 64)], 0.2)[0]
-    return b.step(b.conv(x, scale // 64, 0.1), "resnet_like", standing_bytes=scale)
+    return b.step(b.conv(x, scale // 64, 0.1), "resnet_like", static_bytes=scale)
 
 
 def densenet_like(blocks: Sequence[int] = (6, 12, 24, 16), scale: int = 1 << 14) -> StepGraph:
@@ -230,7 +230,7 @@ def densenet_like(blocks: Sequence[int] = (6, 12, 24, 16), scale: int = 1 << 14)
         if stage + 1 < len(blocks):
             x = b.conv(x, b.bytes_of(x) // 2, 4.0)
             x = b.forward("avgpool", (x,), [("out", b.bytes_of(x) // 4)], 0.5)[0]
-    return b.step(b.conv(x, scale // 64, 0.1), "densenet_like", standing_bytes=scale)
+    return b.step(b.conv(x, scale // 64, 0.1), "densenet_like", static_bytes=scale)
 
 
 def unet_like(depth: int = 4, nbytes: int = 1 << 20) -> StepGraph:
@@ -282,7 +282,7 @@ def steps(draw: st.DrawFn, max_ops: int = 10) -> StepGraph:
                 other = draw(st.sampled_from(tensors))
                 x = b.cat([x, other], seconds) if other != x else b.conv(x, 7, seconds)
         tensors.append(x)
-    return b.step(tensors[-1], standing_bytes=draw(st.integers(0, 20)), with_loss=draw(st.booleans()))
+    return b.step(tensors[-1], static_bytes=draw(st.integers(0, 20)), with_loss=draw(st.booleans()))
 
 
 def legal_offloads(

@@ -278,8 +278,8 @@ def test_an_in_place_activation_is_the_same_step_as_one_that_is_not() -> None:
 
 def test_standing_bytes_and_the_name_are_carried_along() -> None:
     joint = make_fx(lambda x, tangents_1: [x.sin(), x.cos() * tangents_1], tracing_mode="fake")(*[torch.ones(4)] * 2)
-    graph = capture(joint, 1, model="sine", parameters=[0], standing_bytes=17).graph
-    assert (graph.model, graph.standing_bytes, graph.storages[0].kind) == ("sine", 17, "parameter")
+    graph = capture(joint, 1, model="sine", parameters=[0], static_bytes=17).graph
+    assert (graph.model, graph.static_bytes, graph.storages[0].kind) == ("sine", 17, "parameter")
 
 
 def test_parameters_and_ops_on_padded_patches_have_their_layers() -> None:

@@ -19,10 +19,10 @@ from tests.random_steps import SLOW_LINK, Builder, offloads, plain_chain, steps
 
 
 def test_the_bytes_of_a_small_step_by_hand() -> None:
-    # batch 10 + weights 1 + 1; conv writes 20 with a workspace of 7, conv writes 5 (handed out); standing 100.
+    # batch 10 + weights 1 + 1; conv writes 20 with a workspace of 7, conv writes 5 (handed out); static 100.
     b = Builder()
     x = b.conv(b.input(10), 20, workspace_bytes=7, weight_bytes=1)
-    graph = b.step(b.conv(x, 5, weight_bytes=1), standing_bytes=100)
+    graph = b.step(b.conv(x, 5, weight_bytes=1), static_bytes=100)
     timeline = simulate(graph, {})
     assert [(m.op, m.total_bytes) for m in timeline.moments] == [
         ("conv_0", 112 + 20 + 7),

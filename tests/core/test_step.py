@@ -52,12 +52,12 @@ def test_saved_storages_cross_from_the_forward_to_the_backward_pass(graph: StepG
 
 
 @given(steps(), st.integers(0, 99))
-def test_what_is_resident_is_what_the_step_neither_makes_nor_frees(graph: StepGraph, standing_bytes: int) -> None:
-    graph = replace(graph, standing_bytes=standing_bytes)
+def test_what_is_resident_is_what_the_step_neither_makes_nor_frees(graph: StepGraph, static_bytes: int) -> None:
+    graph = replace(graph, static_bytes=static_bytes)
     given_bytes = sum(s.nbytes for s in graph.storages if s.id not in graph.producer and s.kind != "tangent")
     with_tangents_of_no_op = {s.kind for s in graph.storages if s.id not in graph.producer} - RESIDENT
     assume(not with_tangents_of_no_op)
-    assert graph.resident_bytes == given_bytes + standing_bytes
+    assert graph.resident_bytes == given_bytes + static_bytes
 
 
 @given(steps_that_run_again())
@@ -105,7 +105,7 @@ def _again(run: Op | Again) -> dict[str, Again | None]:
 def test_the_fingerprint_tells_apart_steps_that_need_other_plans_and_no_others(
     graph: StepGraph, data: st.DataObject
 ) -> None:
-    assert replace(graph, model="another", standing_bytes=12345).fingerprint == graph.fingerprint
+    assert replace(graph, model="another", static_bytes=12345).fingerprint == graph.fingerprint
     storage = data.draw(st.sampled_from(graph.storages))
     larger = replace(storage, nbytes=storage.nbytes + 1)
     other = replace(graph, storages=(*graph.storages[: storage.id], larger, *graph.storages[storage.id + 1 :]))

@@ -22,8 +22,8 @@ def peak_of(calls: int, plan: Plan, graph: StepGraph) -> int:
     op by op without anything of Shoal's but the schedule of one call."""
     storages, runs = graph.storages, schedule(graph, plan.residences)
     n_forward = graph.n_forward
-    shared = graph.standing_bytes + sum(s.nbytes for s in storages if s.kind in ("parameter", "buffer", "constant"))
-    own_input = sum(s.nbytes for s in storages if s.kind in RESIDENT) + graph.standing_bytes - shared
+    shared = graph.static_bytes + sum(s.nbytes for s in storages if s.kind in ("parameter", "buffer", "constant"))
+    own_input = sum(s.nbytes for s in storages if s.kind in RESIDENT) + graph.static_bytes - shared
     gradient = sum(s.nbytes for s in storages if s.kind == "gradient")
     alive: list[set[int]] = [set() for _ in range(calls)]
     highest = 0
@@ -48,7 +48,7 @@ def peak_of(calls: int, plan: Plan, graph: StepGraph) -> int:
 
 def planned(calls: int, graph: StepGraph, budget_bytes: int) -> Plan:
     def make(aside_bytes: int) -> Plan:
-        seen = replace(graph, standing_bytes=graph.standing_bytes + aside_bytes)
+        seen = replace(graph, static_bytes=graph.static_bytes + aside_bytes)
         return (joint if budget_bytes else keep_all)(seen, HARDWARE, budget_bytes)
 
     assume(any(op.phase == "loss" for op in graph.ops))
@@ -90,11 +90,11 @@ def test_a_larger_step_that_may_wait_counts_in_a_smaller_ones_plan() -> None:
     waiting = keep_all(large, HARDWARE, 0)
 
     def make(aside_bytes: int) -> Plan:
-        return keep_all(replace(small, standing_bytes=aside_bytes), HARDWARE, 0)
+        return keep_all(replace(small, static_bytes=aside_bytes), HARDWARE, 0)
 
     aside_bytes, plan = plan_overlapping(2, 0, make, [waiting])
     assert aside_bytes == 0
-    assert plan.graph.standing_bytes == waiting_bytes(waiting) > waiting_bytes(make(0))
+    assert plan.graph.static_bytes == waiting_bytes(waiting) > waiting_bytes(make(0))
 
 
 def test_budgets_of_calls_that_overlap_are_used() -> None:

@@ -148,20 +148,20 @@ def test_shared_parameters_count_once() -> None:
 def test_the_tensors_in_use_are_those_of_model_gradients_and_optimizer() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
-    standing = StaticMemory(model, optimizer)
+    static = StaticMemory(model, optimizer)
     own = distinct_bytes([*model.parameters(), *model.buffers()])
-    assert distinct_bytes(standing.tensors()) == own
+    assert distinct_bytes(static.tensors()) == own
     take_step(model, optimizer)
-    assert distinct_bytes(standing.tensors()) == own + 2 * distinct_bytes(model.parameters())
+    assert distinct_bytes(static.tensors()) == own + 2 * distinct_bytes(model.parameters())
 
 
 def test_neither_model_nor_optimizer_is_kept_alive() -> None:
     model = copy.deepcopy(network())
     optimizer = torch.optim.Adam(model.parameters())
-    standing = StaticMemory(model, optimizer)
+    static = StaticMemory(model, optimizer)
     gone = weakref.ref(model), weakref.ref(optimizer)
     del model, optimizer
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
-    assert standing.tensors() == []
-    assert standing.bytes_beside(step_with(("parameter", 5))) == 0
+    assert static.tensors() == []
+    assert static.bytes_beside(step_with(("parameter", 5))) == 0

@@ -52,7 +52,7 @@ def test_storages_no_plan_decides_about_have_a_fate_too(plan: Plan) -> None:
 def test_what_is_there_at_the_peak_is_what_the_timeline_counts(plan: Plan) -> None:
     for each in (plan, replace(plan, residences={})):
         rows = largest_storages(each, count=len(each.graph.storages))
-        counted = each.predicted_peak_bytes - each.timeline.peak.workspace_bytes - each.graph.standing_bytes
+        counted = each.predicted_peak_bytes - each.timeline.peak.workspace_bytes - each.graph.static_bytes
         # Sizes are printed with four digits.
         assert abs(sum(parse_bytes(row.size) for row in rows if row.at_peak) / counted - 1) < 1e-3
 
@@ -112,7 +112,7 @@ def test_offloads_are_at_the_peak_where_the_timeline_counts_them(data: st.DataOb
     plan = Plan(graph, data.draw(offloads(graph)), "random")
     peak = plan.timeline.peak
     rows = largest_storages(plan, count=len(graph.storages))
-    counted = peak.total_bytes - peak.workspace_bytes - graph.standing_bytes
+    counted = peak.total_bytes - peak.workspace_bytes - graph.static_bytes
     assert sum(printed_bytes(row.size) for row in rows if row.at_peak) == counted
     told = [row for row in rows if row.fate.startswith("On the host")]
     assert len(told) == len(plan.offloaded)
@@ -126,7 +126,7 @@ def test_a_wait_at_the_peak_has_what_is_fetched_and_not_what_is_written_next(off
     most = replace(moments[n], workspace_bytes=offload_plan.predicted_peak_bytes)
     vars(waiting)["timeline"] = replace(offload_plan.timeline, moments=(*moments[:n], most, *moments[n + 1 :]))
     rows = largest_storages(waiting, count=len(waiting.graph.storages))
-    counted = moments[n].total_bytes - waiting.graph.standing_bytes
+    counted = moments[n].total_bytes - waiting.graph.static_bytes
     assert sum(parse_bytes(row.size) for row in rows if row.at_peak) == pytest.approx(counted, rel=1e-3)
 
 

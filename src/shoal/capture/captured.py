@@ -24,7 +24,7 @@ class ReadOptions:
     model: str = ""
     parameters: Collection[int] = ()
     layers: Mapping[int, str] | None = None
-    standing_bytes: int = 0
+    static_bytes: int = 0
     aten_only: bool = False
 
 

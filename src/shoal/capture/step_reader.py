@@ -35,7 +35,7 @@ def capture(
     model: str = "",
     parameters: Collection[int] = (),
     layers: Mapping[int, str] | None = None,
-    standing_bytes: int = 0,
+    static_bytes: int = 0,
     aten_only: bool = False,
     cpu_kernels: bool = True,
     rewrites: bool = True,
@@ -49,7 +49,7 @@ def capture(
         model: a name for tables and errors.
         parameters: places of the inputs that are parameters; the other static inputs are buffers.
         layers: module paths of the layers that inputs belong to, by their places.
-        standing_bytes: see `StepGraph`.
+        static_bytes: see `StepGraph`.
         aten_only: leave out what Inductor does not know: rewrites to other ops, replay of random ones.
         cpu_kernels: False where the step will run on another device than it is captured on.
         rewrites: False leaves out the lossless rewrites, for a look at what PyTorch itself saves.
@@ -63,7 +63,7 @@ def capture(
     backward = {node for node in joint.graph.nodes if node.op == "call_function" and node not in forward}
     if rewrites:
         save_fewer_bytes(joint, backward, aten_only=aten_only, cpu_kernels=cpu_kernels)
-    options = ReadOptions(n_forward_outputs, static_inputs, model, parameters, layers, standing_bytes, aten_only)
+    options = ReadOptions(n_forward_outputs, static_inputs, model, parameters, layers, static_bytes, aten_only)
     return read_joint(joint, {node.name for node in backward}, options)
 
 
@@ -88,7 +88,7 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], options: 
         for node in graph.nodes:
             reader.visit(node)
         leaves = [n for n in graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
-        step = StepGraph(options.model, *reader.finish(), options.standing_bytes)
+        step = StepGraph(options.model, *reader.finish(), options.static_bytes)
         return with_accumulation(step, leaves, parts[1]), reader
 
     numbers = usual_numbers(joint.graph)

@@ -137,7 +137,7 @@ class StepGraph:
         model: the model's name, for tables and errors.
         ops: forward ops, then at most one "loss" op, then backward ops.
         storages: every storage of the step; `storages[i].id == i`.
-        standing_bytes: device bytes that stay in use all step and belong to no storage: optimizer state, gradients
+        static_bytes: device bytes that stay in use all step and belong to no storage: optimizer state, gradients
             accumulated by earlier steps.
         link: the way to the host, by which storages may be offloaded; None where nothing may leave the device.
     """
@@ -145,7 +145,7 @@ class StepGraph:
     model: str
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
-    standing_bytes: int = 0
+    static_bytes: int = 0
     link: Link | None = None
 
     @cached_property
@@ -179,8 +179,8 @@ class StepGraph:
 
     @cached_property
     def resident_bytes(self) -> int:
-        """Bytes in use at every position: parameters, buffers, the input batch, constants and standing bytes."""
-        return self.standing_bytes + sum(s.nbytes for s in self.storages if s.kind in RESIDENT)
+        """Bytes in use at every position: parameters, buffers, the input batch, constants and static memory."""
+        return self.static_bytes + sum(s.nbytes for s in self.storages if s.kind in RESIDENT)
 
     @cached_property
     def saved(self) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def check_runs(
 
     transfers = _Transfers(graph, residences, runs)
     alive = {s.id for s in storages if s.kind in HELD_ALL_STEP}
-    highest = graph.standing_bytes + _bytes_of(graph, alive)
+    highest = graph.static_bytes + _bytes_of(graph, alive)
     for position, run in enumerate(runs):
         op = graph.ops[run.op].second if run.again else graph.ops[run.op]
         where = f"run {position} ({op.name}{', again' if run.again else ''})"
@@ -88,7 +88,7 @@ def check_runs(
                 raise PlanError(f"{where} takes over {victim.name!r} for a storage of another size")
             taken = victim.nbytes
         discarded = _bytes_of(graph, set(op.writes) - set(run.writes))
-        in_use = graph.standing_bytes + _bytes_of(graph, alive) - taken + discarded + op.workspace_bytes
+        in_use = graph.static_bytes + _bytes_of(graph, alive) - taken + discarded + op.workspace_bytes
         if budget_bytes and in_use > budget_bytes:
             raise PlanError(f"{where} has {in_use} bytes in use, over the budget of {budget_bytes}")
         highest = max(highest, in_use)

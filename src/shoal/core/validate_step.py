@@ -25,7 +25,7 @@ def check_step(graph: StepGraph) -> None:
         raise PlanError("the step has no ops")
     _places_and_names("op", [(op.id, op.name) for op in graph.ops])
     _places_and_names("storage", [(storage.id, storage.name) for storage in graph.storages])
-    sizes = [graph.standing_bytes, *(storage.nbytes for storage in graph.storages)]
+    sizes = [graph.static_bytes, *(storage.nbytes for storage in graph.storages)]
     if min(sizes) < 0 or sum(sizes) >= 2**62:
         raise PlanError(f"the step has a storage of {min(sizes)} bytes and {sum(sizes)} in all; expected 0 to 2**62")
     if any(size < 0 for storage in graph.storages for size in storage.shape):

@@ -223,7 +223,7 @@ class _Caller:
         _reject_function_transforms()
         if self._divided is None:
             self._divided = self._choose(args, kwargs)
-        self.session.standing.called_by(DistributedDataParallel._get_active_ddp_module())
+        self.session.static.called_by(DistributedDataParallel._get_active_ddp_module())
         accumulating = self.session.before_call()
         kind = accumulating, *global_hooks()
         if kind not in self._planned:
@@ -249,7 +249,7 @@ class _Caller:
             args,
             session.status.budget_bytes or 0,
             measure(device),
-            standing=session.standing,
+            static=session.static,
             planner=session.options.planner,
             link=link,
             name=session.name,

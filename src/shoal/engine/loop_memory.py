@@ -68,7 +68,7 @@ class Basis:
 
         def now(graph: StepGraph) -> StepGraph:
             graph = in_loop(graph, loop, self.outputs)
-            return replace(graph, standing_bytes=graph.standing_bytes + self.others_bytes)
+            return replace(graph, static_bytes=graph.static_bytes + self.others_bytes)
 
         return replace(plan, graph=now(self.graph), exact_graph=self.exact_graph and now(self.exact_graph))
 
@@ -76,7 +76,7 @@ class Basis:
         """With so many bytes more in use all step."""
 
         def more(graph: StepGraph) -> StepGraph:
-            return replace(graph, standing_bytes=graph.standing_bytes + more_bytes)
+            return replace(graph, static_bytes=graph.static_bytes + more_bytes)
 
         return replace(self, graph=more(self.graph), exact_graph=self.exact_graph and more(self.exact_graph))
 
@@ -148,8 +148,8 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
     if ops and result_bytes:
         last = next((op for op in reversed(ops) if op.phase == "forward"), ops[0])
         ops, storages = _with_held(ops, storages, HELD_RESULTS, result_bytes, last)
-    standing_bytes = graph.standing_bytes + loop.small_bytes
-    return replace(graph, ops=tuple(ops), storages=tuple(storages), standing_bytes=standing_bytes)
+    static_bytes = graph.static_bytes + loop.small_bytes
+    return replace(graph, ops=tuple(ops), storages=tuple(storages), static_bytes=static_bytes)
 
 
 def by_itself(graph: StepGraph) -> StepGraph:

@@ -66,7 +66,7 @@ class Metering:
     """Runs the graphs of one model's steps.
 
     Args:
-        standing: static memory beside the steps.
+        static: static memory beside the steps.
         learn: called with each window that was metered.
 
     Attributes:
@@ -74,10 +74,10 @@ class Metering:
         gradients_are_used: whether the optimizer has stepped since the last backward pass; whoever knows sets it.
     """
 
-    def __init__(self, standing: StaticMemory, learn: Callable[[Window], None]) -> None:
+    def __init__(self, static: StaticMemory, learn: Callable[[Window], None]) -> None:
         self.calls = Calls()
         self.gradients_are_used = False
-        self._standing = standing
+        self._static = static
         self._learn = learn
         self._meter: StepMeter | None = None
         self._window: Window | None = None
@@ -139,7 +139,7 @@ class Metering:
             return
         if meter is None or meter.device != step.device:
             meter = self._meter = StepMeter(step.device)
-        self._old_gradients = [WeakStorage(gradient) for gradient in self._standing.gradients()]
+        self._old_gradients = [WeakStorage(gradient) for gradient in self._static.gradients()]
         passing = [*self._old_gradients, *self.calls.held_of_the_last()]
         if meter.begin(self._in_use(arguments), passing):
             self._window = Window([step])
@@ -166,7 +166,7 @@ class Metering:
         self._window = None
 
     def _in_use(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
-        return [*self._standing.lasting_tensors(), *(a for a in arguments if isinstance(a, torch.Tensor))]
+        return [*self._static.lasting_tensors(), *(a for a in arguments if isinstance(a, torch.Tensor))]
 
 
 _metering_now: list[weakref.ref[Metering]] = []

@@ -48,7 +48,7 @@ def plan_overlapping(
 
     aside_bytes = bytes_of_others(alone)
     if not budget_bytes or alone.predicted_peak_bytes + aside_bytes <= budget_bytes:
-        return 0, _with_standing(alone, aside_bytes)
+        return 0, _with_static(alone, aside_bytes)
     best: tuple[int, Plan] | None = None
     too_few, too_many = 0, budget_bytes
     for _ in range(_ROUNDS):
@@ -65,7 +65,7 @@ def plan_overlapping(
             break
         aside_bytes = (too_few + too_many) // 2
     aside_bytes, plan = best or _with_the_most_aside(calls, budget_bytes, alone, make, bytes_of_others)
-    return aside_bytes, _with_standing(plan, bytes_of_others(plan) - aside_bytes)
+    return aside_bytes, _with_static(plan, bytes_of_others(plan) - aside_bytes)
 
 
 def waiting_bytes(plan: Plan) -> int:
@@ -111,8 +111,8 @@ def _with_the_most_aside(
     )
 
 
-def _with_standing(plan: Plan, more_bytes: int) -> Plan:
+def _with_static(plan: Plan, more_bytes: int) -> Plan:
     def more(graph: StepGraph) -> StepGraph:
-        return replace(graph, standing_bytes=graph.standing_bytes + more_bytes)
+        return replace(graph, static_bytes=graph.static_bytes + more_bytes)
 
     return replace(plan, graph=more(plan.graph), exact_graph=plan.exact_graph and more(plan.exact_graph))

@@ -96,12 +96,12 @@ def plan(
     started = time.perf_counter()
     captured, device = capture_step(model, example, name=name or type(model).__name__, runs_here=target is None)
     device = torch.device("cpu") if device.type == "meta" else device
-    standing_bytes = StaticMemory(model, optimizer).bytes_beside(captured.graph)
+    static_bytes = StaticMemory(model, optimizer).bytes_beside(captured.graph)
     link, hardware = _link_and_hardware(target, device, options)
 
     def costed(step: Captured) -> StepGraph:
         graph = profile_step(step, device) if target is None else roofline(step.graph, target)
-        return replace(graph, standing_bytes=standing_bytes, link=link)
+        return replace(graph, static_bytes=static_bytes, link=link)
 
     def made(graph: StepGraph) -> Plan:
         return (planner_function if budget_bytes else planners.get("keep_all"))(graph, hardware, budget_bytes)

@@ -42,7 +42,7 @@ class Session:
     Attributes:
         status: `model.shoal`.
         options: what the model was compiled with.
-        standing: static memory beside the steps: the model and its optimizers, as far as they are known.
+        static: static memory beside the steps: the model and its optimizers, as far as they are known.
         name: the model's name for tables and errors.
         ready_plan: a plan to use as it is instead of planning.
         offloading: where saved storages may wait; None: on the device alone.
@@ -54,7 +54,7 @@ class Session:
 
     status: Status
     options: CompileOptions = field(default_factory=CompileOptions)
-    standing: StaticMemory = field(default_factory=StaticMemory)
+    static: StaticMemory = field(default_factory=StaticMemory)
     name: str = ""
     ready_plan: Plan | None = None
     offloading: Offloading | None = None
@@ -70,7 +70,7 @@ class Session:
     _transfers: list[Transfers] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.metering = Metering(self.standing, self.learn)
+        self.metering = Metering(self.static, self.learn)
         if self.ready_plan is not None:
             self.loop = step_alone()
         watch(self)
@@ -81,17 +81,17 @@ class Session:
         Returns:
             Whether the step accumulates onto gradients that are there.
         """
-        standing = self.standing
-        there = standing.gradients()
+        static = self.static
+        there = static.gradients()
         used = bool(there) and self.metering.gradients_are_used
-        if used and self.loop.drops_late and not standing.gradients_pass:
+        if used and self.loop.drops_late and not static.gradients_pass:
             # zero_grad(set_to_none=False) keeps gradients, as zeros
             self.loop = replace(self.loop, drops_late=any(bool(gradient.any()) for gradient in there))
-        standing.gradients_pass = used and self.loop.drops_late
+        static.gradients_pass = used and self.loop.drops_late
         if self.ready_plan is None:
-            self._hold_over(distinct_bytes(there) if standing.gradients_pass else 0)
+            self._hold_over(distinct_bytes(there) if static.gradients_pass else 0)
             self._make_room_for_calls()
-        return bool(there) and not standing.gradients_pass
+        return bool(there) and not static.gradients_pass
 
     def _hold_over(self, gradient_bytes: int) -> None:
         loop = self.loop
@@ -115,14 +115,14 @@ class Session:
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of the process has stepped: where it trains this model, its state counts as it is."""
-        standing = self.standing
-        if not standing.trains(optimizer):
+        static = self.static
+        if not static.trains(optimizer):
             return
         self.metering.gradients_are_used = True
-        news = standing.stepped(optimizer)
+        news = static.stepped(optimizer)
         if not news or not self.status.plans or self.ready_plan is not None:
             return
-        more_bytes = standing.state_bytes() - self._state_bytes
+        more_bytes = static.state_bytes() - self._state_bytes
         if not more_bytes:
             return
         log.warning(
@@ -130,7 +130,7 @@ class Session:
             "optimizer=",
             self.name or "model",
             news,
-            format_bytes(standing.state_bytes()),
+            format_bytes(static.state_bytes()),
             format_bytes(self._state_bytes),
         )
         self._state_bytes += more_bytes
@@ -175,7 +175,7 @@ class Session:
             PlanError: the ready plan belongs to another step.
         """
         started = time.perf_counter()
-        self._state_bytes = self.standing.state_bytes()
+        self._state_bytes = self.static.state_bytes()
         planning = StepPlanning(
             captured,
             device,
@@ -201,7 +201,7 @@ class Session:
         return replace(captured, graph=plan.graph)
 
     def _bytes_beside(self, graph: StepGraph) -> int:
-        return self.standing.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
+        return self.static.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
 
     def _plan_in_hope(self, planning: StepPlanning, refused: BudgetError) -> Planned:
         """The plan that fits in the best case of what the loop holds; the first metered step shows whether it does."""
@@ -220,14 +220,14 @@ class Session:
         return made
 
     def _with_hints(self, error: BudgetError) -> BudgetError:
-        if gradient_bytes := self.standing.gradient_bytes():
+        if gradient_bytes := self.static.gradient_bytes():
             return error.with_hint(
                 f"gradients of an earlier step take {format_bytes(gradient_bytes)}: call optimizer.zero_grad() "
                 "before the forward pass unless you accumulate them"
             )
         if self._state_bytes:
             return error.with_hint(f"the optimizer's state takes {format_bytes(self._state_bytes)}")
-        if not self.standing.has_optimizer:
+        if not self.static.has_optimizer:
             return error.with_hint("the optimizer's state is not counted yet: declare it with optimizer=")
         return error
 
@@ -339,7 +339,7 @@ class Session:
                 )
             return
         before_bytes = _highest(window.steps)
-        self._adapt(observe_loop(window, measured, self.loop, gradients_pass=self.standing.gradients_pass))
+        self._adapt(observe_loop(window, measured, self.loop, gradients_pass=self.static.gradients_pass))
         after_bytes = _highest(window.steps)
         if budget_bytes is None:
             return
@@ -390,4 +390,4 @@ def _highest(steps: Sequence[Metered]) -> int:
 
 
 def _is_same_step(one: StepGraph, other: StepGraph) -> bool:
-    return one.fingerprint == other.fingerprint and one.standing_bytes == other.standing_bytes
+    return one.fingerprint == other.fingerprint and one.static_bytes == other.static_bytes

@@ -93,7 +93,7 @@ class StepPlanning:
         def make(others_bytes: int) -> Plan:
             def in_the_loop(step: Captured) -> StepGraph:
                 graph = in_loop(self._costs_of(step), loop, self.outputs)
-                return replace(graph, standing_bytes=graph.standing_bytes + others_bytes)
+                return replace(graph, static_bytes=graph.static_bytes + others_bytes)
 
             made[others_bytes], plan = self._plan_with_states(in_the_loop)
             return plan
@@ -101,7 +101,7 @@ class StepPlanning:
         aside_bytes, plan = plan_overlapping(loop.calls_at_once, self._options.budget_bytes or 0, make, in_force)
         graph = self._costs_of(made[aside_bytes])
         exact = self._costs_of(self._captured) if plan.exact_graph is not None else None
-        others_bytes = plan.graph.standing_bytes - graph.standing_bytes - loop.small_bytes
+        others_bytes = plan.graph.static_bytes - graph.static_bytes - loop.small_bytes
         basis = Basis(graph, exact, self.outputs, others_bytes, self._fingerprint)
         return Planned(made[aside_bytes], plan, basis)
 
@@ -114,7 +114,7 @@ class StepPlanning:
 
         def with_all(step: Captured) -> StepGraph:
             graph = costed(step)
-            return replace(graph, standing_bytes=graph.standing_bytes + (n_random + 1) * each_bytes)
+            return replace(graph, static_bytes=graph.static_bytes + (n_random + 1) * each_bytes)
 
         try:
             captured, plan = self._plan_one(costed)
@@ -126,7 +126,7 @@ class StepPlanning:
             return captured, plan
         counted = replace(
             plan,
-            graph=replace(plan.graph, standing_bytes=costed(captured).standing_bytes + (n_replayed + 1) * each_bytes),
+            graph=replace(plan.graph, static_bytes=costed(captured).static_bytes + (n_replayed + 1) * each_bytes),
         )
         if plan.budget_bytes and counted.predicted_peak_bytes > plan.budget_bytes:
             return self._plan_one(with_all)
@@ -142,7 +142,7 @@ class StepPlanning:
         if options.lossy is None:
             return captured, planner(costed(captured), hardware, budget_bytes)
         before = costed(captured)
-        step = f"{before.fingerprint}, {before.standing_bytes} bytes beside"
+        step = f"{before.fingerprint}, {before.static_bytes} bytes beside"
         captured, made = choose_encoded(
             captured,
             options.lossy,
@@ -163,7 +163,7 @@ class StepPlanning:
         return known
 
     def _complete(self, graph: StepGraph) -> StepGraph:
-        return replace(graph, standing_bytes=graph.standing_bytes + self._beside_bytes, link=self._link)
+        return replace(graph, static_bytes=graph.static_bytes + self._beside_bytes, link=self._link)
 
 
 def _is_same(one: StepGraph, other: StepGraph) -> bool:

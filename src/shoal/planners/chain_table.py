@@ -86,8 +86,8 @@ class Table:
 
     def __init__(self, blocks: Blocks, max_bytes: int, slots: int) -> None:
         self.blocks, self.slots, self.n = blocks, slots, blocks.n
-        self.standing_bytes = blocks.graph.resident_bytes
-        self.slot_bytes = max(1.0, (max_bytes - self.standing_bytes) / slots)
+        self.static_bytes = blocks.graph.resident_bytes
+        self.slot_bytes = max(1.0, (max_bytes - self.static_bytes) / slots)
         n = self.n
         self.options: list[list[Option]] = [blocks.options(s) for s in range(n)]
         self.passes = [blocks.pass_over(s, s + 1) for s in range(n)]
@@ -109,7 +109,7 @@ class Table:
         m = np.arange(self.slots + 1)
         rows = self._rows(w, s, t)
         seconds, least, right, taken, left, left_end = np.array([row[:6] for row in rows], float).T
-        cost = np.where(m >= self._slots(least - self.standing_bytes)[:, None], seconds[:, None], np.inf)
+        cost = np.where(m >= self._slots(least - self.static_bytes)[:, None], seconds[:, None], np.inf)
         given = m - self._slots(taken)[:, None]
         cost[given < 0] = np.inf
         goes_on = right <= t

@@ -48,7 +48,7 @@ def least_bytes(model: nn.Module) -> int:
 
 def chosen(model: nn.Module, budget_bytes: int) -> nn.Module:
     example = (torch.empty(IMAGES),)
-    return choose_split(model, example, budget_bytes, measure("cpu"), standing=StaticMemory(model), name="wide")
+    return choose_split(model, example, budget_bytes, measure("cpu"), static=StaticMemory(model), name="wide")
 
 
 def test_what_fits_as_it_is_stays_whole() -> None:

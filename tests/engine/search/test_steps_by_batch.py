@@ -34,7 +34,7 @@ def test_it_is_the_step_that_shoal_plan_plans(net: nn.Module, batch: int) -> Non
     planned = shoal.plan(net, example, hardware=P100, optimizer=optimizer).graph
     assert steps(batch).ops == planned.ops
     assert steps(batch).storages == planned.storages
-    assert steps(batch).standing_bytes == planned.standing_bytes > 0
+    assert steps(batch).static_bytes == planned.static_bytes > 0
     assert steps(batch).link == P100.link
 
 

@@ -61,7 +61,7 @@ def choose_encoded(
         captured: the step as it is.
         lossy: how to encode.
         budget_bytes: most bytes in use at any position.
-        costed: the step's graph with seconds, workspaces, standing bytes and link; for encoded steps too.
+        costed: the step's graph with seconds, workspaces, static memory and link; for encoded steps too.
         plan: plans such a graph, or raises BudgetError.
         before: storages that an earlier run of this step encoded: taken again if a plan of them fits.
 

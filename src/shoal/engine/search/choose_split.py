@@ -33,7 +33,7 @@ def choose_split(
     budget_bytes: int,
     hardware: Hardware,
     *,
-    standing: StaticMemory,
+    static: StaticMemory,
     planner: str | planners.Planner = "joint",
     link: Link | None = None,
     name: str = "",
@@ -51,7 +51,7 @@ def choose_split(
     nearest: BudgetError | None = None
     for candidate, called in _candidates(model, arguments):
         try:
-            plan = _planned(candidate, arguments, budget_bytes, hardware, standing, planner, link, name)
+            plan = _planned(candidate, arguments, budget_bytes, hardware, static, planner, link, name)
         except BudgetError as error:
             if nearest is None or (error.least_feasible_bytes or 0) < (nearest.least_feasible_bytes or 0):
                 nearest = error
@@ -92,12 +92,12 @@ def _planned(
     arguments: Sequence[Any],
     budget_bytes: int,
     hardware: Hardware,
-    standing: StaticMemory,
+    static: StaticMemory,
     planner: str | planners.Planner,
     link: Link | None,
     name: str,
 ) -> Plan:
     captured, device = capture_step(model, tuple(arguments), name=name)
     graph = profile_step(captured, device)
-    graph = replace(graph, standing_bytes=standing.bytes_beside(graph), link=link)
+    graph = replace(graph, static_bytes=static.bytes_beside(graph), link=link)
     return planners.get(planner)(graph, hardware, budget_bytes)

@@ -188,7 +188,7 @@ class _Narrowing:
 
     def does_not_fit(self, graph: StepGraph, batch: int, min_bytes: int) -> None:
         """Learn that `batch` images need `min_bytes`."""
-        at_zero = (0, sum(s.nbytes for s in graph.storages if s.kind in _WITHOUT_IMAGES) + graph.standing_bytes)
+        at_zero = (0, sum(s.nbytes for s in graph.storages if s.kind in _WITHOUT_IMAGES) + graph.static_bytes)
         self._line = ((self._line[1] if self._line else at_zero), (batch, min_bytes))
 
     def between(self, fits: int, too_many: int) -> int:

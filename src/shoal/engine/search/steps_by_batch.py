@@ -57,7 +57,7 @@ class StepsByBatch:
         self._model = model
         self._shape_of = shape_of
         self._hardware = hardware
-        self._standing = StaticMemory(model, optimizer)
+        self._static = StaticMemory(model, optimizer)
         self._name = name or type(model).__name__
         self._rewrites = rewrites
         self._captured: dict[int, StepGraph] = {}
@@ -71,7 +71,7 @@ class StepsByBatch:
         """
         if batch not in self._timed:
             graph = self._scaled(batch) or self._capture(batch)
-            graph = replace(graph, standing_bytes=self._standing.bytes_beside(graph))
+            graph = replace(graph, static_bytes=self._static.bytes_beside(graph))
             self._timed[batch] = roofline(graph, self._hardware)
         return self._timed[batch]
 
