@@ -92,7 +92,7 @@ def largest_batch(
 
     Example:
         >>> import torch
-        >>> from shoal import presets
+        >>> from shoal.core import presets
         >>> from shoal.engine.search.steps_by_batch import StepsByBatch
         >>> with torch.device("meta"):
         ...     network = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten())

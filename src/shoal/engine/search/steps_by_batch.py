@@ -36,7 +36,7 @@ class StepsByBatch:
         rewrites: False for the step as PyTorch has it, without Shoal's lossless rewrites.
 
     Example:
-        >>> from shoal import presets
+        >>> from shoal.core import presets
         >>> with torch.device("meta"):
         ...     network = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten())
         >>> steps = StepsByBatch(network, lambda batch: (batch, 3, 32, 32), presets.get("p100-nvlink"))
