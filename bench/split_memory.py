@@ -15,6 +15,7 @@ OMP_NUM_THREADS one below the number of cores.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -172,6 +173,7 @@ def largest_that_runs(
     def runs(batch: int) -> bool:
         workload, forward = at(batch)
         inside = limit_bytes - workload.resident_bytes  # which was allocated before the limit
+        gc.collect()  # what was metered of earlier batches would count
         try:
             with memory_limit(inside if inside > 0 else 1):
                 for _ in range(_STEPS_UNDER_THE_LIMIT):

@@ -26,7 +26,7 @@ def test_in_patches_no_fewer_images_fit_and_each_row_is_beside_plain_pytorch(mon
     assert all(row["peak_bytes"] <= 2**26 for row in rows.values())
 
 
-def test_behind_a_wall_more_images_train_by_plan_than_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_within_a_memory_limit_more_images_train_by_plan_than_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_memory, "_REPEATS", 1)
     ways = [("plain PyTorch", None, None), ("everything kept", None, "keep_all")]
     monkeypatch.setattr(split_memory, "REHEARSED_WAYS", ways)

@@ -106,7 +106,7 @@ def test_the_second_node_is_the_second_call_with_the_first_result_alone() -> Non
     items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     expected = [*node.args[:3], items[1], items[2]]
     assert [operand.name for operand in second.all_input_nodes] == [operand.name for operand in expected]
-    assert signature(second).startswith("shoal.kernels.batch_norm.normalise(f32[2,4,8,8]")
+    assert signature(second).startswith("shoal.batch_norm.normalise(f32[2,4,8,8]")
 
 
 @pytest.mark.parametrize(
