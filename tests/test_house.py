@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -27,6 +28,7 @@ FLOORS = (
     ("app",),
     ("__main__",),
 )
+FOLDERS = tuple(folder for floor in FLOORS for folder in floor)
 # A plan can be drawn, by what is imported when it is.
 LATE = {("shoal.core.plan", "shoal.report")}
 
@@ -56,7 +58,7 @@ def folder_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else "shoal"
 
 
-@pytest.mark.parametrize("folder", [folder for floor in FLOORS for folder in floor])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folder_imports_only_what_lies_below_it(folder: str) -> None:
     floor = next(place for place, folders in enumerate(FLOORS) if folder in folders)
     below = {folder}.union(*FLOORS[:floor])
@@ -85,7 +87,13 @@ def test_at_most_five_files_lie_flat() -> None:
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()} - {ROOT}))
-def test_every_folder_says_what_lives_there(folder: Path) -> None:
-    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
-    assert said is not None
-    assert len(said.split()) >= 8
+def test_every_folder_says_what_lives_there_and_what_it_imports(folder: Path) -> None:
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    assert text is not None and "Imports " in text
+    if "Imports all" in text or "Imports everything" in text:
+        return
+    listed = set(re.findall(r"`([a-z_.]+)`", text.partition("Imports ")[2]))
+    package = name_of(folder / "__init__.py").removeprefix("shoal.")
+    inside = {module for module, path in MODULES.items() if path.parent == folder and path.name != "__init__.py"}
+    used = {folder_of(imported) for module in inside for imported in imports_of(module)} - {"errors"}
+    assert used <= {name.partition(".")[0] for name in listed} | {package.partition(".")[0]}

@@ -1,6 +1,6 @@
 """Tensors in fewer bytes, exactly as stated: `get(name).encode(tensor)`; `docs/codecs.md` says which, when.
 
-Imports `lowlevel` and `core`.
+Imports `lowlevel`.
 """
 
 from shoal.codecs.codec import Codec, Encoded, Properties

@@ -1,6 +1,6 @@
 """Training on several devices: gradients, weights and activations in fewer bytes on the wire.
 
-Imports `codecs`, `cost`, `offload`, `transforms` and `core`. The parallelism of the papers is in `papers`.
+Imports `codecs`, `cost`, `offload`, `transforms`, `lowlevel` and `core`. The parallelism of the papers is in `papers`.
 """
 
 from shoal.distributed.comm.exchange import Exchange

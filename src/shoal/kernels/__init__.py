@@ -1,4 +1,4 @@
 """What runs inside a planned step: ops, each with its torch reference and the kernels that do it faster.
 
-Imports `codecs`, `lowlevel` and `core`.
+Imports `codecs` and `lowlevel`.
 """

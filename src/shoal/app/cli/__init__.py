@@ -2,6 +2,8 @@
 
 Exit codes: 0 done, 2 an argument, a file, the data or the budget is wrong (one line names what and what to do),
 3 out of memory, 130 interrupted with a checkpoint to resume from (143 after SIGTERM).
+
+Imports all of the library and of `app`.
 """
 
 from shoal.app.cli import codecs, hardware, plan, train

@@ -3,6 +3,8 @@
 Their parameters and buffers carry torchvision's names and shapes, so its checkpoints load with
 `load_state_dict(..., strict=True)`, and they are initialised as torchvision does. torchvision is not needed. The U-Nets
 and the CIFAR forms have no counterpart there.
+
+Imports `shoal.errors` only.
 """
 
 from __future__ import annotations

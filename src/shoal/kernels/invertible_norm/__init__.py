@@ -1,4 +1,4 @@
 """Batch norm and its activation as one op that saves only its result (In-Place ABN).
 
-Imports `lowlevel`.
+Imports `kernels`, `kernels.norm` and `lowlevel`.
 """

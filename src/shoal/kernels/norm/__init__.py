@@ -1,4 +1,4 @@
 """Batch norm fused with its neighbours (BN fission-n-fusion): statistics, normalise, convolve, and their gradients.
 
-Imports `lowlevel`.
+Imports `kernels` and `lowlevel`.
 """
