@@ -261,7 +261,8 @@ class Session:
             )
         known.update(departures)
         log.warning(
-            "%s: %s%s; copies of %s put that right and are planned from the next step on",
+            "%s: %s%s; copies of %s put that right and are planned from the next step on; later kernels may round "
+            "otherwise than in eager PyTorch",
             self.name or "model",
             first,
             others,
