@@ -47,6 +47,7 @@ def test_the_mapping_of_a_backend_means_the_same_as_keywords() -> None:
         ({"kernels": "jit"}, "kernels='jit' is unknown"),
         ({"kernels": "inductor", "offload_to": "host"}, "needs kernels='eager'"),
         ({"rehearse": "p1000"}, "p100-nvlink"),
+        ({"rehearse": 3}, "expected a preset's name or a Hardware"),
         ({"lossy": "linear"}, "give budget= too"),
         ({"lossy": "linear", "budget": 1, "kernels": "inductor"}, "needs kernels='eager'"),
         ({"lossy": "linear", "budget": 1, "planner": "chain"}, "needs planner='joint'"),

@@ -96,7 +96,7 @@ def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:
 
 def step_alone() -> LoopMemory:
     """A loop that holds nothing: what a given plan, which is run as it is, was made for."""
-    return LoopMemory(held_result_bytes=0, small_bytes=0, kept_share=0.0)
+    return LoopMemory(held_result_bytes=0, small_bytes=0, loss_share=2.0, kept_share=0.0)
 
 
 def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> StepGraph:

@@ -128,10 +128,13 @@ class CompileOptions:
                 raise InputError("lossy encodes what a budget leaves no room for; give budget= too")
             if kernels == "inductor":
                 raise InputError("lossy needs kernels='eager': Inductor does not know the ops that encode")
+        target = presets.get(rehearse) if isinstance(rehearse, str) else rehearse
+        if target is not None and not isinstance(target, Hardware):
+            raise InputError(f"rehearse={brief(rehearse)}: expected a preset's name or a Hardware")
         offload = OffloadOptions(
             None if offload_to is None else str(offload_to),
             None if host_budget is None else parse_bytes(host_budget, "host_budget"),
-            presets.get(rehearse) if isinstance(rehearse, str) else rehearse,
+            target,
         )
         return cls(None if budget is None else parse_bytes(budget), planner, kernels, offload, permitted, split)
 
