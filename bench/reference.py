@@ -86,7 +86,7 @@ class Reference:
         raise WrongResult(f"{self.workload.name}, {who}: differs from plain PyTorch in {', '.join(wrong[:6])}")
 
     def _takes_copies(self, forward: Forward) -> bool:
-        """Whether the plan copies tensors into the layout of the trace; where there is none yet, after one more step."""
+        """Whether the plan copies tensors into the layout of the trace; with no plan yet, after one more step."""
         status = getattr(forward, "shoal", None)
         if status is None:
             return False
