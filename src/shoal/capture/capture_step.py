@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -25,6 +26,9 @@ from shoal.capture.step_reader import capture
 from shoal.errors import CaptureError
 from shoal.lowlevel.torch_internals import eager_kernels
 
+Result = TypeVar("Result")
+_NO_STEP = "no output of the model needs a gradient, so there is no training step to plan"
+
 
 def capture_step(
     model: nn.Module,
@@ -44,64 +48,130 @@ def capture_step(
     Raises:
         CaptureError: the model is not one graph, or has no output that needs a gradient.
     """
+
+    def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Captured, torch.device]:
+        captured = joint_step(gm, inputs, InputPlaces.of(gm), name=name, runs_here=runs_here, rewrites=rewrites)
+        return captured, captured.device
+
+    return in_dynamo(model, example, read, name=name)
+
+
+def in_dynamo(
+    model: nn.Module,
+    example: torch.Tensor | Sequence[Any],
+    read: Callable[[fx.GraphModule, Sequence[Any]], Result],
+    *,
+    name: str,
+) -> Result:
+    """What `read` makes of the graph that Dynamo captures of a training step, which is not compiled or run.
+
+    Args:
+        model, example, name: as for `plan`.
+        read: called with the graph and its inputs, while Dynamo waits for what its backend returns.
+
+    Raises:
+        CaptureError: the model is not one graph, or has no output that needs a gradient.
+    """
     arguments = (example,) if isinstance(example, torch.Tensor) else tuple(example)
     modes = [(module, module.training) for module in model.modules()]
     if not model.training:
         model.train()
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with refusals():
+            raise Refused(_Done(read(gm, inputs)))
+
     try:
         with torch.enable_grad(), settings(logging_functions()), one_graph():
-            stop = _stop_after_capture(name, runs_here, rewrites)
             with torch.random.fork_rng(devices=[]):
                 drawn = drawn_for(model, arguments)
-            torch.compile(call_of(model), backend=stop, fullgraph=True, dynamic=False)(*arguments, **drawn)
+            torch.compile(call_of(model), backend=backend, fullgraph=True, dynamic=False)(*arguments, **drawn)
     except _Done as done:
-        return done.captured, done.device
+        result: Result = done.result
+        return result
     except ModelRaised as failure:
         shapes = ", ".join(str(tuple(a.shape)) for a in arguments if isinstance(a, torch.Tensor))
         raise CaptureError(f"{name} cannot take an input of shape {shapes}: {failure.reason}") from None
     finally:
         for module, training in modes:
             module.training = training
-    raise CaptureError("no output of the model needs a gradient, so there is no training step to plan")
+    raise CaptureError(_NO_STEP)
 
 
 class _Done(Exception):
-    """Carries the captured step out of the compiler, which then compiles nothing."""
+    """Carries a result out of a compiler, which then compiles nothing."""
 
-    def __init__(self, captured: Captured, device: torch.device) -> None:
-        self.captured = captured
-        self.device = device
+    def __init__(self, result: Any) -> None:
+        self.result = result
 
 
-def _stop_after_capture(name: str, runs_here: bool, rewrites: bool) -> Callable[..., Any]:
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        parameters, layers = parameter_places(gm), input_layers(gm)
+@dataclass(frozen=True)
+class InputPlaces:
+    """What the inputs of a graph of Dynamo's are, by the places that AOTAutograd will see.
 
-        def partition(
-            joint: fx.GraphModule,
-            joint_inputs: Any,
-            *,
-            num_fwd_outputs: int,
-            static_lifetime_input_indices: Collection[int] | None = None,
-            **unused: Any,
-        ) -> Any:
-            static = static_lifetime_input_indices or ()
-            captured = capture(
-                joint,
-                num_fwd_outputs,
-                static,
-                model=name,
-                parameters=parameters,
-                layers=layers,
-                cpu_kernels=runs_here,
-                rewrites=rewrites,
-            )
-            raise Refused(_Done(captured, captured.device))
+    Attributes:
+        parameters: which are parameters.
+        layers: module paths of the layers whose parameters and buffers are inputs.
+    """
 
-        with refusals(), eager_kernels():
-            return aot_autograd(fw_compiler=_never, partition_fn=partition)(gm, example_inputs)
+    parameters: Collection[int]
+    layers: Mapping[int, str]
 
-    return backend
+    @staticmethod
+    def of(gm: fx.GraphModule) -> InputPlaces:
+        return InputPlaces(parameter_places(gm), input_layers(gm))
+
+
+def joint_step(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    places: InputPlaces,
+    *,
+    name: str,
+    runs_here: bool = True,
+    rewrites: bool = True,
+    aten_only: bool = False,
+) -> Captured:
+    """The step of a graph of Dynamo's: traced by AOTAutograd as far as the joint graph, and read.
+
+    Args:
+        gm, inputs: as Dynamo hands them to a backend.
+        places: what the inputs are.
+        name: the model's.
+        runs_here, rewrites, aten_only: as for `capture`.
+
+    Raises:
+        CaptureError: no output needs a gradient.
+    """
+
+    def partition(
+        joint: fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Collection[int] | None = None,
+        **unused: Any,
+    ) -> Any:
+        captured = capture(
+            joint,
+            num_fwd_outputs,
+            static_lifetime_input_indices or (),
+            model=name,
+            parameters=places.parameters,
+            layers=places.layers,
+            cpu_kernels=runs_here,
+            rewrites=rewrites,
+            aten_only=aten_only,
+        )
+        raise _Done(captured)
+
+    try:
+        with eager_kernels():
+            aot_autograd(fw_compiler=_never, partition_fn=partition)(gm, inputs)
+    except _Done as done:
+        captured: Captured = done.result
+        return captured
+    raise CaptureError(_NO_STEP)
 
 
 def _never(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph, Storage
 from shoal.core.timeline import Timeline
 from shoal.core.validate_plan import check_plan
+from shoal.core.variant import COLUMNS, Candidate, Variant
 from shoal.errors import InputError, PlanError, brief
 
 FORMAT = "shoal-plan"
-VERSION = 2  # 2: ops of this package are named without the folder that they lie in; activation gradients are so called
+VERSION = 3  # 2: ops of this package are named without their folder; 3: in which form the step is computed
 _CODEC_OPS = (".encoded_activation.encode", ".encoded_activation.decode")
 
 
@@ -50,6 +51,8 @@ class Plan:
         options: what the model was compiled with, as plain data; empty where a planner was called by itself.
         errors_measured: whether `errors` come from a step of the training. If not, they are those of normal numbers.
         stopped_early: parts of the search for it that a time limit ended. Planned again, it may be another plan.
+        variant: in which form the step is computed.
+        candidates: the forms that were considered; empty where there was no choice.
     """
 
     graph: StepGraph
@@ -64,6 +67,8 @@ class Plan:
     errors_measured: bool = field(default=False, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
     stopped_early: tuple[str, ...] = field(default=(), compare=False)
+    variant: Variant = Variant()
+    candidates: tuple[Candidate, ...] = field(default=(), compare=False)
 
     @property
     def exact_step(self) -> StepGraph:
@@ -177,6 +182,7 @@ class Plan:
             *self._describe_transfers(),
             *self._describe_encodings(),
             *self._describe_stops(),
+            *self._describe_candidates(),
             f"at the peak     {peak.op} ({peak.phase}, layer {peak.layer or '-'}): "
             f"resident {format_bytes(peak.resident_bytes)}, kept {format_bytes(peak.kept_bytes)}, "
             f"recomputed {format_bytes(peak.recomputed_bytes)}, fetched {format_bytes(peak.fetched_bytes)}, "
@@ -227,6 +233,15 @@ class Plan:
         if not self.stopped_early:
             return []
         return [f"stopped early   {', '.join(self.stopped_early)}: by a time limit; planned again, the plan may differ"]
+
+    def _describe_candidates(self) -> list[str]:
+        """A table of the forms of the step, each column as wide as its widest cell."""
+        if not self.candidates:
+            return [] if self.variant == Variant() else [f"computed        {self.variant}"]
+        rows = [COLUMNS, *(one.cells() for one in self.candidates)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return [f"computed        {self.variant}; considered were", *(f"  {line.rstrip()}" for line in lines)]
 
     def _describe_errors(self) -> str:
         if not self.errors:
@@ -285,6 +300,8 @@ class Plan:
                 "errors_measured": self.errors_measured,
                 "options": dict(self.options),
                 "stopped_early": list(self.stopped_early),
+                "variant": asdict(self.variant),
+                "candidates": [asdict(one) for one in self.candidates],
                 "step": self.graph.to_json(),
                 "exact_step": self.exact_graph and self.exact_graph.to_json(),
             },
@@ -344,6 +361,8 @@ def _plan_of(value: Any) -> Plan:
         errors_measured=read(bool | None, "errors_measured") or False,
         options=read_object(value.get("options", {}), "options"),
         stopped_early=read_value(tuple[str, ...], value.get("stopped_early", []), "stopped_early"),
+        variant=read(Variant, "variant"),
+        candidates=read(tuple[Candidate, ...], "candidates"),
     )
     if min(plan.budget_bytes, plan.planning_seconds) < 0:
         raise PlanError(f"{plan.budget_bytes=} and {plan.planning_seconds=}: expected 0 or more")

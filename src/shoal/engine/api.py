@@ -31,13 +31,10 @@ from shoal.capture.dynamo import (
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
-from shoal.cost.measure import measure
-from shoal.cost.measure_links import link_to
 from shoal.engine.backend import compile_step
 from shoal.engine.lossy_report import LossyReport
 from shoal.engine.lossy_report import lossy_report as report_on
 from shoal.engine.options import CompileOptions, check_optimizer
-from shoal.engine.search.choose_split import choose_split
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, CaptureError, InputError
@@ -61,15 +58,16 @@ def compile(
     rehearse: str | Hardware | None = None,
     split: str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
+    allow: str | Collection[str] | None = None,
     name: str | None = None,
     inner: str | None = None,
 ) -> Module:
     """Make `model` train inside `budget` device bytes; then train as always.
 
     It replaces `torch.compile(model)`, `torch.utils.checkpoint` by hand and guessing at batch sizes. The model is
-    changed in place, as `model.compile()` does: parameters, buffers, hooks and the names in `state_dict` stay, and so
-    do the gradients. The first training step of each input shape is captured, its ops are profiled and a plan is
-    made; the first steps are measured, and where one is over the budget the next is planned again with what was
+    changed in place, as `model.compile()` does: parameters, buffers, hooks, the names in `state_dict` and the function
+    that it computes stay. The first training step of each input shape is captured in the forms that are allowed, its
+    ops are profiled and the fastest plan is made; the first steps are measured, and where one is over the budget the next is planned again with what was
     learnt. In eval mode and under `torch.no_grad()` the model runs as it would without Shoal.
 
     Args:
@@ -92,8 +90,7 @@ def compile(
         host_budget: most bytes there, an int or a text. None: half of what is available now.
         rehearse: on the CPU, a preset's name or a `Hardware`: copies to the host are held to its link's speed, as much
             slower as this machine computes slower, so that what overlaps there overlaps here.
-        split: "auto" to run the first layers on overlapping patches (`shoal.split(..., halo="exact")`) where that makes
-            the faster plan; depth and grid are chosen at the first training step. None to leave the model whole.
+        split: "auto" adds "exact_split" to what is allowed. None adds nothing.
         lossy: a codec's name, such as "dynamic_tree", to let the planner "joint" store inputs of convolutions in 8 bits
             a value where that makes the faster plan (or one at all). Or a mapping with "codec" and, where wanted,
             "block" (values that share a scale; 4096; None for one scale a tensor), "stochastic" (the seed of
@@ -101,6 +98,15 @@ def compile(
             weight gradients of those convolutions then come from decoded values; all else stays bit for bit. Without
             "batch_norm" among the exempt, the backward pass of batch norms reads decoded values too, and the error goes
             on to what comes before. None (default): nothing is lossy.
+        allow: by which means the step may be brought into the budget: a text with commas or a collection of
+            "recompute" and "offload"; "order" of the ops; "fuse", batch norms done by their neighbours
+            (`shoal.fuse_batchnorm`); "exact_split", the first layers on overlapping patches (`shoal.split(...,
+            halo="exact")`); "encode", convolution inputs in 8 bits (as `lossy`); "split", the first layers on
+            independent patches. Or a set of them: "bitwise" gives the bits that plain PyTorch gives (recompute,
+            offload, order), "exact" computes the same function, to rounding (bitwise, fuse, exact_split), "lossy" is
+            all, "keep" none. None: SHOAL_ALLOW of the environment, else "exact" (with kernels="inductor", or a
+            planner other than "joint": "bitwise"). The forms that were considered are listed in
+            `model.shoal.plan.explain()`.
         name: the model's name in tables and errors; by default its class.
         inner: the earlier name of `kernels`.
 
@@ -146,6 +152,7 @@ def compile(
         rehearse=rehearse,
         lossy=lossy,
         split=split,
+        allow=allow,
         has_plan=plan is not None,
     )
     check_optimizer(optimizer)
@@ -159,7 +166,7 @@ def compile(
     weakref.finalize(network, session.close)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
         _reject_hopeless(network, optimizer, session)
-    caller = _Caller(network, session, options.kernels, choose=options.split == AUTO)
+    caller = _Caller(network, session, options.kernels)
     forget = weakref.WeakMethod(caller.forget)
     session.on_repair = lambda: (method := forget()) and method()
     for compiled in (network, model):
@@ -187,9 +194,8 @@ class _Caller:
     function that is compiled around the model, a training step runs outside of Dynamo's graphs.
     """
 
-    def __init__(self, model: nn.Module, session: Session, kernels: str, *, choose: bool = False) -> None:
+    def __init__(self, model: nn.Module, session: Session, kernels: str) -> None:
         self.model = model
-        self._divided: nn.Module | None = None if choose else model
         self.session = session
         self.kernels = kernels
         self._planned: dict[Any, Callable[..., Any]] = {}
@@ -221,8 +227,6 @@ class _Caller:
         if torch._C._get_tracing_state() or is_fx_symbolic_tracing():
             return plain_call(model, *args, **kwargs)
         _reject_function_transforms()
-        if self._divided is None:
-            self._divided = self._choose(args, kwargs)
         self.session.static.called_by(DistributedDataParallel._get_active_ddp_module())
         accumulating = self.session.before_call()
         kind = accumulating, *global_hooks()
@@ -232,28 +236,11 @@ class _Caller:
             with settings(self._logging), one_graph():
                 planned = self._planned.get(kind)
                 if planned is None:
-                    planned = self._planned[kind] = capturing(self._divided, self._backend())
-                return planned(*args, **kwargs, **drawn_for(self._divided, args))
+                    planned = self._planned[kind] = capturing(model, self._backend())
+                return planned(*args, **kwargs, **drawn_for(model, args))
         except ModelRaised as failure:
             plain_call(model, *args, **kwargs)  # raises as the plain model does
             raise CaptureError(f"the model cannot be captured as one graph: {failure.reason}") from None
-
-    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-        session = self.session
-        if kwargs:
-            raise InputError("split='auto' needs the model to be called with positional arguments alone")
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        link = link_to(session.offloading, device) if session.offloading is not None else None
-        return choose_split(
-            self.model,
-            args,
-            session.status.budget_bytes or 0,
-            measure(device),
-            static=session.static,
-            planner=session.options.planner,
-            link=link,
-            name=session.name,
-        )
 
     def _backend(self) -> Callable[..., Any]:
         session, kernels = (

@@ -12,18 +12,20 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
+from shoal.capture.capture_step import InputPlaces, joint_step
+from shoal.capture.captured import Captured
 from shoal.capture.dynamo import refusals
-from shoal.capture.fx_nodes import input_layers, parameter_places
 from shoal.capture.lower import lower
 from shoal.capture.step_reader import capture
 from shoal.capture.traced_strides import Departure
 from shoal.core.plan import Plan
+from shoal.engine.choose_variant import compile_chosen
 from shoal.engine.first_run import checked
 from shoal.engine.graph_runner import Compiler, compiler
 from shoal.engine.loop_memory import Basis
 from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.options import CompileOptions
-from shoal.engine.session import Session
+from shoal.engine.session import Form, Session
 from shoal.engine.status import Status
 from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
@@ -73,25 +75,34 @@ def compile_step(
     _reject_graph_break(gm)
     _make_static(gm)
     run_graphs = compiler(kernels)
-    inputs = {"parameters": parameter_places(gm), "layers": input_layers(gm)}
-    step = PlannedStep(session, run_graphs, inputs, aten_only=kernels == "inductor")
-    with eager_kernels():
-        compiled = aot_autograd(
-            fw_compiler=step.compile_forward,
-            bw_compiler=step.compile_backward,
-            inference_compiler=run_graphs,
-            partition_fn=step.partition,
-        )(gm, example_inputs)
-    return once_differentiable(compiled)
+    places, aten_only = InputPlaces.of(gm), kernels == "inductor"
+
+    def captured(graph: fx.GraphModule) -> Captured:
+        return joint_step(graph, example_inputs, places, name=session.name, aten_only=aten_only)
+
+    def compiled(graph: fx.GraphModule, form: Form) -> Callable[..., Any]:
+        step = PlannedStep(session, run_graphs, places, form, aten_only=aten_only)
+        with eager_kernels():
+            return aot_autograd(
+                fw_compiler=step.compile_forward,
+                bw_compiler=step.compile_backward,
+                inference_compiler=run_graphs,
+                partition_fn=step.partition,
+            )(graph, example_inputs)
+
+    return once_differentiable(compile_chosen(session, gm, example_inputs, captured, compiled))
 
 
 class PlannedStep:
     """One step as AOTAutograd compiles it: partitioned by plan, lowered, metered while it is new."""
 
-    def __init__(self, session: Session, run_graphs: Compiler, inputs: Mapping[str, Any], *, aten_only: bool) -> None:
+    def __init__(
+        self, session: Session, run_graphs: Compiler, places: InputPlaces, form: Form, *, aten_only: bool
+    ) -> None:
         self.session = session
         self.run_graphs = run_graphs
-        self.inputs = inputs  # arguments of `capture`
+        self.places = places
+        self.form = form
         self.aten_only = aten_only
         self.plan: Plan | None = None
         self.basis: Basis | None = None
@@ -120,12 +131,13 @@ class PlannedStep:
                 static_lifetime_input_indices or (),
                 model=self.session.name,
                 aten_only=self.aten_only,
-                **self.inputs,
+                parameters=self.places.parameters,
+                layers=self.places.layers,
             )
         self.fingerprint = captured.graph.fingerprint
         captured = self.session.in_traced_layouts(captured)
         with unset_fake_temporarily():
-            captured = self.session.make_plan(captured, captured.device, self)
+            captured = self.session.make_plan(captured, captured.device, self, self.form)
         assert self.plan is not None
         self.device = captured.device
         self.n_outputs, self.results = num_fwd_outputs, captured.results

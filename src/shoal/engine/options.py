@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -15,6 +16,7 @@ from shoal import codecs, planners
 from shoal.core import presets
 from shoal.core.hardware import Hardware
 from shoal.core.lossy import CODECS, DEFAULT_BLOCK_ELEMS, EXEMPTIONS, LossyOptions
+from shoal.core.means import BITWISE, EXACT, means_of
 from shoal.core.sizes import parse_bytes
 from shoal.cost.measure import measure
 from shoal.engine import graph_runner
@@ -22,8 +24,9 @@ from shoal.errors import CodecError, InputError, brief
 from shoal.offload.policy import AUTO, Offloading, offloading, rehearsed
 
 _ENCODING_PLANNER = "joint"  # the one that looks for what to encode
+_ALLOWED_CODEC = "dynamic_tree"  # of allow="encode" without lossy=
 _LOSSY_OPTIONS = ("codec", "block", "stochastic", "exempt")
-_OF_A_BACKEND = ("budget", "planner", "kernels", "optimizer", "offload_to", "host_budget", "lossy")
+_OF_A_BACKEND = ("budget", "planner", "kernels", "optimizer", "offload_to", "host_budget", "lossy", "allow")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class CompileOptions:
         offload: where saved tensors may wait.
         lossy: which of them may be encoded, and how; None for none.
         split: "auto" to split the first layers where that makes the faster plan.
+        means: by which means the step may be brought into its budget, of `shoal.core.means`.
     """
 
     budget_bytes: int | None = None
@@ -76,6 +80,7 @@ class CompileOptions:
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     lossy: LossyOptions | None = None
     split: str | None = None
+    means: frozenset[str] = BITWISE
 
     def __post_init__(self) -> None:
         planners.get(self.planner)
@@ -102,6 +107,7 @@ class CompileOptions:
         rehearse: str | Hardware | None = None,
         lossy: str | Mapping[str, Any] | LossyOptions | None = None,
         split: str | None = None,
+        allow: str | Iterable[str] | None = None,
         has_plan: bool = False,
     ) -> CompileOptions:
         """The options that a caller's keywords stand for, each an object or a text.
@@ -136,7 +142,21 @@ class CompileOptions:
             None if host_budget is None else parse_bytes(host_budget, "host_budget"),
             target,
         )
-        return cls(None if budget is None else parse_bytes(budget), planner, kernels, offload, permitted, split)
+        budget_bytes = None if budget is None else parse_bytes(budget)
+        means = _means(allow, budget_bytes, planner, kernels, has_plan=has_plan)
+        for keyword, there, needed in (("lossy", permitted, "encode"), ("split", split, "exact_split")):
+            if there is not None and allow is not None and needed not in means:
+                raise InputError(f"{keyword}= needs {needed!r}, which allow={brief(allow)} leaves out; add it, or leave "
+                                 f"out {keyword}=")  # fmt: skip
+            means |= {needed} if there is not None else frozenset()
+        if offload.to not in (AUTO, None) and "offload" not in means and budget_bytes is not None and not has_plan:
+            raise InputError(
+                f"offload_to={offload.to!r} needs 'offload', which allow={brief(allow)} leaves out; add it, or leave "
+                "out offload_to="
+            )
+        if permitted is None and "encode" in means and budget_bytes is not None:
+            permitted = lossy_options(_ALLOWED_CODEC, planner)
+        return cls(budget_bytes, planner, kernels, offload, permitted, split, means)
 
     @classmethod
     def of_backend(
@@ -180,7 +200,32 @@ class CompileOptions:
                 "exempt": sorted(lossy.exempt),
             },
             "split": self.split,
+            "means": sorted(self.means),
         }
+
+
+def _means(
+    allow: str | Iterable[str] | None,
+    budget_bytes: int | None,
+    planner: str | planners.Planner,
+    kernels: str,
+    *,
+    has_plan: bool,
+) -> frozenset[str]:
+    """What `allow=`, or SHOAL_ALLOW where it is not given, stands for."""
+    if allow is not None and (budget_bytes is None or has_plan):
+        raise InputError("allow= says what a plan for a budget may use; give budget=, and no plan=")
+    if has_plan:
+        return BITWISE
+    if allow is None and (of_environment := os.environ.get("SHOAL_ALLOW")):
+        allow = of_environment
+    if allow is None:
+        return EXACT if planner == _ENCODING_PLANNER and kernels == "eager" else BITWISE
+    means = means_of(allow)
+    if kernels == "inductor" and (ours := means & {"fuse", "encode"}) and budget_bytes is not None:
+        raise InputError(f"allow={brief(allow)}: {', '.join(sorted(ours))} need kernels='eager', whose ops Inductor does "
+                         "not know; allow='bitwise' leaves them out")  # fmt: skip
+    return means
 
 
 def check_optimizer(optimizer: Any) -> None:

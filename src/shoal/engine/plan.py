@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal import planners
-from shoal.capture.capture_step import capture_step
+from shoal.capture.capture_step import InputPlaces, in_dynamo, joint_step
 from shoal.capture.captured import Captured
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
@@ -24,7 +25,10 @@ from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
 from shoal.engine.options import CompileOptions, check_optimizer
+from shoal.engine.search.best_variant import Priced, best_variant
 from shoal.engine.search.choose_encoded import choose_encoded
+from shoal.engine.search.variants import Variants
+from shoal.engine.step_planning import limited_to
 from shoal.errors import InputError
 from shoal.memory.static_memory import StaticMemory
 from shoal.offload.policy import AUTO
@@ -41,6 +45,7 @@ def plan(
     offload_to: str | Path | None = AUTO,
     host_budget: int | str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
+    allow: str | Collection[str] | None = None,
     name: str | None = None,
 ) -> Plan:
     """Plan one training step without taking it.
@@ -59,7 +64,7 @@ def plan(
         optimizer: the optimizer whose state counts.
         offload_to: as for `shoal.compile`; "auto" allows host memory where `hardware` is given or the model is on CUDA.
         host_budget: most bytes there; None for no limit where `hardware` is given, else as for `shoal.compile`.
-        lossy: as for `shoal.compile`.
+        lossy, allow: as for `shoal.compile`.
         name: the model's name in tables and errors; by default its class.
 
     Returns:
@@ -88,29 +93,49 @@ def plan(
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     options = CompileOptions.of(
-        budget=budget, planner=planner, offload_to=offload_to, host_budget=host_budget, lossy=lossy
+        budget=budget, planner=planner, offload_to=offload_to, host_budget=host_budget, lossy=lossy, allow=allow
     )
     check_optimizer(optimizer)
     target = presets.get(hardware) if isinstance(hardware, str) else hardware
-    planner_function, budget_bytes = planners.get(planner), options.budget_bytes or 0
+    budget_bytes, name = options.budget_bytes or 0, name or type(model).__name__
+    planner_function = limited_to(options.means, planners.get(planner)) if budget_bytes else planners.get("keep_all")
     started = time.perf_counter()
-    captured, device = capture_step(model, example, name=name or type(model).__name__, runs_here=target is None)
-    device = torch.device("cpu") if device.type == "meta" else device
-    static_bytes = StaticMemory(model, optimizer).bytes_beside(captured.graph)
-    link, hardware = _link_and_hardware(target, device, options)
 
-    def costed(step: Captured) -> StepGraph:
-        graph = profile_step(step, device) if target is None else roofline(step.graph, target)
-        return replace(graph, static_bytes=static_bytes, link=link)
+    def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Plan:
+        def price(graph: fx.GraphModule) -> Priced[None]:
+            captured = joint_step(graph, inputs, places, name=name, runs_here=target is None)
+            device = torch.device("cpu") if captured.device.type == "meta" else captured.device
+            with unset_fake_temporarily():
+                return _priced(captured, device)
 
-    def made(graph: StepGraph) -> Plan:
-        return (planner_function if budget_bytes else planners.get("keep_all"))(graph, hardware, budget_bytes)
+        places = InputPlaces.of(gm)
+        if not budget_bytes:
+            return price(gm).plan()[1]
+        return best_variant(Variants(gm, options.means), price, budget_bytes, name).plan
 
-    if options.lossy is None:
-        found = made(costed(captured))
-    else:
-        _, found = choose_encoded(captured, options.lossy, budget_bytes, costed, made)
-    check_own_plan(found.graph, found.residences, budget_bytes)
+    def _priced(captured: Captured, device: torch.device) -> Priced[None]:
+        static_bytes = StaticMemory(model, optimizer).bytes_beside(captured.graph)
+        link, hardware = _link_and_hardware(target, device, options)
+
+        def costed(step: Captured) -> StepGraph:
+            graph = profile_step(step, device) if target is None else roofline(step.graph, target)
+            return replace(graph, static_bytes=static_bytes, link=link)
+
+        def made(graph: StepGraph) -> Plan:
+            return planner_function(graph, hardware, budget_bytes)
+
+        def plan_it() -> tuple[None, Plan]:
+            with unset_fake_temporarily():
+                if options.lossy is None:
+                    found = made(costed(captured))
+                else:
+                    _, found = choose_encoded(captured, options.lossy, budget_bytes, costed, made)
+                check_own_plan(found.graph, found.residences, budget_bytes)
+            return None, found
+
+        return Priced(costed(captured), plan_it, encodes=options.lossy is not None)
+
+    found = in_dynamo(model, example, read, name=name)
     return replace(found, planning_seconds=time.perf_counter() - started, options=options.to_json())
 
 

@@ -16,6 +16,7 @@ from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
+from shoal.core.variant import Candidate, Variant
 from shoal.engine.loop_memory import LoopMemory, best_case, step_alone
 from shoal.engine.metering import Metered, Metering, Window
 from shoal.engine.observe_loop import observe_loop
@@ -33,6 +34,24 @@ log = logging.getLogger("shoal")
 
 _ROOM = 0.05  # of the budget: what a plan leaves free, once the loop is known, for it to be made anew
 _SLOWER = 0.01  # of the plain step: what it must add for that
+
+
+@dataclass(frozen=True)
+class Form:
+    """In which form a step was captured.
+
+    Attributes:
+        variant: the form.
+        candidates: the forms that were considered.
+        seconds: how long that took.
+    """
+
+    variant: Variant = Variant()
+    candidates: tuple[Candidate, ...] = ()
+    seconds: float = 0.0
+
+
+WHOLE_FORM = Form()
 
 
 @dataclass(eq=False)
@@ -65,6 +84,7 @@ class Session:
     _state_bytes: int = 0
     _improved: bool = False
     _in_force: weakref.WeakSet[Metered] = field(default_factory=weakref.WeakSet)
+    _ahead: dict[str, tuple[Planned, LoopMemory]] = field(default_factory=dict)  # by fingerprint: not yet in force
     _departures: dict[str, dict[str, Departure]] = field(default_factory=dict)  # by the step's fingerprint as captured
     _link: OpenLink | None = None
     _transfers: list[Transfers] = field(default_factory=list)
@@ -164,8 +184,44 @@ class Session:
             self.close()
         self.on_repair()
 
-    def make_plan(self, captured: Captured, device: torch.device, step: Metered) -> Captured:
+    def least_loop(self, planning: StepPlanning) -> LoopMemory:
+        """The loop that holds least, of those that a plan may be made for."""
+        hopes = not self.loop.learnt and self.ready_plan is None and self.on_repair is not None
+        return best_case(self.loop, planning.outputs) if hopes else self.loop
+
+    def planning(self, captured: Captured, device: torch.device) -> StepPlanning:
+        """The step, profiled here and ready to be planned."""
+        self._state_bytes = self.static.state_bytes()
+        return StepPlanning(
+            captured,
+            device,
+            self.options,
+            self.ready_plan,
+            self.status.encoded,
+            self.offloading,
+            self._bytes_beside,
+        )
+
+    def try_to_plan(self, planning: StepPlanning) -> tuple[Planned, LoopMemory]:
+        """The plan of a step, and the loop that it is for: one that holds less, where nothing is known of it yet.
+
+        Raises:
+            BudgetError: no plan fits.
+            PlanError: the ready plan belongs to another step.
+        """
+        try:
+            return planning.plan(self.loop, self.status.plans), self.loop
+        except BudgetError as refused:
+            return self._plan_in_hope(planning, self._with_hints(refused))
+
+    def make_plan(self, captured: Captured, device: torch.device, step: Metered, form: Form = WHOLE_FORM) -> Captured:
         """Profile the step's ops here, then plan it inside the budget; `step` gets the plan and what it was made for.
+
+        Args:
+            captured: the step.
+            device: where it runs.
+            step: as it will run.
+            form: in which form it was captured.
 
         Returns:
             The step as it is under the plan, which may encode storages that `captured` does not.
@@ -175,24 +231,19 @@ class Session:
             PlanError: the ready plan belongs to another step.
         """
         started = time.perf_counter()
-        self._state_bytes = self.static.state_bytes()
-        planning = StepPlanning(
-            captured,
-            device,
-            self.options,
-            self.ready_plan,
-            self.status.encoded,
-            self.offloading,
-            self._bytes_beside,
+        made, self.loop = self._ahead.pop(captured.graph.fingerprint, None) or self.try_to_plan(
+            self.planning(captured, device)
         )
-        try:
-            made = planning.plan(self.loop, self.status.plans)
-        except BudgetError as refused:
-            made = self._plan_in_hope(planning, self._with_hints(refused))
-        captured, plan = made.captured, made.plan
+        captured, plan = made.captured or captured, made.plan
         check_own_plan(plan.graph, plan.residences, self.status.budget_bytes or 0)
-        seconds = time.perf_counter() - started
-        plan = replace(plan, planning_seconds=seconds, options=self.options.to_json())
+        seconds = time.perf_counter() - started + form.seconds
+        plan = replace(
+            plan,
+            planning_seconds=seconds,
+            options=self.options.to_json(),
+            variant=form.variant,
+            candidates=form.candidates,
+        )
         step.plan, step.basis = plan, made.basis
         self._in_force.add(step)
         others = (p for p in self.status.plans if not _is_same_step(p.exact_step, plan.exact_step))
@@ -200,10 +251,16 @@ class Session:
         self.status.planning_seconds += plan.planning_seconds
         return replace(captured, graph=plan.graph)
 
+    def plan_ahead(self, captured: Captured, made: tuple[Planned, LoopMemory]) -> None:
+        """Remember a plan for when its step is captured to be run, where it needs nothing of this capture."""
+        planned, loop = made
+        if planned.captured is captured:
+            self._ahead = {captured.graph.fingerprint: (replace(planned, captured=None), loop)}
+
     def _bytes_beside(self, graph: StepGraph) -> int:
         return self.static.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
 
-    def _plan_in_hope(self, planning: StepPlanning, refused: BudgetError) -> Planned:
+    def _plan_in_hope(self, planning: StepPlanning, refused: BudgetError) -> tuple[Planned, LoopMemory]:
         """The plan that fits in the best case of what the loop holds; the first metered step shows whether it does."""
         if self.loop.learnt or self.ready_plan is not None or self.on_repair is None:
             raise refused from None
@@ -216,8 +273,7 @@ class Session:
                 "once the loss is known, as in criterion(model(x), y).backward()"
             ) from None
         log.info("%s: fits if the loop drops outputs when their loss is known; the first step is metered", self.name)
-        self.loop = hoped
-        return made
+        return made, hoped
 
     def _with_hints(self, error: BudgetError) -> BudgetError:
         if gradient_bytes := self.static.gradient_bytes():

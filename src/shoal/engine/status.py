@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
+from shoal.core.variant import Variant
 from shoal.engine.lossy_report import Loss, LossyReport, lossy_report
 from shoal.errors import InputError
 
@@ -28,6 +29,7 @@ class Status:
         repairs: how often plans were made anew because a measured peak was over the budget.
         encoded: by step, the storages that its plan encodes. They depend on times measured here; what an earlier run
             encoded, put here before the first step, is encoded again, so that the run continues with the same numbers.
+        variants: by the shapes of the inputs, the form in which the step is computed; likewise.
     """
 
     budget_bytes: int | None
@@ -36,6 +38,7 @@ class Status:
     planning_seconds: float = 0.0
     repairs: int = 0
     encoded: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    variants: dict[str, Variant] = field(default_factory=dict)
     _model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _compiled: Callable[[nn.Module, Plan], nn.Module] | None = field(default=None, repr=False, compare=False)
     _lossy: LossyOptions | None = field(default=None, repr=False, compare=False)

@@ -11,6 +11,7 @@ import torch
 from shoal import planners
 from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import encoded
+from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
@@ -35,7 +36,7 @@ log = logging.getLogger("shoal")
 class Planned:
     """A plan, the step that it is for (which may encode storages that the captured one does not), and its basis."""
 
-    captured: Captured
+    captured: Captured | None  # None: the captured one
     plan: Plan
     basis: Basis
 
@@ -132,13 +133,17 @@ class StepPlanning:
             return self._plan_one(with_all)
         return captured, counted
 
+    def priced(self, loop: LoopMemory) -> StepGraph:
+        """The step by itself in a training loop, which nothing encodes."""
+        return in_loop(self._costs_of(self._captured), loop, self.outputs)
+
     def _plan_one(self, costed: Callable[[Captured], StepGraph]) -> tuple[Captured, Plan]:
         captured, options, hardware = self._captured, self._options, self._hardware
         if self._ready_plan is not None:
             return _adopt(self._ready_plan, captured, costed, options.budget_bytes)
         if options.budget_bytes is None:
             return captured, planners.get("keep_all")(costed(captured), hardware, 0)
-        planner, budget_bytes = planners.get(options.planner), options.budget_bytes
+        planner, budget_bytes = limited_to(options.means, planners.get(options.planner)), options.budget_bytes
         if options.lossy is None:
             return captured, planner(costed(captured), hardware, budget_bytes)
         before = costed(captured)
@@ -164,6 +169,20 @@ class StepPlanning:
 
     def _complete(self, graph: StepGraph) -> StepGraph:
         return replace(graph, static_bytes=graph.static_bytes + self._beside_bytes, link=self._link)
+
+
+def limited_to(means: frozenset[str], planner: planners.Planner) -> planners.Planner:
+    """A planner that recomputes and offloads only where that is among the means."""
+    if {"recompute", "offload"} <= means:
+        return planner
+
+    def plan(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+        ops = graph.ops if "recompute" in means else tuple(replace(op, recomputable=False) for op in graph.ops)
+        link = graph.link if "offload" in means else None
+        made = planner(replace(graph, ops=ops, link=link), hardware, budget_bytes)
+        return replace(made, graph=graph)
+
+    return plan
 
 
 def _is_same(one: StepGraph, other: StepGraph) -> bool:

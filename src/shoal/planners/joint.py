@@ -120,6 +120,23 @@ def estimate(
     return max(0.0, _as_chosen(choice, chosen).peak_bytes - budget_bytes), math.inf
 
 
+def least_seconds(graph: StepGraph, budget_bytes: int, *, limits: Limits = DEFAULT) -> float:
+    """No plan inside the budget makes a faster step than this; infinity where none fits. Within milliseconds.
+
+    The relaxed program, with every storage its choice and parts of storages in several places.
+    """
+    wide = recompute_choice(graph, every=True)
+    solution = solve(wide, budget_bytes, early=False, whole=False, limits=limits)
+    return sum(op.seconds for op in graph.ops) + solution.bound_seconds
+
+
+def least_peak_bytes(graph: StepGraph, *, limits: Limits = DEFAULT) -> int:
+    """About the smallest peak that a plan has, by the same program. Within milliseconds."""
+    choice = recompute_choice(graph)
+    least = solve(choice, None, whole=False, limits=limits)
+    return _as_chosen(choice, least.chosen or Chosen(frozenset())).peak_bytes
+
+
 def _warn(graph: StepGraph, limits: Limits, guard: Guard) -> None:
     if guard.stopped:
         log.warning(

@@ -56,7 +56,7 @@ def trace(model: nn.Module, tracer: fx.Tracer, *, training: bool) -> fx.Graph:
             optional = [str(node.target) for node in graph.nodes if node.op == "placeholder" and node.args]
             if optional and _calls_without_optional(model, tracer) not in (_calls(graph), None):
                 raise UntraceableError(f"what it does depends on whether it is given {' and '.join(optional)}")
-            _add_to_new_memory(model, graph)
+            add_to_new_memory(model, graph)
             return graph
     except UntraceableError:
         raise
@@ -105,7 +105,7 @@ for _augmented in IN_PLACE_OPERATORS:
     setattr(_Proxy, f"__{_augmented.__name__}__", _in_place(_augmented))
 
 
-def _add_to_new_memory(model: nn.Module, graph: fx.Graph) -> None:
+def add_to_new_memory(model: nn.Module, graph: fx.Graph) -> None:
     """`x = x + y` in place of `x += y` where no other name of `x` sees the difference: fewer kinds of ops."""
     writes = Writes(graph, dict(model.named_modules(remove_duplicate=False)))
     for node in graph.nodes:

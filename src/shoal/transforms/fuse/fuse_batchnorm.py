@@ -13,7 +13,7 @@ from shoal.errors import InputError
 from shoal.kernels.batch_norm_vectors import runs_again
 from shoal.lowlevel.direct_call import needs_dispatch
 from shoal.transforms.fuse.eager_graph import EagerGraph
-from shoal.transforms.fuse.fuse_graph import LEVELS, Level, fuse_graph
+from shoal.transforms.fuse.fuse_graph import LEVELS, Level, fuse_graph, highest_level
 from shoal.transforms.fuse.fusion_ops import Tracer
 from shoal.transforms.fuse.fusion_size import WHENS, FusionSize, When
 from shoal.transforms.fuse.fusion_summary import FusionSummary
@@ -137,7 +137,9 @@ class FusedModule(StandIn):
             why = Left(type(model).__name__, f"torch.fx cannot trace it: {reason}")
             self._fused, self.summary = (), FusionSummary(self._wanted or "bnff", (), (why,))
             return
-        graph_module, summary = fuse_graph(model, graph, self._wanted or _highest(model, graph), self._size)
+        graph_module, summary = fuse_graph(
+            model, graph, self._wanted or highest_level(model, graph) or "bnff", self._size
+        )
         self._fused, self.summary = (graph_module,), summary
 
 
@@ -154,11 +156,3 @@ def _kind(args: tuple[Any, ...]) -> Any:
         return None
     autocast = torch.is_autocast_enabled("cpu")
     return autocast, *((x.shape, x.stride(), x.dtype, x.device) for x in args)
-
-
-def _highest(model: nn.Module, graph: fx.Graph) -> Level:
-    """The lowest level that fuses all that can be."""
-    (_, all_levels), (_, without_concatenations) = (
-        fuse_graph(model, graph, level, FusionSize("always")) for level in ("icf", "bnff")
-    )
-    return "bnff" if all_levels.fused == without_concatenations.fused else "icf"

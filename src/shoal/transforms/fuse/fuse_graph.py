@@ -63,6 +63,16 @@ def fuse_graph(
     return _Builder(root, graph, level, size).build()
 
 
+def highest_level(root: nn.Module, graph: fx.Graph) -> Level | None:
+    """The lowest level that fuses all that can be; None where nothing can."""
+    (_, all_levels), (_, without_concatenations) = (
+        fuse_graph(root, graph, level, FusionSize("always")) for level in ("icf", "bnff")
+    )
+    if not all_levels.fused:
+        return None
+    return "bnff" if all_levels.fused == without_concatenations.fused else "icf"
+
+
 class _Builder:
     def __init__(self, root: nn.Module, graph: fx.Graph, level: Level, size: FusionSize) -> None:
         self.root, self.graph, self.level, self.size = root, graph, level, size

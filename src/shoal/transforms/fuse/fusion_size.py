@@ -14,8 +14,8 @@ from shoal.kernels.norm.norm_conv import runs_winograd
 from shoal.kernels.norm.norm_conv_native import Window
 from shoal.lowlevel.direct_call import needs_dispatch
 
-When = Literal["pays", "always"]
-WHENS: tuple[When, ...] = ("pays", "always")
+When = Literal["pays", "always", "large"]
+WHENS: tuple[When, ...] = ("pays", "always")  # of `fuse_batchnorm`
 
 MIN_ELEMS = 1 << 20
 """Elements from which on a fused batch norm is worth its call from Python, on the CPU: 2^18 to 2^21 were tried on six
@@ -37,7 +37,8 @@ class FusionSize:
     Args:
         when: "always", or "pays": by the numbers above, in eager mode on the CPU. For other devices nothing was
             measured, and a compiler, a capture or a dispatch mode that watches gets the op, whose call costs nothing
-            there. Neither in an empty batch, where there is nothing to measure.
+            there. Neither in an empty batch, where there is nothing to measure. "large": by the numbers above
+            everywhere, for a planner that compares the two.
 
     Attributes:
         fusions: how often the answer was yes in eager mode. It only grows, so that whoever compares it before and after
@@ -59,9 +60,11 @@ class FusionSize:
         """
         if x.numel() == 0:
             return False
+        enough = (x.numel() if elems is None else elems) >= (MIN_ELEMS if min_elems is None else min_elems)
+        if self.when == "large":
+            return enough
         if torch.compiler.is_compiling():
             return True
-        enough = (x.numel() if elems is None else elems) >= (MIN_ELEMS if min_elems is None else min_elems)
         found = self.when == "always" or enough or not x.is_cpu or needs_dispatch((x,))
         self.fusions += found
         return found
@@ -77,7 +80,7 @@ class FusionSize:
         >>> FusionSize("pays").is_quick([torch.ones(1, 8, 4, 4)], torch.ones(8, 8, 3, 3), None, window)
         False
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.when == "large":
             return False
         x = xs[0]
         found = (

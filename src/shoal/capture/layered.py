@@ -1,0 +1,303 @@
+"""Dynamo's graph as calls of layers: what `transforms` rewrite, without tracing the model a second time.
+
+Dynamo has followed the model's own code, its hooks and its state, and guards all of it; a rewrite of its graph needs no
+guards of its own. Its graph calls functions (`F.batch_norm`) with parameters that are inputs of the graph. Here each
+convolution and each batch norm becomes a layer, whose parameters are those inputs while the rewritten graph is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from shoal.capture.fx_nodes import module_path
+from shoal.transforms.tracing import add_to_new_memory
+
+_CONVOLUTIONS: dict[Any, type[_ConvNd]] = {torch.conv1d: nn.Conv1d, torch.conv2d: nn.Conv2d, torch.conv3d: nn.Conv3d}
+_BATCH_NORMS: dict[int, type[_BatchNorm]] = {
+    2: nn.BatchNorm1d,
+    3: nn.BatchNorm1d,
+    4: nn.BatchNorm2d,
+    5: nn.BatchNorm3d,
+}
+_CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_BATCH_NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_VARIANT = "shoal_variant"
+
+
+class Refused(Exception):
+    """A graph is left as it is; its text is the reason, in one line."""
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """An attribute of a layer that is an input of the graph."""
+
+    layer: nn.Module
+    attribute: str
+    place: int
+
+
+@dataclass(frozen=True)
+class LayeredGraph:
+    """A graph of Dynamo's whose convolutions and batch norms are calls of layers.
+
+    Attributes:
+        root: has the layers, under the names that they have in the model.
+        graph: what is called; its inputs are those that no layer has. The images come first.
+        bound: which inputs of Dynamo's graph the layers have.
+        places: which inputs of Dynamo's graph its inputs are.
+    """
+
+    root: nn.Module
+    graph: fx.Graph
+    bound: tuple[_Bound, ...]
+    places: tuple[int, ...]
+
+    def layers(self, kind: type[nn.Module]) -> list[nn.Module]:
+        """The layers of a kind, each once."""
+        return [layer for layer in self.root.modules() if isinstance(layer, kind)]
+
+
+def layered(gm: fx.GraphModule) -> LayeredGraph:
+    """Read the layers out of a graph of Dynamo's.
+
+    Raises:
+        Refused: a part of it runs under autocast, without gradients or as a graph of its own, which rewrites would take
+            its layers out of.
+
+    >>> network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> def show(gm, inputs):
+    ...     print([node.target for node in layered(gm).graph.find_nodes(op="call_module")])
+    ...     return gm
+    >>> _ = torch.compile(network, backend=show)(torch.ones(2, 3, 8, 8))
+    ['0', '1']
+    """
+    return _Reader(gm).read()
+
+
+class _Reader:
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.root = nn.Module()
+        self.graph = fx.Graph()
+        self.value: dict[fx.Node, fx.Node] = {}
+        self.inputs = list(gm.graph.find_nodes(op="placeholder"))
+        self.place = {node: place for place, node in enumerate(self.inputs)}
+        self.bound: list[_Bound] = []
+        self.names: set[str] = set()
+        self.known: dict[Any, str] = {}  # layers that are called more than once
+
+    def read(self) -> LayeredGraph:
+        layer_calls = {node: found for node in self.gm.graph.nodes if (found := self._layer(node)) is not None}
+        needed = [node for node in self.inputs if self._is_read(node, layer_calls)]
+        images = next((node for node in needed if not _is_of_a_module(node)), None)
+        if images is not None:
+            needed.remove(images)
+            needed.insert(0, images)
+        for node in needed:
+            self.value[node] = self._copied(node)
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node in layer_calls:
+                name, source = layer_calls[node]
+                self.value[node] = self.graph.call_module(name, (self.value[source],))
+                self.value[node].meta.update(node.meta)
+            else:
+                _check(node, self.gm)
+                if node.op == "get_attr":
+                    setattr(self.root, str(node.target), getattr(self.gm, str(node.target)))
+                self.value[node] = self._copied(node)
+        add_to_new_memory(self.root, self.graph)
+        places = tuple(self.place[node] for node in needed)
+        return LayeredGraph(self.root, self.graph, tuple(self.bound), places)
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        return self.graph.node_copy(node, self.value.__getitem__)
+
+    def _is_read(self, node: fx.Node, layer_calls: Mapping[fx.Node, tuple[str, fx.Node]]) -> bool:
+        """Whether anything but layers reads an input, or a layer reads it as what it is called with."""
+        return not node.users or any(user not in layer_calls or layer_calls[user][1] is node for user in node.users)
+
+    def _layer(self, node: fx.Node) -> tuple[str, fx.Node] | None:
+        """The name of the layer that a node calls, and what it is called with."""
+        if node.op != "call_function":
+            return None
+        if node.target in _CONVOLUTIONS:
+            return self._convolution(node)
+        return self._batch_norm(node) if node.target is F.batch_norm else None
+
+    def _convolution(self, node: fx.Node) -> tuple[str, fx.Node] | None:
+        given = _arguments(
+            node, _CONVOLUTION_ARGUMENTS, {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+        )
+        if given is None or not self._are_inputs(given, "weight", "bias"):
+            return None
+        settings = [given[name] for name in ("stride", "padding", "dilation", "groups")]
+        if any(isinstance(leaf, fx.Node) for leaf in _leaves(settings)):
+            return None
+        weight = given["weight"].meta["example_value"]
+        kind = _CONVOLUTIONS[node.target]
+        dims = weight.dim() - 2
+        groups = given["groups"]
+
+        def make() -> nn.Module:
+            stride, padding, dilation = (
+                value if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else (value,) * dims
+                for value in settings[:3]
+            )
+            channels = weight.shape[1] * groups, weight.shape[0]
+            return kind(
+                *channels, tuple(weight.shape[2:]), stride, padding, dilation, groups, given["bias"] is not None,
+                device="meta",
+            )  # fmt: skip
+
+        return self._called(node, given, ("weight", "bias"), make, (kind, *map(str, settings)))
+
+    def _batch_norm(self, node: fx.Node) -> tuple[str, fx.Node] | None:
+        defaults = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+        given = _arguments(node, _BATCH_NORM_ARGUMENTS, defaults)
+        names = ("running_mean", "running_var", "weight", "bias")
+        if given is None or not self._are_inputs(given, *names):
+            return None
+        training, momentum, eps = given["training"], given["momentum"], given["eps"]
+        dims = given["input"].meta["example_value"].dim()
+        if not isinstance(training, bool) or not isinstance(momentum, float) or dims not in _BATCH_NORMS:
+            return None
+        channels = given["input"].meta["example_value"].shape[1]
+
+        def make() -> nn.Module:
+            affine, tracks = given["weight"] is not None, given["running_mean"] is not None
+            layer = _BATCH_NORMS[dims](channels, eps, momentum, affine, tracks, device="meta")
+            layer.num_batches_tracked = None  # the graph adds to it by itself
+            return layer.train(training)
+
+        return self._called(node, given, names, make, (dims, training, momentum, eps))
+
+    def _called(
+        self, node: fx.Node, given: Mapping[str, Any], names: Sequence[str], make: Any, settings: tuple[Any, ...]
+    ) -> tuple[str, fx.Node]:
+        key = (*settings, *(given[name] for name in names))
+        known = self.known.get(key)
+        if known is None or all(given[name] is None for name in names):
+            layer = make()
+            known = self.known[key] = self._add(
+                layer, next((given[n] for n in names if given[n] is not None), None), node
+            )
+            for name in names:
+                layer._parameters.pop(name, None)
+                layer._buffers.pop(name, None)
+                object.__setattr__(layer, name, None)  # a plain attribute: the layer owns no tensor
+                if given[name] is not None:
+                    self.bound.append(_Bound(layer, name, self.place[given[name]]))
+        return known, given["input"]
+
+    def _add(self, layer: nn.Module, source: fx.Node | None, node: fx.Node) -> str:
+        """The layer's name in the model, where its parameters tell."""
+        path = module_path(str(getattr(getattr(source, "_dynamo_source", None), "name", ""))) or node.name
+        name, number = path, 1
+        while name in self.names or any(other.startswith(f"{name}.") for other in self.names):
+            number += 1
+            name = f"{path}_{number}"
+        self.names.add(name)
+        *within, last = name.split(".")
+        module = self.root
+        for part in within:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            child = module._modules[part]
+            assert child is not None
+            module = child
+        module.add_module(last, layer)
+        return name
+
+    def _are_inputs(self, given: Mapping[str, Any], *names: str) -> bool:
+        """Whether these are inputs of the graph, as parameters and buffers are, or None."""
+        return all(given[name] is None or given[name] in self.place for name in names)
+
+
+def _arguments(node: fx.Node, names: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any] | None:
+    given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return given if given.keys() == set(names) and isinstance(given["input"], fx.Node) else None
+
+
+def _leaves(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+def _is_of_a_module(node: fx.Node) -> bool:
+    name = str(getattr(getattr(node, "_dynamo_source", None), "name", ""))
+    value = node.meta.get("example_value")
+    return not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or "_buffers" in name
+
+
+def _check(node: fx.Node, gm: fx.GraphModule) -> None:
+    """Refuse what changes how the ops behind it run."""
+    if node.op == "get_attr" and not isinstance(getattr(gm, str(node.target), None), torch.Tensor):
+        raise Refused(f"{node.target} is a graph of its own, such as a checkpointed part")
+    name = getattr(node.target, "__name__", "")
+    if node.op == "call_function" and any(part in name for part in ("autocast", "grad_enabled", "inference_mode")):
+        raise Refused("a part of it runs under autocast or without gradients")
+
+
+def as_dynamo_graph(
+    gm: fx.GraphModule, source: LayeredGraph, rewritten: fx.GraphModule, first: Sequence[Any] = ()
+) -> fx.GraphModule:
+    """A rewritten graph, called as Dynamo's is: what is handed to AOTAutograd in its place.
+
+    Args:
+        gm: Dynamo's graph.
+        source: what was read out of it.
+        rewritten: a graph of the same layers.
+        first: values that `rewritten` takes before its inputs.
+    """
+    for node in rewritten.graph.find_nodes(op="call_module"):
+        node.meta.setdefault("nn_module_stack", {"": (str(node.target), nn.Module)})  # for the layers' names
+    graph = fx.Graph()
+    inputs = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        copy = graph.node_copy(node)
+        copy._dynamo_source = getattr(node, "_dynamo_source", None)  # type: ignore[attr-defined]
+        inputs.append(copy)
+    graph.output(graph.call_module(_VARIANT, tuple(inputs)))
+    outer = fx.GraphModule({_VARIANT: _Variant(source, rewritten, tuple(first))}, graph, "Variant")
+    outer.meta.update(gm.meta)
+    outer._param_name_to_source = {}  # type: ignore[assignment]
+    return outer
+
+
+class _Variant(nn.Module):
+    """Runs a rewritten graph with the inputs of Dynamo's; only to be traced."""
+
+    def __init__(self, source: LayeredGraph, rewritten: fx.GraphModule, first: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._source, self._rewritten, self._first = source, (rewritten,), first  # in a tuple, so that it is no child
+
+    def forward(self, *inputs: Any) -> Any:
+        given = (*self._first, *(inputs[place] for place in self._source.places))
+        with _binding(self._source.bound, inputs):
+            return fx.Interpreter(self._rewritten[0]).run(*given)
+
+
+@contextmanager
+def _binding(bound: Sequence[_Bound], inputs: Sequence[Any]) -> Iterator[None]:
+    for one in bound:
+        object.__setattr__(one.layer, one.attribute, inputs[one.place])
+    try:
+        yield
+    finally:
+        for one in bound:
+            object.__setattr__(one.layer, one.attribute, None)

@@ -1,0 +1,55 @@
+"""By which means a step may be brought into its budget: `allow=`.
+
+>>> sorted(means_of("bitwise"))
+['offload', 'order', 'recompute']
+>>> sorted(means_of("exact, encode") - means_of("exact"))
+['encode']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shoal.errors import InputError, brief
+
+BITWISE = frozenset({"recompute", "offload", "order"})
+"""They give the bits that plain PyTorch gives."""
+EXACT = BITWISE | {"fuse", "exact_split"}
+"""They compute the same function, to rounding."""
+LOSSY = EXACT | {"encode", "split"}
+"""All that there are."""
+_SETS = {"keep": frozenset[str](), "bitwise": BITWISE, "exact": EXACT, "lossy": LOSSY}
+_DESCRIBED = (
+    f"some of {', '.join(sorted(LOSSY))}; or 'keep' for none of them, 'bitwise' for those that give PyTorch's own bits, "
+    "'exact' for those that compute the same function, 'lossy' for all"
+)
+
+
+def means_of(allow: str | Iterable[str]) -> frozenset[str]:
+    """The means that `allow=` stands for.
+
+    Args:
+        allow: names of means or of sets of them, as a text with commas or as a collection.
+
+    Raises:
+        InputError: a name is unknown, or there is none.
+    """
+    if isinstance(allow, str):
+        names: list[object] = [name.strip() for name in allow.split(",")]
+    elif isinstance(allow, Iterable):
+        names = list(allow)
+    else:
+        raise InputError(f"allow={brief(allow)}: expected {_DESCRIBED}")
+    found: set[str] = set()
+    for name in names:
+        if name == "invert":
+            raise InputError(
+                "allow: 'invert' changes the model, in eval mode too, and not only how its step is computed; give "
+                "shoal.compile what shoal.invert_batchnorm(model) returns"
+            )
+        if not isinstance(name, str) or name not in _SETS.keys() | LOSSY:
+            raise InputError(f"allow has an unknown name {brief(name)}; expected {_DESCRIBED}")
+        found |= _SETS.get(name, {name})
+    if not names:
+        raise InputError(f"allow is empty; expected {_DESCRIBED}")
+    return frozenset(found)

@@ -1,0 +1,109 @@
+"""In which form a captured step is compiled: chosen at the first step of each shape, then remembered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from shoal.capture.captured import Captured
+from shoal.capture.layered import Refused
+from shoal.core.plan import Plan
+from shoal.engine.loop_memory import LoopMemory
+from shoal.engine.search.best_variant import Priced, best_variant
+from shoal.engine.search.variants import Variants
+from shoal.engine.session import WHOLE_FORM, Form, Session
+from shoal.engine.step_planning import Planned
+from shoal.errors import BudgetError, PlanError
+from shoal.memory.limit import no_memory_limit
+
+_Made = tuple[Captured, tuple[Planned, LoopMemory]]
+Compiled = Callable[..., Any]
+
+
+def compile_chosen(
+    session: Session,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    capture: Callable[[fx.GraphModule], Captured],
+    compile_form: Callable[[fx.GraphModule, Form], Compiled],
+) -> Compiled:
+    """Compile a graph of Dynamo's in the form that trains fastest inside the budget.
+
+    Args:
+        session: of the model.
+        gm, example_inputs: as Dynamo hands them to a backend.
+        capture: a graph → its training step, captured and not run.
+        compile_form: compiles a graph in one form.
+
+    Raises:
+        BudgetError: no form fits.
+        PlanError: the given plan is for a form that the step does not have.
+    """
+    variants = Variants(gm, session.options.means)
+    if session.ready_plan is not None:
+        return _compile_as_planned(session.ready_plan, variants, compile_form)
+    if session.options.budget_bytes is None or not _trains(example_inputs) or not variants.any:
+        return compile_form(gm, WHOLE_FORM)
+    key = _inputs(gm)
+    known = session.status.variants.get(key)
+    if known is not None:
+        try:
+            return compile_form(variants.graph(known), Form(known))
+        except (BudgetError, Refused):
+            pass  # there may be another that fits
+    return _compile_best(session, variants, key, capture, compile_form)
+
+
+def _compile_best(
+    session: Session,
+    variants: Variants,
+    key: str,
+    capture: Callable[[fx.GraphModule], Captured],
+    compile_form: Callable[[fx.GraphModule, Form], Compiled],
+) -> Compiled:
+    started = time.perf_counter()
+
+    def price(graph: fx.GraphModule) -> Priced[_Made]:
+        with no_memory_limit():
+            captured = session.in_traced_layouts(capture(graph))
+        with unset_fake_temporarily():
+            planning = session.planning(captured, captured.device)
+
+        def plan() -> tuple[_Made, Plan]:
+            with unset_fake_temporarily():
+                made = session.try_to_plan(planning)
+            return (captured, made), made[0].plan
+
+        return Priced(planning.priced(session.least_loop(planning)), plan, encodes=session.options.lossy is not None)
+
+    best = best_variant(variants, price, session.options.budget_bytes or 0, session.name)
+    session.plan_ahead(*best.made)
+    session.status.variants[key] = best.variant
+    form = Form(best.variant, best.plan.candidates, time.perf_counter() - started)
+    return compile_form(best.graph, form)
+
+
+def _compile_as_planned(
+    plan: Plan, variants: Variants, compile_form: Callable[[fx.GraphModule, Form], Compiled]
+) -> Compiled:
+    try:
+        graph = variants.graph(plan.variant)
+    except Refused as reason:
+        raise PlanError(f"the plan is for a step with {plan.variant}; here {reason}; plan it anew") from None
+    return compile_form(graph, Form(plan.variant, plan.candidates))
+
+
+def _trains(example_inputs: Sequence[Any]) -> bool:
+    tensors = (value for value in example_inputs if isinstance(value, torch.Tensor))
+    return torch.is_grad_enabled() and any(value.requires_grad for value in tensors)
+
+
+def _inputs(gm: fx.GraphModule) -> str:
+    """The inputs of a step by their shapes, parameters included."""
+    values = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
+    return ", ".join(f"{v.dtype} {tuple(v.shape)}" for v in values if isinstance(v, torch.Tensor))

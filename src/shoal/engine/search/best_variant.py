@@ -1,0 +1,196 @@
+"""The fastest form of a step inside a budget: as it is, with batch norms fused, on patches.
+
+Forms are captured and priced, none is run as a whole. A relaxed program bounds each from below within milliseconds (see
+`planners.integer_program`), and only what could be faster than the best plan so far is planned in full. Overlapping
+patches compute their halos besides what the network computes, so they are looked at where the other forms are slowed
+down by more than that, or do not fit. Counts of ops end the search, never a clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from torch import fx
+
+from shoal.capture.layered import Refused
+from shoal.core.plan import Plan
+from shoal.core.simulate import simulate
+from shoal.core.sizes import format_bytes
+from shoal.core.step import StepGraph
+from shoal.core.variant import Candidate, Variant
+from shoal.engine.search.variants import WHOLE, Variants
+from shoal.errors import BudgetError, CaptureError
+from shoal.planners.joint import least_peak_bytes, least_seconds
+
+log = logging.getLogger("shoal")
+
+Made = TypeVar("Made")
+_GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
+_MAX_OPS = 12  # of all forms together, as a multiple of the whole step's
+_MIN_OPS = 6_000  # the same for small steps, in ops
+_OPS_A_CALL = 5  # of a layer on a patch: it is cut out, and both passes compute it
+
+
+@dataclass(frozen=True)
+class Priced(Generic[Made]):
+    """A form of the step with what it costs.
+
+    Attributes:
+        graph: with seconds, workspaces and all that the training loop holds.
+        plan: plans it, or raises BudgetError; what the caller wants of it, and the plan.
+        bound: whether its own time, everything kept, is all that bounds it: encoding storages makes room.
+    """
+
+    graph: StepGraph
+    plan: Callable[[], tuple[Made, Plan]]
+    encodes: bool = False
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        """No plan inside the budget makes a faster step."""
+        return sum(op.seconds for op in self.graph.ops) if self.encodes else least_seconds(self.graph, budget_bytes)
+
+
+@dataclass(frozen=True)
+class Best(Generic[Made]):
+    """The form that was chosen.
+
+    Attributes:
+        variant: which.
+        graph: to be traced in place of Dynamo's.
+        made: what `Priced.plan` made of it.
+        plan: its plan, with the table of all candidates.
+    """
+
+    variant: Variant
+    graph: fx.GraphModule
+    made: Made
+    plan: Plan
+
+
+def best_variant(
+    variants: Variants, price: Callable[[fx.GraphModule], Priced[Made]], budget_bytes: int, name: str
+) -> Best[Made]:
+    """Choose it.
+
+    Args:
+        variants: the forms that are allowed.
+        price: captures a form and prices it.
+        budget_bytes: most bytes in use at any position.
+        name: the model's.
+
+    Raises:
+        BudgetError: no plan of any of them fits; the one that came nearest.
+        CaptureError: the step cannot be captured as it is.
+    """
+    search = _Search(variants, price, budget_bytes)
+    search.consider([WHOLE, *variants.fused()])
+    if search.is_slowed:
+        for variant in variants.split():
+            if search.is_worth_capturing(variant):
+                search.consider([variant])
+    best = search.answer()
+    log.info("%s: %s inside %s", name or "model", best.variant, format_bytes(budget_bytes))
+    return best
+
+
+class _Search(Generic[Made]):
+    def __init__(self, variants: Variants, price: Callable[[fx.GraphModule], Priced[Made]], budget_bytes: int) -> None:
+        self._variants, self._price, self._budget_bytes = variants, price, budget_bytes
+        self._rows: list[Candidate] = []
+        self._seen: set[str] = set()
+        self._best: Best[Made] | None = None
+        self._unfit: list[tuple[Variant, fx.GraphModule, Priced[Made]]] = []
+        self._n_ops = 0
+
+    def consider(self, variants: Iterable[Variant]) -> None:
+        """Capture, bound, and plan what may be faster than the best so far, the most promising first."""
+        found: list[tuple[float, Variant, fx.GraphModule, Priced[Made]]] = []
+        for variant in variants:
+            try:
+                graph = self._variants.graph(variant)
+                priced = self._price(graph)
+            except (Refused, CaptureError) as reason:
+                if variant == WHOLE:
+                    raise
+                self._left_out(variant, str(reason))
+                continue
+            self._n_ops += len(priced.graph.ops)
+            if priced.graph.fingerprint not in self._seen:  # a form may change nothing
+                self._seen.add(priced.graph.fingerprint)
+                found.append((priced.least_seconds(self._budget_bytes), variant, graph, priced))
+        for bound_seconds, variant, graph, priced in sorted(found, key=lambda one: one[0]):
+            self._try(bound_seconds, variant, graph, priced)
+
+    def _try(self, bound_seconds: float, variant: Variant, graph: fx.GraphModule, priced: Priced[Made]) -> None:
+        kept = simulate(priced.graph, {})
+        row = Candidate(
+            variant,
+            len(priced.graph.ops),
+            kept.seconds,
+            kept.peak_bytes,
+            bound_seconds if math.isfinite(bound_seconds) else None,
+            None,
+            None,
+            "cannot be faster" if math.isfinite(bound_seconds) else "does not fit",
+        )
+        best = self._best
+        if math.isinf(bound_seconds):
+            self._unfit.append((variant, graph, priced))
+        elif best is None or bound_seconds < best.plan.predicted_seconds:
+            try:
+                made, plan = priced.plan()
+            except BudgetError as error:
+                least_bytes = error.least_feasible_bytes
+                row = replace(row, outcome=f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit")
+                self._unfit.append((variant, graph, priced))
+            else:
+                row = replace(
+                    row, seconds=plan.predicted_seconds, peak_bytes=plan.predicted_peak_bytes, outcome="slower"
+                )
+                if best is None or plan.predicted_seconds < best.plan.predicted_seconds:
+                    self._best = Best(variant, graph, made, plan)
+        self._rows.append(row)
+
+    @property
+    def is_slowed(self) -> bool:
+        """Whether the best plan so far is slower than the step with everything kept, or there is none."""
+        plain_seconds = next(row.plain_seconds for row in self._rows if row.variant == WHOLE)
+        return self._best is None or self._best.plan.predicted_seconds > (1 + _GOOD_ENOUGH) * plain_seconds
+
+    def is_worth_capturing(self, variant: Variant) -> bool:
+        """Whether a form on patches may be the fastest, and is not too large; the table says why not."""
+        try:
+            work = self._variants.work(variant)
+        except Refused as reason:
+            return self._left_out(variant, str(reason))
+        whole = next(row for row in self._rows if row.variant == WHOLE)
+        slowed_share = self._best.plan.predicted_seconds / whole.plain_seconds - 1 if self._best else math.inf
+        if work.more_share > slowed_share:
+            return self._left_out(variant, f"computes {100 * work.more_share:.0f} % more")
+        expected_ops = whole.n_ops + _OPS_A_CALL * work.n_calls
+        if self._n_ops + expected_ops > max(_MAX_OPS * whole.n_ops, _MIN_OPS):
+            return self._left_out(variant, f"about {expected_ops} ops, too many to plan")
+        return True
+
+    def _left_out(self, variant: Variant, reason: str) -> bool:
+        self._rows.append(Candidate(variant, 0, 0.0, 0, None, None, None, reason))
+        return False
+
+    def answer(self) -> Best[Made]:
+        """The best, with the table of all."""
+        best = self._best or self._nearest()
+        rows = tuple(replace(row, outcome="chosen") if row.variant == best.variant else row for row in self._rows)
+        return replace(best, plan=replace(best.plan, variant=best.variant, candidates=rows))
+
+    def _nearest(self) -> Best[Made]:
+        """What seems to need least: its error says how much that is."""
+        variant, graph, priced = min(self._unfit, key=lambda one: least_peak_bytes(one[2].graph))
+        try:
+            return Best(variant, graph, *priced.plan())
+        except BudgetError as error:
+            hint = f"computed otherwise than the model says it ({variant}), which needs least of what was tried"
+            raise error if variant == WHOLE else error.with_hint(hint) from None

@@ -1,0 +1,172 @@
+"""The forms that a captured step can take: whole, with batch norms fused, on patches. Each is a graph to be traced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from shoal.capture.layered import LayeredGraph, Refused, as_dynamo_graph, layered
+from shoal.core.variant import Variant
+from shoal.errors import CaptureError, InputError
+from shoal.transforms.fuse.fuse_graph import fuse_graph, highest_level
+from shoal.transforms.fuse.fusion_size import FusionSize
+from shoal.transforms.split.patch_sizes import Measuring, check_patches
+from shoal.transforms.split.patches import Region
+from shoal.transforms.split.split_graph import split_graph
+from shoal.transforms.split.split_plan import SplitPlan, plan_split
+from shoal.transforms.split.split_region import SplitRegion, choose_region
+
+WHOLE = Variant()
+_DEPTHS = (0.5, 0.75)
+_PARTS = (2, 3, 4)  # along each dimension
+
+
+class Variants:
+    """The forms of one step as Dynamo captured it.
+
+    Args:
+        gm: Dynamo's graph.
+        means: what may be used, of `shoal.core.means`.
+    """
+
+    def __init__(self, gm: fx.GraphModule, means: frozenset[str]) -> None:
+        self._gm, self._means = gm, means
+
+    @cached_property
+    def _source(self) -> LayeredGraph | None:
+        try:
+            return layered(self._gm)
+        except Refused:
+            return None
+
+    @property
+    def any(self) -> bool:
+        """Whether the step has another form than its own."""
+        return next(self.fused(), None) is not None or next(self.split(), None) is not None
+
+    def fused(self) -> Iterator[Variant]:
+        """With batch norms done by their neighbours, where there are any."""
+        source = self._source
+        if "fuse" not in self._means or source is None or not source.layers(_BatchNorm):
+            return
+        level = self._level
+        if level is not None:
+            yield Variant(fuse=level)
+            yield Variant(fuse=level, large_only=True)
+
+    @cached_property
+    def _level(self) -> str | None:
+        source = layered(self._gm)
+        return highest_level(source.root, source.graph)
+
+    def split(self) -> Iterator[Variant]:
+        """On patches, the fewest first."""
+        source = self._source
+        kinds = {"exact_split": True, "split": False}
+        exact = [exact for name, exact in kinds.items() if name in self._means]
+        if not exact or source is None or not source.layers(_ConvNd):
+            return
+        images = next(iter(source.graph.nodes)).meta.get("example_value")
+        dims = images.dim() - 2 if isinstance(images, torch.Tensor) else 0
+        if 1 <= dims <= 3:
+            for parts in _PARTS:
+                for depth in _DEPTHS:
+                    for kind in exact:
+                        yield Variant(depth=depth, grid=(parts,) * dims, exact=kind)
+
+    def graph(self, variant: Variant) -> fx.GraphModule:
+        """A graph with the calling convention of Dynamo's.
+
+        Raises:
+            Refused: the step does not have that form.
+        """
+        if variant == WHOLE:
+            return self._gm
+        source = layered(self._gm)  # a copy of its own: transforms change graphs
+        if variant.fuse:
+            size = FusionSize("large" if variant.large_only else "always")
+            rewritten, summary = fuse_graph(source.root, source.graph, variant.fuse, size)  # type: ignore[arg-type]
+            if not summary.fused:
+                raise Refused("no batch norm can be fused")
+            return as_dynamo_graph(self._gm, source, rewritten)
+        return self._split_graph(source, variant)
+
+    def _split_graph(self, source: LayeredGraph, variant: Variant) -> fx.GraphModule:
+        cut = _cut(source, variant)
+        rewritten = split_graph(source.root, source.graph, cut.region, cut.plan, joint=variant.exact)
+        return as_dynamo_graph(self._gm, source, rewritten, (cut.regions, cut.cores))
+
+    def work(self, variant: Variant) -> PatchWork:
+        """What a form on patches takes, known before it is captured.
+
+        Raises:
+            Refused: the step does not have that form.
+        """
+        source = self._source
+        assert source is not None
+        cut = _cut(source, variant)
+        nodes = list(cut.region.nodes)
+        all_flops = sum(_flops(node, source) for node in source.graph.nodes)
+        more_flops = 0.0
+        for node, whole, patches in zip(nodes, cut.plan.lengths(cut.sizes)[1:], cut.regions[1:], strict=True):
+            areas = math.prod(sum(end - begin for begin, end in spans) for spans in patches)
+            more_flops += _flops(node, source) * (areas / math.prod(whole) - 1)
+        return PatchWork(more_flops / max(1, all_flops), len(nodes) * math.prod(variant.grid))
+
+
+@dataclass(frozen=True)
+class PatchWork:
+    """What patches take.
+
+    Attributes:
+        more_share: how much more the convolutions of the network compute, for what overlaps.
+        n_calls: layers that are called, times patches.
+    """
+
+    more_share: float
+    n_calls: int
+
+
+@dataclass(frozen=True)
+class _Cut:
+    sizes: tuple[int, ...]
+    region: SplitRegion
+    plan: SplitPlan
+    regions: tuple[Region, ...]
+    cores: tuple[Region, ...]
+
+
+def _cut(source: LayeredGraph, variant: Variant) -> _Cut:
+    modules = dict(source.root.named_modules())
+    images = next(iter(source.graph.nodes)).meta["example_value"]
+    sizes = tuple(int(size) for size in images.shape[2:])
+    try:
+        region = choose_region(source.graph, modules, dims=len(variant.grid), depth=variant.depth, join="auto")
+        if region is None:
+            raise Refused("nothing in it can run patch by patch")
+        plan = plan_split(region, modules, variant.grid, exact=variant.exact)
+        cores = plan.cores(sizes, plan.even_cuts(sizes))
+        regions = plan.regions(sizes, cores)
+        measuring = Measuring()
+        if images.shape[0] == 1 and not variant.exact:
+            measuring = Measuring(tuple(n for n, step in enumerate(plan.steps) if step.normalises))
+        check_patches(plan, sizes, regions, measuring)
+    except (CaptureError, InputError) as error:
+        raise Refused(str(error)) from None
+    return _Cut(sizes, region, plan, regions, cores)
+
+
+def _flops(node: fx.Node, source: LayeredGraph) -> float:
+    """Of a convolution's forward pass; 0 for any other op."""
+    layer = source.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    result = node.meta.get("example_value")
+    if not isinstance(layer, _ConvNd) or not isinstance(result, torch.Tensor):
+        return 0.0
+    return 2.0 * result.numel() * layer.in_channels // layer.groups * math.prod(layer.kernel_size)
