@@ -32,6 +32,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 providers.HypothesisProvider._local_constants = providers.Constants()  # type: ignore[assignment]
 
 made_up_machine.put_in_place()
+os.environ["SHOAL_ALLOW"] = "bitwise"  # laws hold bits against plain PyTorch; who tries other means names them
 os.environ["SHOAL_CHECK_PLANS"] = "1"  # Shoal's own plans are held against the rules before they run
 
 

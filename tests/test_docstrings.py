@@ -46,6 +46,7 @@ def test_the_examples_of_a_module_print_what_they_say(
     if name.endswith("_triton_kernels"):
         pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.chdir(tmp_path)  # some write files
+    monkeypatch.delenv("SHOAL_ALLOW")  # what users get
     forget_threads()
     module = importlib.import_module(name)
     for examples in EXAMPLES[name]:

@@ -7,7 +7,7 @@ convolution and each batch norm becomes a layer, whose parameters are those inpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,11 @@ from torch.nn.modules.conv import _ConvNd
 from shoal.capture.fx_nodes import module_path
 from shoal.transforms.tracing import add_to_new_memory
 
-_CONVOLUTIONS: dict[Any, type[_ConvNd]] = {torch.conv1d: nn.Conv1d, torch.conv2d: nn.Conv2d, torch.conv3d: nn.Conv3d}
+_CONVOLUTIONS: dict[Any, Callable[..., _ConvNd]] = {
+    torch.conv1d: nn.Conv1d,
+    torch.conv2d: nn.Conv2d,
+    torch.conv3d: nn.Conv3d,
+}
 _BATCH_NORMS: dict[int, type[_BatchNorm]] = {
     2: nn.BatchNorm1d,
     3: nn.BatchNorm1d,
@@ -29,6 +33,7 @@ _BATCH_NORMS: dict[int, type[_BatchNorm]] = {
     5: nn.BatchNorm3d,
 }
 _CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_CONVOLUTION_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _BATCH_NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _VARIANT = "shoal_variant"
 
@@ -137,9 +142,7 @@ class _Reader:
         return self._batch_norm(node) if node.target is F.batch_norm else None
 
     def _convolution(self, node: fx.Node) -> tuple[str, fx.Node] | None:
-        given = _arguments(
-            node, _CONVOLUTION_ARGUMENTS, {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-        )
+        given = _arguments(node, _CONVOLUTION_ARGUMENTS, _CONVOLUTION_DEFAULTS)
         if given is None or not self._are_inputs(given, "weight", "bias"):
             return None
         settings = [given[name] for name in ("stride", "padding", "dilation", "groups")]
@@ -184,15 +187,19 @@ class _Reader:
         return self._called(node, given, names, make, (dims, training, momentum, eps))
 
     def _called(
-        self, node: fx.Node, given: Mapping[str, Any], names: Sequence[str], make: Any, settings: tuple[Any, ...]
+        self,
+        node: fx.Node,
+        given: Mapping[str, Any],
+        names: Sequence[str],
+        make: Callable[[], nn.Module],
+        settings: tuple[Any, ...],
     ) -> tuple[str, fx.Node]:
         key = (*settings, *(given[name] for name in names))
         known = self.known.get(key)
         if known is None or all(given[name] is None for name in names):
             layer = make()
-            known = self.known[key] = self._add(
-                layer, next((given[n] for n in names if given[n] is not None), None), node
-            )
+            source = next((given[name] for name in names if given[name] is not None), None)
+            known = self.known[key] = self._add(layer, source, node)
             for name in names:
                 layer._parameters.pop(name, None)
                 layer._buffers.pop(name, None)
@@ -270,7 +277,7 @@ def as_dynamo_graph(
     inputs = []
     for node in gm.graph.find_nodes(op="placeholder"):
         copy = graph.node_copy(node)
-        copy._dynamo_source = getattr(node, "_dynamo_source", None)  # type: ignore[attr-defined]
+        copy._dynamo_source = getattr(node, "_dynamo_source", None)
         inputs.append(copy)
     graph.output(graph.call_module(_VARIANT, tuple(inputs)))
     outer = fx.GraphModule({_VARIANT: _Variant(source, rewritten, tuple(first))}, graph, "Variant")

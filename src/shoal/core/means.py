@@ -20,8 +20,8 @@ LOSSY = EXACT | {"encode", "split"}
 """All that there are."""
 _SETS = {"keep": frozenset[str](), "bitwise": BITWISE, "exact": EXACT, "lossy": LOSSY}
 _DESCRIBED = (
-    f"some of {', '.join(sorted(LOSSY))}; or 'keep' for none of them, 'bitwise' for those that give PyTorch's own bits, "
-    "'exact' for those that compute the same function, 'lossy' for all"
+    f"some of {', '.join(sorted(LOSSY))}; or 'keep' for none of them, 'bitwise' for those that give PyTorch's own "
+    "bits, 'exact' for those that compute the same function, 'lossy' for all"
 )
 
 

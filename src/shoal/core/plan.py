@@ -25,7 +25,7 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph, Storage
 from shoal.core.timeline import Timeline
 from shoal.core.validate_plan import check_plan
-from shoal.core.variant import COLUMNS, Candidate, Variant
+from shoal.core.variant import COLUMNS, WHOLE, Candidate, Variant
 from shoal.errors import InputError, PlanError, brief
 
 FORMAT = "shoal-plan"
@@ -67,7 +67,7 @@ class Plan:
     errors_measured: bool = field(default=False, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
     stopped_early: tuple[str, ...] = field(default=(), compare=False)
-    variant: Variant = Variant()
+    variant: Variant = WHOLE
     candidates: tuple[Candidate, ...] = field(default=(), compare=False)
 
     @property
@@ -237,7 +237,7 @@ class Plan:
     def _describe_candidates(self) -> list[str]:
         """A table of the forms of the step, each column as wide as its widest cell."""
         if not self.candidates:
-            return [] if self.variant == Variant() else [f"computed        {self.variant}"]
+            return [] if self.variant == WHOLE else [f"computed        {self.variant}"]
         rows = [COLUMNS, *(one.cells() for one in self.candidates)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -44,6 +44,9 @@ class Variant:
         return frozenset({"exact_split" if self.exact else "split"}) if self.depth else frozenset()
 
 
+WHOLE = Variant()
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A form of a step that was considered, and what came of it.

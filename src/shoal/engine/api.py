@@ -67,8 +67,9 @@ def compile(
     It replaces `torch.compile(model)`, `torch.utils.checkpoint` by hand and guessing at batch sizes. The model is
     changed in place, as `model.compile()` does: parameters, buffers, hooks, the names in `state_dict` and the function
     that it computes stay. The first training step of each input shape is captured in the forms that are allowed, its
-    ops are profiled and the fastest plan is made; the first steps are measured, and where one is over the budget the next is planned again with what was
-    learnt. In eval mode and under `torch.no_grad()` the model runs as it would without Shoal.
+    ops are profiled and the fastest plan is made; the first steps are measured, and where one is over the budget the
+    next is planned again with what was learnt. In eval mode and under `torch.no_grad()` the model runs as it would
+    without Shoal.
 
     Args:
         model: the network. Its forward pass has to be one graph (no data-dependent control flow). In distributed

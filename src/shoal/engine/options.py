@@ -146,8 +146,9 @@ class CompileOptions:
         means = _means(allow, budget_bytes, planner, kernels, has_plan=has_plan)
         for keyword, there, needed in (("lossy", permitted, "encode"), ("split", split, "exact_split")):
             if there is not None and allow is not None and needed not in means:
-                raise InputError(f"{keyword}= needs {needed!r}, which allow={brief(allow)} leaves out; add it, or leave "
-                                 f"out {keyword}=")  # fmt: skip
+                raise InputError(
+                    f"{keyword}= needs {needed!r}, which allow={brief(allow)} leaves out; add it to allow="
+                )
             means |= {needed} if there is not None else frozenset()
         if offload.to not in (AUTO, None) and "offload" not in means and budget_bytes is not None and not has_plan:
             raise InputError(
@@ -223,8 +224,10 @@ def _means(
         return EXACT if planner == _ENCODING_PLANNER and kernels == "eager" else BITWISE
     means = means_of(allow)
     if kernels == "inductor" and (ours := means & {"fuse", "encode"}) and budget_bytes is not None:
-        raise InputError(f"allow={brief(allow)}: {', '.join(sorted(ours))} need kernels='eager', whose ops Inductor does "
-                         "not know; allow='bitwise' leaves them out")  # fmt: skip
+        raise InputError(
+            f"allow={brief(allow)}: {', '.join(sorted(ours))} need kernels='eager', whose ops Inductor does not know; "
+            "allow='bitwise' leaves them out"
+        )
     return means
 
 

@@ -16,7 +16,7 @@ from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
-from shoal.core.variant import Candidate, Variant
+from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.loop_memory import LoopMemory, best_case, step_alone
 from shoal.engine.metering import Metered, Metering, Window
 from shoal.engine.observe_loop import observe_loop
@@ -46,7 +46,7 @@ class Form:
         seconds: how long that took.
     """
 
-    variant: Variant = Variant()
+    variant: Variant = WHOLE
     candidates: tuple[Candidate, ...] = ()
     seconds: float = 0.0
 
@@ -231,9 +231,8 @@ class Session:
             PlanError: the ready plan belongs to another step.
         """
         started = time.perf_counter()
-        made, self.loop = self._ahead.pop(captured.graph.fingerprint, None) or self.try_to_plan(
-            self.planning(captured, device)
-        )
+        ahead = self._ahead.pop(captured.graph.fingerprint) if captured.graph.fingerprint in self._ahead else None
+        made, self.loop = ahead or self.try_to_plan(self.planning(captured, device))
         captured, plan = made.captured or captured, made.plan
         check_own_plan(plan.graph, plan.residences, self.status.budget_bytes or 0)
         seconds = time.perf_counter() - started + form.seconds

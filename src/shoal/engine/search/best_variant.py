@@ -21,8 +21,8 @@ from shoal.core.plan import Plan
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
-from shoal.core.variant import Candidate, Variant
-from shoal.engine.search.variants import WHOLE, Variants
+from shoal.core.variant import WHOLE, Candidate, Variant
+from shoal.engine.search.variants import Variants
 from shoal.errors import BudgetError, CaptureError
 from shoal.planners.joint import least_peak_bytes, least_seconds
 
@@ -148,10 +148,9 @@ class _Search(Generic[Made]):
                 row = replace(row, outcome=f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit")
                 self._unfit.append((variant, graph, priced))
             else:
-                row = replace(
-                    row, seconds=plan.predicted_seconds, peak_bytes=plan.predicted_peak_bytes, outcome="slower"
-                )
-                if best is None or plan.predicted_seconds < best.plan.predicted_seconds:
+                seconds, peak_bytes = plan.predicted_seconds, plan.predicted_peak_bytes
+                row = replace(row, seconds=seconds, peak_bytes=peak_bytes, outcome="slower")
+                if best is None or seconds < best.plan.predicted_seconds:
                     self._best = Best(variant, graph, made, plan)
         self._rows.append(row)
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.capture.layered import LayeredGraph, Refused, as_dynamo_graph, layered
-from shoal.core.variant import Variant
+from shoal.core.variant import WHOLE, Variant
 from shoal.errors import CaptureError, InputError
 from shoal.transforms.fuse.fuse_graph import fuse_graph, highest_level
 from shoal.transforms.fuse.fusion_size import FusionSize
@@ -23,7 +23,6 @@ from shoal.transforms.split.split_graph import split_graph
 from shoal.transforms.split.split_plan import SplitPlan, plan_split
 from shoal.transforms.split.split_region import SplitRegion, choose_region
 
-WHOLE = Variant()
 _DEPTHS = (0.5, 0.75)
 _PARTS = (2, 3, 4)  # along each dimension
 

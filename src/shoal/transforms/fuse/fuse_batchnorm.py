@@ -137,9 +137,8 @@ class FusedModule(StandIn):
             why = Left(type(model).__name__, f"torch.fx cannot trace it: {reason}")
             self._fused, self.summary = (), FusionSummary(self._wanted or "bnff", (), (why,))
             return
-        graph_module, summary = fuse_graph(
-            model, graph, self._wanted or highest_level(model, graph) or "bnff", self._size
-        )
+        level = self._wanted or highest_level(model, graph) or "bnff"
+        graph_module, summary = fuse_graph(model, graph, level, self._size)
         self._fused, self.summary = (graph_module,), summary
 
 
