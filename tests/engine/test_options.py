@@ -11,6 +11,7 @@ from torch import nn
 
 import shoal
 from shoal.core.lossy import LossyOptions
+from shoal.core.means import BITWISE
 from shoal.core.presets import get as preset
 from shoal.engine.options import CompileOptions, OffloadOptions
 from shoal.errors import InputError, ShoalError
@@ -21,7 +22,9 @@ WRITTEN: dict[str, Any] = {
     "offload_to": "host",
     "lossy": {"codec": "linear", "block": 64},
 }
-MEANT = CompileOptions(2**31, offload=OffloadOptions("host", 2**30), lossy=LossyOptions("linear", 64))
+MEANT = CompileOptions(
+    2**31, offload=OffloadOptions("host", 2**30), lossy=LossyOptions("linear", 64), means=BITWISE | {"encode"}
+)
 
 
 def test_texts_and_objects_mean_the_same() -> None:

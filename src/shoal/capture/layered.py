@@ -104,7 +104,7 @@ class _Reader:
     def read(self) -> LayeredGraph:
         layer_calls = {node: found for node in self.gm.graph.nodes if (found := self._layer(node)) is not None}
         needed = [node for node in self.inputs if self._is_read(node, layer_calls)]
-        images = next((node for node in needed if not _is_of_a_module(node)), None)
+        images = next((node for node in needed if not is_of_a_module(node)), None)
         if images is not None:
             needed.remove(images)
             needed.insert(0, images)
@@ -245,7 +245,8 @@ def _leaves(values: Sequence[Any]) -> Iterator[Any]:
             yield value
 
 
-def _is_of_a_module(node: fx.Node) -> bool:
+def is_of_a_module(node: fx.Node) -> bool:
+    """Whether an input of a graph of Dynamo's is a parameter, a buffer or a number, not a tensor that a call gets."""
     name = str(getattr(getattr(node, "_dynamo_source", None), "name", ""))
     value = node.meta.get("example_value")
     return not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or "_buffers" in name

@@ -38,6 +38,7 @@ from shoal.engine.options import CompileOptions, check_optimizer
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, CaptureError, InputError
+from shoal.memory.budget import budget_bytes
 from shoal.memory.static_memory import StaticMemory, distinct_bytes, optimizer_state_bytes
 from shoal.offload.policy import AUTO
 
@@ -75,9 +76,10 @@ def compile(
         model: the network. Its forward pass has to be one graph (no data-dependent control flow). In distributed
             data parallel, give either the model before it is wrapped or the wrapper: the budget is each rank's, and
             the buckets of gradients count in it.
-        budget: device bytes at the peak of a step, forward and backward: an int of bytes or a text such as "2GiB".
-            Parameters, gradients, optimizer state, buffers, the batch and workspaces count. None keeps everything and
-            only reports.
+        budget: device bytes at the peak of a step, forward and backward: an int of bytes or a text such as "2GiB";
+            "auto" for what the device has left, less 5 %; "80%" for that share of its memory. Parameters, gradients,
+            optimizer state, buffers, the batch and workspaces count. None: SHOAL_BUDGET of the environment; where that
+            is not set, everything is kept and the peak is only reported.
         planner: "joint" (default), "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", or a
             function (StepGraph, Hardware, budget_bytes) → Plan, whose plans are validated by
             `shoal.core.validate` before they run.
@@ -143,8 +145,9 @@ def compile(
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     _reject_compiled(network)
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
     options = CompileOptions.of(
-        budget=budget,
+        budget=budget_bytes(budget, device, of_environment=plan is None),
         planner=planner,
         kernels=kernels,
         inner=inner,
@@ -159,8 +162,7 @@ def compile(
     check_optimizer(optimizer)
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan is a {type(plan).__name__}; expected a Plan: load a file with Plan.load(path)")
-    device_type = next((p.device.type for p in network.parameters()), "cpu")
-    leaves = options.offloading(device_type)
+    leaves = options.offloading(device.type)
     status = Status(options.budget_bytes)
     status.describes(network, _under_plan, options.lossy)
     session = Session(status, options, StaticMemory(network, optimizer), name or type(network).__name__, plan, leaves)

@@ -30,6 +30,7 @@ from shoal.engine.status import Status
 from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
 from shoal.lowlevel.torch_internals import eager_kernels
+from shoal.memory.budget import budget_bytes
 from shoal.memory.limit import no_memory_limit
 from shoal.memory.static_memory import StaticMemory
 from shoal.transforms.split.split import CUTS_ARGUMENT
@@ -46,7 +47,7 @@ def backend(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="shoal", options={"budget": "2GiB"})`.
 
-    Options: `budget`, `planner`, `kernels`, `optimizer`, `offload_to`, `host_budget` and `lossy`, as of
+    Options: `budget`, `planner`, `kernels`, `optimizer`, `offload_to`, `host_budget`, `lossy` and `allow`, as of
     `shoal.compile`. Without a budget everything is kept. The model has to come as one graph. `shoal.compile` does the
     same and also reports in `model.shoal`.
     """
@@ -57,13 +58,14 @@ def backend(
 def _compile_as_asked(
     gm: fx.GraphModule, example_inputs: Sequence[Any], given: Mapping[str, Any], mode: str | None
 ) -> Callable[..., Any]:
-    options, optimizer = CompileOptions.of_backend(given, mode)
-    devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
+    devices = {value.device.type: value.device for value in example_inputs if isinstance(value, torch.Tensor)}
+    device = devices.get("cuda") or torch.device("cpu")
+    options, optimizer = CompileOptions.of_backend({**given, "budget": budget_bytes(given.get("budget"), device)}, mode)
     session = Session(
         Status(options.budget_bytes),
         options,
         StaticMemory(optimizer=optimizer),
-        offloading=options.offloading("cuda" if "cuda" in devices else "cpu"),
+        offloading=options.offloading(device.type),
     )
     return compile_step(session, options.kernels, gm, example_inputs)
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.capture.captured import Captured
-from shoal.capture.layered import Refused
+from shoal.capture.layered import Refused, is_of_a_module
 from shoal.core.plan import Plan
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.search.best_variant import Priced, best_variant
@@ -104,6 +104,6 @@ def _trains(example_inputs: Sequence[Any]) -> bool:
 
 
 def _inputs(gm: fx.GraphModule) -> str:
-    """The inputs of a step by their shapes, parameters included."""
-    values = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
-    return ", ".join(f"{v.dtype} {tuple(v.shape)}" for v in values if isinstance(v, torch.Tensor))
+    """What the model is called with, by its shapes."""
+    values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder") if not is_of_a_module(node)]
+    return ", ".join(f"{value.dtype} {tuple(value.shape)}" for value in values)

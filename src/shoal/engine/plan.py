@@ -30,6 +30,7 @@ from shoal.engine.search.choose_encoded import choose_encoded
 from shoal.engine.search.variants import Variants
 from shoal.engine.step_planning import limited_to
 from shoal.errors import InputError
+from shoal.memory.budget import budget_bytes as allowed_bytes
 from shoal.memory.static_memory import StaticMemory
 from shoal.offload.policy import AUTO
 
@@ -57,7 +58,8 @@ def plan(
     Args:
         model: the network; it is planned as if in training mode and left as it is.
         example: the forward pass's argument, or a tuple of its arguments. Only shapes and dtypes matter.
-        budget: device bytes at the peak of the step, an int or a text such as "2GiB". None keeps everything.
+        budget: device bytes at the peak of the step, an int or a text such as "2GiB"; "auto" and "80%" as for
+            `shoal.compile`, of the memory of `hardware` where that is given. None keeps everything.
         hardware: a preset's name ("p100-nvlink", see `shoal hardware`) or a `Hardware`: times come from its rates
             (roofline), and kernels that are for the CPU alone are left out. None: the ops are profiled on this machine.
         planner: as for `shoal.compile`.
@@ -92,11 +94,18 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    target = presets.get(hardware) if isinstance(hardware, str) else hardware
+    here = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    whole = here if target is None else target.device.memory_bytes
     options = CompileOptions.of(
-        budget=budget, planner=planner, offload_to=offload_to, host_budget=host_budget, lossy=lossy, allow=allow
+        budget=allowed_bytes(budget, whole, of_environment=False),
+        planner=planner,
+        offload_to=offload_to,
+        host_budget=host_budget,
+        lossy=lossy,
+        allow=allow,
     )
     check_optimizer(optimizer)
-    target = presets.get(hardware) if isinstance(hardware, str) else hardware
     budget_bytes, name = options.budget_bytes or 0, name or type(model).__name__
     planner_function = limited_to(options.means, planners.get(planner)) if budget_bytes else planners.get("keep_all")
     started = time.perf_counter()

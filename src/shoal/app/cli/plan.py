@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,18 +22,21 @@ from shoal.app.training.optimizers import optimizer_of
 from shoal.app.training.results import check_writable, save_plan
 from shoal.core import presets
 from shoal.core.hardware import Hardware
-from shoal.core.sizes import parse_bytes
 from shoal.engine.search.max_batch import largest_batches
 from shoal.engine.search.max_batch import table as max_batch_table
 from shoal.engine.search.steps_by_batch import StepsByBatch
 from shoal.errors import BudgetError, InputError
+from shoal.memory.budget import budget_bytes
 
 
 @app.command()
 def plan(
     model: Annotated[str, typer.Option(help="A network, such as resnet50.")],
     budget: Annotated[
-        str | None, typer.Option(help="Device bytes a step may use, such as 1GiB; by default all that --hardware has.")
+        str | None,
+        typer.Option(
+            help="Device bytes a step may use, such as 1GiB, 80% or auto; by default all that --hardware has."
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Images per step.")] = 32,
     image: Annotated[int, typer.Option(help="Pixels along each side.")] = 224,
@@ -44,6 +48,10 @@ def plan(
     ] = False,
     lossy: Annotated[
         str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")
+    ] = None,
+    allow: Annotated[
+        str | None,
+        typer.Option(help="Means that may be used: bitwise, exact (default), lossy, or names such as recompute,fuse."),
     ] = None,
     split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
     grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
@@ -62,7 +70,7 @@ def plan(
     """
     with errors_reported():
         target = None if hardware is None else presets.get(hardware)
-        budget_bytes = _budget_bytes(budget, target)
+        within_bytes = _budget_bytes(budget, target)
         shape = shoal.app.models.example_shape(model, batch, image)
         if out is not None:
             check_writable(out)
@@ -81,17 +89,18 @@ def plan(
         elif halo is not None or stochastic is not None:
             raise InputError("nothing is split; give --split too, such as --split 0.5")
         owner = None if optimizer == "none" else optimizer_of(optimizer, network)
-        figures: dict[str, Any] = {"model": model, "hardware": hardware, "budget_bytes": budget_bytes}
+        figures: dict[str, Any] = {"model": model, "hardware": hardware, "budget_bytes": within_bytes}
         failure: BudgetError | None = None
         try:
             made = shoal.plan(
                 network,
                 example,
-                budget=budget_bytes,
+                budget=within_bytes,
                 hardware=target,
                 planner=planner,
                 optimizer=owner,
                 lossy=lossy,
+                allow=allow,
                 name=model,
             )
         except BudgetError as error:
@@ -112,7 +121,7 @@ def plan(
 
             steps = StepsByBatch(network, shape_of, target, optimizer=owner, name=model)
             with _search_shown() as trying:
-                answers = largest_batches(steps, target, budget_bytes, first=batch, trying=trying)
+                answers = largest_batches(steps, target, within_bytes, first=batch, trying=trying)
             figures["max_batch"] = [answer.to_json() for answer in answers]
             if not json:
                 output().print(max_batch_table(answers))
@@ -123,8 +132,9 @@ def plan(
 
 
 def _budget_bytes(budget: str | None, target: Hardware | None) -> int:
-    if budget is not None:
-        return parse_bytes(budget)
+    found_bytes = budget_bytes(budget, torch.device("cpu") if target is None else target.device.memory_bytes)
+    if found_bytes is not None:
+        return found_bytes
     if target is None:
         raise InputError("no budget was given; say how many bytes a step may use, such as --budget 1GiB")
     return target.device.memory_bytes
@@ -163,4 +173,6 @@ def _figures(made: Plan) -> dict[str, Any]:
         "codec_seconds": made.codec_seconds,
         "encoding_errors": dict(made.errors),
         "stall_seconds": made.timeline.stall_seconds,
+        "variant": str(made.variant),
+        "candidates": [asdict(one) for one in made.candidates],
     }

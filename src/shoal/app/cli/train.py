@@ -16,11 +16,13 @@ from shoal.app.cli.console import OUT_OF_MEMORY, WRONG, app, errors_reported, pa
 from shoal.app.training import loop
 from shoal.app.training.display import Display, outcome_table
 from shoal.app.training.options import TrainOptions
+from shoal.app.training.prepare import device as device_called
 from shoal.app.training.ranks import Ranks, joined, rank_of_torchrun
 from shoal.app.training.results import check_writable, save_results
 from shoal.app.training.run_folder import run_folder
 from shoal.core.sizes import format_bytes, parse_bytes
 from shoal.errors import InputError, ShoalError
+from shoal.memory.budget import budget_bytes
 
 
 @app.command()
@@ -28,7 +30,9 @@ def train(
     model: Annotated[str, typer.Option(help="A network, such as resnet18.")] = "resnet18",
     data: Annotated[str | None, typer.Option(help="A data set; by default digits, for U-Nets synthetic.")] = None,
     batch: Annotated[int, typer.Option(help="Images per step, over all ranks.")] = 128,
-    budget: Annotated[str | None, typer.Option(help="Device bytes a step may use, such as 150MiB.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Device bytes a step may use, such as 150MiB, 80% or auto.")
+    ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 3,
     enforce: Annotated[bool, typer.Option("--enforce", help="Raise OutOfMemoryError above the budget.")] = False,
     planner: Annotated[
@@ -48,6 +52,10 @@ def train(
     ] = None,
     lossy: Annotated[
         str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")
+    ] = None,
+    allow: Annotated[
+        str | None,
+        typer.Option(help="Means that may be used: bitwise, exact (default), lossy, or names such as recompute,fuse."),
     ] = None,
     split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
     grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
@@ -118,7 +126,7 @@ def train(
             model=model,
             data=data,
             batch=batch,
-            budget_bytes=None if budget is None else parse_bytes(budget),
+            budget_bytes=budget_bytes(budget, device_called(device), of_environment=planner != "none"),
             planner=planner,
             epochs=epochs,
             enforce=enforce,
@@ -143,6 +151,7 @@ def train(
             host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
             rehearse=rehearse,
             lossy=lossy,
+            allow=allow,
             compress_gradients=None if compress_gradients == "none" else compress_gradients,
             weights=weights,
             precision="adaptive" if adaptive_precision else precision,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ import torch
 from shoal.app.training.ranks import Ranks
 from shoal.app.training.strategy import Strategy
 from shoal.core.files import write_atomically
+from shoal.core.records import read_record
+from shoal.core.variant import Variant
+from shoal.engine.status import Status
 from shoal.errors import InputError, ShoalError, brief
 
 _FORMAT = "shoal-checkpoint"
@@ -68,7 +71,8 @@ def save(
     """
     ranks = ranks or Ranks()
     own = {
-        "encoded": {step: list(names) for step, names in _encoded(strategy.network).items()},
+        "encoded": {step: list(names) for step, names in _status(strategy.network).encoded.items()},
+        "variants": {inputs: asdict(variant) for inputs, variant in _status(strategy.network).variants.items()},
         "generator": torch.get_rng_state(),
         "cuda_generators": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "travel": strategy.own_state(),
@@ -126,7 +130,10 @@ def load(
         strategy.load_state(state)
         strategy.load_own_state(own["travel"])
         scaler.load_state_dict(state["scaler"])
-        _encoded(strategy.network).update({step: tuple(names) for step, names in own["encoded"].items()})
+        status = _status(strategy.network)
+        status.encoded.update({step: tuple(names) for step, names in own["encoded"].items()})
+        variants = own.get("variants", {})  # of earlier versions there are none
+        status.variants.update({inputs: read_record(Variant, fields, "variant") for inputs, fields in variants.items()})
         torch.set_rng_state(own["generator"])
         if torch.cuda.is_available() and own["cuda_generators"]:
             torch.cuda.set_rng_state_all(own["cuda_generators"])
@@ -139,10 +146,9 @@ def load(
         ) from error
 
 
-def _encoded(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """What the plans of each step encode, where `shoal.compile` made them: the numbers of a run depend on it."""
-    status = getattr(model, "shoal", None)
-    return {} if status is None else status.encoded
+def _status(model: torch.nn.Module) -> Status:
+    """What `shoal.compile` chose, which the numbers of a run depend on; nothing where it planned nothing."""
+    return getattr(model, "shoal", None) or Status(None)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class TrainOptions:
             network as it is.
         batch_norm: the form of batch norms, one of `shoal.app.training.batch_norm_form.FORMS`; None: as they are.
         offload_to, host_budget_bytes, rehearse: as `offload_to`, `host_budget` and `rehearse` of `shoal.compile`.
+        allow: as of `shoal.compile`.
         lossy: the codec in which the planner "joint" may store inputs of convolutions; None for none.
         ranks: how many processes train together; None for one alone.
         compress_gradients: the codec in which gradients travel, "auto" for what measures fastest, None for float32.
@@ -93,6 +94,7 @@ class TrainOptions:
     host_budget_bytes: int | None = None
     rehearse: str | None = None
     lossy: str | None = None
+    allow: str | None = None
     ranks: int | None = None
     compress_gradients: str | None = None
     weights: str | None = None
@@ -132,6 +134,10 @@ class TrainOptions:
             raise InputError(f"batch={self.batch} over {self.ranks} ranks: give a multiple of {self.ranks}")
         if self.planner == "none":
             lossy_options(self.lossy, self.planner)  # refuses it
+            if self.allow is not None:
+                raise InputError(
+                    "--allow says what a plan may use, and planner 'none' makes none; leave out one of them"
+                )
         self._check_travel()
         if self.budget_bytes is None and (self.enforce or self.planner != "none"):
             raise InputError("no budget was given; give --budget, such as 150MiB, or --planner none for plain PyTorch")
@@ -148,6 +154,7 @@ class TrainOptions:
             "host_budget": self.host_budget_bytes,
             "rehearse": self.rehearse,
             "lossy": self.lossy,
+            "allow": self.allow,
         }
 
     def _check_travel(self) -> None:

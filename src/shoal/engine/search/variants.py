@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,7 +17,7 @@ from shoal.capture.layered import LayeredGraph, Refused, as_dynamo_graph, layere
 from shoal.core.variant import WHOLE, Variant
 from shoal.errors import CaptureError, InputError
 from shoal.transforms.fuse.fuse_graph import fuse_graph, highest_level
-from shoal.transforms.fuse.fusion_size import FusionSize
+from shoal.transforms.fuse.fusion_size import MIN_ELEMS, FusionSize
 from shoal.transforms.split.patch_sizes import Measuring, check_patches
 from shoal.transforms.split.patches import Region
 from shoal.transforms.split.split_graph import split_graph
@@ -56,8 +57,11 @@ class Variants:
         if "fuse" not in self._means or source is None or not source.layers(_BatchNorm):
             return
         level = self._level
-        if level is not None:
-            yield Variant(fuse=level)
+        if level is None:
+            return
+        yield Variant(fuse=level)
+        sizes = [node.args[0].meta["example_value"].numel() for node in _batch_norms(source)]
+        if any(elems >= MIN_ELEMS for elems in sizes) and any(elems < MIN_ELEMS for elems in sizes):
             yield Variant(fuse=level, large_only=True)
 
     @cached_property
@@ -160,6 +164,11 @@ def _cut(source: LayeredGraph, variant: Variant) -> _Cut:
     except (CaptureError, InputError) as error:
         raise Refused(str(error)) from None
     return _Cut(sizes, region, plan, regions, cores)
+
+
+def _batch_norms(source: LayeredGraph) -> list[Any]:
+    calls = source.graph.find_nodes(op="call_module")
+    return [node for node in calls if isinstance(source.root.get_submodule(str(node.target)), _BatchNorm)]
 
 
 def _flops(node: fx.Node, source: LayeredGraph) -> float:

@@ -1,0 +1,123 @@
+"""Dynamo's graph with layers computes what the model computes, and is called as Dynamo's graph is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.nn import functional as F
+
+from shoal.capture.layered import Refused, as_dynamo_graph, layered
+from shoal.transforms.live_graph import live_graph
+
+
+class Functional(nn.Module):
+    """Calls functions with parameters of its own; one convolution runs twice, one has another's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding="same")
+        self.weight = nn.Parameter(torch.randn(4, 2, 3, 3))
+        self.norm = nn.BatchNorm2d(4, affine=False)
+        self.frozen = nn.BatchNorm2d(4).eval()
+
+    def train(self, mode: bool = True) -> Functional:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        y = self.conv(self.conv(x))
+        y = F.conv2d(y, self.weight, stride=(2, 1), groups=2)
+        y = y + F.conv2d(y, self.conv.weight, padding=1)
+        y = self.frozen(self.norm(y)) * scale
+        return F.batch_norm(y, None, None, training=True, eps=0.1)
+
+
+def trained(model: nn.Module, backend: Callable[..., Any] | None, *inputs: Any) -> list[torch.Tensor]:
+    """The output, all gradients and buffers of one step."""
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    y = run(*inputs)
+    y.square().mean().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [y.detach(), *gradients, *(b.clone() for b in model.buffers())]
+
+
+def rebuilt(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend: the layers are read out, and called again."""
+    source = layered(gm)
+    again = as_dynamo_graph(gm, source, live_graph(source.root, source.graph, {}, "Again"))
+    return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward))(again, inputs)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (Functional(), (2, 4, 8, 8)),
+        (nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4, momentum=0.3), nn.ReLU(inplace=True)), (3, 2, 9)),
+        (nn.Sequential(nn.Flatten(), nn.Linear(8, 4), nn.BatchNorm1d(4)), (3, 2, 4)),
+        (nn.Sequential(nn.Conv3d(2, 4, 2, dilation=2), nn.BatchNorm3d(4, momentum=0.5)), (2, 2, 5, 5, 5)),
+        (nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), nn.MaxPool2d(2)), (2, 2, 8, 8)),
+    ],
+)
+def test_a_step_of_it_has_the_bits_of_the_model(model: nn.Module, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, plain = torch.randn(shape), copy.deepcopy(model)
+    ours, theirs = trained(copy.deepcopy(model), rebuilt, x), trained(plain, None, x)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def read(model: nn.Module, *inputs: Any) -> Any:
+    """What is read of Dynamo's graph of a model."""
+    found: list[Any] = []
+
+    def backend(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            found.append(layered(gm))
+        except Refused as reason:
+            found.append(reason)
+        return gm.forward
+
+    torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    return found[0]
+
+
+def test_layers_have_the_names_that_they_have_in_the_model() -> None:
+    inner = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4))
+    source = read(nn.Sequential(inner, nn.Conv2d(4, 4, 1)), torch.ones(2, 2, 8, 8))
+    assert [node.target for node in source.graph.find_nodes(op="call_module")] == ["0.0", "0.1", "1"]
+
+
+def test_the_images_come_first() -> None:
+    source = read(Functional(), torch.ones(2, 4, 8, 8))
+    first = next(iter(source.graph.nodes))
+    assert first.op == "placeholder" and first.meta["example_value"].shape == (2, 4, 8, 8)
+
+
+class Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu"):
+            return self.conv(x)
+
+
+class NoGrad(Autocast):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = self.conv(x)
+        return self.conv(x) + y
+
+
+@pytest.mark.parametrize("model", [Autocast(), NoGrad()])
+def test_what_changes_how_ops_run_is_left_as_it_is(model: nn.Module) -> None:
+    assert "under autocast or without gradients" in str(read(model, torch.ones(2, 2, 8, 8)))

@@ -1,0 +1,38 @@
+"""`allow=`: names of means and of sets of them, as a text or a collection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal.core.means import BITWISE, EXACT, LOSSY, means_of
+from shoal.errors import InputError
+
+
+def test_sets_lie_one_within_the_other() -> None:
+    assert means_of("keep") < means_of("bitwise") < means_of("exact") < means_of("lossy")
+    assert (means_of("bitwise"), means_of("exact"), means_of("lossy")) == (BITWISE, EXACT, LOSSY)
+
+
+@pytest.mark.parametrize(
+    "allow", ["recompute, fuse", ["recompute", "fuse"], {"fuse", "recompute"}, "fuse,recompute,keep"]
+)
+def test_names_come_as_a_text_or_a_collection(allow: Any) -> None:
+    assert means_of(allow) == {"recompute", "fuse"}
+
+
+@pytest.mark.parametrize(
+    ("allow", "said"),
+    [
+        ("fusion", "unknown name 'fusion'; expected some of encode, "),
+        ("", "unknown name ''"),
+        ((), "allow is empty"),
+        (7, "allow=7: expected"),
+        ([7], "unknown name 7"),
+        ("exact, invert", "shoal.invert_batchnorm"),
+    ],
+)
+def test_a_mistake_is_told(allow: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        means_of(allow)

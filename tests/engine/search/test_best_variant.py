@@ -1,0 +1,328 @@
+"""The fastest form of a step: chosen by its plan, the same function, and all that training does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.core.plan import Plan
+from shoal.core.variant import WHOLE, Variant
+from shoal.engine.backend import backend
+from shoal.errors import BudgetError, CaptureError, InputError, PlanError
+from shoal.transforms.split.split import split
+from tests.engine.training_laws import blocks
+
+IMAGES = (2, 3, 64, 64)
+FUSED = Variant(fuse="bnff")
+
+
+@pytest.fixture(autouse=True)
+def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.engine.search.variants._DEPTHS", (0.5,))
+    monkeypatch.setattr("shoal.engine.search.variants._PARTS", (2,))
+
+
+def wide_at_first() -> nn.Module:
+    """What fills its peak are two tensors of the first layers, which recomputation cannot make smaller."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(8),
+        *blocks(32, 8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+
+
+class Normalised(nn.Module):
+    """Residual blocks, dropout and a head: what is fused saves half of its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(*blocks(3, 16, 16)), nn.Sequential(*blocks(16, 16))
+        self.norm, self.drop, self.head = nn.BatchNorm2d(16), nn.Dropout(0.2), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.first(x)
+        x = torch.relu(self.norm(self.second(x)) + x)
+        x = self.drop(x.mean((2, 3)))
+        return self.head(x if scale is None else x * scale)
+
+
+def normalised() -> nn.Module:
+    torch.manual_seed(0)
+    return Normalised()
+
+
+def batches(n: int, *shape: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape or IMAGES, generator=generator) for _ in range(n)]
+
+
+def share_of_plain(model: nn.Module, share: float) -> int:
+    return int(share * shoal.plan(model, torch.empty(IMAGES)).plain_peak_bytes)
+
+
+def compiled(model: nn.Module, share: float = 0.9, **options: Any) -> nn.Module:
+    return shoal.compile(model, share_of_plain(model, share), allow="exact", **options)
+
+
+def step(model: nn.Module, *inputs: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)  # of dropout
+    y = model(*inputs)
+    y.square().mean().backward()
+    return y.detach()
+
+
+def assert_trains_as(ours: nn.Module, theirs: nn.Module, exact: nn.Module) -> None:
+    """Gradients are as near to those in float64 as plain PyTorch's, and buffers are the same."""
+    total = 0.01 * torch.stack([p.grad.norm() for p in exact.parameters() if p.grad is not None]).norm()
+    named = zip(ours.named_parameters(), theirs.parameters(), exact.parameters(), strict=True)
+    for (name, mine), plain, reference in named:
+        assert mine.grad is not None and plain.grad is not None and reference.grad is not None
+        scale = max(reference.grad.norm(), total)  # what a batch norm follows has a bias without a gradient
+        off, plain_off = (float((p.grad.double() - reference.grad).norm() / scale) for p in (mine, plain))  # type: ignore[union-attr]
+        assert off <= plain_off + 2e-5, name
+    for mine_b, plain_b in zip(ours.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(mine_b, plain_b, rtol=1e-5, atol=1e-6)
+
+
+def chosen(model: nn.Module) -> Variant:
+    plan: Plan = model.shoal.plan  # type: ignore[union-attr,assignment]
+    return plan.variant
+
+
+def test_where_a_fused_step_is_faster_it_is_taken_and_trains_as_the_model_does() -> None:
+    model, plain, exact = normalised(), normalised(), normalised().double()
+    for one in (model, plain, exact):
+        one.drop.p = 0.0  # type: ignore[union-attr]
+    names = list(model.state_dict())
+    model = compiled(model)
+    for x in batches(3):
+        for one in (model, plain, exact):
+            one.zero_grad()
+            step(one, x.to(next(one.parameters()).dtype))
+    assert chosen(model) == FUSED
+    assert_trains_as(model, plain, exact)
+    status: Any = model.shoal
+    assert status.measured_peak_bytes <= status.predicted_peak_bytes <= status.budget_bytes
+    assert list(model.state_dict()) == names
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval()(x), plain.eval()(x))  # in eval mode it is the model
+
+
+def test_the_table_says_what_was_considered_and_why_it_lost() -> None:
+    model = normalised()
+    plan = shoal.plan(model, torch.empty(IMAGES), share_of_plain(model, 0.9), allow="exact")
+    by_variant = {one.variant: one for one in plan.candidates}
+    fused, whole = by_variant[FUSED], by_variant[WHOLE]
+    assert plan.variant == FUSED and (fused.outcome, whole.outcome) == ("chosen", "cannot be faster")
+    assert fused.seconds == plan.predicted_seconds < whole.plain_seconds
+    assert fused.peak_bytes == plan.predicted_peak_bytes <= plan.budget_bytes
+    assert "computed        batch norm fused (bnff); considered were" in plan.explain()
+
+
+@pytest.mark.parametrize("allow", ["bitwise", "recompute"])
+def test_what_is_not_allowed_is_not_done(allow: str) -> None:
+    model, plain = normalised(), normalised()
+    model = shoal.compile(model, share_of_plain(model, 0.75), allow=allow)
+    x = batches(1)[0]
+    assert torch.equal(step(model, x), step(plain, x))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
+    assert chosen(model) == WHOLE and not model.shoal.plan.candidates  # type: ignore[union-attr]
+
+
+def test_keep_alone_keeps_everything_or_refuses() -> None:
+    model = normalised()
+    with pytest.raises(BudgetError) as refused:
+        shoal.plan(model, torch.empty(IMAGES), share_of_plain(model, 0.9), allow="keep")
+    least_bytes = refused.value.least_feasible_bytes
+    assert least_bytes is not None
+    plan = shoal.plan(model, torch.empty(IMAGES), least_bytes, allow="keep")
+    assert not plan.recomputed and not plan.offloaded and plan.predicted_peak_bytes == least_bytes
+
+
+def test_what_fits_as_it_is_and_has_nothing_to_fuse_stays_whole() -> None:
+    plan = shoal.plan(wide_at_first()[:5], torch.empty(IMAGES), 2**30, allow="exact")  # type: ignore[index]
+    assert plan.variant == WHOLE
+
+
+def least_bytes(model: nn.Module, **options: Any) -> int:
+    with pytest.raises(BudgetError) as refused:
+        shoal.plan(model, torch.empty(IMAGES), 100_000, **options)
+    assert refused.value.least_feasible_bytes is not None
+    return refused.value.least_feasible_bytes
+
+
+def test_below_what_the_whole_needs_it_runs_on_patches_without_changing_its_function() -> None:
+    model, plain, exact = wide_at_first(), wide_at_first(), wide_at_first().double()
+    budget_bytes = int(0.8 * least_bytes(model))
+    model = shoal.compile(model, budget_bytes, allow="bitwise, exact_split")
+    for x in batches(2):
+        for one in (model, plain, exact):
+            one.zero_grad()
+            step(one, x.to(next(one.parameters()).dtype))
+    assert chosen(model) == Variant(depth=0.5, grid=(2, 2))
+    assert_trains_as(model, plain, exact)
+    assert model.shoal.measured_peak_bytes <= budget_bytes  # type: ignore[union-attr,operator]
+
+
+def test_split_auto_allows_overlapping_patches() -> None:
+    model = wide_at_first()
+    model = shoal.compile(model, int(0.8 * least_bytes(model)), split="auto")
+    step(model, batches(1)[0])
+    assert chosen(model).means == {"exact_split"}
+
+
+def test_independent_patches_are_those_of_split() -> None:
+    model, by_hand = wide_at_first(), split(wide_at_first(), 0.5, (2, 2), join="auto")
+    model = shoal.compile(model, int(0.8 * least_bytes(model)), allow="bitwise, split")
+    x = batches(1)[0]
+    torch.testing.assert_close(step(model, x), step(by_hand, x))
+    assert chosen(model) == Variant(depth=0.5, grid=(2, 2), exact=False)
+    for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_where_nothing_fits_the_least_of_all_forms_is_told_and_works() -> None:
+    model = wide_at_first()
+    least = least_bytes(model, allow="bitwise, exact_split")
+    assert 200_000 < least < least_bytes(model)
+    assert shoal.plan(model, torch.empty(IMAGES), least, allow="bitwise, exact_split").predicted_peak_bytes <= least
+
+
+def doubled(module: nn.Module, given: Any, result: torch.Tensor) -> torch.Tensor:
+    return 2 * result
+
+
+def frozen(model: nn.Module) -> None:
+    model.norm.eval()  # type: ignore[union-attr,operator]
+
+
+def hooked(model: nn.Module) -> None:
+    model.first[0][0].register_forward_hook(doubled)  # type: ignore[index,union-attr]
+
+
+def replaced(model: nn.Module) -> None:
+    torch.manual_seed(3)
+    model.second[0][0] = nn.Conv2d(16, 16, 1)  # type: ignore[index,operator]
+
+
+def without_gradient(model: nn.Module) -> None:
+    model.norm.weight.requires_grad_(False)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("change", [frozen, hooked, replaced, without_gradient])
+def test_what_changes_between_steps_is_seen(change: Callable[[nn.Module], None]) -> None:
+    model, plain = normalised(), normalised()
+    model = compiled(model)
+    x, later = batches(2)
+    step(model, x), step(plain, x)
+    for one in (model, plain):
+        change(one)
+        one.zero_grad()
+    torch.testing.assert_close(step(model, later, seed=1), step(plain, later, seed=1), rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None and theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_a_last_short_batch_accumulation_and_keywords() -> None:
+    model, plain = normalised(), normalised()
+    model = compiled(model)
+    scale = torch.tensor(0.5)
+    for x in (*batches(2), *batches(1, 1, 3, 64, 64)):
+        torch.manual_seed(2)
+        model(x, scale=scale).square().mean().backward()
+        torch.manual_seed(2)
+        plain(x, scale=scale).square().mean().backward()
+    assert FUSED in {plan.variant for plan in model.shoal.plans}  # type: ignore[union-attr]
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_channels_last_and_the_backend() -> None:
+    model, plain = (normalised().to(memory_format=torch.channels_last) for _ in range(2))  # type: ignore[call-overload]
+    x = batches(1)[0].to(memory_format=torch.channels_last)
+    options = {"budget": share_of_plain(plain, 0.9), "allow": "exact"}
+    ours = step(torch.compile(model, backend=backend, options=options), x)  # type: ignore[arg-type]
+    torch.testing.assert_close(ours, step(plain, x), rtol=1e-4, atol=1e-5)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_a_model_under_autocast_in_its_own_forward_stays_whole() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = normalised(), nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.head(x).float()
+
+    model = compiled(Inside())
+    step(model, batches(1)[0])
+    assert chosen(model) == WHOLE
+
+
+def test_a_plan_that_was_saved_runs_in_its_form(tmp_path: Path) -> None:
+    model = normalised()
+    made = shoal.plan(model, torch.empty(IMAGES), share_of_plain(model, 0.9), allow="exact")
+    read = Plan.load(made.save(tmp_path / "plan.json"))
+    assert (read.variant, read.candidates) == (made.variant, made.candidates)
+    model = shoal.compile(model, plan=read)
+    step(model, batches(1)[0])
+    assert model.shoal.measured_peak_bytes <= made.predicted_peak_bytes  # type: ignore[union-attr,operator]
+    other = shoal.compile(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), plan=read)
+    with pytest.raises(PlanError, match="the plan is for a step with batch norm fused .* no batch norm can be fused"):
+        step(other, batches(1)[0])
+
+
+def test_a_resumed_run_takes_the_form_it_had() -> None:
+    model, again = compiled(normalised()), compiled(normalised())
+    step(model, batches(1)[0])
+    again.shoal.variants.update(dict.fromkeys(model.shoal.variants, WHOLE))  # type: ignore[union-attr,arg-type]
+    step(again, batches(1)[0])
+    assert (chosen(model), chosen(again)) == (FUSED, WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"budget": "1GiB", "split": "much"}, "split='much': expected 'auto' or None"),
+        ({"split": "auto"}, "chooses for a budget"),
+        ({"allow": "exact"}, "give budget="),
+        ({"budget": "1GiB", "allow": "recompute", "split": "auto"}, "split= needs 'exact_split'"),
+        ({"budget": "1GiB", "allow": "exact", "lossy": "dynamic_tree"}, "lossy= needs 'encode'"),
+        ({"budget": "1GiB", "allow": "recompute", "offload_to": "host"}, "offload_to='host' needs 'offload'"),
+        ({"budget": "1GiB", "allow": "exact", "kernels": "inductor"}, "fuse need kernels='eager'"),
+    ],
+)
+def test_a_mistake_is_told(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        shoal.compile(wide_at_first(), **arguments)
+
+
+def test_what_cannot_be_captured_says_so_as_before() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = normalised()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) if x.sum() > 0 else self.inner(-x)
+
+    with pytest.raises(CaptureError, match="cannot be captured as one graph"):
+        shoal.plan(Branches(), torch.ones(IMAGES), 2**30, allow="exact")
