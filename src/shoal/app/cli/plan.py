@@ -34,9 +34,7 @@ def plan(
     model: Annotated[str, typer.Option(help="A network, such as resnet50.")],
     budget: Annotated[
         str | None,
-        typer.Option(
-            help="Device bytes a step may use, such as 1GiB, 80% or auto; by default all that --hardware has."
-        ),
+        typer.Option(help="Device bytes a step may use, such as 1GiB or 80%; by default all that --hardware has."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Images per step.")] = 32,
     image: Annotated[int, typer.Option(help="Pixels along each side.")] = 224,

@@ -30,9 +30,7 @@ def train(
     model: Annotated[str, typer.Option(help="A network, such as resnet18.")] = "resnet18",
     data: Annotated[str | None, typer.Option(help="A data set; by default digits, for U-Nets synthetic.")] = None,
     batch: Annotated[int, typer.Option(help="Images per step, over all ranks.")] = 128,
-    budget: Annotated[
-        str | None, typer.Option(help="Device bytes a step may use, such as 150MiB, 80% or auto.")
-    ] = None,
+    budget: Annotated[str | None, typer.Option(help="Device bytes a step may use, such as 150MiB or 80%.")] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 3,
     enforce: Annotated[bool, typer.Option("--enforce", help="Raise OutOfMemoryError above the budget.")] = False,
     planner: Annotated[
