@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._prims_common import suggest_memory_format
 
 from shoal.capture.fx_nodes import is_view
 from shoal.capture.op_counts import convolution_backward_flops
@@ -40,7 +39,7 @@ from shoal.kernels.batch_norm import WORTH_PIECES_BYTES, backward_repeats_bits
 from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.convolution import input_gradient, weight_gradient, weight_gradient_pieces
 from shoal.kernels.dropout import dropout, dropout_backward
-from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
 from shoal.kernels.pooling import backward as pool_backward
 from shoal.kernels.pooling import forward as pool_forward
 from shoal.kernels.relu import backward as relu_backward
@@ -278,7 +277,7 @@ def _is_channels_last(value: torch.Tensor) -> bool:
     if any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):  # asked, they would be settled
         layout = channels_last_format(value.dim())
         return value.is_contiguous(memory_format=layout) and not value.is_contiguous()
-    return suggest_memory_format(value) is not torch.contiguous_format
+    return suggested_memory_format(value) is not torch.contiguous_format
 
 
 def _take_in_rectifier(graph: fx.Graph, unfolded: fx.Node, output: fx.Node, backward: set[fx.Node]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's default, so that the first all-reduce starts early

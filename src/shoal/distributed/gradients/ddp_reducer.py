@@ -7,8 +7,7 @@ from threading import Lock
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
-from torch.autograd import Variable
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FloatCodec
@@ -21,6 +20,7 @@ from shoal.distributed.gradients.choose_codec import Decision
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.reduction_threads import Job, ReductionThreads
 from shoal.errors import ShoalError, TransferError
+from shoal.lowlevel.torch_state import backward_pass, call_at_end_of_backward
 
 Chunks = tuple[CodedBucket, ...]
 # How gradients travel: the decision, and its codec or None for an all-reduce of the bucket as it is.
@@ -202,14 +202,13 @@ class DdpReducer:
 
     def _watch_backward(self) -> bool:
         """Whether this is within a backward pass; if so, `_end` is called after DDP's own end of it."""
-        number = torch._C._current_graph_task_id()
-        if number == -1:  # a rank that ran out of batches follows the others: DistributedDataParallel.join
+        number = backward_pass()
+        if number is None:  # a rank that ran out of batches follows the others: DistributedDataParallel.join
             return False
         if number != self._backward:
             self._backward = number
-            engine = Variable._execution_engine
             # DDP's end is called after what is put there now and before what is put there then.
-            engine.queue_callback(lambda: engine.queue_callback(self._end))
+            call_at_end_of_backward(lambda: call_at_end_of_backward(self._end))
         return True
 
     def _end(self) -> None:

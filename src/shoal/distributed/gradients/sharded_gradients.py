@@ -20,7 +20,8 @@ from shoal.distributed.gradients.decisions import decide, explained
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.measure_rates import measure_choice
 from shoal.errors import InputError
-from shoal.lowlevel.fsdp_records import parameter_groups, sharded_modules
+from shoal.lowlevel.process_groups import parameter_groups, reduce_scatter_of, sharded_modules
+from shoal.lowlevel.torch_state import call_at_end_of_backward
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -116,7 +117,7 @@ class CompressedShards:
             asked = codec if isinstance(codec, Codec) else None
             decision, taken = decide(whole, unit.dtype, exchange.ranks, asked, choosers.get(unit.ranks_group))
             self.decisions[unit.name] = decision
-            plain = unit.group._reduce_scatter_comm
+            plain = reduce_scatter_of(unit.group)
             comm = CodedReduceScatter(
                 unit.name, unit.gradients, taken, plain, exchange, self._feedback, self.traffic, self._count_step
             )
@@ -154,7 +155,7 @@ class CompressedShards:
     def close(self) -> None:
         """Put FSDP2's own reduce-scatters back and free the process groups. A collective call."""
         for unit in self._units:
-            comm = unit.group._reduce_scatter_comm
+            comm = reduce_scatter_of(unit.group)
             if isinstance(comm, CodedReduceScatter):
                 unit.module.set_custom_reduce_scatter(comm.plain)
         for exchange in self._exchanges.values():
@@ -199,4 +200,4 @@ class CompressedShards:
             self._step_under_way = False
             self.traffic.end_step()
 
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        call_at_end_of_backward(end)

@@ -29,6 +29,7 @@ from shoal.distributed.weights.parameter_transfer import ParameterTransfer, own_
 from shoal.distributed.weights.precision import AdaptivePrecision, packable
 from shoal.distributed.weights.weight_codecs import WeightCodecs, explained
 from shoal.errors import InputError
+from shoal.lowlevel.torch_state import call_at_end_of_backward
 from shoal.offload.links.host import HostSlab
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.policy import rehearsed
@@ -212,7 +213,7 @@ class HostWeights:
         codec = self._gradient_codec if transfer.packs else None
         if not self._waits_for_gradients:
             self._waits_for_gradients = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+            call_at_end_of_backward(self._after_backward)
         self.traffic.add("gradients", transfer.send_gradient(self._link, codec), transfer.raw_bytes)
 
     def _after_backward(self) -> None:

@@ -9,10 +9,11 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import InputError
+from shoal.lowlevel.torch_state import has_hooks
 from shoal.transforms.invert.inverted_graph import find
 from shoal.transforms.invert.inverted_model import InvertedModel, check_limit
 from shoal.transforms.stand_in import StandIn, check_network
-from shoal.transforms.tracing import has_hooks, traced
+from shoal.transforms.tracing import traced
 
 
 def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | None = None) -> InvertedModel:
