@@ -24,14 +24,14 @@ They run before planning, so that the planner sees the small storages.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from shoal.capture.fx_nodes import is_view
+from shoal.capture.fx_nodes import is_view, per_axis
 from shoal.capture.op_counts import convolution_backward_flops
 from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.codecs import pool_index
@@ -252,7 +252,7 @@ def _save_clipped_output(node: fx.Node) -> None:
 def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Node]) -> None:
     grad, pool_input, *window, indices = _args(node)
     pool = indices.args[0]
-    kernel, stride, padding, dilation = (_per_axis(size, dims) for size in window[:4])
+    kernel, stride, padding, dilation = (per_axis(size, dims) for size in window[:4])
     stride = stride or kernel
     value = pool_input.meta["val"]
     if not pool_index.fits(kernel) or value.dim() != dims + 2 or pool in backward or len(indices.users) > 1:
@@ -347,8 +347,3 @@ def _describe(node: fx.Node, value: Any, like: fx.Node) -> None:
 
 
 _PLACE: Collection[str] = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr")
-
-
-def _per_axis(size: Sequence[int], dims: int) -> list[int]:
-    sizes = list(size)
-    return sizes * dims if len(sizes) == 1 else sizes

@@ -70,6 +70,12 @@ def applies(
     window: Window,
 ) -> bool:
     """Whether `forward` and `backward` can do this case, here."""
+    readable = bias is None or bias.dtype == torch.float32
+    return readable and list(window.stride) == _ONES and is_same_convolution(x, weight, window)
+
+
+def is_same_convolution(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
+    """Whether it is what native kernels read: 1 x 1 or 3 x 3, "same" padding, one group, float32 in NHWC order."""
     kernel = tuple(weight.shape[2:])
     return (
         kernel in ((1, 1), (3, 3))
@@ -79,10 +85,8 @@ def applies(
         and weight.shape[1] == x.shape[1]
         and weight.shape[0] > 0
         and window.groups == 1
-        and list(window.stride) == _ONES
         and list(window.dilation) == _ONES
         and list(window.padding) == [kernel[0] // 2] * 2
-        and (bias is None or bias.dtype == torch.float32)
         and native_row_stride(x) is not None
     )
 
