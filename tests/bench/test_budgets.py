@@ -40,7 +40,7 @@ def test_quick_run_writes_every_column_and_resumes(
     assert result["conditions"]["torch"] and result["conditions"]["threads"] == 1
     assert result["plain"]["repeatable"]
     (row,) = result["rows"]
-    assert row["shoal"].keys() == SHOAL_COLUMNS
+    assert row["shoal"].keys() >= SHOAL_COLUMNS
     assert row["shoal"]["exactness"] == "equal bits"
     assert row["shoal"]["measured_peak_bytes"] <= row["budget_bytes"] == int(0.9 * result["plain"]["peak_bytes"])
     assert row["monet_percent"] is None
