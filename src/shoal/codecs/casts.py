@@ -9,7 +9,7 @@ import torch
 
 from shoal.codecs.codec import Properties
 from shoal.codecs.float_codec import FloatCodec
-from shoal.codecs.float_views import aligned
+from shoal.codecs.payload import aligned
 
 _RELATIVE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _SMALLEST_NORMAL = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-14}

@@ -17,15 +17,21 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
-from shoal.codecs.bit_packing import bytes_of, pack_bits, unpack_bits
+from shoal.codecs.blocks import PIECE_ELEMS, blocks_of, pieces
 from shoal.codecs.checks import check_flat, check_length, whole_number
 from shoal.codecs.codec import Encoded, Properties
 from shoal.codecs.float_codec import FloatCodec
-from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, read_floats, write_floats
 from shoal.codecs.launch import Bits, are_here, bits_call, block_tiles, triton_applies, triton_kernels
 from shoal.codecs.memory_order import flat, same_places
-from shoal.codecs.pieces import PIECE_ELEMS, pieces
-from shoal.codecs.table_codes import blocks_of
+from shoal.codecs.payload import (
+    FLOAT_BYTES,
+    bytes_of,
+    floats_to_write,
+    pack_bits,
+    read_floats,
+    unpack_bits,
+    write_floats,
+)
 from shoal.errors import CodecError, brief
 from shoal.lowlevel.dispatch import Implementation, Op, choose, register
 from shoal.lowlevel.native import run_native

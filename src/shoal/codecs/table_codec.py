@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from shoal.codecs.blocks import blocks_of
 from shoal.codecs.checks import real_number, whole_number
 from shoal.codecs.codec import Encoded, Properties
 from shoal.codecs.float_codec import FloatCodec
-from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, part_of, read_floats, write_floats
 from shoal.codecs.memory_order import flat
-from shoal.codecs.table_codes import NATIVE, as_float32, blocks_of, decode_blocks, encode_blocks, native_runs
+from shoal.codecs.payload import FLOAT_BYTES, floats_to_write, part_of, read_floats, write_floats
+from shoal.codecs.table_codes import NATIVE, as_float32, decode_blocks, encode_blocks, native_runs
 from shoal.codecs.tables import Table
 from shoal.errors import CodecError
 
