@@ -1,4 +1,4 @@
-"""bf16 and fp16: PyTorch's own casts, the plain rivals of every other codec."""
+"""bf16 and fp16: PyTorch's own casts, the baseline of every other codec."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Float32 and flags within a payload of bytes, in plain torch.
 
-Floats are the bytes themselves where these lie at a multiple of four, else a copy to and fro. Flags lie eight a byte,
-the first in the lowest bit.
+Floats are a view of the bytes where these are aligned, else a copy. Flags are packed eight to a byte, the first in the
+lowest bit.
 """
 
 from __future__ import annotations

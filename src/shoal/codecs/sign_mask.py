@@ -82,7 +82,7 @@ class SignMaskCodec(Codec):
 
     def check_decoded(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         if dtype != torch.bool:
-            raise CodecError(f"sign_mask: got a header of {dtype}, expected bool; write it anew")
+            raise CodecError(f"sign_mask: got a header of {dtype}, expected bool; encode it again")
 
     def payload_bytes(self, elems: int) -> int:
         return -(-elems // 8)

@@ -190,13 +190,15 @@ def read_options(codes: Table, wire_id: int, unit: float | None, options: bytes)
         CodecError: no codec has written them.
     """
     if len(options) != _OPTIONS.size:
-        raise CodecError(f"{codes.name}: got {len(options)} bytes of options, expected {_OPTIONS.size}; write it anew")
+        raise CodecError(
+            f"{codes.name}: got {len(options)} bytes of options, expected {_OPTIONS.size}; encode it again"
+        )
     block, kind, number = _OPTIONS.unpack(options)
     scale = struct.unpack("<f", number)[0] if kind == _SCALE else None
     offset = struct.unpack("<i", number)[0] if kind == _OFFSET else None
     made = TableCodec(codes, wire_id, unit, block or None, scale, offset)
     if made.wire_options() != options:
-        raise CodecError(f"{codes.name}: got options {options.hex(' ')}, which no codec has; write it anew")
+        raise CodecError(f"{codes.name}: got options {options.hex(' ')}, which no codec has; encode it again")
     return made
 
 

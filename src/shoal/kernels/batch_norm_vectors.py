@@ -1,7 +1,7 @@
-"""Batch norm's work on vectors, one op each: `shoal::batch_norm_scale` and `shoal::moved_statistics`.
+"""Batch norm's arithmetic on vectors, one op each: `shoal::batch_norm_scale` and `shoal::moved_statistics`.
 
-Plain PyTorch would do; but each batch norm would be twenty ops of a few elements in a captured step, and a planner
-looks at every one.
+In plain PyTorch ops each batch norm would be twenty ops of a few elements in a captured step, all of which a planner
+would have to consider.
 """
 
 from __future__ import annotations

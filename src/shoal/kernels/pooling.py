@@ -1,7 +1,7 @@
 """Max pooling that saves one byte per output, a few images at a time: no int64 index of the whole batch exists.
 
-Where its input comes from a ReLU, the byte also says whether the ReLU lets the gradient through: it does where the
-maximum is not zero.
+Where its input comes from a ReLU, the byte also holds the ReLU's mask: its gradient passes where the maximum is
+not zero.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images drawn from a seed, with something to learn in them: any shape, any number of classes, labels per pixel."""
+"""Images drawn from a seed, with classes that can be learnt: any shape, any number of classes, labels per pixel."""
 
 from __future__ import annotations
 

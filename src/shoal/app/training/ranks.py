@@ -151,7 +151,7 @@ def joined(device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[Ran
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError) as error:
         raise InputError(
-            f"the ranks did not meet within {timeout_seconds:g} s ({str(error).strip().splitlines()[0][:160]}); "
+            f"the ranks did not connect within {timeout_seconds:g} s ({str(error).strip().splitlines()[0][:160]}); "
             "start all of them with the same torchrun command"
         ) from error
     try:

@@ -1,6 +1,6 @@
-"""DDP's buckets: how it will cut a model's gradients into them, and the communication hook that it calls for each.
+"""DDP's buckets: how it assigns a model's gradients to them, and the communication hook that it calls for each.
 
-DDP compares the hook's annotations with the types themselves, so that this module does not postpone their evaluation.
+DDP compares the hook's annotations with the types themselves, so this module does not postpone their evaluation.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What happens to each bucket of DDP: which codec, on its way through the threads, and what becomes of an error."""
+"""The reduction of each bucket of DDP: its codec, its way through the threads, and its errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.errors import ShoalError, TransferError
 from shoal.lowlevel.torch_state import backward_pass, call_at_end_of_backward
 
 Chunks = tuple[CodedBucket, ...]
-# How gradients travel: the decision, and its codec or None for an all-reduce of the bucket as it is.
+# How gradients are sent: the decision, and its codec or None for a plain all-reduce of the bucket.
 Decide = Callable[[tuple[ParameterGrad, ...], torch.dtype], tuple[Decision, Codec | None]]
 
 
@@ -32,7 +32,7 @@ class DdpReducer:
     Args:
         group: of the model.
         names: of parameters, by `id`.
-        decide: how a bucket of so many values and this dtype travels; the same on every rank.
+        decide: how a bucket of so many values and this dtype is sent; the same on every rank.
         local_exact: whether `LocalExactMean` is taken instead of `ShardedMean`.
         feedback: residuals, or None to keep none.
         scatter, gather: used by nobody else from now on.
@@ -124,7 +124,7 @@ class DdpReducer:
             raise self._failure
 
     def close(self) -> None:
-        """From now on all-reduce every bucket as it is."""
+        """From now on all-reduce every bucket uncompressed."""
         self._closed = True
         if self._threads is not None:
             self._threads.close()

@@ -89,7 +89,7 @@ class CompressedShards:
     Attributes:
         traffic: bytes put on the wire by this rank, of kind "gradients"; each backward pass that reduces is a step.
         rank, ranks: of this process among those that hold the shards of the first sharded module, and how many.
-        decisions: how each sharded module's gradients travel, by its name.
+        decisions: how each sharded module's gradients are sent, by its name.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class CompressedShards:
                 agree(exchange, "compress_gradients of shards", measured=short_hash(str(choosers[group])))
 
     def explain(self) -> str:
-        """The bytes of the last step, and for each sharded module how its gradients travel and why, a line each."""
+        """The bytes of the last step, and for each sharded module how its gradients are sent and why, a line each."""
         lines = (f"{name}, {d.elems} values: {d.reason}" for name, d in self.decisions.items())
         return explained(self.traffic, self.ranks, lines)
 

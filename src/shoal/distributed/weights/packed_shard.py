@@ -25,7 +25,7 @@ class ShardWire:
 
     Args:
         sharded: FSDP2's own record of the parameter.
-        codec: returns the current codec, the same on all ranks; None for float32 as it is.
+        codec: returns the current codec, the same on all ranks; None for plain float32.
         traffic: where bytes are counted.
         ranks: that the parameter is sharded over.
     """

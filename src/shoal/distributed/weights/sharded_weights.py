@@ -32,14 +32,14 @@ from shoal.lowlevel.process_groups import (
 class ShardedWeights:
     """Packs the weights that FSDP2 gathers; the shards, which the optimizer works on, stay float32.
 
-    Call it on every rank after `fully_shard` and after the optimizer was made. The training loop stays as it is. Norms
+    Call it on every rank after `fully_shard` and after the optimizer was made. The training loop is unchanged. Norms
     for AWP are those of the whole weights: shards' sums are exchanged once a step, so all ranks choose one width.
 
     Args:
         model: to whose modules, and to itself, `torch.distributed.fsdp.fully_shard` was applied.
         optimizer: over its parameters.
         precision: 8, 16, 24 or 32 bits, a codec's name such as "bf16", or an `AdaptivePrecision` of this model. 32
-            trains as plain FSDP2, bit for bit. Biases and normalisations always travel raw.
+            trains as plain FSDP2, bit for bit. Biases and normalisations are always sent uncompressed.
         rounding: of 8, 16 and 24 bits: "cut" as in the paper, or "nearest".
         one_byte: the codec that stands in for 8 bits, such as "dynamic_tree", which has a scale for each 4096 weights.
         timeout_seconds: until the exchange of norms gives a silent rank up.
@@ -116,7 +116,7 @@ class ShardedWeights:
         _gather_nothing(self._model)
 
     def explain(self) -> str:
-        """In a few lines: how wide each weight travels, and the bytes of the last step."""
+        """In a few lines: the width of each weight, and the bytes of the last step."""
         weights = ((self._codecs[name](), unsharded_elems(sharded)) for name, sharded in self._sharded.items())
         return explained(weights, self.traffic, ("weights",))
 

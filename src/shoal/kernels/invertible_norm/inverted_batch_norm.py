@@ -1,14 +1,14 @@
 """Batch norm and its activation as one op that saves only its result (In-Place ABN: Rota Bulo, Porzi and Kontschieder,
 CVPR'18; the invertible block of CPU offloading, section 3).
 
-The input of a batch norm is saved for nothing but its backward pass, and its result for nothing but the activation's.
-An activation with an inverse makes both unnecessary: the result of the pair, which the next convolution saves anyway,
-gives the normalised input back. So one tensor is saved where PyTorch saves two.
+The input of a batch norm is saved only for its backward pass, and its result only for the activation's.
+An activation with an inverse makes both unnecessary: the normalised input is reconstructed from the result of the pair,
+which the next convolution saves anyway. So one tensor is saved where PyTorch saves two.
 
 `inverted_batch_norm` and `inverted_batch_norm_backward` are custom ops of torch, `shoal::...`, single nodes for
 compilers; `forward_` and `backward_` are the same over their first operand; `run` is a layer's call. The sweeps are
 Triton's kernels on CUDA, native ones for float32 on the CPU, else pointwise ops of PyTorch, see
-`inverted_batch_norm_sweeps`. Not yet good: double backward is refused.
+`inverted_batch_norm_sweeps`. Known limits: no double backward.
 """
 
 from __future__ import annotations

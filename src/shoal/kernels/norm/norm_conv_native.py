@@ -5,7 +5,7 @@ feeds register tiles from it and sums up what they write. The backward pass reco
 so no normalised tensor is ever in memory. 1 x 1 and 3 x 3, stride 1, one group, float32, channels_last.
 
 A 3 x 3 uses Winograd's F(2x2, 3x3) (Lavin and Gray, CVPR'16): 16 products where a direct convolution takes 36, and
-fewer roundings. SHOAL_KERNELS=no-winograd in the environment has a direct convolution instead.
+fewer roundings. SHOAL_KERNELS=no-winograd in the environment selects a direct convolution.
 
 Known limits: every other convolution is the library's; x may have gaps between its pixels but not between its rows.
 With Winograd's algorithm an infinity makes NaN of the results that read it.
@@ -138,7 +138,7 @@ def forward(
     """Replaces `y = conv2d(relu((x - mean) * scale + shift), weight, bias)` and `torch.var_mean(y)`.
 
     Args:
-        x: (N, C, H, W), float32, as `applies` wants it.
+        x: (N, C, H, W), float32, as `applies` requires.
         mean, scale, shift: (C,); all None: nothing is normalised.
         relu: whether a ReLU comes before the convolution.
         weight, bias: (K, C, 1, 1) or (K, C, 3, 3); (K,) or None.

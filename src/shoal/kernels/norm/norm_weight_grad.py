@@ -1,9 +1,9 @@
 """The gradient of a convolution's weight in one native pass that normalises what the convolution read.
 
-`csrc/norm_weight_grad.cpp` keeps a block of the weight's gradient in L2 while all pixels go by. For weights that do not
-fit in L2, where `norm_conv_native.backward` would load its sums from memory with every strip, and for strides, which
-that does not do. 1 x 1 and 3 x 3, one group, float32, channels_last. Each sum is one thread's:
-the result does not depend on how many there are.
+`csrc/norm_weight_grad.cpp` keeps a block of the weight's gradient in L2 while all pixels are read. For weights that do
+not fit in L2, where `norm_conv_native.backward` would load its sums from memory with every strip, and for strides,
+which that does not do. 1 x 1 and 3 x 3, one group, float32, channels_last. Each sum is one thread's: the result does
+not depend on how many there are.
 
 Known limits: the gradient of the input is not computed.
 """
@@ -65,7 +65,7 @@ def weight_grad(
 
     Args:
         grad: of y, (N, K, H', W'), whole.
-        x: (N, C, H, W), float32, as `applies` wants it.
+        x: (N, C, H, W), float32, as `applies` requires.
         mean, scale, shift: (C,); all None: nothing is normalised.
         relu: whether a ReLU comes before the convolution.
         weight: (K, C, 1, 1) or (K, C, 3, 3); only its shape is read.

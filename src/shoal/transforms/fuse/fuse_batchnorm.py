@@ -48,7 +48,7 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
         and why; print it.
 
     Raises:
-        InputError: no such `level` or `when`, or `model` is no module, or fused or split already.
+        InputError: no such `level` or `when`, or `model` is not a module, or fused or split already.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
     >>> fused = fuse_batchnorm(net)

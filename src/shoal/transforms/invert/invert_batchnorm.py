@@ -24,7 +24,7 @@ def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | No
     the result, which the next convolution saves anyway. Found by structure: a batch norm whose only reader is a ReLU,
     LeakyReLU or ELU.
 
-    It changes the model, so it is asked for by name: a ReLU becomes a LeakyReLU of `slope`, and scales stay at least
+    It changes the function of the model: a ReLU becomes a LeakyReLU of `slope`, and scales stay at least
     eps away from zero, on their side. Weights are moved towards zero by eps, so that the scales are those the network
     has; `restore` moves them back.
 
