@@ -28,7 +28,7 @@ from rich.table import Table
 from torch.nn import functional as F
 
 from bench.cpu_arena.arena import Arena
-from bench.frame import Bench, Run, WrongResult, comma_separated, option, some_of
+from bench.frame import NETWORKS, Bench, Run, WrongResult
 from bench.interleave import turns
 from bench.network import Setting
 from bench.processes import HUGE_PAGES, NEVER_UNMAPPED, Stage, Worker, malloc_environment
@@ -144,10 +144,9 @@ class Trainer:
 
 
 def _run(run: Run) -> None:
-    settings = run.pick(SETTINGS, QUICK_SETTINGS)
     results: list[dict[str, Any]] = []
-    for name in some_of("--networks", run.asked.networks or list(settings), settings):
-        results.append(measure_network(name, settings[name], rounds=run.pick(ROUNDS, 1), seed=run.asked.seed))
+    for name, setting in run.chosen(SETTINGS, QUICK_SETTINGS).items():
+        results.append(measure_network(name, setting, rounds=run.pick(ROUNDS, 1), seed=run.asked.seed))
         run.say(_table(results[-1]))
         run.save(tunables=TUNABLES, networks=results)
     run.say("Losses equal bit for bit in every round")
@@ -155,7 +154,7 @@ def _run(run: Run) -> None:
 
 main = Bench(
     _run,
-    option("--networks", type=comma_separated, help="comma-separated; by default all"),
+    NETWORKS,
     quick="tiny inputs, one round: does it run?",
     seed=True,
 )

@@ -40,7 +40,8 @@ from bench.batchnorm_tables import (
     zoo_table,
     zoo_verdict,
 )
-from bench.frame import Bench, Run, bar, describe, file_name, option, switch
+from bench.conditions import describe, file_name
+from bench.frame import Bench, Run, bar, option, switch
 from bench.processes import HUGE_PAGES, NEVER_UNMAPPED, Ended, Worker, malloc_environment
 from bench.reference import FLOAT32, FLOAT64
 from shoal.app import models

@@ -23,8 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shoal
 from bench.batchnorm_contenders import CONTENDERS, EAGER, INDUCTOR, Asked, Contender, pool_first
+from bench.conditions import conditions
 from bench.cpu_arena.arena import Arena
-from bench.frame import WrongResult, conditions
+from bench.frame import WrongResult
 from bench.interleave import in_turns, median_ratio, no_collection
 from bench.processes import Stage
 from bench.reference import FLOAT32, FLOAT64, Start, Trained, hold

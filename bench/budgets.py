@@ -15,7 +15,6 @@ again, so its added time is higher than compiled code's would be. Its peaks are 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -26,23 +25,22 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from bench.conditions import file_name
 from bench.frame import (
+    NETWORKS,
     Bench,
     Run,
     bar,
-    comma_separated,
-    file_name,
     option,
     percentages,
-    some_of,
     switch,
     use_exact_kernels,
 )
 from bench.network import SHARES, Options, Setting, measure_network
 from bench.peers import ACTIVATION_MEMORY_BUDGET, CHECKPOINT, PEERS
+from bench.plain import heading
 from bench.tables import cells, new_table
 from shoal.core.files import write_json
-from shoal.core.sizes import format_bytes
 
 # Batches such that parameters and gradients are under 15 % of plain PyTorch's peak.
 SETTINGS = {
@@ -92,15 +90,9 @@ _NOISE = 1.0  # percent of added time that two contenders may differ by and be c
 
 def network_table(result: Mapping[str, Any]) -> Table:
     """One row for each budget of one network."""
-    plain, setting = result["plain"], result["setting"]
-    title = (
-        f"{result['network']}, {setting['batch']} x {setting['image']} pixels: plain PyTorch "
-        f"{format_bytes(plain['peak_bytes'])}, {statistics.median(plain['seconds']):.2f} s a step; parameters and "
-        f"gradients {plain['parameters_and_gradients_percent']:.1f} %"
-    )
     peers = [peer for peer in PEERS if any(peer in row for row in result["rows"])]
     columns = "budget | <met | predicted | measured | off | added | bound | planned | MONeT"
-    table = new_table(escape(title), " | ".join([columns, *map(_PEER_TITLES.__getitem__, peers), "<verdict"]))
+    table = new_table(escape(heading(result)), " | ".join([columns, *map(_PEER_TITLES.__getitem__, peers), "<verdict"]))
     for row in result["rows"]:
         ours = row["shoal"]
         form = "{share:g} %, {budget_bytes:bytes} | {met} | {predicted} | {measured_peak_bytes:bytes} | "
@@ -184,8 +176,7 @@ def _peer(found: Mapping[str, Any]) -> str:
 
 def _run(run: Run) -> int:
     asked = run.asked
-    settings = run.pick(CUDA_SETTINGS if run.device.type == "cuda" else SETTINGS, QUICK_SETTINGS)
-    names = some_of("--networks", asked.networks or list(settings), settings)
+    settings = run.chosen(CUDA_SETTINGS if run.device.type == "cuda" else SETTINGS, QUICK_SETTINGS)
     options = Options(
         shares=tuple(asked.budgets or run.pick(SHARES, QUICK_SHARES)),
         values=sweep(asked.sweep or run.pick(SWEEP, QUICK_SWEEP)),
@@ -198,13 +189,13 @@ def _run(run: Run) -> int:
     )
     use_exact_kernels()
     results = []
-    with bar(len(names)) as show:
-        for name in names:
+    with bar(len(settings)) as show:
+        for name, setting in settings.items():
             path = run.out / file_name(f"budgets-{name}", run.device)
-            wanted = {"setting": asdict(settings[name]), "options": asdict(options)}
+            wanted = {"setting": asdict(setting), "options": asdict(options)}
             result = _finished(path, wanted) if asked.resume else None
             if result is None:
-                result = measure_network(name, settings[name], options, partial(show, name))
+                result = measure_network(name, setting, options, partial(show, name))
                 result["conditions"] = run.conditions
                 write_json(path, result)
             results.append(result)
@@ -220,7 +211,7 @@ def _run(run: Run) -> int:
 
 main = Bench(
     _run,
-    option("--networks", type=comma_separated, help="comma-separated; by default all"),
+    NETWORKS,
     option("--budgets", type=percentages, help="percent of plain PyTorch's peak, comma-separated"),
     switch("--resume", "skip networks whose file of today is there"),
     switch("--least", "go on to the minimum feasible peak of each contender"),

@@ -9,7 +9,6 @@ recomputes early; Shoal's measured peaks must fall with the budget, down to wher
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from torch import nn
 from bench.frame import Bench, Run, WrongResult, option, use_exact_kernels
 from bench.ours import Ours, Unsettled, least_budget, run_within
 from bench.peers import CHECKPOINT, Scouted, candidates, scout
-from bench.reference import take_reference
+from bench.plain import PLAIN, Plain
 from bench.tables import new_table
 from bench.workload import Forward, Workload
 from shoal.core.sizes import format_bytes
@@ -71,40 +70,32 @@ def measure_chain(
     images = torch.randn(batch, 3, image, image).to(device)
     target = torch.randint(10, (batch,)).to(device)
     workload = Workload(f"chain of {BLOCKS}", model, images, target, seed)
-    plain = workload.shared_copy()
-    reference = take_reference(workload, plain)
-    plain_peak_bytes = workload.peak_bytes(plain)
+    plain = Plain(workload)
 
     ladder: list[tuple[int, Ours]] = []
     infeasible: BudgetError | None = None
     for share in LADDER:
-        budget_bytes = plain_peak_bytes * share // 100
+        budget_bytes = plain.budget_bytes(share)
         try:
-            ladder.append((budget_bytes, run_within(workload, reference, budget_bytes, planner)))
+            ladder.append((budget_bytes, run_within(plain, budget_bytes, planner=planner)))
         except BudgetError as error:
             infeasible = error
             break
         except Unsettled as error:
             raise WrongResult(f"at {share} %: {error}") from error
-    least_bytes = least_budget(workload, planner, min([plain_peak_bytes, *(b for b, _ in ladder)]))
+    least_bytes = least_budget(workload, planner, min([plain.peak_bytes, *(b for b, _ in ladder)]))
     if all(least_bytes < budget_bytes for budget_bytes, _ in ladder):
-        ladder.append((least_bytes, run_within(workload, reference, least_bytes, planner)))
+        ladder.append((least_bytes, run_within(plain, least_bytes, planner=planner)))
     check_falling([(budget_bytes, run.measured_peak_bytes) for budget_bytes, run in ladder])
 
     scouted, failed = scout(candidates(workload, VALUES), workload, advance=lambda what: None)
-    forwards: dict[Any, Forward] = {"plain": plain}
-    forwards |= {budget_bytes: run.forward for budget_bytes, run in ladder}
+    forwards: dict[Any, Forward] = {budget_bytes: run.forward for budget_bytes, run in ladder}
     forwards |= {one.candidate: one.candidate.forward for one in scouted}
-    seconds = workload.in_turns(forwards, repeats, warm_ups=1)
+    times = plain.in_turns(forwards, repeats)
 
     def figures(key: Any, peak_bytes: float) -> dict[str, Any]:
-        added = statistics.median(seconds[key]) / statistics.median(seconds["plain"]) - 1
-        return {
-            "measured_peak_bytes": peak_bytes,
-            "share_percent": 100 * peak_bytes / plain_peak_bytes,
-            "added_percent": 100 * added,
-            "seconds": seconds[key],
-        }
+        share_percent = plain.share_percent(peak_bytes)
+        return {"measured_peak_bytes": peak_bytes, "share_percent": share_percent, **times.columns(key)}
 
     def peer(one: Scouted) -> dict[str, Any]:
         candidate = one.candidate
@@ -112,11 +103,11 @@ def measure_chain(
 
     return {
         "setting": {"blocks": BLOCKS, "channels": CHANNELS, "batch": batch, "image": image},
-        "plain": figures("plain", plain_peak_bytes),
+        "plain": figures(PLAIN, plain.peak_bytes),
         "ladder": [
             {
                 "budget_bytes": budget_bytes,
-                "budget_percent": 100 * budget_bytes / plain_peak_bytes,
+                "budget_percent": plain.share_percent(budget_bytes),
                 "predicted_peak_bytes": run.predicted_peak_bytes,
                 "exactness": run.exactness,
                 **figures(budget_bytes, run.measured_peak_bytes),

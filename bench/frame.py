@@ -6,11 +6,7 @@ A benchmark is a function of a `Run`, made a command by `main = Bench(run, ...)`
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,15 +19,12 @@ import torch
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.conditions import conditions, describe, file_name
 from shoal.core.files import write_json
 from shoal.cost import measurement_cache
 from shoal.errors import CodecError, InputError
 
 T = TypeVar("T")
-_MALLOC = ("LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-_CUDA = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
-_OPENMP = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class WrongResult(Exception):
@@ -116,6 +109,15 @@ class Run:
     def clock(self) -> Callable[[], float]:
         """This thread's CPU time with `--cpu-time`, else the wall clock."""
         return time.thread_time if self.asked.cpu_time else time.perf_counter
+
+    def chosen(self, usual: Mapping[str, T], quick: Mapping[str, T]) -> dict[str, T]:
+        """The settings of the networks that `--networks` names; of all without it.
+
+        Raises:
+            InputError: one has none.
+        """
+        settings = self.pick(usual, quick)
+        return {name: settings[name] for name in some_of("--networks", self.asked.networks or list(settings), settings)}
 
     def say(self, *what: RenderableType) -> None:
         """Print lines as they are, and tables."""
@@ -240,9 +242,6 @@ class Bench:
         return run
 
 
-CPU_TIME = switch("--cpu-time", "CPU time of the one thread: for a machine that others use too")
-
-
 def comma_separated(text: str) -> list[str]:
     """The names in `text`.
 
@@ -250,6 +249,10 @@ def comma_separated(text: str) -> list[str]:
     ['unet', 'unet3d']
     """
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+NETWORKS = option("--networks", type=comma_separated, help="comma-separated; by default all")
+CPU_TIME = switch("--cpu-time", "CPU time of the one thread: for a machine that others use too")
 
 
 def integers(text: str) -> list[int]:
@@ -304,56 +307,6 @@ def make_console() -> Console:
     """To stdout: as wide as it is on a terminal; plain text, wide enough for every column, where it is piped."""
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=200, no_color=True)
-
-
-def conditions(device: torch.device, seed: int) -> dict[str, Any]:
-    """Everything about this machine and process that a reader needs to repeat a measurement."""
-
-    def environment(names: Sequence[str]) -> Any:
-        return {name: os.environ[name] for name in names if name in os.environ} or "default"
-
-    found: dict[str, Any] = {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": measurement_cache.device_name(device),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "openmp": environment(_OPENMP),
-        "seed": seed,
-        "malloc": environment(_MALLOC),
-        "huge_pages": _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else "unknown",
-        "load_average": os.getloadavg()[0],
-    }
-    if device.type == "cuda":
-        found["cuda"] = torch.version.cuda
-        found["cudnn"] = torch.backends.cudnn.version()
-        found["tf32"] = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
-        found["cudnn_deterministic"] = torch.backends.cudnn.deterministic
-        found["cuda_malloc"] = environment(_CUDA)
-    return found
-
-
-def describe(found: Mapping[str, Any]) -> str:
-    """The conditions in a line or two."""
-    parts = [
-        f"torch {found['torch']}, {found['device']}, {found['cores']} cores, {found['threads']} threads",
-        f"OpenMP {found['openmp']}, seed {found['seed']}, malloc {found['malloc']}, huge pages {found['huge_pages']}",
-        f"load {found['load_average']:.1f} at the start, {found['date']}",
-    ]
-    if "cuda" in found:
-        parts.append(f"CUDA {found['cuda']}, cuDNN {found['cudnn']}, TF32 {'on' if found['tf32'] else 'off'}")
-    return "; ".join(parts)
-
-
-def file_name(theme: str, device: torch.device) -> str:
-    """`theme_hardware_date.json`.
-
-    >>> file_name("chain", torch.device("cpu")).startswith("chain_")
-    True
-    """
-    hardware = re.sub(r"[^a-z0-9]+", "-", measurement_cache.device_name(device).lower()).strip("-")
-    return f"{theme}_{hardware}_{datetime.date.today().isoformat()}.json"
 
 
 def use_exact_kernels() -> None:

@@ -36,6 +36,7 @@ from bench.frame import CPU_TIME, Bench, Run, WrongResult, option
 from bench.inverted_steps import SLOPE
 from bench.split_accuracy import (
     NARROW,
+    PACE_OPTIONS,
     QUICK,
     SHORT,
     Pace,
@@ -258,9 +259,7 @@ main = Bench(
     option("--turns", type=int, help="timed steps of each contender; default 7"),
     CPU_TIME,
     option("--networks", known=NARROW, default=["resnet"], help="of vgg, resnet, to train"),
-    option("--seeds", type=int, default=3, help="of training"),
-    option("--images", type=int, help="to train on; by default as fits the pace"),
-    option("--epochs", type=int),
+    *PACE_OPTIONS,
     quick="small networks, few images: does it run?",
 )
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 import shoal
 from bench.budgets import QUICK_SETTINGS, SETTINGS
-from bench.frame import Bench, Run, comma_separated, option, some_of
+from bench.frame import NETWORKS, Bench, Run
 from bench.layout_step_blocks import step_blocks
 from bench.network import Setting
 from bench.tables import new_table
@@ -42,11 +42,11 @@ STEP_SECONDS = 20.0
 QUICK_SECONDS = 5.0
 
 
-def _steps(names: Sequence[str], settings: Mapping[str, Setting]) -> Iterator[tuple[str, Problem]]:
-    for name in names:
+def _steps(settings: Mapping[str, Setting]) -> Iterator[tuple[str, Problem]]:
+    for name, setting in settings.items():
         with torch.device("meta"):
             model = models.build(name)
-            images = torch.empty(models.example_shape(name, settings[name].batch, settings[name].image))
+            images = torch.empty(models.example_shape(name, setting.batch, setting.image))
         plain = shoal.plan(model, images, hardware=HARDWARE, name=name)
         yield f"{name}, all kept", step_blocks(plain.graph, plain.residences)
         try:
@@ -105,9 +105,8 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 def _run(run: Run) -> None:
     run.say("native search" if native.library() else "search in Python: the native library is not built")
     seconds = run.pick(STEP_SECONDS, QUICK_SECONDS)
-    settings = run.pick(SETTINGS, QUICK_SETTINGS)
-    names = some_of("--networks", run.asked.networks or list(settings), settings)
-    rows = [_step_row(name, problem, seconds) for name, problem in _steps(names, settings)]
+    steps = _steps(run.chosen(SETTINGS, QUICK_SETTINGS))
+    rows = [_step_row(name, problem, seconds) for name, problem in steps]
     run.say(_table("Training steps", rows))
     seconds = run.pick(MINIMALLOC_SECONDS, QUICK_SECONDS)
     given = sorted((data_dir() / "minimalloc").glob(f"*.{MINIMALLOC_BYTES}.csv"))
@@ -125,11 +124,7 @@ def _run(run: Run) -> None:
     )
 
 
-main = Bench(
-    _run,
-    option("--networks", type=comma_separated, help="comma-separated; by default all"),
-    quick="small inputs and short searches: does it run?",
-)
+main = Bench(_run, NETWORKS, quick="small inputs and short searches: does it run?")
 
 if __name__ == "__main__":
     sys.exit(main())

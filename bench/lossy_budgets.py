@@ -15,10 +15,10 @@ Where parameters and gradients alone pass a budget no plan can fit; the title sa
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,31 +27,28 @@ from rich.table import Table
 from torch import nn
 
 from bench.frame import (
+    NETWORKS,
     Bench,
     Run,
     WrongResult,
-    comma_separated,
     option,
     percentages,
-    some_of,
     switch,
     use_exact_kernels,
 )
-from bench.interleave import median_ratio
-from bench.reference import Reference, take_reference
+from bench.ours import Ours, run_within
+from bench.plain import Plain, heading, plan_columns
 from bench.tables import cells, new_table
-from bench.workload import Forward, Workload, make_workload
+from bench.workload import Forward, make_workload
 from shoal.app.models.vgg import CONVOLUTIONS, WIDTHS
 from shoal.core import presets
 from shoal.core.hardware import Hardware
-from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
-from shoal.engine.api import compile as compile_model
 from shoal.errors import BudgetError
 
 SHARES = (50.0, 33.0, 25.0, 20.0, 15.0)
+QUICK_SHARES = (90.0, 78.0)  # parameters are a large part of so small a step
 CONTENDERS = ("exact", "lossy")
-_WARM_UPS = 3  # two metered steps and the one that measures what was lost
 
 
 def narrow_vgg(part: int) -> nn.Module:
@@ -83,50 +80,20 @@ SETTINGS = {"resnet18": Setting(32, 224), "vgg16 of half the width": Setting(32,
 QUICK_SETTINGS = {"vgg16 of an eighth of the width": Setting(8, 64, lambda: narrow_vgg(8))}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A contender inside one budget.
-
-    Attributes:
-        forward: the model to call.
-        plan: what it runs.
-        peak_bytes: measured.
-        gradient_errors: ||gradient - plain's|| / ||plain's|| by parameter, where they differ.
-    """
-
-    forward: Forward
-    plan: Plan
-    peak_bytes: int
-    gradient_errors: dict[str, float]
-
-
-def run_within(
-    workload: Workload, reference: Reference, budget_bytes: int, lossy: Any, link: Hardware | None
-) -> Measured:
-    """One contender, checked and metered.
+def check_forward(plain: Plain, forward: Forward, who: str) -> str:
+    """Take two steps, one of which may measure what is lost, and hold all but the gradients against plain PyTorch's.
 
     Raises:
-        BudgetError: no plan fits.
-        WrongResult: its outputs differ from plain PyTorch's, or, of an exact plan, anything.
+        WrongResult: the loss, a buffer or the random numbers differ.
     """
-    model = compile_model(workload.shared_copy(), budget_bytes, lossy=lossy, rehearse=link, name=workload.name)
-    for _ in range(_WARM_UPS):
-        reference.start()
-        workload.reset()
-        wrong = reference.differences(workload.step(model))
-    differing = {name.removeprefix("gradient of ") for name in wrong if name.startswith("gradient of ")}
-    forward_wrong = [name for name in wrong if not name.startswith("gradient of ")]
-    if forward_wrong or (differing and lossy is None and reference.repeatable):
-        raise WrongResult(f"{workload.name}, lossy={lossy}: differs from plain PyTorch in {', '.join(wrong[:6])}")
-    errors = {}
-    for name, parameter in workload.model.named_parameters():
-        if name in differing and parameter.grad is not None:
-            exact = reference.gradients[name].double()
-            errors[name] = float((parameter.grad.double().cpu() - exact).norm() / exact.norm())
-    reference.start()
-    peak_bytes = workload.peak_bytes(model)
-    plan = model.shoal.plan  # type: ignore[union-attr]
-    return Measured(model, plan, peak_bytes, errors)
+    for _ in range(2):
+        plain.reference.start()
+        plain.workload.reset()
+        wrong = plain.reference.differences(plain.workload.step(forward))
+    wrong = [name for name in wrong if not name.startswith("gradient of ")]
+    if wrong:
+        raise WrongResult(f"{plain.workload.name}, {who}: differs from plain PyTorch in {', '.join(wrong[:6])}")
+    return "all but gradients"
 
 
 def measure_network(
@@ -139,20 +106,20 @@ def measure_network(
         made = setting.make().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     known = "vgg19_cifar" if made is not None else name  # for the shape of its input
     workload = make_workload(known, setting.batch, setting.image, seed=seed, model=made)
-    plain = workload.shared_copy()
-    reference = take_reference(workload, plain)
-    plain_bytes = workload.peak_bytes(plain)
-    runs: dict[tuple[float, str], Measured] = {}
+    plain = Plain(workload)
+    runs: dict[tuple[float, str], Ours] = {}
+    gradient_errors: dict[tuple[float, str], dict[str, float]] = {}
     refused: dict[tuple[float, str], BudgetError] = {}
     for share in shares:
         for contender, permitted in zip(CONTENDERS, (None, lossy), strict=True):
             try:
-                budget_bytes = int(plain_bytes * share / 100)
-                runs[share, contender] = run_within(workload, reference, budget_bytes, permitted, link)
+                check = None if permitted is None else partial(check_forward, plain)
+                budget_bytes = plain.budget_bytes(share)
+                runs[share, contender] = run_within(plain, budget_bytes, check=check, lossy=permitted, rehearse=link)
+                gradient_errors[share, contender] = plain.reference.gradient_errors()
             except BudgetError as error:
                 refused[share, contender] = error
-    forwards: dict[Any, Forward] = {"plain": plain, **{key: run.forward for key, run in runs.items()}}
-    taken = workload.in_turns(forwards, repeats, warm_ups=1)
+    times = plain.in_turns({key: run.forward for key, run in runs.items()}, repeats)
 
     def columns(share: float, contender: str) -> dict[str, Any]:
         key = (share, contender)
@@ -160,23 +127,13 @@ def measure_network(
             error = refused[key]
             return {"feasible": False, "least_feasible_bytes": error.least_feasible_bytes}
         run = runs[key]
-        plan = run.plan
         return {
             "feasible": True,
-            "seconds": taken[key],
-            "added_percent": 100 * (median_ratio(taken[key], taken["plain"]) - 1),
-            "predicted_added_percent": 100 * plan.added_seconds / plan.plain_seconds,
-            "predicted_peak_bytes": plan.predicted_peak_bytes,
-            "measured_peak_bytes": run.peak_bytes,
-            "planning_seconds": plan.planning_seconds,
-            "encoded_storages": len(plan.encoded),
-            "encoded_bytes": sum(storage.nbytes for storage in plan.encoded),
-            "payload_bytes": plan.payload_bytes,
-            "codec_percent": 100 * plan.codec_seconds / plan.plain_seconds,
-            "recomputed_storages": len(plan.recomputed),
-            "host_bytes": plan.host_bytes,
-            "activation_errors": dict(plan.errors),
-            "gradient_errors": run.gradient_errors,
+            **times.columns(key),
+            **plan_columns(run.plan),
+            "measured_peak_bytes": run.measured_peak_bytes,
+            "activation_errors": dict(run.plan.errors),
+            "gradient_errors": gradient_errors[key],
         }
 
     return {
@@ -184,13 +141,9 @@ def measure_network(
         "setting": {"batch": setting.batch, "image": setting.image},
         "lossy": lossy,
         "link": link.link.name if link is not None else None,
-        "plain": {
-            "peak_bytes": plain_bytes,
-            "seconds": taken["plain"],
-            "parameters_and_gradients_percent": 200 * workload.parameter_bytes / plain_bytes,
-        },
+        "plain": plain.columns(times),
         "rows": [
-            {"share": share, "budget_bytes": int(plain_bytes * share / 100)}
+            {"share": share, "budget_bytes": plain.budget_bytes(share)}
             | {contender: columns(share, contender) for contender in CONTENDERS}
             for share in shares
         ],
@@ -199,14 +152,8 @@ def measure_network(
 
 def network_table(result: dict[str, Any]) -> Table:
     """One row a budget."""
-    plain, setting = result["plain"], result["setting"]
-    title = (
-        f"{result['network']}, {setting['batch']} x {setting['image']} pixels: plain PyTorch "
-        f"{format_bytes(plain['peak_bytes'])}, {statistics.median(plain['seconds']):.2f} s a step, parameters and "
-        f"gradients {plain['parameters_and_gradients_percent']:.1f} %; lossy: {result['lossy']}"
-    )
     table = new_table(
-        escape(title),
+        escape(f"{heading(result)}; lossy: {result['lossy']}"),
         "budget | exact adds | predicted | lossy adds | predicted | encoded | in | codecs | peak | off | worst "
         "gradient | planned",
     )
@@ -256,16 +203,15 @@ def verdict(row: dict[str, Any]) -> str:
 
 
 def _run(run: Run) -> int:
-    asked, settings = run.asked, run.pick(SETTINGS, QUICK_SETTINGS)
-    names = some_of("--networks", asked.networks or list(settings), settings)
-    shares = asked.budgets or run.pick(SHARES, SHARES[:2])
+    asked, settings = run.asked, run.chosen(SETTINGS, QUICK_SETTINGS)
+    shares = asked.budgets or run.pick(SHARES, QUICK_SHARES)
     exempt = ("first_layer",) if asked.encode_batch_norms else ("batch_norm", "first_layer")
     lossy = {"codec": asked.codec, "block": asked.block or None, "exempt": exempt}
     link = presets.get(asked.rehearse) if asked.rehearse else None
     use_exact_kernels()
     results: list[dict[str, Any]] = []
-    for name in names:
-        results.append(measure_network(name, settings[name], shares, lossy, link, asked.repeats, asked.seed))
+    for name, setting in settings.items():
+        results.append(measure_network(name, setting, shares, lossy, link, asked.repeats, asked.seed))
         run.say(network_table(results[-1]))
         run.save(results=results)
     run.say(f"{summary_line(results)}")
@@ -281,7 +227,7 @@ def _run(run: Run) -> int:
 
 main = Bench(
     _run,
-    option("--networks", type=comma_separated, help="of " + ", ".join(SETTINGS)),
+    NETWORKS,
     option("--budgets", type=percentages, help="percent of plain PyTorch's peak, comma-separated"),
     option("--codec", default="dynamic_tree", help="what to encode in"),
     option("--block", type=int, default=4096, minimum=0, help="values that share a scale; 0: all of a tensor"),

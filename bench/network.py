@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ import torch
 
 from bench.ours import Ours, Unsettled, least_budget, run_within
 from bench.peers import PEERS, Confirmed, Scouted, candidates, fastest_within, least, scout
-from bench.reference import Reference, take_reference
+from bench.plain import Plain, plan_columns
 from bench.workload import Forward, Workload, make_workload
 from shoal.core.sizes import format_bytes
 from shoal.errors import BudgetError
@@ -102,14 +101,12 @@ class _Network:
 
     def run(self) -> dict[str, Any]:
         workload, options = self.workload, self.options
-        plain = workload.shared_copy()
         self.advance("plain PyTorch")
-        reference = take_reference(workload, plain)
-        peak_bytes = workload.peak_bytes(plain)
-        rough_seconds = workload.seconds(plain)
+        plain = self.plain = Plain(workload)
+        rough_seconds = workload.seconds(plain.forward)
         self.slow = rough_seconds > _SLOW_SECONDS and options.device == "cpu"
-        budgets = {share: int(peak_bytes * share / 100) for share in options.shares}
-        ours = {share: self._ours(reference, share, budgets[share]) for share in options.shares}
+        budgets = {share: plain.budget_bytes(share) for share in options.shares}
+        ours = {share: self._ours(share, budgets[share]) for share in options.shares}
         scouted, failed = self._scout(max(budgets.values())) if options.peers else ([], {})
         confirmed = Confirmed(workload, self.advance)
         chosen = {
@@ -117,23 +114,17 @@ class _Network:
             for peer in PEERS
             for share in options.shares
         }
-        forwards: dict[Any, Forward] = {"plain": plain}
-        forwards |= {share: run.forward for share, run in ours.items() if isinstance(run, Ours)}
+        forwards: dict[Any, Forward] = {share: run.forward for share, run in ours.items() if isinstance(run, Ours)}
         forwards |= {one.candidate: one.candidate.forward for one in chosen.values() if one is not None}
-        self.advance(f"timing {len(forwards)} contenders in turns")
+        self.advance(f"timing {1 + len(forwards)} contenders in turns")
         repeats = options.repeats or (2 if self.slow else 5 if rough_seconds < _QUICK_SECONDS else 3)
-        seconds = workload.in_turns(forwards, repeats, warm_ups=0 if self.slow else 1)
-        plain_seconds = statistics.median(seconds["plain"])
-
-        def added_percent(key: Any) -> float:
-            return 100 * (statistics.median(seconds[key]) / plain_seconds - 1)
-
+        times = plain.in_turns(forwards, repeats, warm_ups=0 if self.slow else 1)
         rows = []
         for share in options.shares:
             row: dict[str, Any] = {"share": share, "budget_bytes": budgets[share]}
             run = ours[share]
             if isinstance(run, Ours):
-                row["shoal"] = shoal_columns(run, budgets[share], added_percent(share), seconds[share])
+                row["shoal"] = shoal_columns(run, budgets[share]) | times.columns(share)
             else:
                 row["shoal"] = refusal_columns(run)
             row["monet_percent"] = monet_overhead_percent(workload.name, share)
@@ -145,21 +136,14 @@ class _Network:
                         "met": True,
                         "setting": one.candidate.setting,
                         "measured_peak_bytes": confirmed.peak_bytes(one),
-                        "added_percent": added_percent(one.candidate),
-                        "seconds": seconds[one.candidate],
+                        **times.columns(one.candidate),
                     }
             rows.append(row)
         result = {
             "network": workload.name,
             "setting": asdict(self.setting),
             "options": asdict(options),
-            "plain": {
-                "peak_bytes": peak_bytes,
-                "seconds": seconds["plain"],
-                "parameter_bytes": workload.parameter_bytes,
-                "parameters_and_gradients_percent": 200 * workload.parameter_bytes / peak_bytes,
-                "repeatable": reference.repeatable,
-            },
+            "plain": plain.columns(times),
             "rows": rows,
             "peers": [
                 {
@@ -175,14 +159,13 @@ class _Network:
         }
         if options.least:
             fit = [run.predicted_peak_bytes for run in ours.values() if isinstance(run, Ours)]
-            known_bytes = min([peak_bytes, *fit])
-            result["least"] = self._least(reference, peak_bytes, plain, known_bytes, scouted, confirmed)
+            result["least"] = self._least(min([plain.peak_bytes, *fit]), scouted, confirmed)
         return result
 
-    def _ours(self, reference: Reference, share: float, budget_bytes: int) -> Ours | BudgetError | Unsettled:
+    def _ours(self, share: float, budget_bytes: int) -> Ours | BudgetError | Unsettled:
         self.advance(f"Shoal inside {share:g} % ({format_bytes(budget_bytes)})")
         try:
-            return run_within(self.workload, reference, budget_bytes, self.options.planner, brief=self.slow)
+            return run_within(self.plain, budget_bytes, planner=self.options.planner, brief=self.slow)
         except (BudgetError, Unsettled) as error:
             return error
 
@@ -201,37 +184,25 @@ class _Network:
         ]
         return scout(candidates(workload, self.options.values), workload, smaller, most_bytes, self.advance)
 
-    def _least(
-        self,
-        reference: Reference,
-        plain_peak_bytes: int,
-        plain: Forward,
-        known_bytes: int,
-        scouted: Sequence[Scouted],
-        confirmed: Confirmed,
-    ) -> dict[str, Any]:
+    def _least(self, known_bytes: int, scouted: Sequence[Scouted], confirmed: Confirmed) -> dict[str, Any]:
         """The least feasible peak of each contender, really run."""
-        workload = self.workload
+        plain = self.plain
         self.advance("the least feasible budget of Shoal")
 
         def figures(peak_bytes: int, forward: Forward) -> dict[str, Any]:
-            forwards = {"plain": plain, "least": forward}
-            seconds = workload.in_turns(forwards, self.options.repeats or 2, warm_ups=0)
-            return {
-                "measured_peak_bytes": peak_bytes,
-                "share_percent": 100 * peak_bytes / plain_peak_bytes,
-                "added_percent": 100 * (statistics.median(seconds["least"]) / statistics.median(seconds["plain"]) - 1),
-            }
+            times = plain.in_turns({"least": forward}, self.options.repeats or 2, warm_ups=0)
+            share_percent = plain.share_percent(peak_bytes)
+            return {"measured_peak_bytes": peak_bytes, "share_percent": share_percent, **times.columns("least")}
 
-        budget_bytes = least_budget(workload, self.options.planner, known_bytes)
+        budget_bytes = least_budget(self.workload, self.options.planner, known_bytes)
         run: Ours | BudgetError | Unsettled
         try:
-            run = run_within(workload, reference, budget_bytes, self.options.planner, brief=self.slow)
+            run = run_within(self.plain, budget_bytes, planner=self.options.planner, brief=self.slow)
         except Unsettled as error:
             run = error
         except BudgetError as error:  # the measured peak was over it, and with that set aside nothing fits
             budget_bytes = error.least_feasible_bytes
-            run = self._ours(reference, 100 * budget_bytes / plain_peak_bytes, budget_bytes)
+            run = self._ours(plain.share_percent(budget_bytes), budget_bytes)
         found: dict[str, Any] = {}
         if isinstance(run, Ours):
             found["shoal"] = {"budget_bytes": budget_bytes, **figures(run.measured_peak_bytes, run.forward)}
@@ -245,26 +216,21 @@ class _Network:
         return found
 
 
-def shoal_columns(run: Ours, budget_bytes: int, added_percent: float, seconds: Sequence[float]) -> dict[str, Any]:
-    """Shoal's columns of one row.
+def shoal_columns(run: Ours, budget_bytes: int) -> dict[str, Any]:
+    """Shoal's columns of one row, but for its times.
 
     `met`: the measured peak is inside the budget. `exceeded`: it is over it, which would break the contract; a budget
     that no plan fits is neither.
     """
-    plan = run.plan
     return {
+        **plan_columns(run.plan),
         "met": run.measured_peak_bytes <= budget_bytes,
         "exceeded": run.measured_peak_bytes > budget_bytes,
-        "predicted_peak_bytes": run.predicted_peak_bytes,
         "measured_peak_bytes": run.measured_peak_bytes,
         "difference_percent": 100 * (run.measured_peak_bytes / run.predicted_peak_bytes - 1),
-        "added_percent": added_percent,
-        "predicted_added_percent": 100 * plan.added_seconds / plan.plain_seconds if plan.plain_seconds else 0.0,
-        "lower_bound_percent": 100 * plan.lower_bound_seconds / plan.plain_seconds if plan.plain_seconds else 0.0,
         "planning_seconds": run.planning_seconds,
         "repairs": run.repairs,
         "exactness": run.exactness,
-        "seconds": list(seconds),
     }
 
 

@@ -18,7 +18,6 @@ The threads that copy need a core: run it with OMP_NUM_THREADS one below the num
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -30,17 +29,17 @@ import torch
 from rich.table import Table
 from torch.autograd.graph import save_on_cpu
 
-from bench.frame import Bench, Run, comma_separated, option, some_of, use_exact_kernels
+from bench.frame import NETWORKS, Bench, Run, option, use_exact_kernels
 from bench.interleave import median_ratio
+from bench.ours import run_within
 from bench.peers import checkpointed
-from bench.reference import Reference, take_reference
+from bench.plain import Plain, heading, plan_columns
 from bench.tables import cells, new_table
-from bench.workload import Forward, Workload, make_workload
+from bench.workload import Forward, make_workload
 from shoal.core import presets
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
-from shoal.engine.api import compile as compile_model
 from shoal.errors import BudgetError
 from shoal.offload.eager import offload_activations
 
@@ -95,31 +94,28 @@ def links(target: Hardware, device: str) -> dict[str, Hardware | None]:
     }
 
 
-def contenders(
-    workload: Workload, reference: Reference, target: Hardware, most_bytes: int, *, quick: bool
-) -> Iterator[Measured]:
+def contenders(plain: Plain, target: Hardware, most_bytes: int, *, quick: bool) -> Iterator[Measured]:
     """Everyone but `joint`, each checked and metered; of the ways to checkpoint only one where it has to be quick."""
+    workload = plain.workload
     device = workload.device.type
     for setting, link in links(target, device).items():
         for planner in ("hascoet", "hmms", "layerwise") if not setting else ("hascoet",):
-            yield planned(workload, reference, planner, most_bytes, link, setting)
+            yield planned(plain, planner, most_bytes, link, setting)
     if device == "cpu":
         folder = tempfile.gettempdir()
-        yield planned(workload, reference, "hascoet", most_bytes, None, "to a file, not rehearsed", offload_to=folder)
+        yield planned(plain, "hascoet", most_bytes, None, "to a file, not rehearsed", offload_to=folder)
     for setting, forward in islice(checkpointed(workload.shared_copy()), 1 if quick else None):
         # Its gradients are plain PyTorch's, but it moves batch norm's statistics twice: metered, not held against them.
-        reference.start()
-        workload.seconds(forward)
-        reference.start()
-        yield Measured("checkpointing", setting, forward, workload.peak_bytes(forward))
-    yield from eager(workload, reference)
+        plain.metered(forward)
+        yield Measured("checkpointing", setting, forward, plain.metered(forward))
+    yield from eager(plain)
 
 
-def eager(workload: Workload, reference: Reference) -> Iterator[Measured]:
+def eager(plain: Plain) -> Iterator[Measured]:
     """Contenders without a plan. On the CPU they have no link to rehearse, so they run on CUDA alone."""
-    if workload.device.type != "cuda":
+    if plain.workload.device.type != "cuda":
         return
-    model = workload.shared_copy()
+    model = plain.workload.shared_copy()
 
     def in_context(context: Callable[[], Any]) -> Forward:
         def forward(images: torch.Tensor) -> torch.Tensor:
@@ -128,13 +124,12 @@ def eager(workload: Workload, reference: Reference) -> Iterator[Measured]:
 
         return forward
 
-    yield checked(workload, reference, Measured("save_on_cpu", "", in_context(lambda: save_on_cpu(pin_memory=True)), 0))
-    yield checked(workload, reference, Measured("offload_activations", "", in_context(offload_activations), 0))
+    yield checked(plain, Measured("save_on_cpu", "", in_context(lambda: save_on_cpu(pin_memory=True)), 0))
+    yield checked(plain, Measured("offload_activations", "", in_context(offload_activations), 0))
 
 
 def planned(
-    workload: Workload,
-    reference: Reference,
+    plain: Plain,
     planner: str,
     budget_bytes: int,
     link: Hardware | None,
@@ -147,20 +142,16 @@ def planned(
     Raises:
         BudgetError: no plan fits.
         WrongResult: it trains otherwise than plain PyTorch.
+        Unsettled: every plan was over the budget when measured.
     """
-    model = compile_model(
-        workload.shared_copy(), budget_bytes, planner=planner, rehearse=link, offload_to=offload_to, name=workload.name
-    )
-    reference.check(model, f"{planner} {setting}")
-    run = checked(workload, reference, Measured(planner, setting, model, 0, inside=inside))
-    return replace(run, plan=model.shoal.plan)  # type: ignore[union-attr]
+    run = run_within(plain, budget_bytes, planner=planner, rehearse=link, offload_to=offload_to)
+    return Measured(planner, setting, run.forward, run.measured_peak_bytes, run.plan, inside)
 
 
-def checked(workload: Workload, reference: Reference, run: Measured) -> Measured:
+def checked(plain: Plain, run: Measured) -> Measured:
     """Held against plain PyTorch, then metered."""
-    reference.check(run.forward, run.name)
-    reference.start()
-    return replace(run, peak_bytes=workload.peak_bytes(run.forward))
+    plain.reference.check(run.forward, run.name)
+    return replace(run, peak_bytes=plain.metered(run.forward))
 
 
 def front(runs: Sequence[Measured], seconds: dict[str, float]) -> list[Measured]:
@@ -185,29 +176,26 @@ def measure_network(
         WrongResult: a contender differs from plain PyTorch.
     """
     workload = make_workload(network, batch, image, seed=seed, device=device)
-    plain = workload.shared_copy()
-    reference = take_reference(workload, plain)
-    plain_peak_bytes = workload.peak_bytes(plain)
-    kept = planned(workload, reference, "keep_all", 2 * plain_peak_bytes, None)
-    others = list(contenders(workload, reference, target, 2 * plain_peak_bytes, quick=quick))
+    plain = Plain(workload)
+    kept = planned(plain, "keep_all", 2 * plain.peak_bytes, None)
+    others = list(contenders(plain, target, 2 * plain.peak_bytes, quick=quick))
     scouted = {run.name: workload.seconds(run.forward) for run in others}
     by_hand = [run for run in others if run.contender == "checkpointing"]
     others = [run for run in others if run not in by_hand or run in front(by_hand, scouted)]
     # What takes more than plain PyTorch has no bytes for `joint` to fit in but plain's.
     budgets = {
-        run.name: min(run.peak_bytes, plain_peak_bytes) for run in others if not run.setting.startswith("without")
+        run.name: min(run.peak_bytes, plain.peak_bytes) for run in others if not run.setting.startswith("without")
     }
-    budgets |= {f"{share:.0%} of plain": int(share * plain_peak_bytes) for share in _SHARES[: 1 if quick else None]}
+    budgets |= {f"{share:.0%} of plain": plain.budget_bytes(100 * share) for share in _SHARES[: 1 if quick else None]}
     ours, infeasible = [], {}
     for inside, budget_bytes in budgets.items():
         try:
             setting = f"in {format_bytes(budget_bytes)}, of {inside}"
             link = links(target, device)[""]
-            ours.append(planned(workload, reference, "joint", budget_bytes, link, setting, inside))
+            ours.append(planned(plain, "joint", budget_bytes, link, setting, inside))
         except BudgetError as error:
             infeasible[inside] = str(error).splitlines()[0]
-    forwards = {"plain": plain, **{run.name: run.forward for run in (kept, *others, *ours)}}
-    taken = workload.in_turns(forwards, repeats, warm_ups=1)
+    times = plain.in_turns({run.name: run.forward for run in (kept, *others, *ours)}, repeats)
 
     def row(run: Measured) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -215,28 +203,20 @@ def measure_network(
             "setting": run.setting,
             "inside": run.inside,
             "peak_bytes": run.peak_bytes,
-            "share_percent": 100 * run.peak_bytes / plain_peak_bytes,
-            "seconds": taken[run.name],
-            "added_percent": 100 * (median_ratio(taken[run.name], taken["plain"]) - 1),
+            "share_percent": plain.share_percent(run.peak_bytes),
+            **times.columns(run.name),
         }
         if run.plan is not None:
-            added_seconds = run.plan.predicted_seconds - run.plan.plain_seconds
-            predicted = [seconds + added_seconds for seconds in taken[kept.name]]
-            found["predicted_peak_bytes"] = run.plan.predicted_peak_bytes
-            found["predicted_added_percent"] = 100 * added_seconds / run.plan.plain_seconds
-            found["predicted_off_percent"] = 100 * (median_ratio(predicted, taken[run.name]) - 1)
-            found["stall_percent"] = 100 * run.plan.timeline.stall_seconds / run.plan.plain_seconds
-            copies = sum(transfer.seconds for transfer in run.plan.timeline.transfers)
-            found["copies_percent"] = 100 * copies / run.plan.plain_seconds
-            found["host_bytes"] = run.plan.host_bytes
-            found["recomputed_storages"] = len(run.plan.recomputed)
+            predicted = [seconds + run.plan.added_seconds for seconds in times.seconds[kept.name]]
+            off_percent = 100 * (median_ratio(predicted, times.seconds[run.name]) - 1)
+            found |= {**plan_columns(run.plan), "predicted_off_percent": off_percent}
         return found
 
     rows = [row(run) for run in (kept, *others, *ours)]
     return {
         "network": network,
         "setting": {"batch": batch, "image": image, "hardware": target.name if device == "cpu" else "this machine"},
-        "plain": {"peak_bytes": plain_peak_bytes, "seconds": taken["plain"]},
+        "plain": plain.columns(times),
         "rows": rows,
         "infeasible": infeasible,
         "verdicts": verdicts(rows),
@@ -266,10 +246,8 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 def network_table(result: dict[str, Any]) -> Table:
     """One row a contender, by bytes."""
-    plain, setting = result["plain"], result["setting"]
     table = new_table(
-        f"{result['network']}, {setting['batch']} x {setting['image']} pixels, link of {setting['hardware']}: "
-        f"plain {format_bytes(plain['peak_bytes'])}, {statistics.median(plain['seconds']):.2f} s a step",
+        f"{heading(result)}; link of {result['setting']['hardware']}",
         "<contender | <setting | peak | of plain | added | predicted | off | copies | stalls | host",
     )
     for row in sorted(result["rows"], key=lambda row: -row["peak_bytes"]):
@@ -299,13 +277,13 @@ def summary_line(results: Sequence[dict[str, Any]]) -> str:
 
 def _run(run: Run) -> None:
     asked = run.asked
-    settings = run.pick(CUDA_SETTINGS if run.device.type == "cuda" else SETTINGS, QUICK_SETTINGS)
+    settings = run.chosen(CUDA_SETTINGS if run.device.type == "cuda" else SETTINGS, QUICK_SETTINGS)
     target = presets.get(asked.hardware)
     use_exact_kernels()
     results: list[dict[str, Any]] = []
     how = {"repeats": asked.repeats, "device": run.device.type, "seed": asked.seed, "quick": asked.quick}
-    for name in some_of("--networks", asked.networks or list(settings), settings):
-        results.append(measure_network(name, *settings[name], target, **how))
+    for name, setting in settings.items():
+        results.append(measure_network(name, *setting, target, **how))
         run.say(network_table(results[-1]))
         run.save(results=results)
     run.say(summary_line(results))
@@ -313,7 +291,7 @@ def _run(run: Run) -> None:
 
 main = Bench(
     _run,
-    option("--networks", type=comma_separated, help="of " + ", ".join(SETTINGS)),
+    NETWORKS,
     option("--hardware", default="titanx-pcie", help="whose link to rehearse"),
     option("--repeats", type=int, default=7, help="timed steps of each contender"),
     quick="one small network: does it run?",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from bench.reference import Reference
+from bench.plain import Plain
 from bench.workload import Forward, Workload
 from shoal.core.plan import Plan
 from shoal.engine.api import compile as compile_model
@@ -14,6 +16,9 @@ from shoal.errors import BudgetError
 
 _MAX_REPAIRS = 6
 _HALVINGS = 6
+
+
+Check = Callable[[Forward, str], str]
 
 
 class Unsettled(Exception):
@@ -46,14 +51,15 @@ class Ours:
 
 
 def run_within(
-    workload: Workload, reference: Reference, budget_bytes: int, planner: str, *, brief: bool = False
+    plain: Plain, budget_bytes: int, *, brief: bool = False, check: Check | None = None, **options: Any
 ) -> Ours:
     """Compile, step until no plan is repaired any more, and measure.
 
     Args:
-        workload, reference: the step, and what plain PyTorch computes in it.
+        plain: the step as plain PyTorch runs it.
         budget_bytes: not to be exceeded.
-        planner: as for `shoal.compile`.
+        check: takes a step and raises where it is wrong; None: all bits, by `Reference.check`.
+        options: of `shoal.compile`.
         brief: one checked step instead of two, for slow steps on the CPU.
 
     Raises:
@@ -61,20 +67,20 @@ def run_within(
         WrongResult: gradients, buffers or random numbers differ from plain PyTorch's.
         Unsettled: repairs did not end.
     """
-    model = compile_model(workload.shared_copy(), budget_bytes, planner=planner, name=workload.name)
+    check = check or plain.reference.check
+    model = compile_model(plain.workload.shared_copy(), budget_bytes, name=plain.workload.name, **options)
     status: Status = model.shoal  # type: ignore[assignment]  # nn.Module's attributes are tensors to mypy
-    who = f"shoal inside {budget_bytes} bytes"
-    exactness = reference.check(model, who)
+    who = ", ".join([f"shoal inside {budget_bytes} bytes", *(f"{key}={value}" for key, value in options.items())])
+    exactness = check(model, who)
     for _ in range(_MAX_REPAIRS):
         repairs = status.repairs
         if not brief or status.plan is None:
-            exactness = reference.check(model, who)
+            exactness = check(model, who)
         if status.repairs == repairs and status.plan is not None:
             break
     else:
         raise Unsettled(f"{status.repairs} plans were over the budget when measured")
-    reference.start()
-    measured_peak_bytes = workload.peak_bytes(model)
+    measured_peak_bytes = plain.metered(model)
     plan = status.plan
     assert plan is not None
     return Ours(model, plan, measured_peak_bytes, status.planning_seconds, status.repairs, exactness)

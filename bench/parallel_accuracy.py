@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ from torch.nn import functional as F
 
 from bench.frame import Bench, Run, WrongResult, integers, option
 from bench.processes import Stage, Worker
+from bench.split_accuracy import PACE_OPTIONS, paced
+from bench.split_accuracy import images_of as cifar10_images
 from bench.tables import new_table
 from shoal.app.data.digits import open_digits
 from shoal.distributed.gradients.compress_gradients import compress_gradients
@@ -87,9 +89,7 @@ def images_of(pace: Pace) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Normalised float images and labels by split."""
     found = {}
     if pace.data == "cifar10":
-        from bench.split_accuracy import images_of as cifar10
-
-        for name, (x, y) in cifar10(torch.device("cpu")).items():
+        for name, (x, y) in cifar10_images(torch.device("cpu")).items():
             rows = pace.images if name == "train" else pace.test_images
             found[name] = x[:rows].contiguous(), y[:rows].clone()
         return found
@@ -238,8 +238,7 @@ def table(how: str, ranks: str, rows: dict[str, list[float]]) -> Table:
 
 def _run(run: Run) -> None:
     asked = run.asked
-    base = run.pick(SHORT, QUICK)
-    pace = replace(base, images=asked.images or base.images, epochs=asked.epochs or base.epochs)
+    pace = paced(run, run.pick(SHORT, QUICK))
     errors: dict[str, Any] = run.resume("errors_percent", pace=asdict(pace)).get("errors_percent", {})
     data = images_of(pace)
     run.say(f"{asdict(pace)}, {asked.seeds} seeds, one thread a rank")
@@ -266,9 +265,7 @@ main = Bench(
     _run,
     option("--ranks", type=integers, default=[2, 4], help="numbers of ranks"),
     option("--how", default="both", choices=tuple(HOW)),
-    option("--seeds", type=int, default=3),
-    option("--images", type=int, help="training images; by default as fits the pace"),
-    option("--epochs", type=int),
+    *PACE_OPTIONS,
     quick="digits and a few steps: does it run?",
     resume="a file of the same pace: its runs are not run again",
 )

@@ -62,6 +62,16 @@ class Reference:
             wrong.append("generator")
         return wrong
 
+    def gradient_errors(self) -> dict[str, float]:
+        """||gradient - plain's|| / ||plain's|| by parameter after the step that just ran, where they differ."""
+        errors = {}
+        for name, parameter in self.workload.model.named_parameters():
+            assert parameter.grad is not None
+            ours, plain = parameter.grad.double().cpu(), self.gradients[name].double()
+            if not torch.equal(ours, plain):
+                errors[name] = float((ours - plain).norm() / plain.norm())
+        return errors
+
     def check(self, forward: Forward, who: str) -> str:
         """Take one step and hold it against plain PyTorch's.
 

@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from rich.table import Table
@@ -31,6 +32,7 @@ from shoal.app import models
 from shoal.app.data.cifar10 import open_cifar10
 from shoal.app.data.source import Images
 
+P = TypeVar("P", bound=Any)  # a Pace
 # Test errors in percent with four patches at half the depth, from table 1: baseline, split, stochastic.
 PAPER = {"vgg": (5.86, 6.98, 5.42), "resnet": (4.7, 5.2, 4.5)}
 _CONVOLUTIONS = (1, 1, 2, 2, 2)  # of VGG-11
@@ -249,17 +251,20 @@ def mean_and_spread(errors: list[float]) -> str:
     return f"{statistics.mean(errors):.1f} % ± {spread:.1f}"
 
 
-def paced(run: Run, base: Pace) -> Pace:
-    """`base`, with the images and epochs that `TRAINING_OPTIONS` name."""
+def paced(run: Run, base: P) -> P:
+    """`base`, with the images and epochs that `PACE_OPTIONS` name."""
     return replace(base, images=run.asked.images or base.images, epochs=run.asked.epochs or base.epochs)
 
 
-TRAINING_OPTIONS = (
-    switch("--full", "the papers' networks and epochs"),
-    option("--seeds", type=int, default=3),
-    option("--networks", known=NARROW, default=list(NARROW)),
-    option("--images", type=int, help="training images; by default as fits the pace"),
+PACE_OPTIONS = (
+    option("--seeds", type=int, default=3, help="of training"),
+    option("--images", type=int, help="to train on; by default as fits the pace"),
     option("--epochs", type=int),
+)
+TRAINING_OPTIONS = (
+    *PACE_OPTIONS,
+    switch("--full", "the papers' networks and epochs"),
+    option("--networks", known=NARROW, default=list(NARROW)),
 )
 
 

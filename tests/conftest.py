@@ -20,7 +20,7 @@ from tests.made_up_machine import real_machine
 __all__ = ["real_machine"]
 
 # A law draws the same examples every time, with "fresh" others each time, with "thorough" many others. What failed once
-# is not tried first the next time, and a busy machine is no reason to fail.
+# is not tried first the next time, and a busy machine is not a reason to fail.
 settings.register_profile("usual", derandomize=True, database=None, deadline=None, max_examples=30)
 settings.register_profile("fresh", derandomize=False, database=None, deadline=None, max_examples=30, print_blob=True)
 settings.register_profile(

@@ -31,6 +31,28 @@ FLOORS = (
 FOLDERS = tuple(folder for floor in FLOORS for folder in floor)
 # A plan can be drawn, by what is imported when it is.
 LATE = {("shoal.core.plan", "shoal.report")}
+# Names of torch with an underscore that any module may use, and why.
+PRIVATE_NAMES = {
+    "torch._check": "documented under this name",
+    "torch._dynamo.mark_dynamic": "documented under this name",
+    "torch._foreach_": "documented under this name",
+    "torch._ops.OpOverload": "the type of an aten op has no other name",
+    "torch.nn.modules.": "the layers' base classes, such as _ConvNd and _BatchNorm, have no other names",
+    "torch.ops.": "names of ops",
+    "torch.utils._pytree": "torch 2.11 has no public one",
+}
+# Folders whose trade is a private part of torch.
+PRIVATE_TRADES = {
+    "lowlevel": ("torch",),
+    "capture": ("torch._dynamo", "torch._functorch", "torch.utils._sympy"),
+    "engine": (
+        "torch._dynamo",
+        "torch._guards",
+        "torch._inductor",
+        "torch._subclasses",
+        "torch.fx.graph._BoxedCodeGen",
+    ),
+}
 
 
 def name_of(path: Path) -> str:
@@ -97,3 +119,50 @@ def test_every_folder_says_what_lives_there_and_what_it_imports(folder: Path) ->
     inside = {module for module, path in MODULES.items() if path.parent == folder and path.name != "__init__.py"}
     used = {folder_of(imported) for module in inside for imported in imports_of(module)} - {"errors"}
     assert used <= {name.partition(".")[0] for name in listed} | {package.partition(".")[0]}
+
+
+@cache
+def private_names_of_torch(module: str) -> frozenset[str]:
+    """The full names that the module imports from torch, or reaches by attributes, and that have an underscore."""
+    tree = ast.parse(MODULES[module].read_text())
+    found: set[str] = set()
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                known[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    parts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in parts:
+            first, _, rest = ast.unparse(node).partition(".")
+            if re.fullmatch(r"[\w.]+", rest) and first in known:
+                found.add(f"{known[first]}.{rest}")
+    return frozenset(name for name in found if name.startswith("torch.") and re.search(r"\._(?!_)", name))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_private_names_of_torch_stand_in_lowlevel(folder: str) -> None:
+    allowed = (*PRIVATE_NAMES, *PRIVATE_TRADES.get(folder, ()))
+    wrong = {
+        module: names
+        for module in MODULES
+        if folder_of(module) == folder
+        and (names := sorted(name for name in private_names_of_torch(module) if not f"{name}.".startswith(allowed)))
+    }
+    assert not wrong, "give it a function with a plain name in lowlevel"
+
+
+def test_every_private_name_that_is_allowed_is_used() -> None:
+    used = {(folder_of(module), f"{name}.") for module in MODULES for name in private_names_of_torch(module)}
+    unused = [allowed for allowed in PRIVATE_NAMES if not any(name.startswith(allowed) for _, name in used)]
+    unused += [
+        f"{allowed} in {folder}"
+        for folder, names in PRIVATE_TRADES.items()
+        for allowed in names
+        if not any(user == folder and name.startswith(allowed) for user, name in used)
+    ]
+    assert not unused

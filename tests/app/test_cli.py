@@ -109,7 +109,7 @@ def test_an_out_folder_that_cannot_be_is_reported_before_training(here: Path) ->
 def test_a_damaged_checkpoint_is_reported(here: Path) -> None:
     (here / "run").mkdir()
     (here / "run" / "checkpoint.pt").write_bytes(b"PK")
-    assert "damaged or no Shoal checkpoint" in error_line(invoke("train", *PLAIN, "--out", "run", "--resume"))
+    assert "damaged or not a Shoal checkpoint" in error_line(invoke("train", *PLAIN, "--out", "run", "--resume"))
 
 
 @pytest.mark.usefixtures("tiny")
@@ -245,7 +245,9 @@ def test_hardware_lists_this_machine_and_those_that_are_not_here(monkeypatch: py
 
 
 def test_a_folder_that_is_not_there_is_reported(here: Path) -> None:
-    assert "folder='nowhere' is no folder" in error_line(invoke("hardware", "--device", "cpu", "--folder", "nowhere"))
+    assert "folder='nowhere' is not a folder" in error_line(
+        invoke("hardware", "--device", "cpu", "--folder", "nowhere")
+    )
 
 
 @pytest.fixture
@@ -397,7 +399,7 @@ def test_a_plan_that_does_not_fit_still_has_its_largest_batches(here: Path) -> N
     [
         (["--model", "resnet18"], "no budget was given"),
         (["--model", "resnet18", "--budget", "1GiB", "--max-batch"], "name it with --hardware"),
-        (["--model", "resnet18", "--budget", "1GiB", "--hardware", "p1000"], "hardware='p1000' is no preset"),
+        (["--model", "resnet18", "--budget", "1GiB", "--hardware", "p1000"], "hardware='p1000' is not a preset"),
         (["--model", "resnet18", "--budget", "1GiB", "--optimizer", "lion"], "unknown optimizer 'lion'"),
         (["--model", "resnet18", "--budget", "few"], "budget='few' is not a size"),
         (["--model", "unet", "--image", "50", "--budget", "1GiB"], "multiple of 16"),

@@ -16,8 +16,8 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from shoal.codecs import get
+from shoal.codecs.blocks import blocks_of
 from shoal.codecs.launch import triton_applies as applies
-from shoal.codecs.table_codes import blocks_of
 from shoal.codecs.table_codes_triton import buckets_of
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import TABLE, VARIABLE, choose

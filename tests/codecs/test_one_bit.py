@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import codecs
+from shoal.codecs.blocks import blocks_of
 from shoal.codecs.one_bit import OneBitCodec, decode_blocks, encode_blocks
-from shoal.codecs.table_codes import blocks_of
 from shoal.errors import CodecError
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

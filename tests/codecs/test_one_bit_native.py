@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.codecs.table_codes import blocks_of
+from shoal.codecs.blocks import blocks_of
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import TABLE
 from shoal.lowlevel.native import levels

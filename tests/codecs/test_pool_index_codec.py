@@ -1,4 +1,4 @@
-"""Pool indices with a header: lossless, and nothing that is no index of this pooling."""
+"""Pool indices with a header: lossless, and nothing that is not an index of this pooling."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import codecs
-from shoal.codecs import pieces
-from shoal.codecs.table_codes import blocks_of, decode_blocks, encode_blocks
+from shoal.codecs import blocks
+from shoal.codecs.blocks import blocks_of
+from shoal.codecs.table_codes import decode_blocks, encode_blocks
 from shoal.errors import CodecError
 
 TYPES = ("dynamic_tree", "dynamic_tree_even", "static_tree", "mantissa", "linear")
@@ -176,7 +177,7 @@ def test_the_references_own_pieces_leave_no_trace(monkeypatch: pytest.MonkeyPatc
     x = torch.randn(150_001)
     scales, codes = encoded(x, "dynamic_tree", block, seed=1)
     out = decoded(codes, scales, "dynamic_tree", block)
-    monkeypatch.setattr(pieces, "PIECE_ELEMS", 1 << 20)
+    monkeypatch.setattr(blocks, "PIECE_ELEMS", 1 << 20)
     again = encoded(x, "dynamic_tree", block, seed=1)
     assert torch.equal(scales, again[0])
     assert torch.equal(codes, again[1])

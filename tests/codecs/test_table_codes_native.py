@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal import codecs
-from shoal.codecs.table_codes import blocks_of
+from shoal.codecs.blocks import blocks_of
 from shoal.codecs.tables import Table, table_of
 from shoal.errors import CodecError, InputError
 from shoal.lowlevel.dispatch import TABLE, VARIABLE

@@ -1,4 +1,4 @@
-"""The header says what a payload is, and nothing that is no header is believed."""
+"""The header says what a payload is, and nothing that is not a header is believed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def changed(at: int, new: bytes) -> Callable[[bytes], bytes]:
         (lambda data: data[:23], "got 23 bytes, expected a header of at least 24"),
         (lambda data: data[:-1], f"got {len(LINEAR) - 1} bytes, expected {len(LINEAR)}"),
         (lambda data: data + b"\0", f"got {len(LINEAR) + 1} bytes, expected {len(LINEAR)}"),
-        (changed(0, b"PK"), "this is no encoded tensor of Shoal"),
+        (changed(0, b"PK"), "this is no encoded tensor"),
         (changed(4, b"\2"), "got version 2 of the format, expected 1"),
         (changed(len(LINEAR) - 1, b"\7"), "the bytes were damaged"),
         (changed(12, b"\0\0\0\0"), "got CRC-32"),

@@ -59,7 +59,7 @@ def _backward(graph: StepGraph, place: int = -1) -> str:
 RESIDENCES: dict[str, tuple[Break, str]] = {
     "unknown storage": (lambda g: {"nobody": Recompute()}, "storage 'nobody' that this step does not have"),
     "unknown storage, kept": (lambda g: {"nobody": Keep()}, "storage 'nobody' that this step does not have"),
-    "name that is no text": (lambda g: {3: Keep()}, "storage 3 that"),
+    "name that is not a text": (lambda g: {3: Keep()}, "storage 3 that"),
     "no mapping": (lambda g: [Keep()], "expected a mapping"),
     "no residence": (lambda g: {_activation(g): "recompute"}, "is 'recompute'; expected Keep"),
     "nothing": (lambda g: {_activation(g): None}, "is None; expected Keep"),

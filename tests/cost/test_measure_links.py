@@ -106,7 +106,7 @@ def test_it_can_leave_no_trace(tmp_path: Path, cache: Path) -> None:
 
 
 def test_a_bad_folder_or_device_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"folder='.*nowhere' is no folder"):
+    with pytest.raises(InputError, match=r"folder='.*nowhere' is not a folder"):
         measure_links("cpu", folder=str(tmp_path / "nowhere"))
     with pytest.raises(InputError, match="give 'cpu'"):
         measure_links("meta")

@@ -216,7 +216,7 @@ def test_a_copy_that_fails_is_told_and_the_next_step_is_right(
 
 def test_a_folder_that_is_gone_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "spill"
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match="is not a folder"):
         offloaded(classifier(3, 8), str(folder))
     folder.mkdir()
     planned = offloaded(classifier(3, 8, 8), str(folder))
@@ -259,7 +259,7 @@ def test_a_plan_that_offloads_is_refused_where_nothing_may_leave_the_device() ->
     ("wrong", "complaint"),
     [
         ({"offload_to": "host", "kernels": "inductor"}, "kernels='eager'"),
-        ({"offload_to": "/no/such/folder"}, "is no folder"),
+        ({"offload_to": "/no/such/folder"}, "is not a folder"),
         ({"host_budget": "1GiB"}, "nothing is offloaded"),
         ({"offload_to": "host", "host_budget": "lots"}, "lots"),
         ({"rehearse": "p100"}, "p100-nvlink"),

@@ -198,7 +198,7 @@ def test_a_budget_that_no_plan_fits_is_refused_with_the_least_that_one_does() ->
     [
         ({"budget": "some"}, "budget='some' is not a size"),
         ({"budget": 0}, "budget=0"),
-        ({"hardware": "p100-nvlnk"}, "hardware='p100-nvlnk' is no preset; did you mean 'p100-nvlink'"),
+        ({"hardware": "p100-nvlnk"}, "hardware='p100-nvlnk' is not a preset; did you mean 'p100-nvlink'"),
         ({"planner": "sqrtt"}, "no planner is called 'sqrtt'; did you mean 'sqrt'"),
     ],
 )

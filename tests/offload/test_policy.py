@@ -51,7 +51,7 @@ def test_without_a_budget_there_is_still_a_limit(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_and_a_budget_that_is_no_size_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no folder; give 'host', an existing folder"):
+    with pytest.raises(InputError, match="is not a folder; give 'host', an existing folder"):
         offloading(tmp_path / "gone", None, device_type="cpu")
     with pytest.raises(InputError, match="host_budget='much'"):
         offloading("host", "much", device_type="cpu")

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.transforms.tracing import UntraceableError, has_hooks, trace
+from shoal.transforms.tracing import UntraceableError, trace
 
 
 class Doubled(nn.Module):
@@ -49,16 +49,6 @@ def test_the_reason_is_one_line() -> None:
         with pytest.raises(UntraceableError) as caught:
             trace(model, fx.Tracer(), training=True)
         assert str(caught.value) == said
-
-
-@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"])
-def test_any_kind_of_hook_is_seen(kind: str) -> None:
-    module = nn.ReLU()
-    assert not has_hooks(module)
-    handle = getattr(module, f"register_{kind}")(lambda *_: None)
-    assert has_hooks(module)
-    handle.remove()
-    assert not has_hooks(module)
 
 
 class Within(nn.Module):

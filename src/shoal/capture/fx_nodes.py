@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 from torch import fx, nn
@@ -63,3 +64,12 @@ def input_layers(gm: fx.GraphModule) -> dict[int, str]:
         for place, node in enumerate(gm.graph.find_nodes(op="placeholder"), first_argument)
     }
     return {place: module_path(source) for place, source in sources.items() if "._modules" in source}
+
+
+def per_axis(sizes: Sequence[int], dims: int) -> list[int]:
+    """An argument of an op over `dims` axes as one number for each: a single one holds for all.
+
+    >>> per_axis([3], 2), per_axis([3, 5], 2), per_axis([], 2)
+    ([3, 3], [3, 5], [])
+    """
+    return list(sizes) * dims if len(sizes) == 1 else list(sizes)

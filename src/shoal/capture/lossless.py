@@ -24,15 +24,14 @@ They run before planning, so that the planner sees the small storages.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
-from torch._prims_common import suggest_memory_format
 
-from shoal.capture.fx_nodes import is_view
+from shoal.capture.fx_nodes import is_view, per_axis
 from shoal.capture.op_counts import convolution_backward_flops
 from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.codecs import pool_index
@@ -40,7 +39,7 @@ from shoal.kernels.batch_norm import WORTH_PIECES_BYTES, backward_repeats_bits
 from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.convolution import input_gradient, weight_gradient, weight_gradient_pieces
 from shoal.kernels.dropout import dropout, dropout_backward
-from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
 from shoal.kernels.pooling import backward as pool_backward
 from shoal.kernels.pooling import forward as pool_forward
 from shoal.kernels.relu import backward as relu_backward
@@ -253,7 +252,7 @@ def _save_clipped_output(node: fx.Node) -> None:
 def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Node]) -> None:
     grad, pool_input, *window, indices = _args(node)
     pool = indices.args[0]
-    kernel, stride, padding, dilation = (_per_axis(size, dims) for size in window[:4])
+    kernel, stride, padding, dilation = (per_axis(size, dims) for size in window[:4])
     stride = stride or kernel
     value = pool_input.meta["val"]
     if not pool_index.fits(kernel) or value.dim() != dims + 2 or pool in backward or len(indices.users) > 1:
@@ -278,7 +277,7 @@ def _is_channels_last(value: torch.Tensor) -> bool:
     if any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):  # asked, they would be settled
         layout = channels_last_format(value.dim())
         return value.is_contiguous(memory_format=layout) and not value.is_contiguous()
-    return suggest_memory_format(value) is not torch.contiguous_format
+    return suggested_memory_format(value) is not torch.contiguous_format
 
 
 def _take_in_rectifier(graph: fx.Graph, unfolded: fx.Node, output: fx.Node, backward: set[fx.Node]) -> bool:
@@ -348,8 +347,3 @@ def _describe(node: fx.Node, value: Any, like: fx.Node) -> None:
 
 
 _PLACE: Collection[str] = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr")
-
-
-def _per_axis(size: Sequence[int], dims: int) -> list[int]:
-    sizes = list(size)
-    return sizes * dims if len(sizes) == 1 else sizes

@@ -1,4 +1,4 @@
-"""Tensors in fewer bytes, exactly as stated: `get(name).encode(tensor)`; `docs/codecs.md` says which, when.
+"""Tensors in fewer bytes, exactly as stated: `get(name).encode(tensor)`; `docs/codecs.md` says which to use.
 
 Imports `lowlevel`.
 """

@@ -1,4 +1,4 @@
-"""bf16 and fp16: PyTorch's own casts, the plain rivals of every other codec."""
+"""bf16 and fp16: PyTorch's own casts, the baseline of every other codec."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from shoal.codecs.codec import Properties
 from shoal.codecs.float_codec import FloatCodec
-from shoal.codecs.float_views import aligned
+from shoal.codecs.payload import aligned
 
 _RELATIVE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _SMALLEST_NORMAL = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-14}

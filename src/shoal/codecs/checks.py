@@ -1,4 +1,4 @@
-"""What codecs ask of their options and tensors: each error says what was got and what is expected."""
+"""Checks of codecs' options and tensors: each error says what was got and what is expected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def whole_number(codec: str, option: str, value: Any, expected: str, lowest: int
     """`value` as an int; a NumPy integer is one, a bool is none.
 
     Raises:
-        CodecError: it is no whole number from `lowest` to `highest`.
+        CodecError: it is not a whole number from `lowest` to `highest`.
 
     >>> whole_number("linear", "block", 8, "at least 1 value", 1, 100)
     8
@@ -28,7 +28,7 @@ def real_number(codec: str, option: str, value: Any, expected: str) -> float:
     """`value` as a float, infinite where its magnitude is too large for one.
 
     Raises:
-        CodecError: it is no real number.
+        CodecError: it is not a real number.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise CodecError(f"{codec}: got {option}={brief(value)}, expected {expected}")

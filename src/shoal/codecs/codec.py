@@ -202,7 +202,7 @@ class Codec(ABC):
             CodecError: no tensor that this codec encodes decodes to one of this dtype and shape.
         """
         if dtype not in self.dtypes:
-            raise CodecError(f"{self.name}: got a header of {dtype}, which it never decodes to; write it anew")
+            raise CodecError(f"{self.name}: got a header of {dtype}, which it never decodes to; encode it again")
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
         """The greatest absolute error of each decoded value, as float64 of the tensor's shape; 0 if lossless.
@@ -243,7 +243,7 @@ class Codec(ABC):
             raise CodecError(f"{self.name}: got a payload of {got}, expected dense uint8 of one dimension; flatten it")
         if payload.numel() != expected_bytes:
             raise CodecError(
-                f"{self.name}: got {payload.numel()} bytes of payload, expected {expected_bytes}; ask bytes_for(shape)"
+                f"{self.name}: got {payload.numel()} bytes of payload, expected {expected_bytes}; see bytes_for(shape)"
             )
 
     def _encoded(self, dense: torch.Tensor, payload: torch.Tensor) -> Encoded:
@@ -257,4 +257,4 @@ def _check_out(out: torch.Tensor, encoded: Encoded) -> None:
     if out.shape != encoded.shape or out.dtype != encoded.dtype or out.device != encoded.payload.device:
         got = f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
         expected = f"{encoded.dtype} of shape {encoded.shape} on {encoded.payload.device}"
-        raise CodecError(f"got out of {got}, expected {expected}; allocate it so, or leave it out")
+        raise CodecError(f"got out of {got}, expected {expected}; allocate one like that, or leave it out")

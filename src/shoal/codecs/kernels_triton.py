@@ -1,7 +1,7 @@
 """Triton kernels of the codecs; imported only where they run, by `shoal.lowlevel.triton_launch`.
 
-A program works on a tile of ROWS blocks of COLUMNS elements, or of a part of one block that is longer. All that
-decides about a bit is integer arithmetic, or one IEEE division or multiplication that is no part of a sum.
+A program works on a tile of ROWS blocks of COLUMNS elements, or of a part of one block that is longer. All arithmetic
+that results depend on is on integers, or one IEEE division or multiplication that cannot be fused into an FMA.
 """
 
 # mypy: ignore-errors

@@ -1,9 +1,8 @@
 """one_bit: a sign bit for each value and two means for each block, with the error fed back into the next tensor.
 
-A codec of the papers, kept to compare with: 1-bit SGD, Seide et al. 2014, as in Dettmers 2016, section 4.2. It is taken
-only where it is asked for by name. A value decodes to the mean of the values of its side of zero. Alone that is far
-too coarse to train with; with a residual, which holds what was lost and is added to the next tensor, nothing is lost
-but time.
+A codec of the papers, kept to compare with: 1-bit SGD, Seide et al. 2014, as in Dettmers 2016, section 4.2. It is used
+only where it is named. A value decodes to the mean of the values of its sign in its block. By itself that is far
+too coarse to train with; with error feedback, a residual that is added to the next tensor, errors are only delayed.
 """
 
 from __future__ import annotations
@@ -17,15 +16,21 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
-from shoal.codecs.bit_packing import bytes_of, pack_bits, unpack_bits
+from shoal.codecs.blocks import PIECE_ELEMS, blocks_of, pieces
 from shoal.codecs.checks import check_flat, check_length, whole_number
 from shoal.codecs.codec import Encoded, Properties
 from shoal.codecs.float_codec import FloatCodec
-from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, read_floats, write_floats
 from shoal.codecs.launch import Bits, are_here, bits_call, block_tiles, triton_applies, triton_kernels
 from shoal.codecs.memory_order import flat, same_places
-from shoal.codecs.pieces import PIECE_ELEMS, pieces
-from shoal.codecs.table_codes import blocks_of
+from shoal.codecs.payload import (
+    FLOAT_BYTES,
+    bytes_of,
+    floats_to_write,
+    pack_bits,
+    read_floats,
+    unpack_bits,
+    write_floats,
+)
 from shoal.errors import CodecError, brief
 from shoal.lowlevel.dispatch import Implementation, Op, choose, register
 from shoal.lowlevel.native import run_native
@@ -191,7 +196,7 @@ def read_options(wire_id: int, options: bytes) -> OneBitCodec:
         CodecError: no codec has written them.
     """
     if len(options) != _OPTIONS.size:
-        raise CodecError(f"one_bit: got {len(options)} bytes of options, expected {_OPTIONS.size}; write it anew")
+        raise CodecError(f"one_bit: got {len(options)} bytes of options, expected {_OPTIONS.size}; encode it again")
     return OneBitCodec(wire_id, _OPTIONS.unpack(options)[0] or None)
 
 

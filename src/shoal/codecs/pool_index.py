@@ -1,9 +1,9 @@
-"""Max-pool indices in one byte each: how far the winner lies from its window's corner, not its place in the image.
+"""Max-pool indices in one byte each: the offset of the maximum from its window's corner, not its index in the image.
 
-PyTorch's max pooling saves, for every output, the flat int64 place of the winner in its input. The winner lies in a
-window of known corner and at most 255 places, so a byte says which: the distance along the flat image itself where no
-distance in the window passes 254, else the number of the place. Lossless by construction. The byte that is left over
-is for windows of no winner, whose gradient goes nowhere.
+PyTorch's max pooling saves, for every output, the flat int64 index of the maximum in its input. It is in a
+window of known corner and at most 255 elements, so a byte says which: the offset in the flat image itself where no
+offset in the window exceeds 254, else the number of the element. Lossless by construction. The 256th byte
+is for windows without a maximum, whose gradient is zero.
 """
 
 from __future__ import annotations

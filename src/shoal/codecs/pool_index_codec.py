@@ -95,7 +95,7 @@ class PoolIndexCodec(Codec):
         self._check_shape(dense.shape)
         codes = pool_index.encode(dense, *self._geometry)
         if not torch.equal(pool_index.decode(codes, *self._geometry), dense):
-            raise CodecError("pool_index: got an index outside of its window; give the indices of this very pooling")
+            raise CodecError("pool_index: got an index outside of its window; give the indices of that pooling")
         payload.copy_(flat(codes))
 
     def _decode_dense(self, payload: torch.Tensor, dense: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ class PoolIndexCodec(Codec):
         ):
             raise CodecError(
                 f"pool_index: got indices of shape {tuple(shape)} for an input of {self.input_shape}; "
-                "give the indices of this very pooling"
+                "give the indices of that pooling"
             )
 
 
@@ -133,7 +133,7 @@ def read_options(wire_id: int, options: bytes) -> PoolIndexCodec:
     """
     dims = options[0] if options else 0
     if not 1 <= dims <= 3 or len(options) != 1 + 4 * (5 * dims + 2):
-        raise CodecError(f"pool_index: got {len(options)} bytes of options for {dims} dimensions; write it anew")
+        raise CodecError(f"pool_index: got {len(options)} bytes of options for {dims} dimensions; encode it again")
     numbers = struct.unpack_from(f"<{5 * dims + 2}I", options, 1)
     shape, rest = numbers[: dims + 2], numbers[dims + 2 :]
     kernel, stride, padding, dilation = (rest[dims * part : dims * (part + 1)] for part in range(4))

@@ -123,7 +123,7 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Encoded:
     if len(payload) != expected:
         raise CodecError(
             f"{kind.name}: got {len(payload)} bytes of payload, expected {expected} for shape {header.shape}; "
-            "write it anew"
+            "encode it again"
         )
     values = (
         torch.frombuffer(bytearray(payload), dtype=torch.uint8) if len(payload) else torch.empty(0, dtype=torch.uint8)
@@ -143,7 +143,7 @@ def _kind_of(name: str) -> Kind:
 
 def _without_options(codec: Codec, options: bytes) -> Codec:
     if options:
-        raise CodecError(f"{codec.name}: got {len(options)} bytes of options, expected none; write it anew")
+        raise CodecError(f"{codec.name}: got {len(options)} bytes of options, expected none; encode it again")
     return codec
 
 

@@ -12,13 +12,13 @@ from typing import Protocol
 
 import torch
 
-from shoal.codecs.bit_packing import bytes_of, pack_bits, unpack_bits
+from shoal.codecs.blocks import pieces
 from shoal.codecs.checks import check_flat, check_length
 from shoal.codecs.codec import Codec, Encoded, Properties
 from shoal.codecs.float_codec import FLOATS
 from shoal.codecs.launch import TILE_ELEMS, are_here, bits_call, tiles, triton_applies, triton_kernels
 from shoal.codecs.memory_order import flat
-from shoal.codecs.pieces import pieces
+from shoal.codecs.payload import bytes_of, pack_bits, unpack_bits
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import Implementation, Op, choose, register
 from shoal.lowlevel.native import run_native
@@ -82,7 +82,7 @@ class SignMaskCodec(Codec):
 
     def check_decoded(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         if dtype != torch.bool:
-            raise CodecError(f"sign_mask: got a header of {dtype}, expected bool; write it anew")
+            raise CodecError(f"sign_mask: got a header of {dtype}, expected bool; encode it again")
 
     def payload_bytes(self, elems: int) -> int:
         return -(-elems // 8)

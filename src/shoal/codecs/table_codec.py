@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from shoal.codecs.blocks import blocks_of
 from shoal.codecs.checks import real_number, whole_number
 from shoal.codecs.codec import Encoded, Properties
 from shoal.codecs.float_codec import FloatCodec
-from shoal.codecs.float_views import FLOAT_BYTES, floats_to_write, part_of, read_floats, write_floats
 from shoal.codecs.memory_order import flat
-from shoal.codecs.table_codes import NATIVE, as_float32, blocks_of, decode_blocks, encode_blocks, native_runs
+from shoal.codecs.payload import FLOAT_BYTES, floats_to_write, part_of, read_floats, write_floats
+from shoal.codecs.table_codes import NATIVE, as_float32, decode_blocks, encode_blocks, native_runs
 from shoal.codecs.tables import Table
 from shoal.errors import CodecError
 
@@ -189,13 +190,15 @@ def read_options(codes: Table, wire_id: int, unit: float | None, options: bytes)
         CodecError: no codec has written them.
     """
     if len(options) != _OPTIONS.size:
-        raise CodecError(f"{codes.name}: got {len(options)} bytes of options, expected {_OPTIONS.size}; write it anew")
+        raise CodecError(
+            f"{codes.name}: got {len(options)} bytes of options, expected {_OPTIONS.size}; encode it again"
+        )
     block, kind, number = _OPTIONS.unpack(options)
     scale = struct.unpack("<f", number)[0] if kind == _SCALE else None
     offset = struct.unpack("<i", number)[0] if kind == _OFFSET else None
     made = TableCodec(codes, wire_id, unit, block or None, scale, offset)
     if made.wire_options() != options:
-        raise CodecError(f"{codes.name}: got options {options.hex(' ')}, which no codec has; write it anew")
+        raise CodecError(f"{codes.name}: got options {options.hex(' ')}, which no codec has; encode it again")
     return made
 
 

@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from shoal.codecs.blocks import blocks_of, pieces
 from shoal.codecs.checks import check_flat, check_length
 from shoal.codecs.launch import are_here, threads_for, triton_applies
-from shoal.codecs.pieces import pieces
 from shoal.codecs.table_codes_triton import TableCodesTriton
 from shoal.codecs.tables import MAGNITUDES, SIGN, Table
 from shoal.errors import CodecError
@@ -25,15 +25,6 @@ from shoal.lowlevel.native import library, run_native
 
 _MIN_ELEMS = 1 << 15  # of a thread that is worth waking
 _derived: WeakKeyDictionary[Table, ctypes.Array[ctypes.c_double]] = WeakKeyDictionary()
-
-
-def blocks_of(elems: int, block_elems: int | None) -> int:
-    """How many blocks, the last one perhaps short; None is one for the whole.
-
-    >>> blocks_of(10_000, 4096), blocks_of(10_000, None), blocks_of(0, None)
-    (3, 1, 0)
-    """
-    return -(-elems // (block_elems or max(elems, 1)))
 
 
 def as_float32(number: float) -> float:

@@ -96,7 +96,7 @@ def _dynamic_tree(name: str, halved_at: Fraction) -> Table:
 
     Seven bits `0...01tt...t`: n zeros are the exponent 10**-n, the one ends them, and the 6 - n bits t lead through a
     tree over [0.1, 1]; seven zeros are zero. So the decade below the scale has 64 values, the next 32, and so on: large
-    values are told apart well and small ones down to a millionth are not lost.
+    values are resolved well and small ones down to a millionth are not lost.
 
     - `DYNAMIC_TREE` is the table of the paper: its authors halve each decade at 0.45 (half of its *length*, not its
       middle), so half of the values lie evenly on [0.1, 0.45] and half on [0.45, 1], each in the middle of its
@@ -104,7 +104,7 @@ def _dynamic_tree(name: str, halved_at: Fraction) -> Table:
     - `DYNAMIC_TREE_EVEN` halves each decade at 0.55: all of its values lie evenly, as in bitsandbytes' map (Dettmers et
       al. 2021), but that one has 1.0 for our -0.0.
 
-    Not yet good: 1 itself is no value, so the greatest of a block decodes 0.9 % (even: 0.7 %) too small.
+    Known limits: 1 itself is not a value, so the greatest of a block decodes 0.9 % (even: 0.7 %) too small.
     """
     return table_of(name, _dynamic_magnitudes(halved_at))
 

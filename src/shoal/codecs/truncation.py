@@ -1,9 +1,9 @@
-"""truncate1, truncate2, truncate3: the top bytes of each float32, cut towards zero; round1 ... round3: rounded first.
+"""truncate1, truncate2, truncate3: the top bytes of each float32; round1 ... round3: the same, rounded first.
 
-Bitpack and Bitunpack of ADT (Zhuang et al., A2DTWP, section III, algorithm 2: RoundTo = 1, 2, 3 bytes). The paper cuts;
-`nearest` rounds first, for the same bytes. One byte keeps the sign and seven of eight exponent bits: values four times
-apart. Two bytes are bfloat16: cutting takes 0.27 % off each value in the mean, rounding nothing. No scales: every value
-stands for itself.
+Bitpack and Bitunpack of ADT (Zhuang et al., A2DTWP, section III, algorithm 2: RoundTo = 1, 2, 3 bytes). The paper
+truncates; `nearest` rounds first, to the same size. One byte keeps the sign and seven of eight exponent bits: powers of
+four. Two bytes are bfloat16: truncation makes values 0.27 % smaller on average, rounding is unbiased. There are no
+scales.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def from_bytes(data: bytes | bytearray | memoryview) -> tuple[Header, memoryview
         raise CodecError(f"got {len(view)} bytes, expected a header of at least {_FIXED.size}; read the whole file")
     magic, version, codec, dtype, dims, option_bytes, crc, payload_bytes = _FIXED.unpack_from(view)
     if magic != MAGIC:
-        raise CodecError(f"got bytes that begin with {magic!r}, expected {MAGIC!r}; this is no encoded tensor of Shoal")
+        raise CodecError(f"got bytes that begin with {magic!r}, expected {MAGIC!r}; this is no encoded tensor")
     if version != VERSION:
         raise CodecError(
             f"got version {version} of the format, expected {VERSION}; read it with the Shoal that wrote it"
@@ -91,16 +91,16 @@ def from_bytes(data: bytes | bytearray | memoryview) -> tuple[Header, memoryview
     if found != crc:
         raise CodecError(f"got CRC-32 {found:08x}, expected {crc:08x}; the bytes were damaged: fetch them again")
     if dtype not in _DTYPES:
-        raise CodecError(f"got dtype {dtype}, expected one of {', '.join(map(str, _DTYPES))}; write it anew")
+        raise CodecError(f"got dtype {dtype}, expected one of {', '.join(map(str, _DTYPES))}; encode it again")
     if dims > MAX_DIMS:
-        raise CodecError(f"got {dims} dimensions, expected at most {MAX_DIMS}; write it anew")
+        raise CodecError(f"got {dims} dimensions, expected at most {MAX_DIMS}; encode it again")
     sizes = struct.unpack_from(f"<{dims}Q", view, _FIXED.size)
     order = struct.unpack_from(f"<{dims}B", view, _FIXED.size + 8 * dims)
     # Strides are products of sizes, with 1 for 0: neither they nor bytes may overflow.
     if prod(max(size, 1) for size in sizes) * 8 > _LARGEST_SIZE:
-        raise CodecError(f"got shape {sizes}, expected fewer than 2**60 elements; write it anew")
+        raise CodecError(f"got shape {sizes}, expected fewer than 2**60 elements; encode it again")
     if sorted(order) != list(range(dims)):
-        raise CodecError(f"got dimension order {order}, expected each of {dims} dimensions once; write it anew")
+        raise CodecError(f"got dimension order {order}, expected each of {dims} dimensions once; encode it again")
     return Header(codec, _DTYPES[dtype], sizes, order, bytes(view[options_at:payload_at])), view[payload_at:]
 
 

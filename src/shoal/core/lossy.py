@@ -1,4 +1,4 @@
-"""Which activations may wait in 8 bits a value, and how: plain data, as plans hold it."""
+"""Which activations may be kept in 8 bits a value, and how: plain data, as plans hold it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULT_BLOCK_ELEMS = 4096
 
 @dataclass(frozen=True)
 class LossyOptions:
-    """Convolution inputs may wait encoded.
+    """Convolution inputs may be kept encoded.
 
     Attributes:
         codec: one of `CODECS`.

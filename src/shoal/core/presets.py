@@ -42,7 +42,7 @@ def get(name: str) -> Hardware:
     if name not in _PRESETS:
         close = get_close_matches(str(name).lower(), _PRESETS, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]!r}?" if close else f"give one of {', '.join(_PRESETS)}"
-        raise InputError(f"hardware={name!r} is no preset; {hint}")
+        raise InputError(f"hardware={name!r} is not a preset; {hint}")
     return _PRESETS[name]
 
 

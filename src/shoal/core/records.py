@@ -1,4 +1,4 @@
-"""Frozen dataclasses from JSON that may be damaged: every value is held against the type of its field.
+"""Frozen dataclasses from JSON that may be damaged: every value is checked against the type of its field.
 
 read_record(Link, {"name": "bus", "to_host_bytes_per_second": "fast", ...}, "link")
 InputError: link.to_host_bytes_per_second is 'fast', expected a finite number

@@ -29,7 +29,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Offload:
-    """It leaves for the host right after its last write and comes back before the backward pass reads it.
+    """It is copied to the host right after its last write and back before the backward pass reads it.
 
     Attributes:
         free_after: name of the forward op after which the device waits for the copy to the host and frees the bytes:

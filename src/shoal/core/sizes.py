@@ -34,7 +34,7 @@ def parse_bytes(size: int | str, what: str = "budget") -> int:
     """Turn `2_000_000`, `"2GiB"` or `"800 MB"` into bytes. A NumPy integer is an int like another.
 
     Raises:
-        InputError: the text is no size, or the size is not positive or has more than 63 bits.
+        InputError: the text is not a size, or the size is not positive or has more than 63 bits.
 
     >>> parse_bytes("1.5MiB")
     1572864

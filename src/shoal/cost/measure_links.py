@@ -79,7 +79,7 @@ def link_to(leaves: Offloading, device: torch.device) -> Link:
 def _file(place: torch.device, folder: str | Path | None, cache: bool) -> MeasuredLink:
     where = Path(tempfile.gettempdir() if folder is None else folder).absolute()
     if not where.is_dir():
-        raise InputError(f"folder={str(folder)!r} is no folder; give a writable one on a local disk")
+        raise InputError(f"folder={str(folder)!r} is not a folder; give a writable one on a local disk")
     key = f"file in {where.resolve()}"
     known = _recalled(key, place) if cache else None
     if known:

@@ -35,7 +35,7 @@ def device_of(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError(f"device={name!r} is no device; give 'cpu' or 'cuda'") from None
+        raise InputError(f"device={name!r} is not a device; give 'cpu' or 'cuda'") from None
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"device={str(name)!r} is not supported; give 'cpu' or 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from shoal.capture.fx_nodes import per_axis
 from shoal.capture.op_counts import concrete
 
 _aten = torch.ops.aten
@@ -117,8 +118,8 @@ def _first_places(pool: tuple[list[int], Any, Any, Any], dims: int) -> Callable[
     """The indices that max pooling returns if the first element of each window is its maximum."""
     shape, kernel, stride, padding = pool
     extents = shape[-dims:]
-    steps = _per_axis(stride, dims) or _per_axis(kernel, dims)
-    paddings = _per_axis(padding, dims) or [0] * dims
+    steps = per_axis(stride or kernel, dims)
+    paddings = per_axis(padding or [0], dims)
 
     def fill(indices: torch.Tensor) -> None:
         places = torch.zeros((), dtype=torch.int64, device=indices.device)
@@ -140,10 +141,3 @@ def _is_getitem(node: fx.Node, place: int) -> bool:
 
 def _shape(node: Any) -> list[int]:
     return [int(size) for size in node.meta["val"].shape]
-
-
-def _per_axis(sizes: Any, dims: int) -> list[int]:
-    if isinstance(sizes, int):
-        return [sizes] * dims
-    sizes = [int(size) for size in sizes or ()]
-    return sizes * dims if len(sizes) == 1 else sizes

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
-from torch.autograd import forward_ad
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal import planners
@@ -38,6 +36,7 @@ from shoal.engine.options import CompileOptions, check_optimizer
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, CaptureError, InputError
+from shoal.lowlevel.torch_state import active_ddp_module, in_trace, in_transform
 from shoal.memory.budget import budget_bytes
 from shoal.memory.static_memory import StaticMemory, distinct_bytes, optimizer_state_bytes
 from shoal.offload.policy import AUTO
@@ -223,14 +222,14 @@ class _Caller:
             return plain_call(model, *args, **kwargs)
         return self.train(*args, **kwargs)
 
-    @torch._dynamo.disable(reason=OWN_BUDGET)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=OWN_BUDGET)  # type: ignore[untyped-decorator]
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """A training step, planned."""
         model = self.model
-        if torch._C._get_tracing_state() or is_fx_symbolic_tracing():
+        if in_trace():
             return plain_call(model, *args, **kwargs)
         _reject_function_transforms()
-        self.session.static.called_by(DistributedDataParallel._get_active_ddp_module())
+        self.session.static.called_by(active_ddp_module())
         accumulating = self.session.before_call()
         kind = accumulating, *global_hooks()
         if kind not in self._planned:
@@ -272,7 +271,7 @@ def _reject_compiled(network: nn.Module) -> None:
 
 
 def _reject_function_transforms() -> None:
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    if in_transform():
         raise CaptureError(
             "a model with a budget is called under torch.func (grad, vmap, jvp, ...) or forward-mode AD, whose steps "
             "cannot be planned; call copy.deepcopy(model) there, which has no budget"

@@ -1,11 +1,11 @@
 """Batch norm in fewer bytes and the same bits: its result recomputed from its statistics, its gradient in place.
 
 PyTorch's CPU kernel normalises as `x * scale + shift` with `scale = invstd * weight` and `shift = bias - mean * scale`,
-each a fused multiply-add: `torch.addcmul` does the same arithmetic in one pass, over the input where that is dead. Its
-backward kernel allocates the gradient twice over. In channels_last it is asked for the two sums alone, which allocates
-nothing, and what is left is elementwise, piece by piece over the incoming gradient. In the contiguous layout channels
-do not meet, so it runs on a few channels at a time. `repeats_bits` and `backward_repeats_bits` try that on this machine
-before anyone relies on it.
+each a fused multiply-add: `torch.addcmul` does the same arithmetic in one pass, in place where the input has no later
+reader. Its backward kernel allocates the gradient twice. In channels_last it is called for the two sums alone, which
+allocates nothing, and the rest is elementwise, in pieces and in place over the incoming gradient. In the contiguous
+layout channels are independent, so it runs on a few channels at a time. `repeats_bits` and `backward_repeats_bits` test
+on this machine that the bits are the same.
 """
 
 from __future__ import annotations

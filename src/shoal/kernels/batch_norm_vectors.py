@@ -1,7 +1,7 @@
-"""Batch norm's work on vectors, one op each: `shoal::batch_norm_scale` and `shoal::moved_statistics`.
+"""Batch norm's arithmetic on vectors, one op each: `shoal::batch_norm_scale` and `shoal::moved_statistics`.
 
-Plain PyTorch would do; but each batch norm would be twenty ops of a few elements in a captured step, and a planner
-looks at every one.
+In plain PyTorch ops each batch norm would be twenty ops of a few elements in a captured step, all of which a planner
+would have to consider.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.lowlevel.direct_call import direct_call, needs_dispatch
+from shoal.lowlevel.torch_state import backward_pass
 
 
 def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -60,7 +61,7 @@ def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tenso
 
 def runs_again() -> bool:
     """Whether a backward pass is running, so that this forward pass is a checkpointed one, repeated."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and backward_pass() is not None
 
 
 def _scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

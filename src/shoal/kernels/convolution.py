@@ -1,13 +1,13 @@
 """A convolution's gradients in fewer bytes and the same bits: of its input without it, of its weight in pieces.
 
-PyTorch's `convolution_backward` wants the input also where it is asked for the input's gradient alone, of which only
-the shape and the layout matter. On the CPU an anonymous mapping that is never touched, so that it takes no memory,
-serves instead, and the input can be freed before its gradient is allocated.
+PyTorch's `convolution_backward` takes the input even for the input's gradient alone, for which only its shape and
+strides matter. On the CPU an anonymous mapping that is never touched, so that it takes no memory, stands in for it, and
+the input can be freed before its gradient is allocated.
 
 For the gradient of a weight that is larger than the images it works on, oneDNN may take a scratch of several times the
 weight's size (on processors without AVX-512: 72 MiB for the 9 MiB of 512 x 512 x 3 x 3, on two threads). Output
-channels do not meet in it, so a few at a time need a scratch for those few. `weight_gradient_pieces` tries on this
-machine, at the very shapes, whether that gives the same bits and is worth it.
+channels are independent, so a few at a time need scratch for those few. `weight_gradient_pieces` tests on this
+machine, with the same shapes, whether that gives the same bits and pays.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 weight gradient needs it. The payload is one block of bytes: a float32 scale for each block of values, then one code a
 value in memory order, as the table codecs of `shoal.codecs` lay it out.
 
-A ReLU's output is never negative, so the sign bits of its codes are free. There `encode` notes which values let no
-gradient through, and `relu_backward` reads that instead of the output: exact, and for no bytes at all.
+A ReLU's output is never negative, so the sign bits of its codes are free. `encode` stores in them where the ReLU's
+gradient is zero, and `relu_backward` reads that instead of the output: exact, and in no additional bytes.
 
 Scratch is a few hundred KiB, whatever the size of the activation.
 """

@@ -1,4 +1,4 @@
-"""Memory formats and strides: which a tensor has, and a tensor in the one that is asked for."""
+"""Memory formats and strides: which a tensor has, and conversions between them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Max pooling that saves one byte per output, a few images at a time: no int64 index of the whole batch exists.
 
-Where its input comes from a ReLU, the byte also says whether the ReLU lets the gradient through: it does where the
-maximum is not zero.
+Where its input comes from a ReLU, the byte also holds the ReLU's mask: its gradient passes where the maximum is
+not zero.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from shoal.codecs import pool_index
-from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
 
 _aten = torch.ops.aten
 _PIECE_ELEMS = 1 << 16  # outputs in a piece: each int64 scratch is 512 KiB
@@ -34,7 +33,9 @@ def forward(
     """
     pool = _aten.max_pool2d_with_indices if len(kernel) == 2 else _aten.max_pool3d_with_indices
     shape = [_outputs(*axis, ceil_mode) for axis in zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)]
-    pooled = torch.empty((*x.shape[:2], *shape), dtype=x.dtype, device=x.device, memory_format=suggest_memory_format(x))
+    pooled = torch.empty(
+        (*x.shape[:2], *shape), dtype=x.dtype, device=x.device, memory_format=suggested_memory_format(x)
+    )
     codes = torch.empty_like(pooled, dtype=torch.uint8)
     for some in _pieces(pooled):
         # The library's form that writes into given tensors takes five times as long.

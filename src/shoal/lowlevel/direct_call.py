@@ -99,11 +99,6 @@ def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
     return False
 
 
-def in_functorch() -> bool:
-    """Whether a transform of `torch.func` is active; a compiler is not asked."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
     for value in arguments:
         for each in value if type(value) is list else (value,):

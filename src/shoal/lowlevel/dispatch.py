@@ -1,16 +1,16 @@
 """Which implementation of an op runs: one table, one function that chooses, one environment variable.
 
 An op has a reference, PyTorch's own ops, which runs anywhere, and implementations that run faster where they apply.
-`choose` takes the first that applies and pays. SHOAL_KERNELS narrows the choice, by words separated by commas:
+`choose` takes the first that applies and pays. SHOAL_KERNELS restricts the choice, by words separated by commas:
 
 | word | |
 |---|---|
-| `reference` | only the references; stands alone |
+| `reference` | only the references; cannot be combined |
 | `native`, `triton` | beside the references, only the kernels of the C++ library, only those in Triton, or both |
 | `portable`, `avx2`, `avx512` | the instruction set of native kernels; unset: the best that this machine runs |
 | `no-winograd` | native 3 x 3 convolutions as direct convolutions, not by Winograd's F(2x2, 3x3) |
 
-Unset or empty, it narrows nothing. It is read at every choice, so that a process may change it.
+Unset or empty, it restricts nothing. It is read at every choice, so that a process may change it.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def memory_limit(limit_bytes: int | str | None, device: str | torch.device = "cp
 
     Raises:
         torch.OutOfMemoryError: inside the block, from the allocation that does not fit. Free something and go on.
-        InputError: the limit is no size, the device is of another type, or there is no C++ compiler for the CPU.
+        InputError: the limit is not a size, the device is of another type, or there is no C++ compiler for the CPU.
 
     >>> with memory_limit("1MiB") as limit:
     ...     before_bytes = limit.live_bytes

@@ -1,4 +1,4 @@
 """Offloading to the host: links, the transfers of a planned step, and `offload_activations` for eager mode.
 
-Imports `core`.
+Imports `lowlevel` and `core`.
 """

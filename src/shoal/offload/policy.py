@@ -64,7 +64,9 @@ def offloading(
         return None
     where = str(offload_to)
     if where != HOST and not Path(where).is_dir():
-        raise InputError(f"offload_to={where!r} is no folder; give 'host', an existing folder on a local disk, or None")
+        raise InputError(
+            f"offload_to={where!r} is not a folder; give 'host', an existing folder on a local disk, or None"
+        )
     if host_budget is not None:
         return Offloading(where, parse_bytes(host_budget, "host_budget"), pace)
     there_bytes = _available_bytes() if where == HOST else shutil.disk_usage(where).free

@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.core.sizes import in_pages
+from shoal.lowlevel.torch_state import storage_of
 from shoal.offload.links.open_link import OpenLink
 from shoal.offload.links.slab import Copy
 
@@ -171,5 +172,5 @@ class SavedStorage:
         """The bytes on the device: fetched, or alive because something else holds the storage (an input, autograd)."""
         if self._fetched is not None:
             return self._fetched
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._elsewhere.cdata)
+        storage = storage_of(self._elsewhere)
         return storage if storage is not None and storage.nbytes() == self.nbytes else None

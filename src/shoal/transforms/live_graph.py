@@ -60,7 +60,7 @@ class _Attribute(nn.Module):
 
     def __init__(self, network: nn.Module, path: str) -> None:
         super().__init__()
-        self._network, self._path = (network,), path  # in a tuple, so that it is no child
+        self._network, self._path = (network,), path  # in a tuple, so that it is not a child
 
     def forward(self) -> object:
         return attribute_at(self._network[0], self._path)

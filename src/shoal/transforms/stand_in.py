@@ -55,7 +55,7 @@ class StandIn(nn.Module):
             setattr(self, shared, getattr(model, shared))
         self._is_full_backward_hook = model._is_full_backward_hook
         self.training = model.training
-        self._source = (model,)  # in a tuple, so that it is no child
+        self._source = (model,)  # in a tuple, so that it is not a child
         self._remember_layers()
 
     @property
@@ -95,7 +95,7 @@ def check_network(model: object, hint: str) -> None:
             transform.
 
     Raises:
-        InputError: it is no network, or such a result.
+        InputError: it is not a network, or such a result.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from shoal.errors import CaptureError
+from shoal.lowlevel.torch_state import saved_tensors_hooks
 from shoal.transforms.stand_in import StandIn
 from shoal.transforms.writes import IN_PLACE_OPERATORS, Writes
 
@@ -83,13 +84,6 @@ def traced(model: nn.Module, tracer: fx.Tracer, *, training: bool, instead: str)
         ) from reason
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something else runs where the module is called."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
 class _Proxy(fx.Proxy):
     """Records `x += y` as what it is: torch.fx's own records `x = x + y`, which other names of `x` do not see."""
 
@@ -116,7 +110,7 @@ def add_to_new_memory(model: nn.Module, graph: fx.Graph) -> None:
 def _ways_to_run() -> tuple[object, ...]:
     """What a context in a forward pass may change for the layers in it, which a graph does not record."""
     autocast = ((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
-    saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    saving = saved_tensors_hooks()
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, saving
 
 

@@ -150,8 +150,8 @@ def test_a_truncated_archive(tmp_path: Path, share: float) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"train/wolf/0000.jpg": jpeg(1)}, "train/wolf/0000.jpg lies in no known class folder; expected train or test"),
-        ({"dev/cat/0000.jpg": jpeg(1)}, "dev/cat/0000.jpg lies in no known class folder"),
+        ({"train/wolf/0000.jpg": jpeg(1)}, "train/wolf/0000.jpg is in no known class folder; expected train or test"),
+        ({"dev/cat/0000.jpg": jpeg(1)}, "dev/cat/0000.jpg is in no known class folder"),
         ({"train/cat/0001.jpg": b"not an image"}, "train/cat/0001.jpg cannot be decoded"),
         ({"train/cat/0001.jpg": jpeg(1)[:300]}, "train/cat/0001.jpg cannot be decoded"),
         ({"train/cat/0001.jpg": jpeg(1, side=16)}, r"shape \(16, 16, 3\), expected \(32, 32, 3\)"),
@@ -191,10 +191,10 @@ class Harm:
     ("name", "content", "message"),
     [
         ("data_batch_3", None, "cannot read .*data_batch_3: No such file"),
-        ("test_batch", b"", "test_batch is truncated or no CIFAR-10 batch"),
-        ("test_batch", "half", "test_batch is truncated or no CIFAR-10 batch"),
+        ("test_batch", b"", "test_batch is truncated or not a CIFAR-10 batch"),
+        ("test_batch", "half", "test_batch is truncated or not a CIFAR-10 batch"),
         ("test_batch", pickle.dumps(Harm()), r"UnpicklingError: it asks for \w+.mkdir"),
-        ("test_batch", pickle.dumps([1, 2]), "no CIFAR-10 batch"),
+        ("test_batch", pickle.dumps([1, 2]), "not a CIFAR-10 batch"),
         ("test_batch", pickle.dumps({"labels": [1]}), "KeyError: 'data'"),
         ("test_batch", pickle.dumps({"data": [[1, 2]], "labels": [1]}), r"data is int64 \(1, 2\), expected uint8"),
     ],
@@ -263,5 +263,5 @@ def test_an_archive_that_unpacks_to_gigabytes_is_refused_before_it_does(
 def test_a_batch_whose_pickle_asks_for_a_far_place_in_its_memory_gets_no_memory_for_it(tmp_path: Path) -> None:
     path = tmp_path / "data_batch_1"
     path.write_bytes(b"\x80\x02}r\x00\x00\x00\x70.")  # puts an empty dictionary at place 0x70000000
-    with pytest.raises(InputError, match="no CIFAR-10 batch .KeyError: 'data'"):
+    with pytest.raises(InputError, match="not a CIFAR-10 batch .KeyError: 'data'"):
         cifar10._read_batch(path)

@@ -90,7 +90,7 @@ def damaged(whole: bytes) -> dict[str, bytes]:
     middle = len(whole) // 2
     return {
         "empty": b"",
-        "text": b"this is no checkpoint\n" * 10,
+        "text": b"this is not a checkpoint\n" * 10,
         "cut short": whole[:middle],
         "one bit flipped": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
     }
@@ -101,7 +101,7 @@ def test_a_damaged_file_is_reported_in_one_line(path: Path, damage: str) -> None
     parts = Parts(seed=0, features=500)  # its weights fill the middle of the file
     parts.save(path)
     path.write_bytes(damaged(path.read_bytes())[damage])
-    with pytest.raises(InputError, match="damaged or no Shoal checkpoint.*run without --resume") as caught:
+    with pytest.raises(InputError, match="damaged or not a Shoal checkpoint.*run without --resume") as caught:
         parts.load(path)
     assert "\n" not in str(caught.value)
 
@@ -117,7 +117,7 @@ def test_a_foreign_file_is_refused_and_none_of_its_code_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(content, path)
-    with pytest.raises(InputError, match="damaged or no Shoal checkpoint"):
+    with pytest.raises(InputError, match="damaged or not a Shoal checkpoint"):
         Parts(seed=0).load(path)
     assert not (tmp_path / "exploded").exists()
 

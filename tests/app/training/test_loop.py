@@ -219,7 +219,7 @@ def test_resuming_with_other_arguments_is_refused(tiny: Options) -> None:
 
 
 def test_a_network_that_answers_per_pixel_needs_labels_per_pixel(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="unet answers per pixel, data 'digits' per image"):
+    with pytest.raises(InputError, match="unet has an output per pixel, data 'digits' per image"):
         run(TrainOptions(model="unet", data="digits", planner="none", out=tmp_path))
 
 

@@ -68,7 +68,7 @@ def test_an_infinitely_fast_link_declines(
     decision = choose(some.slower(0.0), candidates, n, raw_elems=raw, way=way)
     assert decision.codec is None
     assert decision.link_gbps == math.inf
-    assert decision.reason.startswith("as it is")
+    assert decision.reason.startswith("uncompressed")
 
 
 @given(links, candidate_lists, elems, raw_elems, ways, st.randoms())
@@ -120,7 +120,7 @@ def test_one_rank_sends_nothing(candidates: tuple[CodecRates, ...], n: int) -> N
 def test_a_bucket_of_biases_travels_as_it_is() -> None:
     decision = choose(link(0.001), [TREE], 0, raw_elems=1000)
     assert decision.codec is None
-    assert decision.reason == "as it is: nothing in it may be encoded"
+    assert decision.reason == "uncompressed: nothing in it may be encoded"
 
 
 def test_bf16_gains_nothing_on_values_of_two_bytes() -> None:
@@ -131,7 +131,7 @@ def test_bf16_gains_nothing_on_values_of_two_bytes() -> None:
 
 
 def test_no_candidate() -> None:
-    assert choose(link(0.001), [], 1000).reason == "as it is: there is no candidate"
+    assert choose(link(0.001), [], 1000).reason == "uncompressed: there is no candidate"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 16])

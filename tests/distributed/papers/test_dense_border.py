@@ -125,7 +125,7 @@ def _conv(*then: nn.Module) -> nn.Module:
         (nn.Sequential(nn.Linear(4, 4), nn.Conv2d(3, 4, 3)), "without a linear layer after its last convolution"),
         (_conv(nn.BatchNorm1d(6), nn.Linear(6, 2)), "BatchNorm1d mixes features"),
         (_conv(nn.Softmax(1), nn.Linear(6, 2)), "Softmax mixes features"),
-        (_conv(nn.BatchNorm1d(6)), "it has parameters, and is no linear layer"),
+        (_conv(nn.BatchNorm1d(6)), "it has parameters, and is not a linear layer"),
         (Skipping(), "it reads something else"),
         (Dropping(), "does something else in eval mode|as a function"),
         (Branching(), "cannot trace"),

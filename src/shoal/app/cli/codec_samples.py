@@ -1,4 +1,4 @@
-"""Numbers to try codecs on: from a file, or drawn."""
+"""Numbers to try codecs on: from a file, or random."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _read_npy(path: Path) -> torch.Tensor:
         raise
     except Exception as error:  # as many kinds as there are ways to be no such file
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise InputError(f"{path} is no array of numbers ({reason}); write it with numpy.save") from error
+        raise InputError(f"{path} is not an array of numbers ({reason}); write it with numpy.save") from error
     if array.dtype.kind != "f" or array.dtype.itemsize > 8:
         raise InputError(f"{path} holds {array.dtype}, expected float16, float32 or float64; convert it first")
     # A copy: torch knows neither read-only nor byte-swapped arrays.
@@ -86,7 +86,7 @@ def _read_torch(path: Path) -> torch.Tensor:
         raise
     except Exception as error:  # as many kinds as there are ways to be no such file
         reason = (str(error).splitlines() or [type(error).__name__])[0].strip().rstrip(".")
-        raise InputError(f"{path} is no file of tensors ({reason}); write a tensor with torch.save") from error
+        raise InputError(f"{path} is not a file of tensors ({reason}); write a tensor with torch.save") from error
     found = [tensor.detach().flatten().float() for tensor in _tensors(loaded) if tensor.is_floating_point()]
     if not found:
         raise InputError(f"{path} holds no floating-point tensor; write one, or a state_dict, with torch.save")
@@ -103,7 +103,7 @@ def _tensors(loaded: Any) -> list[torch.Tensor]:
 def _read_raw(path: Path) -> torch.Tensor:
     data = path.read_bytes()
     if len(data) % 4:
-        raise InputError(f"{path} has {len(data)} bytes, no whole number of float32; give .npy, .pt or raw float32")
+        raise InputError(f"{path} has {len(data)} bytes, not a multiple of 4; give .npy, .pt or raw float32")
     return torch.from_numpy(np.frombuffer(data, dtype="<f4").astype(np.float32))
 
 

@@ -1,4 +1,4 @@
-"""What each codec makes of given numbers on this machine: bytes, error, speed."""
+"""How each codec encodes given numbers on this machine: bytes, error, speed."""
 
 from __future__ import annotations
 

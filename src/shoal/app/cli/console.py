@@ -25,7 +25,7 @@ errors = Console(stderr=True)
 
 
 def output() -> Console:
-    """Where results go: stdout, as wide as a row needs where it is no terminal."""
+    """Where results go: stdout, as wide as a row needs where it is not a terminal."""
     console = Console()
     if not console.is_terminal:
         console.width = 240

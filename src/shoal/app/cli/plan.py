@@ -140,7 +140,7 @@ def _budget_bytes(budget: str | None, target: Hardware | None) -> int:
 
 @contextmanager
 def _search_shown() -> Iterator[Callable[[str, int], None]]:
-    """A line that shows what is being tried; nothing where stderr is no terminal."""
+    """A line that shows what is being tried; nothing where stderr is not a terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("largest batch")

@@ -1,7 +1,7 @@
 """CIFAR-10: 60,000 images of 32 pixels in ten classes, from either of two forms.
 
 - `cifar10-jpeg.tar.xz`: `train/airplane/0000.jpg` and so on, in one archive. Decoded once, then kept in the cache.
-- `cifar-10-batches-py`: torchvision's folder of Python pickles, read by an unpickler that knows nothing but arrays.
+- `cifar-10-batches-py`: torchvision's folder of Python pickles, read by an unpickler that allows only arrays.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def read_archive(archive: Path, packed: bytes) -> Arrays:
         packed: its bytes.
 
     Raises:
-        InputError: it is truncated or damaged, an image cannot be decoded, or a folder is no split or class.
+        InputError: it is truncated or damaged, an image cannot be decoded, or a folder is not a split or class.
     """
     pixels: dict[str, list[NDArray[np.uint8]]] = {split: [] for split in SAMPLES}
     labels: dict[str, list[int]] = {split: [] for split in SAMPLES}
@@ -128,7 +128,7 @@ def read_archive(archive: Path, packed: bytes) -> Arrays:
                 split, _, folder = member.name.removeprefix("./").rpartition("/")[0].partition("/")
                 if split not in SAMPLES or folder not in CLASSES:
                     raise InputError(
-                        f"{archive}: {member.name} lies in no known class folder; "
+                        f"{archive}: {member.name} is in no known class folder; "
                         f"expected train or test, then one of {', '.join(CLASSES)}"
                     )
                 pixels[split].append(_decode(file.read(), f"{archive}: {member.name}"))
@@ -177,7 +177,7 @@ def _read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
         pixels, labels = np.asarray(batch["data"]), np.asarray(batch["labels"], np.int64)
     except Exception as error:  # a damaged pickle may raise anything
-        raise InputError(f"{path} is truncated or no CIFAR-10 batch ({_reason(error)}); copy it again") from error
+        raise InputError(f"{path} is truncated or not a CIFAR-10 batch ({_reason(error)}); copy it again") from error
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), 3072):
         raise InputError(
             f"{path}: data is {pixels.dtype} {pixels.shape}, expected uint8 ({len(labels)}, 3072); copy it again"

@@ -1,4 +1,4 @@
-"""What happens to one image: functions of arrays, and of a generator where chance plays."""
+"""Transforms of one image: functions of arrays, and of a generator where they are random."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def check_labels(labels: NDArray[Any], classes: int, where: str) -> NDArray[np.i
     if len(outside):
         raise InputError(
             f"{where}: sample {outside[0]} has label {labels[outside[0]]}, expected 0 to {classes - 1}; "
-            "mend or remove it"
+            "correct or remove it"
         )
     empty = np.flatnonzero(np.bincount(labels, minlength=classes) == 0)
     if len(empty):

@@ -1,4 +1,4 @@
-"""Images drawn from a seed, with something to learn in them: any shape, any number of classes, labels per pixel."""
+"""Images drawn from a seed, with classes that can be learnt: any shape, any number of classes, labels per pixel."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from shoal.errors import InputError
 
 
 @dataclass(frozen=True)
-class Waves:
-    """Each class is a plane wave of its own direction and length, at a random phase, under noise.
-
-    Sample `i` is of class `i % num_classes`. `split` keeps training and test samples apart.
-    """
+class _Drawn:
+    """Samples that are drawn when they are read, a sample each time the same; `split`: those of training or of test."""
 
     samples: int
     shape: tuple[int, ...]
@@ -28,6 +25,14 @@ class Waves:
 
     def __len__(self) -> int:
         return self.samples
+
+
+@dataclass(frozen=True)
+class Waves(_Drawn):
+    """Each class is a plane wave of its own direction and length, at a random phase, under noise.
+
+    Sample `i` is of class `i % num_classes`.
+    """
 
     def read(self, index: int) -> tuple[NDArray[np.float32], int]:
         """float32 of `shape`, and the class."""
@@ -47,17 +52,8 @@ class Waves:
 
 
 @dataclass(frozen=True)
-class Balls:
+class Balls(_Drawn):
     """A ball of every class but 0, the background: brighter with its class, somewhere in the image, under noise."""
-
-    samples: int
-    shape: tuple[int, ...]
-    num_classes: int
-    seed: int
-    split: int
-
-    def __len__(self) -> int:
-        return self.samples
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """float32 of `shape`, and the class of every pixel."""

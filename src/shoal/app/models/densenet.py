@@ -1,7 +1,7 @@
 """DenseNet: Huang, Liu, van der Maaten and Weinberger, "Densely connected convolutional networks" (2017).
 
-Every layer reads the concatenation of all earlier outputs of its block and normalises it anew, so the bytes that plain
-training saves grow with the square of a block's depth: giving up saved storages pays most here.
+Every layer reads the concatenation of all earlier outputs of its block and normalises it again, so the bytes that plain
+training saves grow with the square of a block's depth: recomputation pays most here.
 """
 
 from __future__ import annotations

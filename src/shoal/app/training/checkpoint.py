@@ -167,7 +167,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"cannot read {path}: {error.strerror}; make it readable") from error
     except Exception as error:  # as many kinds as there are ways to be damaged: EOFError, struct.error, zlib.error, ...
         raise InputError(
-            f"{path} is damaged or no Shoal checkpoint ({_first_line(error)}); "
+            f"{path} is damaged or not a Shoal checkpoint ({_first_line(error)}); "
             "run without --resume to start again, or give another --out"
         ) from error
     return state
@@ -177,7 +177,7 @@ def _position(saved: Mapping[str, Any]) -> Position:
     """Where the run stood.
 
     Raises:
-        TypeError: it is no position.
+        TypeError: it is not a position.
     """
     position = Position(**saved)
     counts = (position.epoch, position.step, position.right, position.answers)

@@ -55,7 +55,7 @@ class TrainOptions:
         allow: as of `shoal.compile`.
         lossy: the codec in which the planner "joint" may store inputs of convolutions; None for none.
         ranks: how many processes train together; None for one alone.
-        compress_gradients: the codec in which gradients travel, "auto" for what measures fastest, None for float32.
+        compress_gradients: the codec in which gradients are sent, "auto" for what measures fastest, None for float32.
         weights: "host" keeps weights and optimizer on the host, "sharded" a share of them on each rank; None: whole on
             every rank.
         precision: in which `weights` are sent: "8", "16", "24" or "32" bits, "bf16", or "adaptive" (AWP).
@@ -172,11 +172,11 @@ class TrainOptions:
             raise InputError(f"{what} cannot be combined with --amp fp16; --amp bf16 is possible")
         if self.precision and not self.weights:
             raise InputError(
-                f"precision {self.precision!r} is of weights that travel; give --weights host or sharded too"
+                f"precision {self.precision!r} is for weights that are sent; give --weights host or sharded too"
             )
         if self.one_byte and self.precision not in ("8", "adaptive"):
             raise InputError(
-                f"--one-byte {self.one_byte} is of weights in 8 bits; give --precision 8 or --adaptive-precision too"
+                f"--one-byte {self.one_byte} is for weights in 8 bits; give --precision 8 or --adaptive-precision too"
             )
         awp = self.awp_threshold is not None or self.awp_interval is not None
         if awp and self.precision != "adaptive":
@@ -237,8 +237,8 @@ class Outcome:
         versions: torch, python, shoal, and the threads and seed the run had.
         patches: where the patches of a split network lie in its images.
         image: the first test image as an address that begins with "data:", to draw them over.
-        traffic: bytes that rank 0 put on the wire, as of `Traffic.to_json`; None where nothing travels.
-        travel: how things travel and why, in lines for people.
+        traffic: bytes that rank 0 put on the wire, as of `Traffic.to_json`; None where nothing is sent.
+        travel: how things are sent and why, in lines for people.
     """
 
     losses: tuple[float, ...]

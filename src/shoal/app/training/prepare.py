@@ -1,4 +1,4 @@
-"""What a run is made of, by its options: data, network, memory layout and memory limit."""
+"""Builds a run from its options: data, network, memory layout and memory limit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def open_data(options: TrainOptions, ranks: Ranks) -> Data:
     dense: dict[str, Any] = {}
     if options.model.startswith("unet"):
         if options.data != "synthetic":
-            raise InputError(f"{options.model} answers per pixel, data {options.data!r} per image; give 'synthetic'")
+            raise InputError(
+                f"{options.model} has an output per pixel, data {options.data!r} per image; give 'synthetic'"
+            )
         dense = {"dense": True, "dims": 3 if options.model.endswith("3d") else 2}
     data = shoal.app.data.open(
         options.data,

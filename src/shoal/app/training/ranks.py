@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shoal.distributed import Exchange
 from shoal.distributed.comm.agreement import agree
 from shoal.errors import InputError, TransferError
+from shoal.lowlevel.process_groups import add_in_store
 
 _FAILURES = "shoal/failures"
 
@@ -95,7 +96,7 @@ class Ranks:
         if self.count == 1:
             return True
         try:
-            return dist.distributed_c10d._get_default_store().add(_FAILURES, 1) == 1
+            return add_in_store(_FAILURES, 1) == 1
         except RuntimeError:  # the store has gone with the process that kept it
             return True
 
@@ -150,7 +151,7 @@ def joined(device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[Ran
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError) as error:
         raise InputError(
-            f"the ranks did not meet within {timeout_seconds:g} s ({str(error).strip().splitlines()[0][:160]}); "
+            f"the ranks did not connect within {timeout_seconds:g} s ({str(error).strip().splitlines()[0][:160]}); "
             "start all of them with the same torchrun command"
         ) from error
     try:

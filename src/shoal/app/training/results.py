@@ -1,4 +1,4 @@
-"""What a run leaves behind beside its checkpoint: result.json, the plan, the report page and the trace."""
+"""What a run writes besides its checkpoint: result.json, the plan, the report page and the trace."""
 
 from __future__ import annotations
 

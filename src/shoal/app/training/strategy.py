@@ -1,4 +1,4 @@
-"""Where a run's weights and gradients lie and how they travel: what a step calls, and what a checkpoint holds."""
+"""Where weights and gradients are stored and how they are sent: what a step calls, and what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.distributed.comm.traffic import Traffic
 
 
 class Carrier(Protocol):
-    """What makes weights or gradients travel, such as `HostWeights`."""
+    """What sends weights or gradients, such as `HostWeights`."""
 
     traffic: Traffic
 
@@ -24,7 +24,7 @@ class Carrier(Protocol):
         """Put back what `state_dict` gave."""
 
     def explain(self) -> str:
-        """How things travel and why, for people."""
+        """How things are sent and why, for people."""
 
     def close(self) -> None:
         """Give back what it holds."""
@@ -37,7 +37,7 @@ class Strategy:
         network: by whose names a checkpoint is written; what `shoal.compile` compiled, if it did.
         optimizer: steps after each backward pass.
         ranks: that train together.
-        carrier: of what travels, if anything does.
+        carrier: of what is sent, if anything does.
 
     Attributes:
         called: what a step calls.
@@ -55,7 +55,7 @@ class Strategy:
 
     @property
     def traffic(self) -> Traffic | None:
-        """Bytes on the wire; None where nothing travels."""
+        """Bytes on the wire; None where nothing is sent."""
         return None if self._carrier is None else self._carrier.traffic
 
     def state(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Strategy:
         self._ranks.share_buffers(self.network)
 
     def explain(self) -> str:
-        """How things travel and why, for people; empty where nothing travels."""
+        """How things are sent and why, for people; empty where nothing is sent."""
         return "" if self._carrier is None else self._carrier.explain()
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class CheckedAllToAll:
         what: is exchanged.
         received: where each rank's message goes to, of the expected lengths; `rank`'s own is left alone.
         timeout_seconds: for all that is left when `finish` is called.
-        host_headers: whether headers travel between hosts, wherever the messages are.
+        host_headers: whether headers are sent between hosts, wherever the messages are.
         parts: what goes to each rank, once it is sent.
         peers: all ranks but this one.
     """

@@ -1,4 +1,4 @@
-"""What goes before every message between ranks: length, number and checksum, so that none is taken for another.
+"""The header of every message between ranks: length, number and checksum, so that none is mistaken for another.
 
 The header is a message of its own, of a fixed size: a receiver learns of another length before it opens a buffer for
 it (gloo ends the process where lengths differ). `docs/distributed.md` has the bytes.

@@ -34,7 +34,7 @@ class ParameterGrad:
     Attributes:
         name: of the parameter.
         elems: how many values; they follow those of the gradient before.
-        encoded: whether they may travel encoded.
+        encoded: whether they may be sent encoded.
     """
 
     name: str
@@ -44,14 +44,14 @@ class ParameterGrad:
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring values of one parameter that travel together: a codec's blocks begin anew in each segment.
+    """Neighbouring values of one parameter that are sent together: a codec's blocks begin anew in each segment.
 
     Attributes:
         name: of the parameter.
         start: the first value, counted in the parameter.
         first: the same, counted in the bucket.
         elems: how many.
-        encoded: whether they travel encoded, else raw.
+        encoded: whether they are sent encoded, else raw.
     """
 
     name: str
@@ -110,7 +110,7 @@ def cut(
 def in_chunks(
     shards: Sequence[tuple[Segment, ...]], chunk_elems: int = CHUNK_ELEMS
 ) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
-    """The shards in runs of whole segments, of about `chunk_elems` values over all ranks: what travels by itself.
+    """The shards in runs of whole segments, of about `chunk_elems` values over all ranks: one message each.
 
     While one chunk is on the link the next is encoded and the one before decoded. Segments stay as they are, so the
     bits do not depend on the chunks.

@@ -219,7 +219,7 @@ class LocalExactMean:
         self._gather.receive()
         own = values.clone()
         values.zero_()
-        # In the order of ranks, so that what travels raw has the same mean everywhere.
+        # In the order of ranks, so that what is sent uncompressed has the same mean everywhere.
         for r, message in enumerate(self._messages):
             if r == bucket.rank:
                 values.add_(own)

@@ -57,7 +57,7 @@ class CodedReduceScatter:
     Attributes:
         name: of the module, for errors.
         gradients: of one rank's shard, in FSDP2's order.
-        codec: of the encoded ones; None: all travel as they are.
+        codec: of the encoded ones; None: all are sent uncompressed.
         plain: FSDP2's own, which allocates, and reduces what does not hold all of the gradients.
         exchange: over the ranks that hold shards.
         feedback: residuals, or None to keep none.

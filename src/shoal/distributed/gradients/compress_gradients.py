@@ -68,7 +68,7 @@ def compress_gradients(
     Replaces DDP's own all-reduce (`register_comm_hook`). A collective call, once, before the first backward pass.
     Each gradient is rounded twice at most, for any number of ranks, and 8-bit codecs send a quarter of float32's
     bytes. All ranks decode the same bytes, so that their weights stay equal to the bit. Parameters of less than two
-    dimensions (biases, scales of batch norms) travel raw; blocks that share a scale never hold values of two
+    dimensions (biases, scales of batch norms) are sent uncompressed; blocks that share a scale never hold values of two
     parameters. Exchanges run beside the backward pass, bucket by bucket.
 
     With one rank, gradients are those of plain DDP, to the bit.
@@ -77,7 +77,7 @@ def compress_gradients(
         ddp_model: on a group of gloo or NCCL; or a model that `fully_shard` was applied to, whose gradients are encoded
             once, on the way to the ranks that hold their shards.
         codec: the name of a codec of floats, such as "dynamic_tree", or a codec; "auto": links and codecs are measured
-            now, and each bucket travels in what is fastest, or as it is; None: all travel as they are.
+            now, and each bucket is sent in what is fastest, or uncompressed; None: all are sent uncompressed.
         error_feedback: add what encoding lost to the next gradient of the same parameter; takes a float32 a parameter
             value, and a rank's share again. None: for one_bit alone, which needs it.
         local: "encoded", as above. "exact": every rank sends its encoded gradients to all others and adds its own
@@ -105,8 +105,8 @@ def compress_gradients(
         # 2 ranks: 11.2 MiB of gradients a step instead of 44.6 MiB (0.251)
         # bucket 0, 11164362 values: dynamic_tree, as asked
 
-    Limits: residuals of error feedback are in units of GradScaler's scale of its step. float64 travels as it is.
-    Where all buckets travel as they are, no hook is set, and errors of other ranks are torch.distributed's.
+    Limits: residuals of error feedback are in units of GradScaler's scale of its step. float64 is sent uncompressed.
+    Where all buckets are sent uncompressed, no hook is set, and errors of other ranks are torch.distributed's.
     """
     sharded = isinstance(ddp_model, torch.nn.Module) and is_sharded(ddp_model)
     if not sharded and not isinstance(ddp_model, DistributedDataParallel):
@@ -169,19 +169,19 @@ class CompressedGradients:
 
     @property
     def decisions(self) -> dict[int, Decision]:
-        """How each bucket travels, by its number, as of the last backward pass."""
+        """How each bucket is sent, by its number, as of the last backward pass."""
         return {} if self._reducer is None else dict(sorted(self._reducer.decisions.items()))
 
     def explain(self) -> str:
-        """The bytes of the last step, and for each bucket how it travels and why, a line each."""
+        """The bytes of the last step, and for each bucket how it is sent and why, a line each."""
         if self._reducer is not None:
             lines = [f"bucket {number}, {d.elems} values: {d.reason}" for number, d in self.decisions.items()]
         elif self._chooser is not None:
             expected = dict.fromkeys(self._expected_buckets())  # buckets of one size once
-            lines = ["every bucket as it is: encoding would not save enough in all"]
+            lines = ["every bucket uncompressed: encoding would not save enough in total"]
             lines += [f"buckets of {sum(bucket)} values: {self._chooser.decide(*bucket).reason}" for bucket in expected]
         else:
-            lines = ["every bucket: as it is"]
+            lines = ["every bucket: uncompressed"]
         return explained(self.traffic, self.ranks, lines)
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class CompressedGradients:
         self._steps_loaded = True
 
     def close(self) -> None:
-        """All-reduce every bucket as it is from now on, and free threads and process groups. A collective call."""
+        """All-reduce every bucket uncompressed from now on, and free threads and process groups. A collective call."""
         if self._reducer is not None:
             self._reducer.close()
         for handle in self._handles:

@@ -1,13 +1,13 @@
-"""DDP's buckets: how it will cut a model's gradients into them, and the communication hook that it calls for each.
+"""DDP's buckets: how it assigns a model's gradients to them, and the communication hook that it calls for each.
 
-DDP compares the hook's annotations with the types themselves, so that this module does not postpone their evaluation.
+DDP compares the hook's annotations with the types themselves, so this module does not postpone their evaluation.
 """
 
 from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's default, so that the first all-reduce starts early

@@ -1,4 +1,4 @@
-"""What happens to each bucket of DDP: which codec, on its way through the threads, and what becomes of an error."""
+"""The reduction of each bucket of DDP: its codec, its way through the threads, and its errors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from threading import Lock
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
-from torch.autograd import Variable
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FloatCodec
@@ -21,9 +20,10 @@ from shoal.distributed.gradients.choose_codec import Decision
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.reduction_threads import Job, ReductionThreads
 from shoal.errors import ShoalError, TransferError
+from shoal.lowlevel.torch_state import backward_pass, call_at_end_of_backward
 
 Chunks = tuple[CodedBucket, ...]
-# How gradients travel: the decision, and its codec or None for an all-reduce of the bucket as it is.
+# How gradients are sent: the decision, and its codec or None for a plain all-reduce of the bucket.
 Decide = Callable[[tuple[ParameterGrad, ...], torch.dtype], tuple[Decision, Codec | None]]
 
 
@@ -32,7 +32,7 @@ class DdpReducer:
     Args:
         group: of the model.
         names: of parameters, by `id`.
-        decide: how a bucket of so many values and this dtype travels; the same on every rank.
+        decide: how a bucket of so many values and this dtype is sent; the same on every rank.
         local_exact: whether `LocalExactMean` is taken instead of `ShardedMean`.
         feedback: residuals, or None to keep none.
         scatter, gather: used by nobody else from now on.
@@ -124,7 +124,7 @@ class DdpReducer:
             raise self._failure
 
     def close(self) -> None:
-        """From now on all-reduce every bucket as it is."""
+        """From now on all-reduce every bucket uncompressed."""
         self._closed = True
         if self._threads is not None:
             self._threads.close()
@@ -202,14 +202,13 @@ class DdpReducer:
 
     def _watch_backward(self) -> bool:
         """Whether this is within a backward pass; if so, `_end` is called after DDP's own end of it."""
-        number = torch._C._current_graph_task_id()
-        if number == -1:  # a rank that ran out of batches follows the others: DistributedDataParallel.join
+        number = backward_pass()
+        if number is None:  # a rank that ran out of batches follows the others: DistributedDataParallel.join
             return False
         if number != self._backward:
             self._backward = number
-            engine = Variable._execution_engine
             # DDP's end is called after what is put there now and before what is put there then.
-            engine.queue_callback(lambda: engine.queue_callback(self._end))
+            call_at_end_of_backward(lambda: call_at_end_of_backward(self._end))
         return True
 
     def _end(self) -> None:

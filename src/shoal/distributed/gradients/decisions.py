@@ -1,4 +1,4 @@
-"""How gradients travel, asked for or measured, and in words: alike for DDP's buckets and FSDP2's modules."""
+"""How gradients are sent, as asked for or as measured, and why: the same for DDP's buckets and FSDP2's modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.distributed.gradients.choose_codec import Chooser, Decision
 def decide(
     gradients: Iterable[ParameterGrad], dtype: torch.dtype, ranks: int, codec: Codec | None, chooser: Chooser | None
 ) -> tuple[Decision, Codec | None]:
-    """How what is reduced together travels, the same on every rank; None for as it is.
+    """How what is reduced together is sent, the same on every rank; None for uncompressed.
 
     Args:
         gradients: all of it, over all ranks.
@@ -38,19 +38,21 @@ def decide(
     for gradient in gradients:
         encoded, raw = (encoded + gradient.elems, raw) if gradient.encoded else (encoded, raw + gradient.elems)
     if dtype not in FLOATS:
-        return _asked(None, f"as it is: no codec takes {dtype}", encoded + raw), None
+        return _asked(None, f"uncompressed: no codec takes {dtype}", encoded + raw), None
     if chooser is not None:
         decision = chooser.decide(encoded, raw, dtype.itemsize)
         return decision, None if decision.codec is None else registry.get(decision.codec)
     if ranks == 1 or codec is None:
-        return _asked(None, "as it is: there is one rank" if ranks == 1 else "as it is, as asked", encoded + raw), None
+        return _asked(
+            None, "uncompressed: there is one rank" if ranks == 1 else "uncompressed, as asked for", encoded + raw
+        ), None
     if not encoded:
-        return _asked(None, "as it is: no parameter in it has two dimensions", raw), None
+        return _asked(None, "uncompressed: no parameter in it has two dimensions", raw), None
     return _asked(codec.name, f"{codec.name}, as asked", encoded + raw), codec
 
 
 def explained(traffic: Traffic, ranks: int, lines: Iterable[str]) -> str:
-    """The bytes of the last step, above the lines on how each part travels.
+    """The bytes of the last step, above the lines on how each part is sent.
 
     >>> traffic = Traffic()
     >>> traffic.add("gradients", sent_bytes=2**20, raw_bytes=2**22)

@@ -1,4 +1,4 @@
-"""Error feedback: what encoding a gradient lost is added to the next one, by parameter (Seide et al. 2014).
+"""Error feedback: the error of encoding a gradient is added to the next one, by parameter (Seide et al. 2014).
 
 Residuals are kept under the parameters' names, not by bucket: DDP rebuilds its buckets after the first step.
 """

@@ -1,4 +1,4 @@
-"""What travelling between ranks and encoding cost, as measured: seconds over sizes, as plain data."""
+"""The measured cost of exchanges between ranks and of encoding: seconds over sizes, as plain data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.errors import InputError
 class Curve:
     """Seconds over a size, in straight lines between the measured ones.
 
-    Below the smallest size it takes as long as there, above the largest as many times longer as it is larger.
+    Constant below the smallest size, proportional to the size above the largest.
 
     Attributes:
         sizes: ascending.

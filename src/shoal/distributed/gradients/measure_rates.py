@@ -1,6 +1,6 @@
-"""Measure what links and codecs cost here, at the start of a run: a second on a fast link, a few on a slow one.
+"""Measure the speed of links and codecs at the start of a run: a second on a fast link, a few on a slow one.
 
-All ranks measure together and keep the slowest rank's seconds, so that they hold the same figures to the bit.
+All ranks measure together and keep the slowest rank's seconds, so that they hold the same figures, bit for bit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def measure_choice(
 
     Args:
         exchange: over the ranks of `group`.
-        group: on which gradients would travel as they are; None: all ranks.
+        group: on which gradients would be sent uncompressed; None: all ranks.
         device: of the gradients.
         candidates: names of codecs without needed options.
         way: a name of `shoal.distributed.gradients.choose_codec.route`.

@@ -1,6 +1,6 @@
-"""Chunks of buckets on their way: a thread that sums what has arrived, and one that decodes the means.
+"""The threads of a reduction: one sums the chunks that have arrived, one decodes the means.
 
-Both exchanges of all chunks are under way meanwhile, and the backward pass goes on. Chunks stay in order.
+Both exchanges of all chunks overlap with each other and with the backward pass. Chunks stay in order.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from shoal.distributed.gradients.decisions import decide, explained
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.measure_rates import measure_choice
 from shoal.errors import InputError
-from shoal.lowlevel.fsdp_records import parameter_groups, sharded_modules
+from shoal.lowlevel.process_groups import parameter_groups, reduce_scatter_of, sharded_modules
+from shoal.lowlevel.torch_state import call_at_end_of_backward
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -88,7 +89,7 @@ class CompressedShards:
     Attributes:
         traffic: bytes put on the wire by this rank, of kind "gradients"; each backward pass that reduces is a step.
         rank, ranks: of this process among those that hold the shards of the first sharded module, and how many.
-        decisions: how each sharded module's gradients travel, by its name.
+        decisions: how each sharded module's gradients are sent, by its name.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class CompressedShards:
             asked = codec if isinstance(codec, Codec) else None
             decision, taken = decide(whole, unit.dtype, exchange.ranks, asked, choosers.get(unit.ranks_group))
             self.decisions[unit.name] = decision
-            plain = unit.group._reduce_scatter_comm
+            plain = reduce_scatter_of(unit.group)
             comm = CodedReduceScatter(
                 unit.name, unit.gradients, taken, plain, exchange, self._feedback, self.traffic, self._count_step
             )
@@ -126,7 +127,7 @@ class CompressedShards:
                 agree(exchange, "compress_gradients of shards", measured=short_hash(str(choosers[group])))
 
     def explain(self) -> str:
-        """The bytes of the last step, and for each sharded module how its gradients travel and why, a line each."""
+        """The bytes of the last step, and for each sharded module how its gradients are sent and why, a line each."""
         lines = (f"{name}, {d.elems} values: {d.reason}" for name, d in self.decisions.items())
         return explained(self.traffic, self.ranks, lines)
 
@@ -154,7 +155,7 @@ class CompressedShards:
     def close(self) -> None:
         """Put FSDP2's own reduce-scatters back and free the process groups. A collective call."""
         for unit in self._units:
-            comm = unit.group._reduce_scatter_comm
+            comm = reduce_scatter_of(unit.group)
             if isinstance(comm, CodedReduceScatter):
                 unit.module.set_custom_reduce_scatter(comm.plain)
         for exchange in self._exchanges.values():
@@ -199,4 +200,4 @@ class CompressedShards:
             self._step_under_way = False
             self.traffic.end_step()
 
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        call_at_end_of_backward(end)

@@ -3,8 +3,8 @@
 "8-bit approximations for parallelism in deep learning" (Dettmers 2016): data-parallel convolutions and model-parallel
 linear layers, which exchange encoded activations in rounds of sub-batches, and locally connected layers. The product,
 `compress_gradients`, `HostWeights` and `ShardedWeights`, takes any network under DDP or FSDP2 and measures which codec
-pays. What lies here takes networks of the papers' shape alone (a chain of dense layers behind convolutions), sends the
-codec that it is given, and changes the model's layers. It is kept working, to compare with the papers.
+pays. What is here takes only networks of the papers' shape (convolutions, then a chain of dense layers), uses the given
+codec without measuring, and replaces layers. It is maintained for comparison with the papers.
 
 Imports `distributed.comm`, `distributed.gradients`, `transforms`, `codecs` and `core`.
 """

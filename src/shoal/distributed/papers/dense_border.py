@@ -1,4 +1,4 @@
-"""Where a network's convolutions end and its dense layers begin, found in its graph and not by names."""
+"""Where a network's convolutions end and its dense layers begin, found in its graph, not by names."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def find_border(model: nn.Module) -> Border:
         if node.op == "get_attr" or (
             node.op == "call_module" and any(True for _ in modules[str(node.target)].parameters())
         ):
-            raise _not_a_chain(model, node, "it has parameters, and is no linear layer")
+            raise _not_a_chain(model, node, "it has parameters, and is not a linear layer")
     if chain[0].all_input_nodes != list(chain[0].args[:1]):
         raise _not_a_chain(model, chain[0], "it does not read one tensor")
     return Border(

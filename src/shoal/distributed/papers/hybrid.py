@@ -59,7 +59,7 @@ def hybrid(
         The network; every rank gives it its own images, also in eval mode, as often as the others.
 
     Raises:
-        InputError: the model has no linear layer after a convolution, or is no chain from there on.
+        InputError: the model has no linear layer after a convolution, or is not a chain from there on.
         TransferError: ranks differ in model, codecs or version of Shoal, on every rank; in training, that one failed.
 
     Limits: batch norm among the dense layers is refused. Dropout among them draws other masks than one process would.
@@ -78,7 +78,7 @@ class Hybrid(nn.Module):
 
     Attributes:
         traffic: bytes that this rank sent, of kinds "gradients" and "activations".
-        gradients: how those of the convolutions travel, for `explain()` and, with error feedback, `state_dict()`; None:
+        gradients: of the convolutions, for `explain()` and, with error feedback, `state_dict()`; None:
             no convolution is trained.
     """
 
@@ -205,7 +205,7 @@ class Hybrid(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As DistributedDataParallel's: gradients of the convolutions are added up on each rank, and travel later."""
+        """As DistributedDataParallel's: gradients of the convolutions are added up on each rank, and are sent later."""
         head = self._parts[0]
         if not isinstance(head, nn.parallel.DistributedDataParallel):
             yield
@@ -267,7 +267,7 @@ class Hybrid(nn.Module):
         optimizer.load_state_dict({**state, "state": shared})
 
     def explain(self) -> str:
-        """What is where, and how it travels."""
+        """What is where, and how it is sent."""
         layers, rank = self._parts[1].layers, self._parts[1].ahead.rank
         codec = layers.activations.codec
         whole = sum(parameter.numel() for parameter in self.parameters() if id(parameter) not in self._sharded)

@@ -1,4 +1,4 @@
-"""A locally connected layer: a convolution without shared weights, a kernel for each place of its result."""
+"""A locally connected layer: a convolution without shared weights, a kernel for each position of its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense layers on one 1/N of every rank's batch after the other, while the next 1/N is under way.
+"""Dense layers on 1/N of every rank's batch at a time, while the next 1/N is exchanged.
 
 Dettmers 2016, section 2.4, after Krizhevsky 2014. With N ranks there are N rounds. In round k every rank has the k-th
 part of all ranks' batches; all compute their share of the layers for it. A thread encodes, exchanges and decodes what

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers whose activations travel encoded: DTensor's parallel styles with another exchange.
+"""Tensor-parallel layers whose activations are sent encoded: DTensor's parallel styles with another exchange.
 
     activations = shoal.distributed.ActivationExchange(shoal.distributed.Exchange(), "dynamic_tree")
     parallelize_module(model, mesh, {"fc1": ColumnParallel(activations), "fc2": RowParallel(activations)})
@@ -120,13 +120,13 @@ class SpaceParallel(ColwiseParallel):
     Args:
         activations: the exchange that the layer uses.
         input_layouts: `Replicate()` (the default), or `Shard(2)`: bands of rows; only the rows that a rank's kernels
-            read beyond its own band travel.
+            read beyond its own band are sent.
         output_layouts: `Shard(2)` (the default), or `Replicate()`.
 
     Raises:
         InputError: applied to another layer, or for other layouts.
 
-    Fewer bytes than `ColumnParallel` between local layers, where only a kernel's overlap travels.
+    Fewer bytes than `ColumnParallel` between local layers, where only a kernel's overlap is sent.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Adaptive Weight Precision: how many bits each layer's weights travel in, from how their norms move.
+"""Adaptive Weight Precision: the number of bits in which each layer's weights are sent, from how their norms change.
 
 Zhuang, Malossi, Casas, "Reducing data motion to accelerate the training of deep neural networks" (A2DTWP), algorithm 1.
 A layer's weights start in few bits. After every batch the change of their l2 norm, delta = (|W_i| - |W_i-1|) / |W_i-1|,
-is held against a threshold T, which is negative in the paper: "below" means that the norm falls faster than |T|. Once
-that happened in INTERVAL batches since the count last began, the layer gets N bits more and the count begins again.
-Bits never go down.
+is compared with a threshold T, which is negative in the paper: "below" means that the norm falls faster than |T|. Once
+that happened in INTERVAL batches since the count was last reset, the layer gets N bits more and the count is reset.
+Bits never decrease.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Weights and optimizer on the host; the device gets each step's weights packed, ahead of their use (A2DTWP, ADT).
+"""Weights and optimizer on the host; each step's weights are sent packed, ahead of their use (A2DTWP, ADT).
 
-The masters lie in host memory (pinned on CUDA), where the optimizer works. After its step the weights are packed and
-sent in the order in which the forward pass reads them; a module waits for its own. Gradients go back while the backward
-pass runs. The precision follows AWP, or stays.
+The masters are in host memory (pinned on CUDA), where the optimizer works. After its step the weights are packed and
+sent in the order in which the forward pass reads them; a module waits for its own. Gradients are sent back while the
+backward pass runs. The precision follows AWP, or is fixed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from shoal.distributed.weights.parameter_transfer import ParameterTransfer, own_
 from shoal.distributed.weights.precision import AdaptivePrecision, packable
 from shoal.distributed.weights.weight_codecs import WeightCodecs, explained
 from shoal.errors import InputError
+from shoal.lowlevel.torch_state import call_at_end_of_backward
 from shoal.offload.links.host import HostSlab
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.policy import rehearsed
@@ -40,8 +41,8 @@ class StepSeconds:
 
     Attributes:
         norm, pack, unpack: of AWP's norms, of packing the weights, of unpacking them.
-        waited: the forward pass stood still for weights.
-        gradients_waited: the end of the backward pass stood still for gradients.
+        waited: the forward pass waited for weights.
+        gradients_waited: the end of the backward pass waited for gradients.
     """
 
     norm: float = 0.0
@@ -52,7 +53,7 @@ class StepSeconds:
 
 
 class HostWeights:
-    """Keeps a model's weights and optimizer on the host from now on; the training loop stays as it is.
+    """Keeps a model's weights and optimizer on the host from now on; the training loop is unchanged.
 
     Replaces, in plain PyTorch, a second copy of the model on the CPU with `copy_` both ways. `optimizer.param_groups`
     hold the masters, so `optimizer.step()`, `zero_grad()`, learning rate schedulers and its `state_dict` work on them.
@@ -61,9 +62,10 @@ class HostWeights:
     Args:
         model: on its device, with float32 parameters, called as a whole.
         optimizer: any of torch's over the model's parameters that takes no closure; changed in place.
-        precision: of the weights' way: 8, 16, 24 or 32 bits, a codec's name such as "bf16", or an `AdaptivePrecision`
-            of this model. 32 trains as plain PyTorch does, bit for bit. Biases and normalisations always travel raw.
-        rounding: of 8, 16 and 24 bits: "cut" as in the paper, or "nearest".
+        precision: of the weights that are sent: 8, 16, 24 or 32 bits, a codec's name such as "bf16", or an
+            `AdaptivePrecision` of this model. 32 trains as plain PyTorch does, bit for bit. Biases and normalisations
+            are always sent uncompressed.
+        rounding: of 8, 16 and 24 bits: "cut" (truncated) as in the paper, or "nearest".
         one_byte: the codec that stands in for 8 bits, such as "dynamic_tree", which has a scale for each 4096 weights.
         gradients: "raw", or the codec of the weights' gradients, such as "dynamic_tree".
         rehearse: on the CPU, whose link to stand in for: a preset's name or a `Hardware`, slowed to this CPU's pace, or
@@ -89,7 +91,7 @@ class HostWeights:
 
     Limits: between a step and the next forward pass `model.parameters()` on the device are not whole: read
     `weights.parameters()`, clip their gradients, average them. The backward pass ends when all gradients have arrived.
-    While weights travel the device holds their packed bytes too. Control flow that reads a parameter outside of its
+    While weights are sent the device holds their packed bytes too. Control flow that reads a parameter outside of its
     module only in some passes is not seen; `weights.wait()` before such a pass. Not for DDP, FSDP or a compiled model.
     """
 
@@ -155,7 +157,7 @@ class HostWeights:
         self._stale = True
 
     def explain(self) -> str:
-        """In a few lines: how wide each weight travels, and the bytes of the last step."""
+        """In a few lines: the width of each weight, and the bytes of the last step."""
         weights = ((self._codec_of(transfer), transfer.parameter.numel()) for transfer in self._transfers)
         return explained(weights, self.traffic, self.traffic.kinds)
 
@@ -212,7 +214,7 @@ class HostWeights:
         codec = self._gradient_codec if transfer.packs else None
         if not self._waits_for_gradients:
             self._waits_for_gradients = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+            call_at_end_of_backward(self._after_backward)
         self.traffic.add("gradients", transfer.send_gradient(self._link, codec), transfer.raw_bytes)
 
     def _after_backward(self) -> None:

@@ -16,6 +16,8 @@ from shoal.codecs.codec import Codec, Encoded
 from shoal.distributed.comm.traffic import Traffic
 from shoal.distributed.weights.weight_codecs import RAW_BYTES
 from shoal.errors import TransferError
+from shoal.lowlevel.process_groups import forget_gathered, padded_shard, unsharded_elems
+from shoal.lowlevel.torch_state import no_torch_function
 
 
 class ShardWire:
@@ -23,7 +25,7 @@ class ShardWire:
 
     Args:
         sharded: FSDP2's own record of the parameter.
-        codec: returns the current codec, the same on all ranks; None for float32 as it is.
+        codec: returns the current codec, the same on all ranks; None for plain float32.
         traffic: where bytes are counted.
         ranks: that the parameter is sharded over.
     """
@@ -33,25 +35,25 @@ class ShardWire:
         self._codec = codec
         self._traffic = traffic
         self._ranks = ranks
-        self._elems = sharded._orig_size.numel()
+        self._elems = unsharded_elems(sharded)
         self._sent_bytes = -1
 
     def pack(self) -> tuple[torch.Tensor, Codec | None]:
         """This rank's shard as bytes, as many on every rank, and what encoded them."""
-        padded = self._sharded._sharded_param_data
+        padded = padded_shard(self._sharded)
         codec = self._codec()
         payload = padded.view(torch.uint8) if codec is None else codec.encode(padded).payload
         others = self._ranks - 1
         self._traffic.add("weights", others * payload.numel(), others * RAW_BYTES * padded.numel())
         if payload.numel() != self._sent_bytes:
-            # FSDP2 keeps what it gathers into for good; another width takes other buffers.
-            self._sharded.all_gather_outputs = []
+            # Another width takes other buffers.
+            forget_gathered(self._sharded)
             self._sent_bytes = payload.numel()
         return payload, codec
 
     def unpack(self, gathered: torch.Tensor, codec: Codec | None, out: torch.Tensor) -> None:
         """The whole parameter from the bytes of all ranks, in their order, into (elems,) of any floating dtype."""
-        each = self._sharded._sharded_param_data.numel()
+        each = padded_shard(self._sharded).numel()
         for rank, payload in enumerate(gathered.view(self._ranks, -1)):
             wanted = out[rank * each : (rank + 1) * each]
             if not wanted.numel():
@@ -72,7 +74,7 @@ class ShardWire:
 class PackedShard(torch.Tensor):
     """A float32 shard that FSDP2 gathers in packed form; made by `packed`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
     wire: ShardWire
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:

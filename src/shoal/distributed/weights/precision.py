@@ -1,4 +1,4 @@
-"""`AdaptivePrecision`: AWP on a model, updated once a batch: in how many bytes each weight travels."""
+"""`AdaptivePrecision`: AWP on a model, updated once a batch: the bytes in which each weight is sent."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class AdaptivePrecision:
 
     @property
     def mean_bytes(self) -> float:
-        """Bytes a watched weight travels in, over all of them."""
+        """Bytes a watched weight is sent in, over all of them."""
         elems = {name: sum(tensor.numel() for tensor in tensors) for name, tensors in self.groups.items()}
         return sum(self.layers.bytes_of(name) * elems[name] for name in elems) / max(1, sum(elems.values()))
 
@@ -103,7 +103,7 @@ class AdaptivePrecision:
         return self.layers.bytes_of(self._group_of.get(name, name))
 
     def watches(self, name: str) -> bool:
-        """Whether the parameter of this name travels packed."""
+        """Whether the parameter of this name is sent packed."""
         return name in self._group_of
 
     def watch(self, tensors: Mapping[str, torch.Tensor], sum_up: SumUp | None = None) -> None:
@@ -188,7 +188,7 @@ def grouped(
 
 
 def packable(model: nn.Module) -> list[str]:
-    """The names of the parameters that may travel packed: float32, two or more dimensions, of no normalisation."""
+    """The names of the parameters that may be sent packed: float32, two or more dimensions, of no normalisation."""
     return [
         name
         for name, parameter in model.named_parameters()

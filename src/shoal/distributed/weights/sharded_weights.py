@@ -18,20 +18,28 @@ from shoal.distributed.weights.packed_shard import CheckedAllGather, PackedShard
 from shoal.distributed.weights.precision import AdaptivePrecision, packable
 from shoal.distributed.weights.weight_codecs import WeightCodecs, explained
 from shoal.errors import InputError
-from shoal.lowlevel.fsdp_records import parameter_groups, sharded_modules
+from shoal.lowlevel.process_groups import (
+    all_gather_of,
+    local_shard,
+    parameter_groups,
+    replace_local_shard,
+    set_all_gather,
+    sharded_modules,
+    unsharded_elems,
+)
 
 
 class ShardedWeights:
     """Packs the weights that FSDP2 gathers; the shards, which the optimizer works on, stay float32.
 
-    Call it on every rank after `fully_shard` and after the optimizer was made. The training loop stays as it is. Norms
+    Call it on every rank after `fully_shard` and after the optimizer was made. The training loop is unchanged. Norms
     for AWP are those of the whole weights: shards' sums are exchanged once a step, so all ranks choose one width.
 
     Args:
         model: to whose modules, and to itself, `torch.distributed.fsdp.fully_shard` was applied.
         optimizer: over its parameters.
         precision: 8, 16, 24 or 32 bits, a codec's name such as "bf16", or an `AdaptivePrecision` of this model. 32
-            trains as plain FSDP2, bit for bit. Biases and normalisations always travel raw.
+            trains as plain FSDP2, bit for bit. Biases and normalisations are always sent uncompressed.
         rounding: of 8, 16 and 24 bits: "cut" as in the paper, or "nearest".
         one_byte: the codec that stands in for 8 bits, such as "dynamic_tree", which has a scale for each 4096 weights.
         timeout_seconds: until the exchange of norms gives a silent rank up.
@@ -108,8 +116,8 @@ class ShardedWeights:
         _gather_nothing(self._model)
 
     def explain(self) -> str:
-        """In a few lines: how wide each weight travels, and the bytes of the last step."""
-        weights = ((self._codecs[name](), sharded._orig_size.numel()) for name, sharded in self._sharded.items())
+        """In a few lines: the width of each weight, and the bytes of the last step."""
+        weights = ((self._codecs[name](), unsharded_elems(sharded)) for name, sharded in self._sharded.items())
         return explained(weights, self.traffic, ("weights",))
 
     def close(self) -> None:
@@ -119,26 +127,28 @@ class ShardedWeights:
         self._handles = []
         _gather_nothing(self._model)
         for sharded in self._sharded.values():
-            local = sharded.sharded_param._local_tensor
+            local = local_shard(sharded)
             if isinstance(local, PackedShard):
-                _replace(sharded, local.as_subclass(torch.Tensor))
+                replace_local_shard(sharded, local.as_subclass(torch.Tensor))
         for group in _groups(self._model):
-            if isinstance(group._all_gather_comm, CheckedAllGather):
-                group._all_gather_comm = group._all_gather_comm.comm
+            if isinstance(all_gather_of(group), CheckedAllGather):
+                set_all_gather(group, all_gather_of(group).comm)
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
 
     def _install(self) -> None:
         for name, sharded in self._sharded.items():
-            local = sharded.sharded_param._local_tensor
+            local = local_shard(sharded)
             if not isinstance(local, PackedShard):
-                _replace(sharded, packed(local, ShardWire(sharded, self._codecs[name], self.traffic, self._ranks)))
+                replace_local_shard(
+                    sharded, packed(local, ShardWire(sharded, self._codecs[name], self.traffic, self._ranks))
+                )
         for group in _groups(self._model):
-            if not isinstance(group._all_gather_comm, CheckedAllGather):
-                group._all_gather_comm = CheckedAllGather(group._all_gather_comm)
+            if not isinstance(all_gather_of(group), CheckedAllGather):
+                set_all_gather(group, CheckedAllGather(all_gather_of(group)))
         if self.adaptive is not None:
-            shards = {name: sharded.sharded_param._local_tensor for name, sharded in self._sharded.items()}
+            shards = {name: local_shard(sharded) for name, sharded in self._sharded.items()}
             self.adaptive.watch(shards, self._sum_up)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
@@ -146,7 +156,7 @@ class ShardedWeights:
             self._state_loaded = False
             agree(self._exchange, "the loaded state of ShardedWeights", **self._weight_codecs.settings())
         # Loading with assign=True puts other tensors there.
-        if not all(isinstance(sharded.sharded_param._local_tensor, PackedShard) for sharded in self._sharded.values()):
+        if not all(isinstance(local_shard(sharded), PackedShard) for sharded in self._sharded.values()):
             _gather_nothing(model)
             self._install()
 
@@ -202,12 +212,3 @@ def _sharded_of(model: nn.Module) -> dict[str, Any]:
         if wrong:
             raise InputError(f"{name} {wrong}")
     return found
-
-
-def _replace(record: Any, local: torch.Tensor) -> None:
-    """Give a sharded parameter another local tensor on the same memory, and let FSDP2 look at it anew."""
-    record.sharded_param._local_tensor = local
-    if hasattr(record, "_unsharded_param"):
-        del record._unsharded_param
-    record.all_gather_outputs = []
-    record._init_extensions()

@@ -64,7 +64,7 @@ class WeightCodecs:
             self._fixed = self._by_bytes[precision // 8]
 
     def codec(self, name: str) -> Codec | None:
-        """Of the weights of this name, now; None for float32 as it is."""
+        """Of the weights of this name, now; None for plain float32."""
         if self.adaptive is None:
             return self._fixed
         return self._by_bytes[self.adaptive.bytes_of(name)] if self.adaptive.watches(name) else None
@@ -111,10 +111,10 @@ class WeightCodecs:
 
 
 def explained(weights: Iterable[tuple[Codec | None, int]], traffic: Traffic, kinds: Iterable[Kind]) -> str:
-    """How wide weights travel, and the bytes of the last step, a line each.
+    """The width of weights, and the bytes of the last step, a line each.
 
     Args:
-        weights: the codec of each parameter, None for float32 as it is, and how many values it has.
+        weights: the codec of each parameter, None for plain float32, and how many values it has.
         traffic: of them.
         kinds: of the traffic, to list.
 

@@ -1,14 +1,14 @@
 """Batch norm and its activation as one op that saves only its result (In-Place ABN: Rota Bulo, Porzi and Kontschieder,
 CVPR'18; the invertible block of CPU offloading, section 3).
 
-The input of a batch norm is saved for nothing but its backward pass, and its result for nothing but the activation's.
-An activation with an inverse makes both unnecessary: the result of the pair, which the next convolution saves anyway,
-gives the normalised input back. So one tensor is saved where PyTorch saves two.
+The input of a batch norm is saved only for its backward pass, and its result only for the activation's.
+An activation with an inverse makes both unnecessary: the normalised input is reconstructed from the result of the pair,
+which the next convolution saves anyway. So one tensor is saved where PyTorch saves two.
 
 `inverted_batch_norm` and `inverted_batch_norm_backward` are custom ops of torch, `shoal::...`, single nodes for
 compilers; `forward_` and `backward_` are the same over their first operand; `run` is a layer's call. The sweeps are
 Triton's kernels on CUDA, native ones for float32 on the CPU, else pointwise ops of PyTorch, see
-`inverted_batch_norm_sweeps`. Not yet good: double backward is refused.
+`inverted_batch_norm_sweeps`. Known limits: no double backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from shoal.kernels.batch_norm_vectors import move_statistics
 from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps
 from shoal.kernels.norm import norm_sweeps
 from shoal.kernels.norm.statistics import wide as wide_of
-from shoal.lowlevel.direct_call import in_functorch, needs_dispatch
+from shoal.lowlevel.direct_call import needs_dispatch
+from shoal.lowlevel.torch_state import check_batch_norm_input, check_batch_size, in_functorch
 
 _SCHEMA = (
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? variance, float eps, str activation, float slope)"
@@ -152,12 +153,12 @@ def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overw
     Raises:
         ValueError: as the layer: `x` has another number of dimensions, or one value per channel in training mode.
     """
-    layer._check_input_dim(x)
+    check_batch_norm_input(layer, x)
     if x.numel() == 0 or in_functorch():  # for which the op has no rules
         return _plainly(layer, x, activation, slope)
     by_batch = layer.training or layer.running_mean is None
     if by_batch:
-        torch.nn.functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
+        check_batch_size(x)
     given = (None, None) if by_batch else (layer.running_mean, layer.running_var)
     arguments = (layer.weight, layer.bias, *given, layer.eps, activation, slope)
     if not needs_dispatch((x,)):

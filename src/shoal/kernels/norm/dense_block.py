@@ -1,8 +1,8 @@
 """`shoal::dense_block`: layers that each read all channels before them and append theirs, in one buffer.
 
 DenseNet's block (Jung et al., MLSys'19, section 3, inter-composite-layer fusion). Each layer writes its channels where
-the next one reads, so nothing is concatenated; a channel is measured once, by the convolution that makes it. Backward,
-the layers add to one gradient buffer, and the gradients of the statistics to two vectors: one
+the next one reads, so nothing is concatenated; the statistics of a channel are computed once, by the convolution that
+writes it. Backward, the layers add to one gradient buffer, and the gradients of the statistics to two vectors: one
 affine map for all readers of a channel, applied when its producer reads it.
 """
 

@@ -1,4 +1,4 @@
-"""`shoal::norm_act`: normalise, add a residual, apply ReLU; for a batch norm that others than one convolution read.
+"""`shoal::norm_act`: normalise, add a residual, apply ReLU; for a batch norm with other readers than one convolution.
 
 Saved for the backward pass: what was normalised and vectors. The normalised tensor is not; the result is only where a
 residual was added before the ReLU, since nothing else then says which elements are zero.

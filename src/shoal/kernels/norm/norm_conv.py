@@ -1,8 +1,8 @@
-"""`shoal::norm_conv`: a convolution that applies batch norm and ReLU to what it reads and measures what it writes.
+"""`shoal::norm_conv`: a convolution that normalises its input, applies ReLU, and computes the statistics of its output.
 
 Batch norm split in two (Jung et al., MLSys'19, section 3): the statistics of a convolution's result come from the
-convolution, and the normalisation happens where the next one reads. The backward pass makes the normalised tensor
-again, so that none is ever kept. Gradients of the statistics are summed over all their readers by autograd and reach
+convolution, and the normalisation happens where the next one reads. The backward pass recomputes the normalised
+tensor, so that it is never saved. Gradients of the statistics are summed over all their readers by autograd and reach
 the producer as two vectors, one affine map for all.
 
 The reference here is PyTorch's own kernels around its convolution; `norm_conv_native` runs where it applies and pays.

@@ -5,7 +5,7 @@ feeds register tiles from it and sums up what they write. The backward pass reco
 so no normalised tensor is ever in memory. 1 x 1 and 3 x 3, stride 1, one group, float32, channels_last.
 
 A 3 x 3 uses Winograd's F(2x2, 3x3) (Lavin and Gray, CVPR'16): 16 products where a direct convolution takes 36, and
-fewer roundings. SHOAL_KERNELS=no-winograd in the environment has a direct convolution instead.
+fewer roundings. SHOAL_KERNELS=no-winograd in the environment selects a direct convolution.
 
 Known limits: every other convolution is the library's; x may have gaps between its pixels but not between its rows.
 With Winograd's algorithm an infinity makes NaN of the results that read it.
@@ -70,6 +70,12 @@ def applies(
     window: Window,
 ) -> bool:
     """Whether `forward` and `backward` can do this case, here."""
+    readable = bias is None or bias.dtype == torch.float32
+    return readable and list(window.stride) == _ONES and is_same_convolution(x, weight, window)
+
+
+def is_same_convolution(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
+    """Whether it is what native kernels read: 1 x 1 or 3 x 3, "same" padding, one group, float32 in NHWC order."""
     kernel = tuple(weight.shape[2:])
     return (
         kernel in ((1, 1), (3, 3))
@@ -79,10 +85,8 @@ def applies(
         and weight.shape[1] == x.shape[1]
         and weight.shape[0] > 0
         and window.groups == 1
-        and list(window.stride) == _ONES
         and list(window.dilation) == _ONES
         and list(window.padding) == [kernel[0] // 2] * 2
-        and (bias is None or bias.dtype == torch.float32)
         and native_row_stride(x) is not None
     )
 
@@ -134,7 +138,7 @@ def forward(
     """Replaces `y = conv2d(relu((x - mean) * scale + shift), weight, bias)` and `torch.var_mean(y)`.
 
     Args:
-        x: (N, C, H, W), float32, as `applies` wants it.
+        x: (N, C, H, W), float32, as `applies` requires.
         mean, scale, shift: (C,); all None: nothing is normalised.
         relu: whether a ReLU comes before the convolution.
         weight, bias: (K, C, 1, 1) or (K, C, 3, 3); (K,) or None.

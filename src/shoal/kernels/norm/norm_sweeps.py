@@ -1,7 +1,7 @@
 """Passes over whole tensors for batch norm: statistics, normalise (+ residual, + ReLU), its gradient.
 
-For a batch norm whose producer is no convolution, or whose result others than one convolution read. Each pass reads and
-writes every element once. Where no implementation applies the callers have PyTorch's own kernels in place.
+For a batch norm whose input is not the output of a convolution, or whose output has other readers than one convolution.
+Each pass reads and writes every element once. Where no implementation applies the callers use PyTorch's own kernels.
 
 Native: float32 on the CPU, channels_last; `native_row_stride` says which slices. Triton: float32, float16 and bfloat16
 on CUDA, computed in float32, contiguous or channels_last, also a slice of the channels; with TRITON_INTERPRET=1 on the

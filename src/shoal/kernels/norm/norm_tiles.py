@@ -1,4 +1,4 @@
-"""How Triton's programs share a tensor, read off its strides.
+"""How Triton's programs divide a tensor, by its strides.
 
 No magic: all it does is arithmetic over shapes.
 """

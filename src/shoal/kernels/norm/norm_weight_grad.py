@@ -1,9 +1,9 @@
 """The gradient of a convolution's weight in one native pass that normalises what the convolution read.
 
-`csrc/norm_weight_grad.cpp` keeps a block of the weight's gradient in L2 while all pixels go by. For weights that do not
-fit in L2, where `norm_conv_native.backward` would load its sums from memory with every strip, and for strides, which
-that does not do. 1 x 1 and 3 x 3, one group, float32, channels_last. Each sum is one thread's:
-the result does not depend on how many there are.
+`csrc/norm_weight_grad.cpp` keeps a block of the weight's gradient in L2 while all pixels are read. For weights that do
+not fit in L2, where `norm_conv_native.backward` would load its sums from memory with every strip, and for strides,
+which that does not do. 1 x 1 and 3 x 3, one group, float32, channels_last. Each sum is one thread's: the result does
+not depend on how many there are.
 
 Known limits: the gradient of the input is not computed.
 """
@@ -14,12 +14,10 @@ import ctypes
 
 import torch
 
-from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_conv_native import Window, is_same_convolution
 from shoal.kernels.norm.norm_rows import in_rows, native_row_stride, vector, workspace
 from shoal.lowlevel.dispatch import level_number
-from shoal.lowlevel.native import levels, run_native
-
-_KERNELS = ((1, 1), (3, 3))
+from shoal.lowlevel.native import run_native
 
 
 class _Call(ctypes.Structure):
@@ -43,21 +41,7 @@ def applies(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
     >>> applies(torch.ones(2, 3, 4, 5), torch.ones(8, 3, 1, 1), Window([1, 1], [0, 0], [1, 1], 1))
     False
     """
-    kernel = tuple(weight.shape[2:])
-    stride = list(window.stride)
-    return (
-        kernel in _KERNELS
-        and bool(levels())
-        and weight.dtype == torch.float32
-        and weight.is_cpu
-        and weight.shape[1] == x.shape[1]
-        and weight.shape[0] > 0
-        and window.groups == 1
-        and stride == [stride[0]] * 2
-        and list(window.dilation) == [1, 1]
-        and list(window.padding) == [kernel[0] // 2] * 2
-        and native_row_stride(x) is not None
-    )
+    return len(set(window.stride)) == 1 and is_same_convolution(x, weight, window)
 
 
 def pays(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
@@ -81,7 +65,7 @@ def weight_grad(
 
     Args:
         grad: of y, (N, K, H', W'), whole.
-        x: (N, C, H, W), float32, as `applies` wants it.
+        x: (N, C, H, W), float32, as `applies` requires.
         mean, scale, shift: (C,); all None: nothing is normalised.
         relu: whether a ReLU comes before the convolution.
         weight: (K, C, 1, 1) or (K, C, 3, 3); only its shape is read.

@@ -1,7 +1,7 @@
 """`shoal::statistics`: mean and variance of every channel of a tensor, as an op of its own with its backward.
 
-For a tensor that no convolution of ours produced. Each channel is measured around its own mean, so nothing is lost
-where the mean is a thousand deviations away; that is what E[x^2] - E[x]^2 in float32 loses.
+For a tensor that is not the output of `norm_conv`. The variance of each channel is computed around its mean, which
+stays exact where the mean is a thousand deviations from 0; E[x^2] - E[x]^2 in float32 does not.
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ def read_problem(path: str | Path) -> Problem:
     try:
         return _problem(path, csv.DictReader(io.StringIO(text), skipinitialspace=True))
     except csv.Error as error:
-        raise InputError(f"{path} is no CSV file ({error}); expected {','.join(_COLUMNS)} in the first line") from None
+        raise InputError(
+            f"{path} is not a CSV file ({error}); expected {','.join(_COLUMNS)} in the first line"
+        ) from None
 
 
 def _problem(path: str | Path, rows: csv.DictReader[str]) -> Problem:

@@ -2,7 +2,7 @@
 
 `csrc/layout.cpp` is the branch and bound. Which block it branches on first decides how long it takes, so it is
 restarted with six orders in turns and the node limits of Luby et al. (1993); the failure counts of earlier attempts
-are kept. Without the native library there is no search: best fit is the answer, and nothing is proven.
+are kept. Without the native library best fit is used, and nothing is proven.
 """
 
 from __future__ import annotations

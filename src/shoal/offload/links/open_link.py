@@ -94,7 +94,7 @@ def open_link(
         if str(where) != "host":
             raise InputError(f"where={str(where)!r}: a CUDA device offloads to pinned host memory, expected 'host'")
         if latency_seconds or any(speed is not None for speed in speeds.values()):
-            raise InputError("a CUDA link has the speed it has; rehearse another one on the CPU")
+            raise InputError("a CUDA link cannot be slowed down; rehearse another one on the CPU")
         index = torch.cuda.current_device() if device.index is None else device.index
         return CudaLink(torch.device("cuda", index), host_budget_bytes)
     if device.type != "cpu":

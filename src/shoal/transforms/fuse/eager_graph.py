@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from torch import fx, nn
 
-from shoal.transforms.tracing import has_hooks
+from shoal.lowlevel.torch_state import compiled_call, has_hooks
 
 
 class EagerGraph:
@@ -43,7 +43,7 @@ def _calling_forward(module: fx.GraphModule) -> Callable[..., Any]:
     graph.output(graph.graph_copy(module.graph, {}))
     for node in list(graph.nodes):
         called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if called is None or has_hooks(called) or called._compiled_call_impl is not None:
+        if called is None or has_hooks(called) or compiled_call(called) is not None:
             continue
         with graph.inserting_before(node):
             node.replace_all_uses_with(graph.call_function(_forward_of(called), node.args, node.kwargs))

@@ -7,18 +7,18 @@ from typing import Any, Self
 
 import torch
 from torch import compiler, fx, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from shoal.errors import InputError
 from shoal.kernels.batch_norm_vectors import runs_again
 from shoal.lowlevel.direct_call import needs_dispatch
+from shoal.lowlevel.torch_state import has_global_hooks, has_hooks, in_transform
 from shoal.transforms.fuse.eager_graph import EagerGraph
 from shoal.transforms.fuse.fuse_graph import LEVELS, Level, fuse_graph, highest_level
 from shoal.transforms.fuse.fusion_ops import Tracer
 from shoal.transforms.fuse.fusion_size import WHENS, FusionSize, When
 from shoal.transforms.fuse.fusion_summary import FusionSummary
 from shoal.transforms.stand_in import Left, StandIn, check_network
-from shoal.transforms.tracing import UntraceableError, has_hooks, trace
+from shoal.transforms.tracing import UntraceableError, trace
 
 _MAX_INPUTS = 64  # kinds of inputs that a network remembers
 
@@ -48,7 +48,7 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
         and why; print it.
 
     Raises:
-        InputError: no such `level` or `when`, or `model` is no module, or fused or split already.
+        InputError: no such `level` or `when`, or `model` is not a module, or fused or split already.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
     >>> fused = fuse_batchnorm(net)
@@ -98,11 +98,11 @@ class FusedModule(StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the network's own; fused in training mode."""
-        if not self.training or _transformed():
+        if not self.training or in_transform():  # our ops have no rules for transforms
             return self.source.forward(*args, **kwargs)
         if self._has_other_layers() or (not compiler.is_compiling() and self._with_hooks() != self._hooked):
             self._fuse()
-        if compiler.is_compiling() or not self._fused or _has_any_global_hook():
+        if compiler.is_compiling() or not self._fused or has_global_hooks():
             return (self._fused or self._source)[0].forward(*args, **kwargs)
         kind = _kind(args) if not kwargs and not runs_again() and not needs_dispatch(args) else None
         if kind is not None and kind in self._unfused_inputs:
@@ -140,13 +140,6 @@ class FusedModule(StandIn):
         level = self._wanted or highest_level(model, graph) or "bnff"
         graph_module, summary = fuse_graph(model, graph, level, self._size)
         self._fused, self.summary = (graph_module,), summary
-
-
-def _transformed() -> bool:
-    """Whether a transform of `torch.func` or a forward-mode derivative looks on: for them our ops have no rules."""
-    return not compiler.is_compiling() and (
-        torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
-    )
 
 
 def _kind(args: tuple[Any, ...]) -> Any:

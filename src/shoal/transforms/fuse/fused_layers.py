@@ -23,6 +23,7 @@ from shoal.kernels.norm.norm_act import joined, norm_act
 from shoal.kernels.norm.norm_conv import norm_conv
 from shoal.kernels.norm.norm_conv_native import Window
 from shoal.kernels.norm.statistics import statistics, wide
+from shoal.lowlevel.torch_state import check_batch_norm_input
 from shoal.transforms.fuse import fusion_size
 from shoal.transforms.fuse.fusion_size import FusionSize
 
@@ -67,7 +68,7 @@ class Affine(nn.Module):
         What is too small to be fused comes back normalised, and after the ReLU where one follows.
         """
         layer, x = self.layer, xs[0]
-        layer._check_input_dim(x)
+        check_batch_norm_input(layer, x)
         if not measures(layer):
             if not self.size.fuses(x):
                 return self._plain(xs)

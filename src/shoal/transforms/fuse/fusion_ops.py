@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from shoal.lowlevel.torch_state import has_hooks
 from shoal.transforms.fuse.fused_layers import zero_padding
 from shoal.transforms.stand_in import StandIn
-from shoal.transforms.tracing import has_hooks
 from shoal.transforms.writes import Writes
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

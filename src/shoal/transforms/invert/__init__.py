@@ -1,4 +1,4 @@
 """`shoal.invert_batchnorm`: batch norms that save only their results (In-Place ABN).
 
-Imports `kernels` and what all transforms share.
+Imports `kernels`, `lowlevel` and what all transforms share.
 """

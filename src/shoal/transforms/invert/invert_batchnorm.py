@@ -9,10 +9,11 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import InputError
+from shoal.lowlevel.torch_state import has_hooks
 from shoal.transforms.invert.inverted_graph import find
 from shoal.transforms.invert.inverted_model import InvertedModel, check_limit
 from shoal.transforms.stand_in import StandIn, check_network
-from shoal.transforms.tracing import has_hooks, traced
+from shoal.transforms.tracing import traced
 
 
 def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | None = None) -> InvertedModel:
@@ -23,7 +24,7 @@ def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | No
     the result, which the next convolution saves anyway. Found by structure: a batch norm whose only reader is a ReLU,
     LeakyReLU or ELU.
 
-    It changes the model, so it is asked for by name: a ReLU becomes a LeakyReLU of `slope`, and scales stay at least
+    It changes the function of the model: a ReLU becomes a LeakyReLU of `slope`, and scales stay at least
     eps away from zero, on their side. Weights are moved towards zero by eps, so that the scales are those the network
     has; `restore` moves them back.
 

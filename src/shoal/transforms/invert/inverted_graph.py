@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.kernels.invertible_norm.inverted_batch_norm import run
+from shoal.lowlevel.torch_state import has_hooks
 from shoal.transforms.stand_in import Left
-from shoal.transforms.tracing import has_hooks
 from shoal.transforms.writes import Writes
 
 _LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

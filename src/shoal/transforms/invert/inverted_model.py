@@ -162,7 +162,7 @@ class InvertedModel(_Rewritten):
         if inexact:
             raise InputError(
                 f"inverting batch norm is inexact to more than limit={limit:g} in {inexact}: their scales are small "
-                "beside their shifts; give a larger limit, or train these layers in the plain form"
+                "relative to their shifts; give a larger limit, or train these layers in the plain form"
             )
 
     def keep_scales(self) -> None:

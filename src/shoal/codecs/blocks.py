@@ -1,10 +1,19 @@
-"""A tensor's blocks in pieces of bounded size, so that the scratch of the references does not grow with it."""
+"""A tensor's blocks, of which each has a scale, and pieces of bounded size, so that scratch does not grow with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 PIECE_ELEMS = 1 << 16
+
+
+def blocks_of(elems: int, block_elems: int | None) -> int:
+    """How many blocks, the last one perhaps short; None is one for the whole.
+
+    >>> blocks_of(10_000, 4096), blocks_of(10_000, None), blocks_of(0, None)
+    (3, 1, 0)
+    """
+    return -(-elems // (block_elems or max(elems, 1)))
 
 
 def pieces(elems: int, block_elems: int | None) -> Iterator[tuple[slice, slice, int]]:

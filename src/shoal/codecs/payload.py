@@ -1,4 +1,8 @@
-"""Float32 within a payload: the bytes themselves where they lie at a multiple of four, else a copy to and fro."""
+"""Float32 and flags within a payload of bytes, in plain torch.
+
+Floats are a view of the bytes where these are aligned, else a copy. Flags are packed eight to a byte, the first in the
+lowest bit.
+"""
 
 from __future__ import annotations
 
@@ -33,3 +37,32 @@ def part_of(payload: torch.Tensor, first: int, elems: int) -> torch.Tensor:
 def aligned(part: torch.Tensor, item_bytes: int) -> bool:
     """Whether bytes can be viewed as items of so many."""
     return part.storage_offset() % item_bytes == 0 and part.data_ptr() % item_bytes == 0
+
+
+def bytes_of(elements: slice) -> slice:
+    """Where the bits of these flags lie; they begin at a multiple of 8.
+
+    >>> bytes_of(slice(16, 41))
+    slice(2, 6, None)
+    """
+    return slice(elements.start // 8, -(-elements.stop // 8))
+
+
+def pack_bits(flags: torch.Tensor, out: torch.Tensor) -> None:
+    """Write (n,) bool into (ceil(n / 8),) uint8; bits past the last flag are 0.
+
+    >>> out = torch.empty(2, dtype=torch.uint8)
+    >>> pack_bits(torch.tensor([True, False, True] * 3), out)
+    >>> out.tolist()
+    [109, 1]
+    """
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=flags.device)
+    rows = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).view(-1, 8)
+    torch.sum(rows * weights, 1, dtype=torch.uint8, out=out)
+
+
+def unpack_bits(packed: torch.Tensor, out: torch.Tensor) -> None:
+    """The inverse of `pack_bits`: write (n,) bool."""
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    flags = (packed[:, None] >> places).bitwise_and_(1).view(-1)
+    out.copy_(flags[: out.numel()])

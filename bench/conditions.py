@@ -1,0 +1,70 @@
+"""What a measurement ran under: machine, process, date; and the name of its file."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.cost import measurement_cache
+
+_MALLOC = ("LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+_CUDA = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+_OPENMP = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def conditions(device: torch.device, seed: int) -> dict[str, Any]:
+    """Everything about this machine and process that a reader needs to repeat a measurement."""
+
+    def environment(names: Sequence[str]) -> Any:
+        return {name: os.environ[name] for name in names if name in os.environ} or "default"
+
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": measurement_cache.device_name(device),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "openmp": environment(_OPENMP),
+        "seed": seed,
+        "malloc": environment(_MALLOC),
+        "huge_pages": _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else "unknown",
+        "load_average": os.getloadavg()[0],
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.version.cuda
+        found["cudnn"] = torch.backends.cudnn.version()
+        found["tf32"] = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+        found["cudnn_deterministic"] = torch.backends.cudnn.deterministic
+        found["cuda_malloc"] = environment(_CUDA)
+    return found
+
+
+def describe(found: Mapping[str, Any]) -> str:
+    """The conditions in a line or two."""
+    parts = [
+        f"torch {found['torch']}, {found['device']}, {found['cores']} cores, {found['threads']} threads",
+        f"OpenMP {found['openmp']}, seed {found['seed']}, malloc {found['malloc']}, huge pages {found['huge_pages']}",
+        f"load {found['load_average']:.1f} at the start, {found['date']}",
+    ]
+    if "cuda" in found:
+        parts.append(f"CUDA {found['cuda']}, cuDNN {found['cudnn']}, TF32 {'on' if found['tf32'] else 'off'}")
+    return "; ".join(parts)
+
+
+def file_name(theme: str, device: torch.device) -> str:
+    """`theme_hardware_date.json`.
+
+    >>> file_name("chain", torch.device("cpu")).startswith("chain_")
+    True
+    """
+    hardware = re.sub(r"[^a-z0-9]+", "-", measurement_cache.device_name(device).lower()).strip("-")
+    return f"{theme}_{hardware}_{datetime.date.today().isoformat()}.json"

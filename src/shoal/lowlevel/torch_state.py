@@ -1,0 +1,102 @@
+"""What PyTorch is doing on this thread, and what a call of a module runs: state that torch has no public name for.
+
+PyTorch does not guarantee these names; 2.11 to 2.13 have them, and `tests/lowlevel/test_torch_state.py` tests that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable, forward_ad
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.parallel import DistributedDataParallel
+
+# As `__torch_function__` of a tensor subclass: its operations return plain tensors. nn.Parameter has the same.
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
+def backward_pass() -> int | None:
+    """A number for the backward pass that runs on this thread; None outside of one.
+
+    >>> seen = []
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> _ = x.register_hook(lambda gradient: seen.append(backward_pass() is not None))
+    >>> x.sum().backward()
+    >>> seen, backward_pass()
+    ([True], None)
+    """
+    number: int = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call something once, when the backward pass that runs on this thread has ended, after what asked before.
+
+    Raises:
+        RuntimeError: none runs.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+def saved_tensors_hooks() -> Any:
+    """The innermost `torch.autograd.graph.saved_tensors_hooks` in force; None where there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def in_functorch() -> bool:
+    """Whether a transform of `torch.func` is active; a compiler is not asked."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` or forward-mode AD is active; a compiler is not asked."""
+    return in_functorch() or (not torch.compiler.is_compiling() and forward_ad._current_level >= 0)
+
+
+def in_trace() -> bool:
+    """Whether `torch.jit.trace` or `torch.fx.symbolic_trace` records what is called."""
+    return bool(torch._C._get_tracing_state()) or is_fx_symbolic_tracing()
+
+
+def active_ddp_module() -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward pass runs."""
+    module: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
+    return module
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something else runs where the module is called."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered for the calls of all modules."""
+    return bool(_has_any_global_hook())
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """What `module.compile()` put in place of its call; None where nothing."""
+    return module._compiled_call_impl
+
+
+def check_batch_norm_input(layer: nn.Module, x: torch.Tensor) -> None:
+    """Raise what a batch norm's own forward raises for an `x` of another number of dimensions."""
+    layer._check_input_dim(x)  # type: ignore[operator]
+
+
+def check_batch_size(x: torch.Tensor) -> None:
+    """Raise what `batch_norm` raises in training mode where `x` has one value per channel."""
+    torch.nn.functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
+
+
+def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage that is weakly referenced, if a tensor still uses it."""
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return storage
