@@ -15,9 +15,10 @@ from shoal.core.residence import Offload
 from shoal.core.sizes import parse_bytes
 from shoal.core.step import Op, StepGraph, Storage
 from shoal.core.timeline import Timeline
+from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.report.data import Report
 from shoal.report.page import save_html
-from shoal.report.tables import MOST_PARTS, largest_storages, parts_of_model, short_target
+from shoal.report.tables import MOST_PARTS, forms_of_step, largest_storages, parts_of_model, short_target
 from tests.engine.lossy_steps import chain, plan_encoding_everything
 from tests.random_steps import SLOW_LINK, offloads, steps
 
@@ -167,3 +168,25 @@ def test_an_encoded_storage_says_in_what_and_how_small(tmp_path: Path) -> None:
     page = save_html(Report(plan.timeline, plan=plan), tmp_path / "page.html").read_text()
     assert "Encoded in linear" in page and "Largest encoding error" in page
     assert parts_of_model(plan.timeline, plan).rows
+
+
+def test_the_forms_that_were_considered_are_listed_with_their_outcome(plan: Plan, tmp_path: Path) -> None:
+    rows = (
+        Candidate(WHOLE, 40, 0.02, 2**21, 0.021, 0.022, 2**20, "slower"),
+        Candidate(Variant(fuse="icf"), 30, 0.01, 2**20, 0.01, 0.01, 2**20, "chosen"),
+        Candidate(Variant(depth=0.5, grid=(2, 2)), 0, 0.0, 0, None, None, None, "computes 90 % more"),
+    )
+    page = save_html(Report(plan.timeline, plan=replace(plan, candidates=rows)), tmp_path / "page.html").read_text()
+    assert (
+        forms_of_step(plan).rows == []
+        and "candidates-title" not in save_html(Report(plan.timeline, plan=plan), tmp_path / "page.html").read_text()
+    )
+    for cell in (
+        "as it is",
+        "22.0",
+        "batch norm fused (icf)",
+        "chosen",
+        "50 % of the convolutions",
+        "computes 90 % more",
+    ):
+        assert cell in page

@@ -12,7 +12,7 @@ from shoal.errors import InputError
 from shoal.report.charts import chart_data
 from shoal.report.data import Report
 from shoal.report.patches import patch_drawing
-from shoal.report.tables import largest_storages, parts_of_model
+from shoal.report.tables import forms_of_step, largest_storages, parts_of_model
 from shoal.report.words import fillings, glossary, headline, lede, name_of, outcomes, scales, settings, tiles
 
 
@@ -37,6 +37,7 @@ def render(report: Report) -> str:
         scales=scales(report),
         storages=largest_storages(report.plan),
         parts=parts_of_model(report.timeline, report.plan),
+        candidates=forms_of_step(report.plan),
         outcomes=outcomes(report),
         settings=settings(report),
         glossary=glossary(report),

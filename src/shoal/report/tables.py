@@ -12,6 +12,7 @@ from shoal.core.schedule import schedule
 from shoal.core.sizes import format_bytes
 from shoal.core.step import Storage
 from shoal.core.timeline import Timeline
+from shoal.core.variant import COLUMNS
 from shoal.report.words import format_seconds
 
 MOST_PARTS = 14
@@ -58,6 +59,19 @@ class PartTable(NamedTuple):
 
     rows: list[PartRow]
     columns: dict[str, str]
+
+
+class FormTable(NamedTuple):
+    """`columns`: the titles of what stands between the form and its outcome."""
+
+    rows: list[tuple[str, ...]]
+    columns: tuple[str, ...]
+
+
+def forms_of_step(plan: Plan | None) -> FormTable:
+    """The forms of the step that were considered; no rows where there was no choice."""
+    candidates = plan.candidates if plan is not None else ()
+    return FormTable([one.cells() for one in candidates], COLUMNS[1:-1])
 
 
 def largest_storages(plan: Plan | None, count: int = 10) -> list[StorageRow]:
