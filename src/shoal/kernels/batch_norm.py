@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.memory_format import channels_last_format, memory_format_of
 from shoal.lowlevel.torch_internals import isolated
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 through its passes
@@ -32,7 +32,7 @@ def normalise(
 ) -> torch.Tensor:
     """What `batch_norm` in training mode returned for `x`, (N, C, ...), given the statistics it saved, (C,)."""
     scale, shift = _line(x, weight, bias, mean, invstd)
-    return torch.addcmul(shift, x, scale)
+    return torch.addcmul(shift, x, scale, out=torch.empty_like(x, memory_format=memory_format_of(x)))
 
 
 def normalise_(
