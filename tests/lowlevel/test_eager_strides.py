@@ -93,6 +93,14 @@ def ones(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_norms() -> None:
+    pixels = torch.randn(1, 64, 8).transpose(1, 2).view(1, 8, 8, 8)  # channels_last, but for the stride between images
+    for x in (pixels, pixels.unsqueeze(2)):
+        arguments = x, ones(x), ones(x), True, 0.1, 1e-5
+        with eager_strides(), FakeTensorMode() as mode:
+            fake = aten._native_batch_norm_legit.no_stats(
+                mode.from_tensor(x), *map(mode.from_tensor, arguments[1:3]), *arguments[3:]
+            )
+        assert strides(fake) == strides(aten._native_batch_norm_legit.no_stats(*arguments))
     assert departures(aten._native_batch_norm_legit.no_stats, 1, lambda x: (x, ones(x), ones(x), True, 0.1, 1e-5)) == []
     assert departures(aten.native_layer_norm.default, 1, lambda x: (x, [x.shape[-1]], None, None, 1e-5)) == []
     found = departures(

@@ -175,8 +175,20 @@ def _in_format(x: torch.Tensor) -> Strides:
     return torch.empty(x.shape, memory_format=suggest_memory_format(x), device="meta").stride()
 
 
-def _contiguous_or_in_format(x: torch.Tensor) -> Strides:
-    return _contiguous(x) if x.is_contiguous() else _in_format(x)
+def _normalised(x: torch.Tensor) -> Strides:
+    """As batch norm does: contiguous where `x` is, else channels_last where `x` is, whatever an axis of one says."""
+    if x.is_contiguous():
+        return _contiguous(x)
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return _dense(x.shape, (1, 3, 2, 0))
+    if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
+        return _dense(x.shape, (1, 4, 3, 2, 0))
+    return _in_format(x)
+
+
+def _normalised_back(x: torch.Tensor) -> Strides:
+    suggested = suggest_memory_format(x)
+    return _normalised(x) if suggested is torch.contiguous_format else _in_format(x)
 
 
 def _preserved(x: torch.Tensor) -> Strides:
@@ -204,10 +216,10 @@ _OPERANDS: Mapping[OpOverload, tuple[int, ...]] = {
 }
 # Kernels of the CPU without TensorIterator: the place of the argument that the first result is laid out like, and how.
 _LIKE: Mapping[OpOverload, tuple[int, Callable[[torch.Tensor], Strides]]] = {
-    _aten._native_batch_norm_legit_functional.default: (0, _contiguous_or_in_format),
-    _aten._native_batch_norm_legit.no_stats: (0, _contiguous_or_in_format),
-    _aten._native_batch_norm_legit_no_training.default: (0, _contiguous_or_in_format),
-    _aten.native_batch_norm_backward.default: (1, _in_format),
+    _aten._native_batch_norm_legit_functional.default: (0, _normalised),
+    _aten._native_batch_norm_legit.no_stats: (0, _normalised),
+    _aten._native_batch_norm_legit_no_training.default: (0, _normalised),
+    _aten.native_batch_norm_backward.default: (1, _normalised_back),
     _aten.native_group_norm.default: (0, _in_format),
     _aten.native_group_norm_backward.default: (1, _in_format),
     _aten.native_layer_norm.default: (0, _contiguous),
