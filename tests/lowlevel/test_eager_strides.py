@@ -58,6 +58,7 @@ UNARY: dict[OpOverload, tuple[Any, ...]] = {
     ),
     **dict.fromkeys((aten.hardtanh.default, aten.clamp.default), (0.0, 6.0)),
     aten._log_softmax.default: (1, False),
+    aten.roll.default: ([1], [1]),
 }
 BACKWARD: dict[OpOverload, tuple[Any, ...]] = {
     **dict.fromkeys(

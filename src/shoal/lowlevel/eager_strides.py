@@ -222,6 +222,7 @@ _LIKE: Mapping[OpOverload, tuple[int, Callable[[torch.Tensor], Strides]]] = {
     _aten.native_batch_norm_backward.default: (1, _normalised_back),
     _aten.native_group_norm.default: (0, _in_format),
     _aten.native_group_norm_backward.default: (1, _in_format),
+    _aten.roll.default: (0, _in_format),
     _aten.native_layer_norm.default: (0, _contiguous),
     _aten.native_layer_norm_backward.default: (1, _contiguous),
     _aten._log_softmax.default: (0, _contiguous),
