@@ -152,3 +152,16 @@ def test_dtype_and_values_of_the_step_are_not_touched_and_others_trace_as_they_d
         print(1 // 0)
     assert traced().stride() == before and FakeTensorMode._dispatch_impl is dispatch
     assert module._rule(aten.convolution.default) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_statistics_of_a_batch_norm_have_the_dtype_that_its_kernel_saves(dtype: torch.dtype, weighted: bool) -> None:
+    x = torch.randn(2, 3, 4, 4).to(dtype)
+    weight = torch.ones(3, dtype=torch.float64 if dtype is torch.float64 else torch.float32) if weighted else None
+    arguments = x, weight, weight, True, 0.1, 1e-5
+    with eager_strides(), FakeTensorMode() as mode:
+        given = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in arguments]
+        fake = aten._native_batch_norm_legit.no_stats(*given)
+    real = aten._native_batch_norm_legit.no_stats(*arguments)
+    assert [value.dtype for value in fake] == [value.dtype for value in real]

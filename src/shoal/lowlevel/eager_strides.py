@@ -1,4 +1,4 @@
-"""Fake tensors with the strides that PyTorch's kernels return, where its fake kernels say others.
+"""Fake tensors with the strides, and dtypes, that PyTorch's kernels return, where its fake kernels say others.
 
 A traced step chooses kernels and views by strides, so a wrong one in the trace becomes a copy in the step, or another
 order of adding up. PyTorch computes fake results by decompositions, whose operands may come in another order than the
@@ -45,6 +45,8 @@ def _corrected(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Map
     if rule is None or result is NotImplemented or kwargs.get("memory_format") not in (None, torch.preserve_format):
         return result
     if isinstance(result, tuple):
+        if func in _SAVES_STATISTICS:
+            result = _with_wide_statistics(mode, args, result)
         n_like = _N_ALIKE.get(func, 1)
         return (*(_corrected_one(mode, func, rule, args, value) for value in result[:n_like]), *result[n_like:])
     return _corrected_one(mode, func, rule, args, result)
@@ -62,6 +64,17 @@ def _corrected_one(mode: FakeTensorMode, func: OpOverload, rule: Rule, args: Seq
         if func in _VIEWS:
             return result.as_strided(result.shape, strides)
         return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+
+
+def _with_wide_statistics(mode: FakeTensorMode, args: Sequence[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The CPU saves a half-precision batch's mean and inverse deviation in float32, where a parameter is float32."""
+    x, mean, invstd = args[0], *result[1:3]
+    others = [value for value in args[1:] if isinstance(value, torch.Tensor)]
+    if x.device.type != "cpu" or x.dtype == torch.float32 or all(t.dtype != torch.float32 for t in others):
+        return result
+    with mode:
+        wide = [torch.empty_like(saved, dtype=torch.float32) for saved in (mean, invstd)]
+    return (result[0], *wide, *result[3:])
 
 
 @cache
@@ -244,6 +257,10 @@ _LIKE: Mapping[OpOverload, tuple[int, Callable[[torch.Tensor], Strides]]] = {
         (0, _preserved),
     ),
 }
+_SAVES_STATISTICS = (
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit.no_stats,
+)
 _N_ALIKE = {_aten.log_sigmoid_forward.default: 2, _aten._prelu_kernel_backward.default: 2}  # results, where not one
 # Tagged as pointwise, but not one pass of TensorIterator over the arguments.
 _OTHERWISE = {
