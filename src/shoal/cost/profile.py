@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import fx
 
 from shoal.capture.captured import Captured
 from shoal.capture.op_counts import target_name
+from shoal.core.progress import doing
 from shoal.core.records import read_value
 from shoal.core.step import StepGraph
 from shoal.cost import measurement_cache
@@ -69,7 +71,7 @@ def profile(
         nodes: signature → a `call_function` node of that signature, operands with FakeTensors in `meta["val"]`. Any
             callable may be its target.
         device: "cpu" or "cuda"; the fake tensors may be of another.
-        progress: show a bar on stderr; None: only on a terminal.
+        progress: show a bar on stderr; None: only on a terminal, and not beside the line of `shoal.core.progress`.
         cache: read and write the times cached for this machine (folder `costs` of `shoal.core.files.cache_dir()`).
         budget_seconds: after that time, each remaining op is timed once.
 
@@ -180,6 +182,14 @@ def _cuda_workspace(run: Callable[[], Any]) -> int:
 
 @contextmanager
 def _bar(nodes: Mapping[str, fx.Node], show: bool | None) -> Iterator[Callable[[str], None]]:
+    if show is None and doing("timing ops"):
+        number = count(1)
+
+        def say(target: str) -> None:
+            doing(f"timing op {next(number)} of {len(nodes)}, {target}")
+
+        yield say
+        return
     shown = bool(nodes) and (sys.stderr.isatty() if show is None else show)
     columns = (
         TextColumn("timing ops"),
