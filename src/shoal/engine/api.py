@@ -28,6 +28,7 @@ from shoal.capture.dynamo import (
 )
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
+from shoal.core.progress import doing, preparing
 from shoal.core.sizes import format_bytes
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
@@ -230,9 +231,12 @@ class _Caller:
         try:
             with settings(self._logging), one_graph():
                 planned = self._planned.get(kind)
-                if planned is None:
+                if planned is not None:
+                    return planned(*args, **kwargs, **drawn_for(self._divided, args))
+                with preparing(self.session.name):
+                    doing("capturing")
                     planned = self._planned[kind] = capturing(self._divided, self._backend())
-                return planned(*args, **kwargs, **drawn_for(self._divided, args))
+                    return planned(*args, **kwargs, **drawn_for(self._divided, args))
         except ModelRaised as failure:
             plain_call(model, *args, **kwargs)  # raises as the plain model does
             raise CaptureError(f"the model cannot be captured as one graph: {failure.reason}") from None

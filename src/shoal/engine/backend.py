@@ -18,6 +18,7 @@ from shoal.capture.lower import lower
 from shoal.capture.step_reader import capture
 from shoal.capture.traced_strides import Departure
 from shoal.core.plan import Plan
+from shoal.core.progress import doing, preparing
 from shoal.engine.first_run import checked
 from shoal.engine.graph_runner import Compiler, compiler
 from shoal.engine.loop_memory import Basis
@@ -75,7 +76,8 @@ def compile_step(
     run_graphs = compiler(kernels)
     inputs = {"parameters": parameter_places(gm), "layers": input_layers(gm)}
     step = PlannedStep(session, run_graphs, inputs, aten_only=kernels == "inductor")
-    with eager_kernels():
+    with preparing(session.name), eager_kernels():
+        doing("capturing")
         compiled = aot_autograd(
             fw_compiler=step.compile_forward,
             bw_compiler=step.compile_backward,
@@ -132,6 +134,7 @@ class PlannedStep:
         self.n_tangents = sum(storage.kind == "tangent" for storage in captured.graph.storages)
         self.errors_unknown = bool(self.plan.encoded)
         transfers = self.session.carry(self.plan, captured.device)
+        doing("writing the graphs of its plan")
         return lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
 
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
 from shoal.engine.options import CompileOptions, check_optimizer
+from shoal.engine.plan_cache import remembered
 from shoal.engine.search.choose_encoded import choose_encoded
 from shoal.errors import InputError
 from shoal.memory.static_memory import StaticMemory
@@ -92,7 +93,7 @@ def plan(
     )
     check_optimizer(optimizer)
     target = presets.get(hardware) if isinstance(hardware, str) else hardware
-    planner_function, budget_bytes = planners.get(planner), options.budget_bytes or 0
+    planner_function, budget_bytes = remembered(planner), options.budget_bytes or 0
     started = time.perf_counter()
     captured, device = capture_step(model, example, name=name or type(model).__name__, runs_here=target is None)
     device = torch.device("cpu") if device.type == "meta" else device

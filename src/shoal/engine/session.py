@@ -13,6 +13,7 @@ import torch
 from shoal.capture.captured import Captured
 from shoal.capture.traced_strides import Departure, with_copies
 from shoal.core.plan import Plan
+from shoal.core.progress import doing
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
@@ -185,6 +186,7 @@ class Session:
             self.offloading,
             self._bytes_beside,
         )
+        doing(f"planning {len(captured.graph.ops)} ops")
         try:
             made = planning.plan(self.loop, self.status.plans)
         except BudgetError as refused:

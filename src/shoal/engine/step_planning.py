@@ -22,6 +22,7 @@ from shoal.cost.profile import profile_step
 from shoal.engine.loop_memory import Basis, LoopMemory, by_itself, in_loop
 from shoal.engine.options import CompileOptions
 from shoal.engine.overlapping import plan_overlapping
+from shoal.engine.plan_cache import remembered
 from shoal.engine.search.choose_encoded import choose_encoded, encoded_by
 from shoal.errors import BudgetError, PlanError
 from shoal.kernels.generator import state_bytes
@@ -138,7 +139,7 @@ class StepPlanning:
             return _adopt(self._ready_plan, captured, costed, options.budget_bytes)
         if options.budget_bytes is None:
             return captured, planners.get("keep_all")(costed(captured), hardware, 0)
-        planner, budget_bytes = planners.get(options.planner), options.budget_bytes
+        planner, budget_bytes = remembered(options.planner), options.budget_bytes
         if options.lossy is None:
             return captured, planner(costed(captured), hardware, budget_bytes)
         before = costed(captured)
