@@ -160,3 +160,12 @@ def test_effort_ends_with_what_is_spent_or_with_the_guard() -> None:
     struck = Guard(-1.0)
     assert Effort("search", 10, struck).is_spent
     assert list(struck.stopped) == ["search"] and struck.left_seconds == 0
+
+
+def test_few_nodes_for_the_smallest_peak_still_name_a_budget_that_is_enough() -> None:
+    graph = STEPS["densenet"]
+    limits = replace(QUICK, max_peak_entries=1)
+    with pytest.raises(BudgetError) as refused:
+        joint(graph, HARDWARE, 1, limits=limits)
+    least_bytes = refused.value.least_feasible_bytes
+    assert joint(graph, HARDWARE, least_bytes, limits=limits).predicted_peak_bytes <= least_bytes

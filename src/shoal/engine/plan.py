@@ -25,6 +25,7 @@ from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
 from shoal.engine.options import CompileOptions, check_optimizer
+from shoal.engine.plan_cache import remembered
 from shoal.engine.search.best_variant import Priced, best_variant
 from shoal.engine.search.choose_encoded import choose_encoded
 from shoal.engine.search.variants import Variants
@@ -107,7 +108,7 @@ def plan(
     )
     check_optimizer(optimizer)
     budget_bytes, name = options.budget_bytes or 0, name or type(model).__name__
-    planner_function = limited_to(options.means, planners.get(planner)) if budget_bytes else planners.get("keep_all")
+    planner_function = limited_to(options.means, remembered(planner)) if budget_bytes else planners.get("keep_all")
     started = time.perf_counter()
 
     def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Plan:

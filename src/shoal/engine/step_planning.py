@@ -23,6 +23,7 @@ from shoal.cost.profile import profile_step
 from shoal.engine.loop_memory import Basis, LoopMemory, by_itself, in_loop
 from shoal.engine.options import CompileOptions
 from shoal.engine.overlapping import plan_overlapping
+from shoal.engine.plan_cache import remembered
 from shoal.engine.search.choose_encoded import choose_encoded, encoded_by
 from shoal.errors import BudgetError, PlanError
 from shoal.kernels.generator import state_bytes
@@ -64,7 +65,7 @@ class StepPlanning:
         offloading: Offloading | None,
         bytes_beside: Callable[[StepGraph], int],
     ) -> None:
-        self.outputs = captured.output_storages()
+        self.outputs, self.n_ops = captured.output_storages(), len(captured.graph.ops)
         self._captured = captured
         self._device = device
         self._options = options
@@ -143,7 +144,7 @@ class StepPlanning:
             return _adopt(self._ready_plan, captured, costed, options.budget_bytes)
         if options.budget_bytes is None:
             return captured, planners.get("keep_all")(costed(captured), hardware, 0)
-        planner, budget_bytes = limited_to(options.means, planners.get(options.planner)), options.budget_bytes
+        planner, budget_bytes = limited_to(options.means, remembered(options.planner)), options.budget_bytes
         if options.lossy is None:
             return captured, planner(costed(captured), hardware, budget_bytes)
         before = costed(captured)

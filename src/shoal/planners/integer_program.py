@@ -109,6 +109,7 @@ class _Program:
             spent = {variable: -ops[op].second.seconds for op, variable in self.rerun.items()}
             program.at_least(0.0, {**dict.fromkeys(self.link.added, 1.0), **spent})
         self.early = early
+        self.minimises_peak = budget_bytes is None
         self.saved = frozenset(choice.graph.saved).intersection(choice.candidates)
         self.back: dict[tuple[int, int], int] = {}
         self._add_reruns()
@@ -193,13 +194,15 @@ class _Program:
         has_link = self.link is not None
         if gap is None:
             gap = limits.gap_with_link if has_link else limits.gap
+        max_nodes = limits.max_nodes_with_link if has_link else limits.max_nodes
+        is_small = not self.minimises_peak or max_nodes * self.program.entries <= limits.max_peak_entries
         found = self.program.run(
             values,
             whole=whole,
             gap=gap,
-            max_nodes=limits.max_nodes_with_link if has_link else limits.max_nodes,
+            max_nodes=max_nodes if is_small else max(1, limits.max_peak_entries // self.program.entries),
             max_simplex_iterations=limits.max_simplex_iterations,
-            sub_programs=not has_link,
+            sub_programs=not has_link and is_small,
             time_limit_seconds=guard.left_seconds / 4,  # the rest is for the other parts
         )
         if found.timed_out:

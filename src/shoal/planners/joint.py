@@ -334,10 +334,19 @@ def _smallest_peaks(
     if limits.chain:
         found.append(smallest_peak(choice.graph, hardware).residences)
     if limits.integer_program:
-        solution = solve(choice, None, gap=limits.gap_of_smallest_peak, limits=limits, guard=guard)
-        if solution.chosen is not None:
-            found.append(_as_chosen(choice, solution.chosen).residences)
+        chosen, stopped = _of_smallest_peak(choice.graph, limits)
+        guard.note(*stopped)
+        if chosen is not None:
+            found.append(_as_chosen(choice, chosen).residences)
     return [*found, _narrow(choice, limits.narrow_share)]
+
+
+@lru_cache(maxsize=4)  # asked for by the search inside the budget, and by that for the smallest peak
+def _of_smallest_peak(graph: StepGraph, limits: Limits) -> tuple[Chosen | None, tuple[str, ...]]:
+    """What the integer program for the smallest peak chooses, and what the time limit ended early."""
+    guard = Guard(limits.guard_seconds)
+    solution = solve(recompute_choice(graph), None, gap=limits.gap_of_smallest_peak, limits=limits, guard=guard)
+    return solution.chosen, tuple(guard.stopped)
 
 
 def _narrow(choice: RecomputeChoice, share: float) -> Mapping[str, Residence]:

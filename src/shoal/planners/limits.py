@@ -29,6 +29,8 @@ class Limits:
         max_nodes: nodes of the branch-and-bound tree of each mixed-integer program of a step without a link.
         max_nodes_with_link: the same with a link, where the relaxation is weak and more nodes hardly raise the bound.
         max_simplex_iterations: of each linear program.
+        max_peak_entries: of the program for the smallest peak, nodes times non-zero entries: a large program gets fewer
+            nodes, and none of the solver's sub-programs, which are limited by time alone.
         gap, gap_with_link, gap_of_smallest_peak: relative gaps at which a mixed-integer program is solved well enough:
             of a step without a link, with one, and of the program for the smallest peak.
         max_solves: how often the program is solved again with less room, until its exact peak fits.
@@ -70,6 +72,7 @@ class Limits:
     max_nodes: int = 200
     max_nodes_with_link: int = 1
     max_simplex_iterations: int = 30_000
+    max_peak_entries: int = 10_000_000
     gap: float = 0.002
     gap_with_link: float = 0.005
     gap_of_smallest_peak: float = 0.005
