@@ -110,7 +110,7 @@ def plan(
         found = made(costed(captured))
     else:
         _, found = choose_encoded(captured, options.lossy, budget_bytes, costed, made)
-    check_own_plan(found.graph, found.residences, budget_bytes)
+    check_own_plan(found.captured_graph, found.graph, found.residences, budget_bytes)
     return replace(found, planning_seconds=time.perf_counter() - started, options=options.to_json())
 
 

@@ -190,7 +190,7 @@ class Session:
         except BudgetError as refused:
             made = self._plan_in_hope(planning, self._with_hints(refused))
         captured, plan = made.captured, made.plan
-        check_own_plan(plan.graph, plan.residences, self.status.budget_bytes or 0)
+        check_own_plan(plan.captured_graph, plan.graph, plan.residences, self.status.budget_bytes or 0)
         seconds = time.perf_counter() - started
         plan = replace(plan, planning_seconds=seconds, options=self.options.to_json())
         step.plan, step.basis = plan, made.basis

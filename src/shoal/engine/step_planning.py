@@ -11,9 +11,11 @@ import torch
 from shoal import planners
 from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import encoded
+from shoal.core.order import in_order_of, op_names
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
+from shoal.core.validate_order import check_order
 from shoal.core.validate_plan import check_plan
 from shoal.core.validate_step import check_step
 from shoal.cost.measure import measure
@@ -187,15 +189,22 @@ def _adopt(
         lossy, chosen = said
         captured = encoded(captured, chosen, lossy)
         graph = costed(captured)
-    if not _is_same(plan.graph, graph):
+    if not _is_same(plan.captured_graph, graph):
         theirs = [s.shape for s in plan.graph.storages if s.kind == "input"]
         ours = [s.shape for s in graph.storages if s.kind == "input"]
         raise PlanError(
             f"the plan is for {plan.graph.model or 'another model'} with inputs {theirs} and {len(plan.graph.ops)} ops"
             f"; this step is {graph.model or 'a model'} with inputs {ours} and {len(graph.ops)} ops; plan it anew"
         )
-    check_plan(graph, plan.residences, budget_bytes or 0)
-    adopted = replace(plan, graph=graph, exact_graph=exact if said is not None else None)
+    ordered = in_order_of(graph, plan.graph) if plan.captured_order else graph
+    check_order(graph, ordered)
+    check_plan(ordered, plan.residences, budget_bytes or 0)
+    adopted = replace(
+        plan,
+        graph=ordered,
+        exact_graph=exact if said is not None else None,
+        captured_order=op_names(graph) if plan.captured_order else (),
+    )
     if budget_bytes is None and 0 < plan.budget_bytes < adopted.predicted_peak_bytes:
         log.warning(
             "%s: the plan was made for %s, but takes %s here; give budget= to have it refused, or plan it anew",
