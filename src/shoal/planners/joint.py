@@ -44,13 +44,13 @@ from shoal.errors import BudgetError
 from shoal.planners.chain import chain
 from shoal.planners.fill_slack import fill_slack
 from shoal.planners.infeasible import infeasible
-from shoal.planners.integer_program import NOTHING_KNOWN, Chosen, Solution, solve
+from shoal.planners.integer_program import Chosen, Solution, solve
 from shoal.planners.iterated_search import IteratedSearch
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.local_search import local_search
 from shoal.planners.papers.hmms import hmms, within_limit
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
-from shoal.planners.simulated import Simulated, as_chosen, everything_away, in_lower_order, simulated
+from shoal.planners.simulated import Simulated, as_chosen, everything_away, in_lower_order, lower_bound, simulated
 from shoal.planners.smallest_plan import smallest_peaks, smallest_plan
 
 
@@ -74,7 +74,7 @@ def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Li
         if least.predicted_peak_bytes > budget_bytes:
             raise infeasible(least, budget_bytes)
         best = simulated(least.graph, least.residences)
-        bound_seconds = _bound(least.graph, budget_bytes, limits, guard).bound_seconds
+        bound_seconds = lower_bound(least.graph, budget_bytes, limits, guard).bound_seconds
         guard.note(*least.stopped_early)
     guard.warn(graph.model)
     return Plan(
@@ -107,7 +107,7 @@ def _fastest(
     if ordered is not None:
         suited = search.suited_to_the_relaxed(recompute_choice(ordered.graph))
         best, bound_seconds = search.run(suited, search.bound(suited.graph))
-    if best is None or best.seconds > kept.seconds + bound.bound_seconds:
+    if bound.bound_seconds < (best.seconds - kept.seconds if best is not None else math.inf):
         as_captured, _ = search.run(choice, bound)
         if best is None or _faster(best, as_captured) is not best:
             best, bound_seconds = as_captured, bound.bound_seconds
@@ -152,6 +152,8 @@ class _Search:
 
     def run(self, choice: RecomputeChoice, bound: Solution) -> tuple[Simulated | None, float]:
         """The fastest plan in the order of ops that the step has, and the lower bound of what it adds."""
+        if math.isinf(bound.bound_seconds):
+            return None, math.inf
         if choice.graph.link is None:
             return self.without_link(choice, bound.bound_seconds)
         return self.with_link(choice, bound)
@@ -212,7 +214,7 @@ class _Search:
         return Effort(part, max_ops, self._guard)
 
     def bound(self, graph: StepGraph) -> Solution:
-        return _bound(graph, self._budget_bytes, self._limits, self._guard)
+        return lower_bound(graph, self._budget_bytes, self._limits, self._guard)
 
     def _starts(self, choice: RecomputeChoice, relaxed: Chosen | None) -> Iterator[Chosen]:
         """Near good choices: the bound's, linear programs with some room set aside, the paper's, all away."""
@@ -279,14 +281,6 @@ class _Search:
         found = simulated(graph, residences)
         fits = found.peak_bytes <= self._budget_bytes and (not limit_bytes or host_bytes <= limit_bytes)
         return found if fits else None
-
-
-def _bound(graph: StepGraph, budget_bytes: int, limits: Limits, guard: Guard) -> Solution:
-    """The relaxation below every plan in this order of ops, which must leave every storage its choice."""
-    if not limits.lower_bound:
-        return NOTHING_KNOWN
-    wide = recompute_choice(graph, every=True)
-    return solve(wide, budget_bytes, early=False, limits=limits, guard=guard)
 
 
 def _faster(one: Simulated | None, other: Simulated | None) -> Simulated | None:

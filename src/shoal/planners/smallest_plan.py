@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -17,7 +18,7 @@ from shoal.planners.just_in_time import just_in_time
 from shoal.planners.limits import Effort, Guard, Limits
 from shoal.planners.local_search import local_search
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
-from shoal.planners.simulated import as_chosen, everything_away, in_lower_order, simulated
+from shoal.planners.simulated import as_chosen, everything_away, in_lower_order, lower_bound, simulated
 from shoal.planners.transfer_places import with_offloads
 
 
@@ -26,13 +27,14 @@ def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limit
     choice = recompute_choice(graph)
     guard = Guard(limits.guard_seconds)
     ordered = in_lower_order(as_chosen(choice, Chosen(frozenset(choice.candidates))), limits, guard)
-    least: Plan | None = None
-    for step in (graph,) if ordered is None else (ordered.graph, graph):
-        if least is None or least.predicted_peak_bytes > budget_bytes:
-            plan = _smallest(step, hardware, limits)
-            least = min(plan, least or plan, key=lambda plan: plan.predicted_peak_bytes)
-    assert least is not None
-    return least
+    if ordered is None:
+        return _smallest(graph, hardware, limits)
+    least = _smallest(ordered.graph, hardware, limits)
+    least = replace(least, captured_order=op_names(graph))
+    least_bytes = least.predicted_peak_bytes
+    if least_bytes <= budget_bytes or math.isinf(lower_bound(graph, least_bytes, limits, guard).bound_seconds):
+        return least
+    return min(least, _smallest(graph, hardware, limits), key=lambda plan: plan.predicted_peak_bytes)
 
 
 @lru_cache(maxsize=4)  # one answer for every budget that does not fit
