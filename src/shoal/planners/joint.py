@@ -50,7 +50,7 @@ from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.local_search import local_search
 from shoal.planners.papers.hmms import hmms, within_limit
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
-from shoal.planners.simulated import Simulated, as_chosen, everything_away, in_lower_order, lower_bound, simulated
+from shoal.planners.simulated import Simulated, as_chosen, everything_away, in_lower_order, simulated
 from shoal.planners.smallest_plan import smallest_peaks, smallest_plan
 
 

@@ -40,14 +40,6 @@ def everything_away(choice: RecomputeChoice) -> Chosen:
     return Chosen(frozenset(choice.candidates) - saved, saved)
 
 
-def lower_bound(graph: StepGraph, budget_bytes: int, limits: Limits, guard: Guard) -> Solution:
-    """The relaxation below every plan in this order of ops, which must leave every storage its choice."""
-    if not limits.lower_bound:
-        return NOTHING_KNOWN
-    wide = recompute_choice(graph, every=True)
-    return solve(wide, budget_bytes, early=False, limits=limits, guard=guard)
-
-
 def in_lower_order(found: Simulated, limits: Limits, guard: Guard) -> Simulated | None:
     """The same storages kept and recomputed, in an order of ops with a lower peak; None where none was found."""
     if not limits.order:

@@ -13,12 +13,12 @@ from shoal.core.plan import Plan
 from shoal.core.residence import Residence
 from shoal.core.step import StepGraph
 from shoal.planners.chain import smallest_peak
-from shoal.planners.integer_program import Chosen, solve
+from shoal.planners.integer_program import Chosen, lower_bound, solve
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.limits import Effort, Guard, Limits
 from shoal.planners.local_search import local_search
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
-from shoal.planners.simulated import as_chosen, everything_away, in_lower_order, lower_bound, simulated
+from shoal.planners.simulated import as_chosen, everything_away, in_lower_order, simulated
 from shoal.planners.transfer_places import with_offloads
 
 
