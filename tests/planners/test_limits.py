@@ -16,8 +16,8 @@ from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
+from shoal.planners import integer_program, simulated, smallest_plan
 from shoal.planners import joint as planning
-from shoal.planners import simulated, smallest_plan
 from shoal.planners.joint import joint
 from shoal.planners.keep_all import keep_all
 from shoal.planners.limits import Effort, Guard, Limits
@@ -122,7 +122,7 @@ def test_a_part_that_is_turned_off_takes_no_part_and_the_plan_is_valid(
         raise AssertionError(f"{switch} is off")
 
     solve = planning.solve
-    for module in (planning, smallest_plan):
+    for module in (planning, smallest_plan, integer_program):
         monkeypatch.setattr(module, "solve", watched)
     for module, part in PARTS[switch]:
         monkeypatch.setattr(module, part, refused)

@@ -26,6 +26,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shoal.core.step import StepGraph
 from shoal.planners.limits import DEFAULT, Guard, Limits
 from shoal.planners.linear_program import LinearProgram
 from shoal.planners.link_rows import add_link_rows

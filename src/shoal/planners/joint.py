@@ -44,7 +44,7 @@ from shoal.errors import BudgetError
 from shoal.planners.chain import chain
 from shoal.planners.fill_slack import fill_slack
 from shoal.planners.infeasible import infeasible
-from shoal.planners.integer_program import Chosen, Solution, solve
+from shoal.planners.integer_program import Chosen, Solution, lower_bound, solve
 from shoal.planners.iterated_search import IteratedSearch
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.local_search import local_search
