@@ -310,26 +310,24 @@ def steps(draw: st.DrawFn, max_ops: int = 10) -> StepGraph:
 
 
 def any_order(graph: StepGraph, seed: int) -> tuple[str, ...]:
-    """Names of the step's ops in a random order in which they can run; the last forward op stays last."""
+    """Names of the step's ops in a random order in which they can run."""
     chance = random.Random(seed)
-    names: list[str] = []
-    there = {s.id for s in graph.storages} - {s for op in graph.ops for s in op.writes}
-    last = {op.id for op in graph.ops[: graph.n_forward][-1:]}
-    for waiting in (
-        [op for op in graph.ops[: graph.n_forward] if op.id not in last],
-        [op for op in graph.ops if op.phase == "loss" or op.id in last],
-        [op for op in graph.ops if op.phase == "backward"],
-    ):
-        acting = [op for op in waiting if op.random or not op.writes or op.target == op.name]
+    forward, backward = list(graph.ops[: graph.n_forward]), list(graph.ops[graph.n_forward :])
+    first = [op for op in forward if op.target == op.name]
+    loss = [op for op in backward if op.phase == "loss"]
+    copies = [op for op in backward if op.target == op.name and op not in loss]
+    ordered = first[:]
+    for part, then in ((forward[:-1], forward[-1:]), ([], loss), (backward, copies)):
+        waiting = [op for op in part if op not in (*first, *loss, *copies)]
+        acting = [op for op in waiting if op.random or not op.writes]
         while waiting:
-            ready = [op for op in waiting if there.issuperset(op.reads) and (op not in acting or op is acting[0])]
-            op = ready[0] if ready[0].phase == "loss" or ready[0].id in last else chance.choice(ready)
-            waiting.remove(op)
-            if op in acting:
-                acting.remove(op)
-            names.append(op.name)
-            there.update(op.writes)
-    return tuple(names)
+            unmet = {storage for op in waiting for storage in op.writes}
+            ready = [op for op in waiting if unmet.isdisjoint(op.reads) and (op not in acting or op is acting[0])]
+            ordered.append(chance.choice(ready))
+            waiting.remove(ordered[-1])
+            acting = [op for op in acting if op is not ordered[-1]]
+        ordered += then
+    return tuple(op.name for op in ordered)
 
 
 def legal_offloads(
