@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.hardware import Link
+from shoal.core.order import op_names
 from shoal.core.plan import Plan
 from shoal.core.residence import Offload
 from shoal.report import Report
@@ -163,6 +164,15 @@ def test_a_wait_is_a_place_too(offload_plan: Plan) -> None:
 def test_the_longest_bar_is_the_whole(plan: Plan, report: Report) -> None:
     assert [round(scale.share, 2) for scale in scales(report)] == [1.0, 0.54, 0.53, 0.53]
     assert scales(Report(replace(plan.timeline, budget_bytes=0))) == []
+
+
+def test_the_order_of_ops_is_a_setting_where_it_is_not_as_captured(plan: Plan, report: Report) -> None:
+    assert "Order of ops" not in settings(report)
+    names = op_names(plan.graph)
+    backward = plan.graph.n_forward + 1
+    swapped = (*names[:backward], names[backward + 1], names[backward], *names[backward + 2 :])
+    said = settings(replace(report, plan=replace(plan, captured_order=swapped)))["Order of ops"]
+    assert said.startswith(f"2 of {len(names)} ops run earlier or later than captured")
 
 
 def test_settings_that_were_given_win_over_the_plans(report: Report) -> None:
