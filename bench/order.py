@@ -47,7 +47,7 @@ SETTINGS: Mapping[str, Setting] = {
     "unet3d": Setting(1, 32),
     "exchange": Setting(4, 128),
 }
-QUICK_SETTINGS = {"exchange": Setting(2, 128), "unet3d": Setting(1, 16)}
+QUICK_SETTINGS = {"resnet18": Setting(1, 64), "unet3d": Setting(1, 16)}
 SHARES = (0.9, 0.8, 0.66, 0.53)
 
 
