@@ -25,11 +25,10 @@ from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
 from shoal.engine.options import CompileOptions, check_optimizer
-from shoal.engine.plan_cache import remembered
 from shoal.engine.search.best_variant import Priced, best_variant
 from shoal.engine.search.choose_encoded import choose_encoded
 from shoal.engine.search.variants import Variants
-from shoal.engine.step_planning import limited_to
+from shoal.engine.step_planning import allowed
 from shoal.errors import InputError
 from shoal.memory.budget import budget_bytes as allowed_bytes
 from shoal.memory.static_memory import StaticMemory
@@ -108,7 +107,7 @@ def plan(
     )
     check_optimizer(optimizer)
     budget_bytes, name = options.budget_bytes or 0, name or type(model).__name__
-    planner_function = limited_to(options.means, remembered(planner)) if budget_bytes else planners.get("keep_all")
+    planner_function = allowed(options.means, planner) if budget_bytes else planners.get("keep_all")
     started = time.perf_counter()
 
     def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Plan:
@@ -140,7 +139,7 @@ def plan(
                     found = made(costed(captured))
                 else:
                     _, found = choose_encoded(captured, options.lossy, budget_bytes, costed, made)
-                check_own_plan(found.graph, found.residences, budget_bytes)
+                check_own_plan(found.captured_graph, found.graph, found.residences, budget_bytes)
             return None, found
 
         return Priced(costed(captured), plan_it, encodes=options.lossy is not None)

@@ -12,32 +12,40 @@ import logging
 import os
 import time
 from collections.abc import Iterable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 
 from shoal import core, planners
 from shoal.core.files import cache_dir, write_json
 from shoal.core.hardware import Hardware
+from shoal.core.order import op_names, reordered
 from shoal.core.plan import Plan
 from shoal.core.records import read_json, read_object, read_value
 from shoal.core.residence import residence_from_json, residence_to_json
 from shoal.core.step import StepGraph
+from shoal.core.validate_order import check_order
 from shoal.core.validate_plan import check_plan
 from shoal.errors import InputError, PlanError, brief
-from shoal.planners.limits import DEFAULT
+from shoal.planners.joint import joint
+from shoal.planners.limits import DEFAULT, Limits
 
-_FORMAT = "shoal-cached-plan 1"
+_FORMAT = "shoal-cached-plan 2"
 _WORTH_SECONDS = 0.5  # a plan that is made faster is made again
 _MAX_BYTES = 32 * 2**20  # of all files; the plans that were used last stay
 
 log = logging.getLogger("shoal")
 
 
-def remembered(planner: str | planners.Planner) -> planners.Planner:
+def remembered(planner: str | planners.Planner, *, order: bool = True) -> planners.Planner:
     """`planners.get(planner)`, which finds again what it planned in an earlier run.
 
     A planner that is a function of your own is called every time.
+
+    Args:
+        planner: its name, or the function.
+        order: whether ops may run in another order than the captured one; only `joint` looks for one.
 
     Raises:
         InputError: there is none of that name.
@@ -45,14 +53,21 @@ def remembered(planner: str | planners.Planner) -> planners.Planner:
     make = planners.get(planner)
     if not isinstance(planner, str):
         return make
+    limits = replace(DEFAULT, order=order)
+    if planner == "joint":
+        make = partial(joint, limits=limits)
 
     def plan(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
         started = time.perf_counter()
-        digest = _digest(planner, graph, hardware, budget_bytes)
+        digest = _digest(planner, limits, graph, hardware, budget_bytes)
         found = _recall(digest, planner, graph, hardware, budget_bytes)
         if found is None:
             found = make(graph, hardware, budget_bytes)
-            whole = found.graph is graph and found.exact_graph is None and not found.stopped_early
+            whole = (
+                found.captured_graph.fingerprint == graph.fingerprint
+                and found.exact_graph is None
+                and not found.stopped_early
+            )
             if whole and time.perf_counter() - started > _WORTH_SECONDS:
                 _remember(digest, found)
         return found
@@ -60,8 +75,8 @@ def remembered(planner: str | planners.Planner) -> planners.Planner:
     return plan
 
 
-def _digest(planner: str, graph: StepGraph, hardware: Hardware, budget_bytes: int) -> str:
-    everything = (_FORMAT, _code(), version("highspy"), planner, DEFAULT, hardware, budget_bytes, graph)
+def _digest(planner: str, limits: Limits, graph: StepGraph, hardware: Hardware, budget_bytes: int) -> str:
+    everything = (_FORMAT, _code(), version("highspy"), planner, limits, hardware, budget_bytes, graph)
     return hashlib.sha256(repr(everything).encode()).hexdigest()[:32]
 
 
@@ -92,14 +107,26 @@ def _recall(digest: str, planner: str, graph: StepGraph, hardware: Hardware, bud
         bound_seconds = read_value(float, value.get("lower_bound_seconds"), "lower_bound_seconds")
         if bound_seconds < 0:
             raise InputError(f"lower_bound_seconds is {bound_seconds}, expected 0 or more")
-        check_plan(graph, residences, budget_bytes)
+        order = read_value(tuple[str, ...], value.get("order"), "order")
+        run = reordered(graph, order) if order else graph
+        check_order(graph, run)
+        check_plan(run, residences, budget_bytes)
         os.utime(path)
     except (OSError, InputError, PlanError) as error:
         log.debug("ignored the cached plan %s (%s); planning anew", digest, error)
         return None
     seconds = time.perf_counter() - started
     log.debug("%s: found its plan in the cache, checked in %.2f s", graph.model or "model", seconds)
-    return Plan(graph, residences, planner, hardware.name, budget_bytes, bound_seconds, seconds)
+    return Plan(
+        run,
+        residences,
+        planner,
+        hardware.name,
+        budget_bytes,
+        bound_seconds,
+        seconds,
+        captured_order=op_names(graph) if order else (),
+    )
 
 
 def _remember(digest: str, plan: Plan) -> None:
@@ -110,7 +137,8 @@ def _remember(digest: str, plan: Plan) -> None:
             folder / f"{digest}.json",
             {
                 "format": _FORMAT,
-                "step": plan.graph.fingerprint,
+                "step": plan.captured_graph.fingerprint,
+                "order": op_names(plan.graph) if plan.captured_order else (),
                 "lower_bound_seconds": plan.lower_bound_seconds,
                 "residences": {name: residence_to_json(r) for name, r in plan.residences.items()},
             },

@@ -236,7 +236,7 @@ class Session:
         ahead = self._ahead.pop(captured.graph.fingerprint) if captured.graph.fingerprint in self._ahead else None
         made, self.loop = ahead or self.try_to_plan(self.planning(captured, device))
         captured, plan = made.captured or captured, made.plan
-        check_own_plan(plan.graph, plan.residences, self.status.budget_bytes or 0)
+        check_own_plan(plan.captured_graph, plan.graph, plan.residences, self.status.budget_bytes or 0)
         seconds = time.perf_counter() - started + form.seconds
         plan = replace(
             plan,

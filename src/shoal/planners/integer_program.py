@@ -26,10 +26,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shoal.core.step import StepGraph
 from shoal.planners.limits import DEFAULT, Guard, Limits
 from shoal.planners.linear_program import LinearProgram
 from shoal.planners.link_rows import add_link_rows
-from shoal.planners.recompute_choice import RecomputeChoice
+from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 
 _WINDOW = 48  # a storage may be back at most so many demands early
 
@@ -85,6 +86,14 @@ def solve(
         guard: the time limit of the planner that asks.
     """
     return _Program(choice, budget_bytes, early).run(start, whole, gap, limits, guard or Guard(limits.guard_seconds))
+
+
+def lower_bound(graph: StepGraph, budget_bytes: int, limits: Limits, guard: Guard) -> Solution:
+    """The relaxation below every plan in this order of ops, which must leave every storage its choice."""
+    if not limits.lower_bound:
+        return NOTHING_KNOWN
+    wide = recompute_choice(graph, every=True)
+    return solve(wide, budget_bytes, early=False, limits=limits, guard=guard)
 
 
 class _Program:
