@@ -36,8 +36,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     plans: list[Plan] = []
     joint = shoal.planners.get("joint")
 
-    def counting(*arguments: Any) -> Plan:
-        plans.append(joint(*arguments))
+    def counting(*arguments: Any, **limits: Any) -> Plan:
+        plans.append(joint(*arguments, **limits))
         return plans[-1]
 
     monkeypatch.setattr("shoal.planners.joint.joint", counting)
@@ -93,6 +93,8 @@ def kept(plan: dict[str, Any]) -> dict[str, Any]:
         lambda text: json.dumps({**json.loads(text), "lower_bound_seconds": "none"}),
         lambda text: json.dumps({**json.loads(text), "residences": {"no such storage": {"residence": "keep"}}}),
         lambda text: json.dumps({**json.loads(text), "residences": {STEP.storages[0].name: 7}}),
+        lambda text: json.dumps({**json.loads(text), "order": ["no such op"]}),
+        lambda text: json.dumps({**json.loads(text), "order": [op.name for op in reversed(STEP.ops)]}),
         lambda text: json.dumps(kept(json.loads(text))),
     ],
     ids=["cut", "deep", "list", "format", "step", "bound", "type", "name", "residence", "over the budget"],
@@ -109,7 +111,9 @@ def test_a_damaged_file_is_replaced_without_a_word(plans, made, damage, recwarn)
 
 def test_a_plan_that_a_time_limit_cut_short_is_not_kept(plans, made, monkeypatch):
     counting = shoal.planners.get("joint")
-    monkeypatch.setattr("shoal.planners.joint.joint", lambda *a: replace(counting(*a), stopped_early=("search",)))
+    monkeypatch.setattr(
+        "shoal.planners.joint.joint", lambda *a, **limits: replace(counting(*a, **limits), stopped_early=("search",))
+    )
     planned()
     planned()
     assert len(made) == 2 and not plans.exists()

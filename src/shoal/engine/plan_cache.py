@@ -28,7 +28,6 @@ from shoal.core.step import StepGraph
 from shoal.core.validate_order import check_order
 from shoal.core.validate_plan import check_plan
 from shoal.errors import InputError, PlanError, brief
-from shoal.planners.joint import joint
 from shoal.planners.limits import DEFAULT, Limits
 
 _FORMAT = "shoal-cached-plan 2"
@@ -55,7 +54,7 @@ def remembered(planner: str | planners.Planner, *, order: bool = True) -> planne
         return make
     limits = replace(DEFAULT, order=order)
     if planner == "joint":
-        make = partial(joint, limits=limits)
+        make = partial(make, limits=limits)  # type: ignore[call-arg]
 
     def plan(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
         started = time.perf_counter()
