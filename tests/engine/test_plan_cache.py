@@ -97,7 +97,20 @@ def kept(plan: dict[str, Any]) -> dict[str, Any]:
         lambda text: json.dumps({**json.loads(text), "order": [op.name for op in reversed(STEP.ops)]}),
         lambda text: json.dumps(kept(json.loads(text))),
     ],
-    ids=["cut", "deep", "list", "format", "step", "bound", "type", "name", "residence", "over the budget"],
+    ids=[
+        "cut",
+        "deep",
+        "list",
+        "format",
+        "step",
+        "bound",
+        "type",
+        "name",
+        "residence",
+        "op",
+        "order",
+        "over the budget",
+    ],
 )
 def test_a_damaged_file_is_replaced_without_a_word(plans, made, damage, recwarn):
     first = planned()
