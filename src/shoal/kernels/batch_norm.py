@@ -36,7 +36,8 @@ def normalise(
     """
     scale, shift = _line(x, weight, bias, mean, invstd)
     layout = torch.contiguous_format if x.is_contiguous() else channels_last_format(x.dim())
-    return torch.addcmul(shift, x, scale, out=torch.empty_like(x, memory_format=layout))
+    y, strides = torch.addcmul(shift, x, scale), torch.empty_like(x, memory_format=layout, device="meta").stride()
+    return y if y.stride() == strides else y.as_strided(y.shape, strides)  # they differ along axes of one element
 
 
 def normalise_(
