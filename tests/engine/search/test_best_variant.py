@@ -200,6 +200,12 @@ def test_where_nothing_fits_the_least_of_all_forms_is_told_and_works() -> None:
     assert shoal.plan(model, torch.empty(IMAGES), least, allow="bitwise, exact_split").predicted_peak_bytes <= least
 
 
+def test_more_means_never_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.engine.search.best_variant.least_peak_bytes", lambda graph: -len(graph.ops))  # misleads
+    model = nn.Sequential(*blocks(3, 16, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten())  # fused, it needs more
+    assert least_bytes(model, allow="recompute, fuse") <= least_bytes(model, allow="recompute")
+
+
 def doubled(module: nn.Module, given: Any, result: torch.Tensor) -> torch.Tensor:
     return 2 * result
 

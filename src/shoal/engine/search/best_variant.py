@@ -186,10 +186,15 @@ class _Search(Generic[Made]):
         return replace(best, plan=replace(best.plan, variant=best.variant, candidates=rows))
 
     def _nearest(self) -> Best[Made]:
-        """What seems to need least: its error says how much that is."""
-        variant, graph, priced = min(self._unfit, key=lambda one: least_peak_bytes(one[2].graph))
-        try:
-            return Best(variant, graph, *priced.plan())
-        except BudgetError as error:
-            hint = f"computed otherwise than the model says it ({variant}), which needs least of what was tried"
-            raise error if variant == WHOLE else error.with_hint(hint) from None
+        """What needs least of what seems to and of the model's own form: its error says how much that is."""
+        seems = min(self._unfit, key=lambda one: least_peak_bytes(one[2].graph))
+        refused: dict[Variant, BudgetError] = {}
+        for variant, graph, priced in (seems, next(one for one in self._unfit if one[0] == WHOLE)):
+            if variant not in refused:
+                try:
+                    return Best(variant, graph, *priced.plan())
+                except BudgetError as error:
+                    refused[variant] = error
+        variant, nearest = min(refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
+        hint = f"computed otherwise than the model says it ({variant}), which needs least of what was tried"
+        raise nearest if variant == WHOLE else nearest.with_hint(hint)
