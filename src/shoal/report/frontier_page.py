@@ -8,7 +8,7 @@ from typing import Any
 from shoal.core.files import write_text
 from shoal.core.frontier import Frontier, FrontierPoint
 from shoal.core.sizes import format_bytes
-from shoal.report.frontier_svg import kind_of
+from shoal.report.frontier_svg import NARROWEST, kind_of
 from shoal.report.frontier_table import COLUMNS, described_added, rows
 from shoal.report.page import plotly, template
 from shoal.report.words import Tile, format_percent, format_seconds
@@ -96,5 +96,6 @@ def _chart(frontier: Frontier) -> dict[str, Any]:
         "kind": [kind_of(point.variant) for point in points],
         "bytes": {name: [getattr(point, name).nbytes for point in points] for name in residences},
         "plain": {"bytes": frontier.plain_peak_bytes, "seconds": frontier.plain_seconds},
+        "narrowest": NARROWEST,
         "told": frontier.budget_bytes,
     }

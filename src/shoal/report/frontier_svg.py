@@ -18,12 +18,14 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 28, 96, 56
 _UNITS = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
 _TIMES = (("\u00b5s", 1e-6), ("ms", 1e-3), ("s", 1.0))
 _BEYOND = 1.15  # the chart ends there, as a multiple of plain PyTorch's peak: a budget further on is only named
+NARROWEST = 0.8  # the axis of time begins there at the latest, as a share of its end: small differences stay small
 _STYLE = """
 :root { --card: #ffffff; --text: #16202b; --soft: #566472; --rule: #dfe5ea; --kept: #2b82bd; --fused: #00735c;
   --patches: #c98200; --budget: #c24a00; --bound: #8a96a3; }
 @media (prefers-color-scheme: dark) { :root { --card: #172029; --text: #e7edf2; --soft: #9cabb9; --rule: #2a3641;
   --kept: #3d95d2; --fused: #3fcfa6; --patches: #eba31a; --budget: #ff8a3d; --bound: #6d7985; } }
 text { font: 12.5px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; fill: var(--soft); }
+.least { fill: var(--text); }
 .title { font-size: 16px; font-weight: 600; fill: var(--text); }
 .grid { stroke: var(--rule); } .axis { stroke: var(--soft); }
 .steps { fill: none; stroke: var(--text); stroke-width: 1.6; }
@@ -50,7 +52,7 @@ def render_svg(frontier: Frontier) -> str:
     least_bytes = min(points[0].budget_bytes, told_bytes or most_bytes)
     x = _Axis(least_bytes, most_bytes, _LEFT, _WIDTH - _RIGHT, _UNITS)
     slowest = max(plain_seconds, *(point.seconds for point in points))
-    fastest = min(plain_seconds, *(point.bound_seconds for point in points))
+    fastest = min(NARROWEST * slowest, *(point.bound_seconds for point in points))
     y = _Axis(fastest, slowest, _HEIGHT - _BOTTOM, _TOP, _TIMES)
     floor = _HEIGHT - _BOTTOM
 
@@ -79,7 +81,7 @@ def render_svg(frontier: Frontier) -> str:
         side, anchor = (-6, "end") if at > _WIDTH / 2 else (6, "start")
         parts += [
             f'<path class="budget" d="M{at:.1f},{_TOP}V{floor}"/>',
-            f'<text class="budget-name" x="{at + side:.1f}" y="{_TOP + 12}" text-anchor="{anchor}">'
+            f'<text class="budget-name" x="{at + side:.1f}" y="{floor - 10}" text-anchor="{anchor}">'
             f"your budget, {format_bytes(told_bytes)}</text>",
         ]
     for point in points:
@@ -89,6 +91,13 @@ def render_svg(frontier: Frontier) -> str:
             f'r="5.5"><title>{escape(about)}</title></circle>'
         )
     parts.append(_diamond(x(plain_bytes), y(plain_seconds), "plain PyTorch"))
+    least = points[0]
+    share = (
+        f"{100 * least.budget_bytes / plain_bytes:.0f} % of the bytes, {described_added(frontier.added_share(least))}"
+    )
+    parts.append(
+        f'<text class="least" x="{x(least.budget_bytes) + 10:.1f}" y="{y(least.seconds) - 9:.1f}">{share} time</text>'
+    )
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
         f'height="{_HEIGHT}" role="img" aria-label="{escape(title(frontier))}">'

@@ -107,11 +107,14 @@ def largest_batch(
     plan_with = planners.get(planner)
     name = planner if isinstance(planner, str) else getattr(planner, "__name__", "custom")
 
+    asked: dict[int, StepGraph] = {}
+
     def plan_of(batch: int) -> Plan:
-        return plan_with(step_of(batch), hardware, budget_bytes)
+        asked[batch] = step_of(batch)
+        return plan_with(asked[batch], hardware, budget_bytes)
 
     def fixed_bytes(batch: int) -> int:
-        graph = step_of(batch)
+        graph = asked[batch]
         return sum(s.nbytes for s in graph.storages if s.kind in _WITHOUT_IMAGES) + graph.static_bytes
 
     return largest_fitting(
@@ -134,7 +137,7 @@ def largest_fitting(
 
     Args:
         plan_of: batch size → its plan; raises BudgetError where none fits.
-        fixed_bytes: batch size → bytes of its step that do not grow with it.
+        fixed_bytes: batch size → bytes of its step that do not grow with it; asked for one that does not fit.
         name: of what plans.
         budget_bytes, first, near, max_images, trying: as for `largest_batch`.
     """

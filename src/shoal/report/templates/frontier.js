@@ -8,7 +8,7 @@
   const most = Math.max(data.plain.bytes, ...data.budget, isDrawn ? data.told : 0);
   const [byteUnit, byteSize] = units(most, [["B", 1], ["KiB", 2 ** 10], ["MiB", 2 ** 20], ["GiB", 2 ** 30], ["TiB", 2 ** 40]]);
   const slowest = Math.max(data.plain.seconds, ...data.seconds);
-  const fastest = Math.min(data.plain.seconds, ...data.bound);
+  const fastest = Math.min(data.narrowest * slowest, ...data.bound); // small differences stay small
   const [timeUnit, timeSize] = units(slowest, [["µs", 1e-6], ["ms", 1e-3], ["s", 1]]);
   const inBytes = (values) => values.map((value) => value / byteSize);
   const inTime = (values) => values.map((value) => value / timeSize);
