@@ -43,7 +43,8 @@ def frontier(
     """What a training step takes inside each budget, from the smallest that works to keeping everything.
 
     It replaces trying budgets one by one: forms of the step are captured and priced once, then planned inside budgets
-    that are evenly spaced in the share of plain PyTorch's peak. Nothing of the model is run.
+    that are evenly spaced in the share of plain PyTorch's peak, up to where the fastest form keeps everything; the last
+    budget is that peak itself. Nothing of the model is run.
 
     Args:
         model, example: as for `shoal.plan`.

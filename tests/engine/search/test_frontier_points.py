@@ -95,6 +95,14 @@ def test_budgets_are_evenly_spaced_and_the_users_is_one_more() -> None:
     assert found(forms, 5, budgets[0] - 1) == found(forms)
 
 
+def test_where_a_faster_form_keeps_everything_in_less_budgets_are_spaced_below_that() -> None:
+    whole, fused = conv_bn_relu_chain(4), conv_bn_relu_chain(3)
+    *spaced, last = (point.budget_bytes for point in found(Forms({WHOLE: whole, FUSED: fused})).points)
+    assert last == simulate(whole, {}).peak_bytes > spaced[-1] == simulate(fused, {}).peak_bytes
+    gaps = {b - a for a, b in pairwise(spaced)}
+    assert len(spaced) == 4 and max(gaps) - min(gaps) <= 1
+
+
 def test_each_form_is_priced_once_and_a_form_that_changes_nothing_is_none() -> None:
     step = conv_bn_relu_chain(3)
     forms = Forms({WHOLE: step, FUSED: step})

@@ -69,7 +69,8 @@ def frontier_points(
     Args:
         variants: the forms that are allowed.
         price: captures a form and prices it.
-        n_points: how many budgets, evenly spaced.
+        n_points: how many budgets, evenly spaced up to the one where everything of the fastest form is kept; the last
+            is where that is so of the step as it is.
         budget_bytes: one more, where it lies between them.
         trying: called with what is done next, in words.
 
@@ -80,7 +81,12 @@ def frontier_points(
     plain = simulate(forms[0].priced.graph, {})
     trying("the smallest budget")
     least_bytes = min(_least_bytes(forms), plain.peak_bytes)
-    budgets = {least_bytes + (plain.peak_bytes - least_bytes) * n // (n_points - 1) for n in range(n_points)}
+    kept = (simulate(form.priced.graph, {}) for form in forms)
+    fastest_kept = min(kept, key=lambda timeline: (timeline.seconds, timeline.peak_bytes))
+    most_bytes = max(least_bytes, min(fastest_kept.peak_bytes, plain.peak_bytes))
+    n_spaced = n_points if most_bytes == plain.peak_bytes else n_points - 1
+    spaced = {least_bytes + (most_bytes - least_bytes) * n // max(1, n_spaced - 1) for n in range(n_spaced)}
+    budgets = spaced | {plain.peak_bytes}
     if budget_bytes is not None and least_bytes < budget_bytes < plain.peak_bytes:
         budgets.add(budget_bytes)
     plans: list[Plan] = []
