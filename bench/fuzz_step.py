@@ -75,7 +75,7 @@ def train(model, optimizer, network, course=None, predicted=lambda: None, metere
                 found[f"{step}: gradient of {name}"] = parameter.grad.clone()
         for name, buffer in plain.named_buffers():
             found[f"{step}: buffer {name}"] = buffer.clone()
-        del outputs, loss, one_step
+        del outputs, output, loss, one_step  # what the loop holds counts in the next step
         optimizer.step()
     return found, course, peaks
 

@@ -21,7 +21,6 @@ from bench.frame import WrongResult
 from bench.workload import Forward, Workload
 from shoal.kernels.generator import generator_state
 
-_COPIED = "shoal.memory_format.copied"
 _TOLERANCE = 1e-6  # of a gradient's norm, on top of plain PyTorch's own error
 
 
@@ -76,9 +75,8 @@ class Reference:
         """Take one step and hold it against plain PyTorch's.
 
         Returns:
-            "equal bits"; "float64 rule" where plain PyTorch does not repeat itself either, or tensors had to be copied
-            into the layout of the trace, and every gradient is as near to the float64 one as plain PyTorch's, up to as
-            much again.
+            "equal bits"; "float64 rule" where plain PyTorch does not repeat itself either, and every gradient is as
+            near to the float64 one as plain PyTorch's, up to as much again.
 
         Raises:
             WrongResult: neither holds.
@@ -88,23 +86,11 @@ class Reference:
         wrong = self.differences(self.workload.step(forward))
         if not wrong:
             return "equal bits"
-        beyond = self._beyond_float64_rule()
-        if not self.repeatable or self._takes_copies(forward):
-            if not beyond:
+        if not self.repeatable:
+            wrong = self._beyond_float64_rule()
+            if not wrong:
                 return "float64 rule"
-            wrong = beyond
         raise WrongResult(f"{self.workload.name}, {who}: differs from plain PyTorch in {', '.join(wrong[:6])}")
-
-    def _takes_copies(self, forward: Forward) -> bool:
-        """Whether the plan copies tensors into the layout of the trace; with no plan yet, after one more step."""
-        status = getattr(forward, "shoal", None)
-        if status is None:
-            return False
-        if not status.plans:
-            self.start()
-            self.workload.reset()
-            self.workload.step(forward)
-        return any(op.target == _COPIED for plan in status.plans for op in plan.graph.ops)
 
     def _beyond_float64_rule(self) -> list[str]:
         if not self._exact:

@@ -6,6 +6,7 @@ a ReLU its output (which takes over the block of its input), a pool its indices,
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,11 +24,15 @@ SLOW_LINK = Link("slow", 10.0, 8.0, 0.25)  # beside ops of a second and storages
 
 @dataclass
 class Builder:
-    """Collects forward ops; `step()` mirrors them into a backward pass. Tensors are storage ids."""
+    """Collects forward ops; `step()` mirrors them into a backward pass. Tensors are storage ids.
+
+    `gradients_apart`: a convolution's weight gradient and input gradient are two ops, as they are in a captured step.
+    """
 
     ops: list[Op] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     backward: list[tuple[str, tuple[int, ...], dict[str, object]]] = field(default_factory=list)
+    gradients_apart: bool = False
 
     def storage(self, name: str, nbytes: int, kind: StorageKind, layer: str = "") -> int:
         self.storages.append(Storage(len(self.storages), name, nbytes, kind, layer, (nbytes,), "uint8", (name,)))
@@ -155,7 +160,11 @@ class Builder:
         writes: list[tuple[str, int, StorageKind]] = [
             (f"grad{x}", self.bytes_of(x), "activation_gradient") for x in wanted
         ]
-        writes += [(f"grad{p}", self.bytes_of(p), "gradient") for p in parameters]
+        gradients: list[tuple[str, int, StorageKind]] = [(f"grad{p}", self.bytes_of(p), "gradient") for p in parameters]
+        if self.gradients_apart and target == "conv":
+            self.op("weight_gradient", "backward", reads, gradients, seconds, layer=str(record["layer"]))
+        else:
+            writes += gradients
         if not writes:
             return
         made = self.op(
@@ -250,6 +259,21 @@ def unet_like(depth: int = 4, nbytes: int = 1 << 20) -> StepGraph:
     return b.step(b.conv(x, nbytes // 16, 1.0), "unet_like")
 
 
+def inception_like(modules: int = 2, nbytes: int = 1 << 16) -> StepGraph:
+    """Branches of one, two and three convolutions, with narrow results, that are concatenated."""
+    b = Builder(gradients_apart=True)
+    x = b.conv_bn_relu(b.input(nbytes // 4), nbytes, 5.0)
+    for _ in range(modules):
+        branches = []
+        for depth in (1, 2, 3):
+            y = x
+            for _ in range(depth - 1):
+                y = b.relu(b.batchnorm(b.conv(y, nbytes // 2 * depth, 3.0, weight_bytes=nbytes // 4)))
+            branches.append(b.conv_bn_relu(y, nbytes // 4, 2.0))
+        x = b.relu(b.batchnorm(b.conv(b.cat(branches), nbytes // 2, 4.0, weight_bytes=nbytes // 2)))
+    return b.step(b.conv(x, nbytes // 64, 0.1, weight_bytes=2 * nbytes), "inception_like")
+
+
 @st.composite
 def steps(draw: st.DrawFn, max_ops: int = 10) -> StepGraph:
     """Random steps: chains with skips and concatenations, several outputs an op, in-place candidates, workspaces, ops
@@ -283,6 +307,27 @@ def steps(draw: st.DrawFn, max_ops: int = 10) -> StepGraph:
                 x = b.cat([x, other], seconds) if other != x else b.conv(x, 7, seconds)
         tensors.append(x)
     return b.step(tensors[-1], static_bytes=draw(st.integers(0, 20)), with_loss=draw(st.booleans()))
+
+
+def any_order(graph: StepGraph, seed: int) -> tuple[str, ...]:
+    """Names of the step's ops in a random order in which they can run."""
+    chance = random.Random(seed)
+    forward, backward = list(graph.ops[: graph.n_forward]), list(graph.ops[graph.n_forward :])
+    first = [op for op in forward if op.target == op.name]
+    loss = [op for op in backward if op.phase == "loss"]
+    copies = [op for op in backward if op.target == op.name and op not in loss]
+    ordered = first[:]
+    for part, then in ((forward[:-1], forward[-1:]), ([], loss), (backward, copies)):
+        waiting = [op for op in part if op not in (*first, *loss, *copies)]
+        acting = [op for op in waiting if op.random or not op.writes]
+        while waiting:
+            unmet = {storage for op in waiting for storage in op.writes}
+            ready = [op for op in waiting if unmet.isdisjoint(op.reads) and (op not in acting or op is acting[0])]
+            ordered.append(chance.choice(ready))
+            waiting.remove(ordered[-1])
+            acting = [op for op in acting if op is not ordered[-1]]
+        ordered += then
+    return tuple(op.name for op in ordered)
 
 
 def legal_offloads(

@@ -19,6 +19,7 @@ from shoal.capture.accumulation import ACCUMULATE
 from shoal.capture.captured import Captured
 from shoal.capture.fx_nodes import is_view
 from shoal.capture.lower import lower
+from shoal.core.order import reordered
 from shoal.core.residence import Keep, Recompute, Residence
 from shoal.core.schedule import schedule
 from shoal.core.simulate import simulate
@@ -29,7 +30,7 @@ from shoal.offload.transfers import Transfers
 from shoal.planners.just_in_time import just_in_time
 from tests.engine.training_laws import keep_by_chance, offload_by_chance, same_bits
 from tests.joint_graphs import NETWORKS, captured_step, carried, operands, run_joint, run_lowered
-from tests.random_steps import HARDWARE, SLOW_LINK
+from tests.random_steps import HARDWARE, SLOW_LINK, any_order
 
 networks = st.sampled_from(list(NETWORKS))
 
@@ -128,6 +129,39 @@ def test_the_measured_peak_is_the_simulated_one(plan: tuple[str, dict[str, Resid
     ]
     _, changes = _watched(captured, residences, tensors, True)
     assert allocations.peak_bytes(changes) == max(in_use)
+
+
+@settings(max_examples=15)
+@given(networks, st.integers(0, 999), st.sampled_from([0.3, 1.0]))
+def test_ops_in_any_order_that_can_run_give_the_same_bits_at_the_simulated_peak(
+    network: str, seed: int, kept: float
+) -> None:
+    captured, tensors, expected = step_of(network)
+    captured = replace(captured, graph=reordered(captured.graph, any_order(captured.graph, seed)))
+    residences = keep_by_chance(seed, kept)(captured.graph, HARDWARE, 0).residences
+    found = run_lowered(captured, residences, tensors)
+    assert all(o is t is None or same_bits(o, t) for o, t in zip(found, expected, strict=True))
+    tangents = sum(s.nbytes for s in captured.graph.storages if s.kind == "tangent")
+    in_use = [
+        m.total_bytes - m.resident_bytes - (0 if m.phase == "forward" else tangents)
+        for m in simulate(captured.graph, residences).moments
+        if m.phase != "loss" and m.op != ACCUMULATE
+    ]
+    _, changes = _watched(captured, residences, tensors, True)
+    assert allocations.peak_bytes(changes) == max(in_use)
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 999))
+def test_random_ops_draw_the_same_numbers_in_any_order(seed: int) -> None:
+    captured, tensors = step_with_dropout()
+    torch.manual_seed(seed)
+    expected = run_lowered(captured, {}, tensors)
+    graph = reordered(captured.graph, any_order(captured.graph, seed))
+    residences = keep_by_chance(seed, 0.5)(graph, HARDWARE, 0).residences
+    torch.manual_seed(seed)
+    found = run_lowered(replace(captured, graph=graph), residences, tensors)
+    assert all(one is two is None or torch.equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
 @settings(max_examples=25)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from shoal.core.residence import Keep, Offload, Recompute
-from shoal.core.schedule import STAYS, schedule
+from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time
@@ -93,7 +93,7 @@ def test_all_that_is_written_dies_or_must_stay(graph: StepGraph) -> None:
     runs = schedule(graph, just_in_time(graph, ()))
     written = sum(len(run.writes) for run in runs if run.writes)
     freed = sum(len(run.frees) for run in runs)
-    staying = sum(s.kind in STAYS and s.id in graph.producer for s in graph.storages)
+    staying = sum(s in graph.producer for s in graph.never_freed)
     assert written == freed + staying
 
 

@@ -268,6 +268,24 @@ def test_without_a_place_to_write_it_goes_on(cache, monkeypatch):
     assert measurement_cache.remember("costs", torch.device("cpu"), {}) is False
 
 
+@pytest.mark.parametrize(
+    ("run_seconds", "runs", "fastest_seconds"),
+    [
+        ([1e-3, 1.02e-3], 2, 1e-3),  # the second confirms the first
+        ([1e-4, 3e-4, 2e-4, 1.01e-4], 4, 1e-4),  # the last does
+        ([1e-3, 2e-3, 3e-3], 3, 1e-3),  # three runs that took 3 ms
+        ([1e-2, 3e-2], 2, 1e-2),  # 30 ms
+        ([5e-2], 1, 5e-2),
+    ],
+)
+def test_an_op_is_timed_until_a_second_run_confirms_the_fastest(monkeypatch, run_seconds, runs, fastest_seconds):
+    left = list(run_seconds) + [7e-6] * 3
+    monkeypatch.setattr("shoal.cost.profile._cpu_clock", lambda run: left.pop(0))
+    costs = profile(nodes_of(torch.sin, torch.randn(8)), cache=False)
+    assert list(costs.seconds.values()) == [fastest_seconds]
+    assert len(left) == len(run_seconds) + 3 - runs
+
+
 def test_a_spent_time_budget_still_times_every_op():
     nodes = nodes_of(lambda x: (x + 1).relu().sigmoid(), torch.randn(8, 8))
     assert profile(nodes, budget_seconds=0).seconds.keys() == nodes.keys()

@@ -91,6 +91,27 @@ def test_networks_train_bit_for_bit_with_a_batch_of_one(network: str) -> None:
     assert_same_training(NETWORKS[network](), images(2, 1, 3, 8, 8))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("activation", [nn.ReLU6, nn.Hardswish, nn.Softplus, nn.LeakyReLU])
+def test_an_activation_before_a_global_pool_trains_bit_for_bit_in_channels_last(
+    activation: type[nn.Module], batch: int
+) -> None:
+    """The gradient behind the pool is contiguous, what the activation read is not."""
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(n, 8, 3, bias=False) for n in (3, 8)]
+    model = nn.Sequential(
+        convolutions[0], nn.BatchNorm2d(8), activation(), convolutions[1], nn.BatchNorm2d(8), activation()
+    )
+    model.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)]).to(memory_format=torch.channels_last)
+    inputs = [x.to(memory_format=torch.channels_last) for x in images(3, batch, 3, 9, 9)]
+    planned = copy.deepcopy(model)
+    with costs_that_do_not_matter():
+        shoal.compile(planned, "1TiB", planner=keep_nothing)
+        for x in inputs:
+            assert all(map(torch.equal, gradients(planned, x), gradients(model, x)))
+    assert copies(planned.shoal.plan) == []
+
+
 _library = torch.library.Library("shoal_first_run", "FRAGMENT")
 _library.define("turned(Tensor x) -> Tensor")
 _library.define("cut(Tensor x) -> Tensor")

@@ -15,6 +15,7 @@ from shoal.core.means import BITWISE
 from shoal.core.presets import get as preset
 from shoal.engine.options import CompileOptions, OffloadOptions
 from shoal.errors import InputError, ShoalError
+from tests.engine.training_laws import keep_nothing
 
 WRITTEN: dict[str, Any] = {
     "budget": "2GiB",
@@ -31,8 +32,8 @@ def test_texts_and_objects_mean_the_same() -> None:
     assert CompileOptions.of(**WRITTEN) == MEANT
     given = {"budget": 2**31, "host_budget": 2**30, "offload_to": "host", "lossy": LossyOptions("linear", 64)}
     assert CompileOptions.of(**given) == MEANT
-    assert CompileOptions.of(offload_to=Path("/tmp")).offload.to == "/tmp"
-    assert CompileOptions.of(rehearse="p100-nvlink").offload.rehearse == preset("p100-nvlink")
+    assert CompileOptions.of(budget=1, offload_to=Path("/tmp")).offload.to == "/tmp"
+    assert CompileOptions.of(budget=1, rehearse="p100-nvlink").offload.rehearse == preset("p100-nvlink")
 
 
 def test_the_mapping_of_a_backend_means_the_same_as_keywords() -> None:
@@ -49,6 +50,15 @@ def test_the_mapping_of_a_backend_means_the_same_as_keywords() -> None:
         ({"planner": 3}, "planner is a int"),
         ({"kernels": "jit"}, "kernels='jit' is unknown"),
         ({"kernels": "inductor", "offload_to": "host"}, "needs kernels='eager'"),
+        ({"kernels": "inductor", "host_budget": "1GiB", "budget": 1}, "host_budget=1073741824 needs kernels='eager'"),
+        ({"kernels": "inductor", "rehearse": "p100-nvlink", "budget": 1}, "rehearse='p100-nvlink' needs kernels"),
+        ({"rehearse": "p100-nvlink", "offload_to": None, "budget": 1}, "offload_to=None offloads nothing"),
+        ({"host_budget": 1, "offload_to": None, "budget": 1}, "offload_to=None offloads nothing"),
+        ({"planner": "chain"}, "'chain' plans for a budget; give budget= too"),
+        ({"planner": keep_nothing}, "keep_nothing plans for a budget"),
+        ({"offload_to": "host"}, "offload_to='host' is for what a budget leaves no room for"),
+        ({"rehearse": "p100-nvlink"}, "give budget= too"),
+        ({"planner": "chain", "has_plan": True}, "beside plan=, which is run as it is"),
         ({"rehearse": "p1000"}, "p100-nvlink"),
         ({"rehearse": 3}, "expected a preset's name or a Hardware"),
         ({"lossy": "linear"}, "give budget= too"),
@@ -66,6 +76,21 @@ def test_what_makes_no_sense_is_refused_in_one_line(given: dict[str, Any], compl
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("planner", ["chain", "sqrt", "keep_all"])
+def test_a_planner_that_does_not_offload_says_that_it_was_given_where_to(
+    planner: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    CompileOptions.of(budget=1, planner=planner)
+    assert caplog.text == ""
+    CompileOptions.of(budget=1, planner=planner, offload_to="host", host_budget=2)
+    assert f"offload_to='host', host_budget=2 is without effect: the planner '{planner}'" in caplog.text
+
+
+def test_with_a_plan_no_budget_is_needed() -> None:
+    assert CompileOptions.of(has_plan=True, offload_to="host").offload.to == "host"
+    assert CompileOptions.of(planner="keep_all") == CompileOptions(planner="keep_all")
+
+
 def test_what_a_backend_does_not_know_is_refused() -> None:
     with pytest.raises(InputError, match=r"options \['split'\] are unknown"):
         CompileOptions.of_backend({"split": "auto"})
@@ -77,7 +102,7 @@ def test_what_a_backend_does_not_know_is_refused() -> None:
 
 def test_a_link_is_rehearsed_on_the_cpu_alone() -> None:
     with pytest.raises(InputError, match="runs on the CPU"):
-        CompileOptions.of(rehearse="p100-nvlink").offloading("cuda")
+        CompileOptions.of(budget=1, rehearse="p100-nvlink").offloading("cuda")
 
 
 def test_inner_is_the_earlier_name_of_kernels() -> None:

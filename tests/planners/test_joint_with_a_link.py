@@ -99,7 +99,8 @@ def test_its_plan_is_legal_inside_both_budgets_and_never_above_what_the_papers_p
         assert error.least_feasible_bytes > budget_bytes
         return
     assert (
-        check_runs(graph, plan.residences, schedule(graph, plan.residences), budget_bytes) == plan.predicted_peak_bytes
+        check_runs(plan.graph, plan.residences, schedule(plan.graph, plan.residences), budget_bytes)
+        == plan.predicted_peak_bytes
     )
     assert plan.predicted_peak_bytes <= budget_bytes
     assert not link.host_bytes or plan.host_bytes <= link.host_bytes

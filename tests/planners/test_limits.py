@@ -6,6 +6,7 @@ import itertools
 import time
 from dataclasses import fields, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,6 +16,7 @@ from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
+from shoal.planners import integer_program, simulated, smallest_plan
 from shoal.planners import joint as planning
 from shoal.planners.joint import joint
 from shoal.planners.keep_all import keep_all
@@ -22,14 +24,15 @@ from shoal.planners.limits import Effort, Guard, Limits
 from tests.random_steps import HARDWARE, conv_bn_relu_chain, densenet_like, resnet_like
 
 SWITCHES = [field.name for field in fields(Limits) if field.type == "bool"]
-PARTS = {  # switch → what of `shoal.planners.joint` it keeps from being called
+PARTS: dict[str, tuple[tuple[ModuleType, str], ...]] = {  # switch → what it keeps from being called
     "lower_bound": (),
     "integer_program": (),
-    "hmms": ("hmms",),
-    "iterated_search": ("IteratedSearch",),
-    "chain": ("chain", "smallest_peak"),
-    "local_search": ("local_search",),
-    "fill_slack": ("fill_slack",),
+    "hmms": ((planning, "hmms"),),
+    "iterated_search": ((planning, "IteratedSearch"),),
+    "chain": ((planning, "chain"), (smallest_plan, "smallest_peak")),
+    "local_search": ((planning, "local_search"), (smallest_plan, "local_search")),
+    "fill_slack": ((planning, "fill_slack"),),
+    "order": ((simulated, "lower_peak"),),
 }
 STEPS = {
     "chain": conv_bn_relu_chain(6),
@@ -69,7 +72,7 @@ def test_a_clock_that_jumps_changes_no_plan(monkeypatch: pytest.MonkeyPatch, nam
     budget = budget_bytes(graph, 0.7)
     found: list[Plan | int] = []
     for jumps_seconds in (None, (0.0,), (1e-3, 0.0, 30.0), (17.0, 1e-9)):
-        planning._smallest.cache_clear()
+        smallest_plan._smallest.cache_clear()
         if jumps_seconds is not None:
             clock = JumpingClock(jumps_seconds)
             for called in ("perf_counter", "monotonic", "time", "process_time"):
@@ -92,7 +95,7 @@ def test_a_guard_that_struck_is_noted_in_the_plan_and_its_file(
     assert "which ended" in caplog.text and "iterated search" in caplog.text
     assert "stopped early   " in plan.explain() and "iterated search" in plan.explain()
     assert Plan.load(plan.save(tmp_path / "plan.json")).stopped_early == plan.stopped_early
-    assert check_runs(graph, plan.residences, schedule(graph, plan.residences), plan.budget_bytes)
+    assert check_runs(plan.graph, plan.residences, schedule(plan.graph, plan.residences), plan.budget_bytes)
 
 
 def test_a_plan_that_was_not_stopped_says_nothing_of_it() -> None:
@@ -119,20 +122,21 @@ def test_a_part_that_is_turned_off_takes_no_part_and_the_plan_is_valid(
         raise AssertionError(f"{switch} is off")
 
     solve = planning.solve
-    monkeypatch.setattr(planning, "solve", watched)
-    for part in PARTS[switch]:
-        monkeypatch.setattr(planning, part, refused)
+    for module in (planning, smallest_plan, integer_program):
+        monkeypatch.setattr(module, "solve", watched)
+    for module, part in PARTS[switch]:
+        monkeypatch.setattr(module, part, refused)
     limits = replace(QUICK, **{switch: False})
     for name, share in itertools.product(STEPS, (0.8, 0.6)):
         graph = with_link(STEPS[name]) if linked else STEPS[name]
         budget = budget_bytes(graph, share)
-        planning._smallest.cache_clear()
+        smallest_plan._smallest.cache_clear()
         try:
             plan = joint(graph, HARDWARE, budget, limits=limits)
         except BudgetError as error:
             assert error.least_feasible_bytes > budget
             continue
-        assert check_runs(graph, plan.residences, schedule(graph, plan.residences), budget) <= budget
+        assert check_runs(plan.graph, plan.residences, schedule(plan.graph, plan.residences), budget) <= budget
         assert plan.lower_bound_seconds == 0 or switch != "lower_bound"
     relaxed = [ask for ask in asked if ask[0] is False]
     programs = [ask for ask in asked if ask[0] is not False]
@@ -148,7 +152,7 @@ def test_with_every_part_off_there_is_a_plan_or_an_error(linked: bool) -> None:
         joint(graph, HARDWARE, graph.resident_bytes + 1, limits=limits)
     budget = refused.value.least_feasible_bytes
     plan = joint(graph, HARDWARE, budget, limits=limits)
-    assert check_runs(graph, plan.residences, schedule(graph, plan.residences), budget) <= budget
+    assert check_runs(plan.graph, plan.residences, schedule(plan.graph, plan.residences), budget) <= budget
 
 
 def test_effort_ends_with_what_is_spent_or_with_the_guard() -> None:
@@ -160,3 +164,12 @@ def test_effort_ends_with_what_is_spent_or_with_the_guard() -> None:
     struck = Guard(-1.0)
     assert Effort("search", 10, struck).is_spent
     assert list(struck.stopped) == ["search"] and struck.left_seconds == 0
+
+
+def test_few_nodes_for_the_smallest_peak_still_name_a_budget_that_is_enough() -> None:
+    graph = STEPS["densenet"]
+    limits = replace(QUICK, max_peak_entries=1)
+    with pytest.raises(BudgetError) as refused:
+        joint(graph, HARDWARE, 1, limits=limits)
+    least_bytes = refused.value.least_feasible_bytes
+    assert joint(graph, HARDWARE, least_bytes, limits=limits).predicted_peak_bytes <= least_bytes

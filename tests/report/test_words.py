@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.hardware import Link
+from shoal.core.order import op_names, reordered
 from shoal.core.plan import Plan
 from shoal.core.residence import Offload
+from shoal.core.sizes import format_bytes
 from shoal.report import Report
 from shoal.report.words import (
     category_bytes,
@@ -30,6 +32,7 @@ from shoal.report.words import (
     tiles,
 )
 from tests.engine.lossy_steps import chain, plan_encoding_everything
+from tests.random_steps import any_order, inception_like
 
 
 def said(report: Report) -> str:
@@ -163,6 +166,17 @@ def test_a_wait_is_a_place_too(offload_plan: Plan) -> None:
 def test_the_longest_bar_is_the_whole(plan: Plan, report: Report) -> None:
     assert [round(scale.share, 2) for scale in scales(report)] == [1.0, 0.54, 0.53, 0.53]
     assert scales(Report(replace(plan.timeline, budget_bytes=0))) == []
+
+
+def test_the_order_of_ops_is_a_setting_where_it_is_not_as_captured(report: Report) -> None:
+    assert "Order of ops" not in settings(report)
+    graph = inception_like()
+    captured, names = op_names(graph), any_order(graph, 1)
+    moved = sum(one != other for one, other in zip(captured, names, strict=True))
+    plan = Plan(reordered(graph, names), {}, "mine", captured_order=captured)
+    said = settings(Report(plan.timeline, plan=plan))["Order of ops"]
+    assert moved and said.startswith(f"{moved} of {len(names)} ops run earlier or later than captured: the peak of ")
+    assert said.endswith(f"instead of {format_bytes(plan.plain_peak_bytes)}")
 
 
 def test_settings_that_were_given_win_over_the_plans(report: Report) -> None:

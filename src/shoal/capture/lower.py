@@ -122,10 +122,9 @@ class _Writer:
         self.saves_before: fx.Node | None = None  # backward only: where inputs for saved tensors go
         self._written: dict[fx.Node, fx.Node] = {}
         self._states: dict[str, fx.Node] = {}
-        self._tensors = {
-            storage.id: [node for node, owner in captured.storage_of.items() if owner == storage.id]
-            for storage in captured.graph.storages
-        }
+        self._tensors: dict[int, list[fx.Node]] = {storage.id: [] for storage in captured.graph.storages}
+        for node, storage in captured.storage_of.items():
+            self._tensors[storage].append(node)
 
     def copy_input(self, node: fx.Node) -> None:
         self._written[node] = _same_name(self.out.node_copy(node))

@@ -10,6 +10,7 @@ from typing import Any
 
 from shoal.core.files import write_json
 from shoal.core.lossy import LossyOptions
+from shoal.core.order import reordered
 from shoal.core.records import read_json, read_object, read_value
 from shoal.core.residence import (
     Encode,
@@ -24,12 +25,13 @@ from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph, Storage
 from shoal.core.timeline import Timeline
+from shoal.core.validate_order import check_order
 from shoal.core.validate_plan import check_plan
 from shoal.core.variant import COLUMNS, WHOLE, Candidate, Variant
 from shoal.errors import InputError, PlanError, brief
 
 FORMAT = "shoal-plan"
-VERSION = 3  # 2: ops of this package are named without their folder; 3: in which form the step is computed
+VERSION = 3  # 2: ops are named without their folder; 3: the order of ops, and in which form the step is computed
 _CODEC_OPS = (".encoded_activation.encode", ".encoded_activation.decode")
 
 
@@ -38,13 +40,13 @@ class Plan:
     """A residence for every saved storage of one step, and its predicted cost.
 
     Attributes:
-        graph: the step it plans, with the ops that encode and decode what is encoded.
+        graph: the step it plans, with the ops that encode and decode what is encoded, in the order in which they run.
         residences: by storage name; a storage that is absent is kept.
         planner: the strategy that made it.
         hardware: what its times are for.
         budget_bytes: the most device bytes in use at once; 0 for no limit.
         lower_bound_seconds: no plan of this step inside this budget adds less time than this, by the same cost model;
-            where storages are encoded, none that encodes the same ones.
+            with the ops in this order and, where storages are encoded, none that encodes the same ones.
         planning_seconds: how long planning took.
         exact_graph: the step without those ops, which "plain" and "added" refer to; None where nothing is encoded.
         errors: ||decoded - x|| / ||x|| of each encoded storage, by its name.
@@ -53,6 +55,7 @@ class Plan:
         stopped_early: parts of the search for it that a time limit ended. Planned again, it may be another plan.
         variant: in which form the step is computed.
         candidates: the forms that were considered; empty where there was no choice.
+        captured_order: names of the ops in the order in which they were captured; empty where they run in that order.
     """
 
     graph: StepGraph
@@ -69,11 +72,17 @@ class Plan:
     stopped_early: tuple[str, ...] = field(default=(), compare=False)
     variant: Variant = WHOLE
     candidates: tuple[Candidate, ...] = field(default=(), compare=False)
+    captured_order: tuple[str, ...] = ()
+
+    @cached_property
+    def captured_graph(self) -> StepGraph:
+        """The step with its ops in the order in which they were captured."""
+        return reordered(self.graph, self.captured_order) if self.captured_order else self.graph
 
     @property
     def exact_step(self) -> StepGraph:
-        """The step as it is when nothing is encoded."""
-        return self.exact_graph or self.graph
+        """The step as it was captured, with nothing encoded."""
+        return self.exact_graph or self.captured_graph
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -82,7 +91,7 @@ class Plan:
 
     @cached_property
     def plain_timeline(self) -> Timeline:
-        """The simulated step when everything is kept and nothing is encoded."""
+        """The simulated step when everything is kept, nothing is encoded and ops run as they were captured."""
         return simulate(self.exact_step, {}, self.budget_bytes)
 
     @property
@@ -179,6 +188,7 @@ class Plan:
             f"{1e3 * self.lower_bound_seconds:.1f} ms",
             f"kept            {len(self.kept)} saved storages, {format_bytes(sum(s.nbytes for s in self.kept))}",
             f"recomputed      {len(self.recomputed)} storages, {format_bytes(sum(s.nbytes for s in self.recomputed))}",
+            *([f"order           {self.order}"] if self.order else []),
             *self._describe_transfers(),
             *self._describe_encodings(),
             *self._describe_stops(),
@@ -200,6 +210,24 @@ class Plan:
         payloads = {self._payload(storage) for storage in self.encoded}
         saved = (self.graph.storages[i] for i in self.graph.saved)
         return tuple(dict.fromkeys([*(s for s in saved if s not in payloads), *self.encoded]))
+
+    @property
+    def order(self) -> str:
+        """What another order of ops saves, in words; "" where they run as they were captured."""
+        if not self.captured_order:
+            return ""
+        moved = sum(one != other.name for one, other in zip(self.captured_order, self.graph.ops, strict=True))
+        try:
+            without = simulate(self.captured_graph, self.residences)
+        except PlanError:  # it recomputes for ops that would come too late
+            what, before_bytes = "keeping everything", self.plain_peak_bytes
+            now_bytes = simulate(self.graph, {}).peak_bytes
+        else:
+            what, before_bytes, now_bytes = "this plan", without.peak_bytes, self.predicted_peak_bytes
+        return (
+            f"{moved} of {len(self.graph.ops)} ops run earlier or later than captured: the peak of {what} is "
+            f"{format_bytes(now_bytes)} instead of {format_bytes(before_bytes)}"
+        )
 
     def _describe_transfers(self) -> list[str]:
         if not self.offloaded or self.graph.link is None:
@@ -302,6 +330,7 @@ class Plan:
                 "stopped_early": list(self.stopped_early),
                 "variant": asdict(self.variant),
                 "candidates": [asdict(one) for one in self.candidates],
+                "captured_order": list(self.captured_order),
                 "step": self.graph.to_json(),
                 "exact_step": self.exact_graph and self.exact_graph.to_json(),
             },
@@ -363,6 +392,7 @@ def _plan_of(value: Any) -> Plan:
         stopped_early=read_value(tuple[str, ...], value.get("stopped_early", []), "stopped_early"),
         variant=read(Variant, "variant"),
         candidates=read(tuple[Candidate, ...], "candidates"),
+        captured_order=read_value(tuple[str, ...], value.get("captured_order"), "captured_order"),
     )
     if min(plan.budget_bytes, plan.planning_seconds) < 0:
         raise PlanError(f"{plan.budget_bytes=} and {plan.planning_seconds=}: expected 0 or more")
@@ -371,6 +401,7 @@ def _plan_of(value: Any) -> Plan:
     if (exact is None) != (not any(isinstance(residence, Encode) for residence in plan.residences.values())):
         raise PlanError("exact_step is there for plans that encode, and for no others")
     check_plan(plan.graph, plan.residences, plan.budget_bytes)
+    check_order(plan.captured_graph, plan.graph)
     check_plan(plan.exact_step, {})
     return plan
 

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import NamedTuple
 
 from shoal.core.residence import Encode, Offload, Recompute, Residence, exact_residence
-from shoal.core.step import RESIDENT, Op, StepGraph
+from shoal.core.step import Op, StepGraph
 from shoal.errors import PlanError
-
-STAYS = RESIDENT | {"output", "tangent", "gradient"}  # kinds that nothing in the step frees
 
 
 class Run(NamedTuple):
@@ -53,15 +50,12 @@ class Run(NamedTuple):
         return graph.ops[self.op].second if self.again else graph.ops[self.op]
 
 
-class _Execution(NamedTuple):
-    """A run before it is known what dies there."""
+_Execution = tuple[int, bool, tuple[int, ...]]  # the `op`, `again` and `writes` of a run
 
-    op: int
-    again: bool
-    writes: tuple[int, ...]
 
-    def of(self, graph: StepGraph) -> Op:
-        return graph.ops[self.op].second if self.again else graph.ops[self.op]
+def _op_of(graph: StepGraph, execution: _Execution) -> Op:
+    op = graph.ops[execution[0]]
+    return op.second if execution[1] else op
 
 
 @dataclass
@@ -130,10 +124,12 @@ def _executions(graph: StepGraph, recomputed: Mapping[int, Recompute]) -> list[_
                 raise PlanError(f"{name!r} is to be recomputed before {op_name!r}, no backward op of this step")
             again.setdefault(before.id, {}).setdefault(producer, []).append(storage)
     sequence: list[_Execution] = []
-    for op in graph.ops:
-        if op.id in again:
-            sequence += [_Execution(rerun, True, tuple(written)) for rerun, written in sorted(again[op.id].items())]
-        sequence.append(_Execution(op.id, False, op.writes))
+    done = 0
+    for op_id in sorted(again):
+        sequence += graph.first_runs[done:op_id]
+        sequence += [(rerun, True, tuple(written)) for rerun, written in sorted(again[op_id].items())]
+        done = op_id
+    sequence += graph.first_runs[done:]
     return sequence
 
 
@@ -143,12 +139,13 @@ def _reject_missing_reads(
     """A recomputed storage must be there again when the backward pass reads it."""
     gone = set(recomputed)
     for run in sequence[graph.n_forward :]:
-        op = run.of(graph)
+        op = _op_of(graph, run)
         if not gone.isdisjoint(op.reads):
             name = graph.storages[next(storage for storage in op.reads if storage in gone)].name
             raise PlanError(f"{op.name!r} reads {name!r}, which was given up and is not recomputed before it")
-        if run.again:
-            gone.difference_update(run.writes)
+        _, again, writes = run
+        if again:
+            gone.difference_update(writes)
 
 
 def _transfers(graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload]) -> _Transfers:
@@ -160,11 +157,12 @@ def _transfers(graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapp
     group: dict[int, int] = {}  # backward op → place of the first recomputation for it, or its own
     n_forward, begins = graph.n_forward, graph.n_forward
     for place in range(n_forward, len(sequence)):
-        for storage in sequence[place].of(graph).reads:
+        for storage in _op_of(graph, sequence[place]).reads:
             if storage in offloaded:
                 first_reader.setdefault(storage, place)
-        if not sequence[place].again:
-            group[sequence[place].op] = begins
+        op_id, again, _ = sequence[place]
+        if not again:
+            group[op_id] = begins
             begins = place + 1
     for storage, residence in offloaded.items():
         name = graph.storages[storage].name
@@ -182,7 +180,7 @@ def _transfers(graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapp
         if storage not in first_reader:
             raise PlanError(f"{name!r} is offloaded although the backward pass does not read it; plan this step anew")
         if first_reader[storage] < group[returns.id]:
-            reader = sequence[first_reader[storage]].of(graph).name
+            reader = _op_of(graph, sequence[first_reader[storage]]).name
             raise PlanError(f"{name!r} is to be fetched before {returns.name!r}, but {reader!r} reads it earlier")
         found.offloads.setdefault(graph.producer[storage], []).append(storage)
         found.releases.setdefault(leaves.id, []).append(storage)
@@ -199,31 +197,33 @@ def _with_frees(
     graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload], transfers: _Transfers
 ) -> tuple[Run, ...]:
     runs: list[Run] = []
-    stays = {s.id for s in graph.storages if s.kind in STAYS}
+    ops, n_forward, stays = graph.ops, graph.n_forward, graph.never_freed
     read_later: set[int] = set()  # storages whose instance at this point is read further on
-    held_until = _held_until(graph, sequence, offloaded)
+    returns = _first_returns(sequence, n_forward)
+    moved = (transfers.fetches, transfers.awaits, transfers.offloads, transfers.releases)
+    # The residence frees what is offloaded, not its last reader.
+    stays_forward = stays | offloaded.keys()
     for place in range(len(sequence) - 1, -1, -1):
-        op_id, again, writes = run = sequence[place]
-        op = run.of(graph)
-        released = offloaded if place < graph.n_forward else ()  # these the residence frees, not their last reader
-        frees = [s for s in writes if s not in read_later and s not in stays and s not in released]
+        op_id, again, writes = sequence[place]
+        op = ops[op_id].second if again else ops[op_id]
+        stay = stays if place >= n_forward else stays_forward
+        frees = [s for s in writes if s not in read_later and s not in stay]
         read_later.difference_update(writes)
         takes_over = -1
         for storage in op.reads:
-            if storage not in read_later and storage not in stays and storage not in released:
+            if storage not in read_later and storage not in stay:
                 frees.append(storage)
-                if (
-                    storage == op.overwrites
-                    and op.writes[0] in writes
-                    and not graph.n_forward <= place < held_until.get(storage, 0)
-                ):
-                    takes_over = storage
+                if storage == op.overwrites and op.writes[0] in writes:
+                    # Until it comes back it is autograd's saved tensor, and must not be overwritten: the backward pass
+                    # may be asked for twice. What was offloaded or recomputed is a tensor of this pass alone.
+                    held = storage not in offloaded and graph.producer.get(storage, n_forward) < n_forward
+                    if place < n_forward or not held or place >= returns.get(storage, len(sequence)):
+                        takes_over = storage
         read_later.update(op.reads)
         dead = tuple(dict.fromkeys(frees)) if len(frees) > 1 else tuple(frees)
         if not offloaded:
             runs.append(Run(op_id, again, writes, dead, takes_over))
             continue
-        moved = (transfers.fetches, transfers.awaits, transfers.offloads, transfers.releases)
         here = [tuple(kind.get(place, ())) for kind in moved]
         runs.append(Run(op_id, again, writes, dead, takes_over, *here))
         read_later.difference_update(here[0])
@@ -231,18 +231,12 @@ def _with_frees(
     return tuple(runs)
 
 
-def _held_until(
-    graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload]
-) -> Mapping[int, float]:
-    """Place in the sequence up to which the backward pass finds a storage of the forward pass.
-
-    It is autograd's saved tensor until then, and must not be overwritten: the backward pass may be asked for twice.
-    What was offloaded or recomputed comes back as a tensor of this pass alone.
-    """
-    until: dict[int, float] = {s: inf for op in graph.ops[: graph.n_forward] for s in op.writes if s not in offloaded}
-    for place in range(graph.n_forward, len(sequence)):
-        if sequence[place].again:
-            for storage in sequence[place].writes:
-                if until.get(storage) == inf:
-                    until[storage] = place
-    return until
+def _first_returns(sequence: Sequence[_Execution], n_forward: int) -> Mapping[int, int]:
+    """Storage → place in the sequence at which it is first written again."""
+    first: dict[int, int] = {}
+    for place in range(n_forward, len(sequence)):
+        _, again, writes = sequence[place]
+        if again:
+            for storage in writes:
+                first.setdefault(storage, place)
+    return first

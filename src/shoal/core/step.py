@@ -34,6 +34,7 @@ StorageKind = Literal[
     "gradient",  # written by a backward op and handed to the optimizer: alive until the step ends
 ]
 RESIDENT: frozenset[str] = frozenset({"parameter", "buffer", "input", "constant"})
+_NEVER_FREED = RESIDENT | {"output", "tangent", "gradient"}
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,16 @@ class StepGraph:
             for storage in op.reads:
                 found[storage].append(op.id)
         return {storage: tuple(ops) for storage, ops in found.items()}
+
+    @cached_property
+    def first_runs(self) -> tuple[tuple[int, bool, tuple[int, ...]], ...]:
+        """(id, False, writes) of every op, in order; `shoal.core.schedule` puts recomputations between them."""
+        return tuple((op.id, False, op.writes) for op in self.ops)
+
+    @cached_property
+    def never_freed(self) -> frozenset[int]:
+        """Ids of the storages that nothing in the step frees."""
+        return frozenset(s.id for s in self.storages if s.kind in _NEVER_FREED)
 
     @cached_property
     def resident_bytes(self) -> int:

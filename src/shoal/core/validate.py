@@ -1,11 +1,12 @@
 """The independent check of a plan: replay the step's runs one by one.
 
-It shares no code with `schedule`, `simulate` or a planner, and is slow and plain on purpose. It assumes nothing about
+It shares no code with `schedule`, `simulate` or a planner, and is plain on purpose. It assumes nothing about
 how the sequence was made: it holds it against the step and the residences alone.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from shoal.core.residence import Encode, Offload, Recompute, Residence
@@ -47,14 +48,17 @@ def check_runs(
     _ops_come_in_order(graph, runs)
     _recomputations_are_those_asked_for(graph, residences, runs)
 
-    transfers = _Transfers(graph, residences, runs)
+    uses = _Uses(graph, runs)
+    transfers = _Transfers(graph, residences, runs, uses)
     alive = {s.id for s in storages if s.kind in HELD_ALL_STEP}
-    highest = graph.static_bytes + _bytes_of(graph, alive)
+    alive_bytes = highest = graph.static_bytes + _bytes_of(graph, alive)
     for position, run in enumerate(runs):
         op = graph.ops[run.op].second if run.again else graph.ops[run.op]
         where = f"run {position} ({op.name}{', again' if run.again else ''})"
 
-        alive.update(transfers.begin(position, where))
+        back = transfers.begin(position, where) - alive
+        alive.update(back)
+        alive_bytes += _bytes_of(graph, back)
         for storage in op.reads:
             if storage not in alive or storage in transfers.arriving:
                 raise PlanError(f"{where} reads {storages[storage].name!r}, which is not there")
@@ -64,6 +68,7 @@ def check_runs(
             if storage in alive:
                 raise PlanError(f"{where} writes {storages[storage].name!r}, which is still there")
         alive.update(run.writes)
+        alive_bytes += _bytes_of(graph, set(run.writes))
 
         if len(set(run.frees)) != len(run.frees):
             raise PlanError(f"{where} frees a storage twice")
@@ -72,7 +77,7 @@ def check_runs(
                 raise PlanError(f"{where} frees {storages[storage].name!r}, which is not there")
             if storages[storage].kind in NEVER_FREED:
                 raise PlanError(f"{where} frees {storages[storage].name!r}, a {storages[storage].kind}: it must stay")
-            if _is_read_after(graph, runs, position, storage):
+            if uses.is_read_after(position, storage):
                 raise PlanError(f"{where} frees {storages[storage].name!r}, which is read later")
             if storage in transfers.leaving or storage in run.offloads:
                 raise PlanError(f"{where} frees {storages[storage].name!r}, which is still being copied to the host")
@@ -88,16 +93,18 @@ def check_runs(
                 raise PlanError(f"{where} takes over {victim.name!r} for a storage of another size")
             taken = victim.nbytes
         discarded = _bytes_of(graph, set(op.writes) - set(run.writes))
-        in_use = graph.static_bytes + _bytes_of(graph, alive) - taken + discarded + op.workspace_bytes
+        in_use = alive_bytes - taken + discarded + op.workspace_bytes
         if budget_bytes and in_use > budget_bytes:
             raise PlanError(f"{where} has {in_use} bytes in use, over the budget of {budget_bytes}")
         highest = max(highest, in_use)
 
-        alive.difference_update(run.frees)
-        alive.difference_update(transfers.end(position, where))
+        gone = alive & {*run.frees, *transfers.end(position, where)}
+        alive.difference_update(gone)
+        alive_bytes -= _bytes_of(graph, gone)
         for storage in set(op.reads) | set(run.writes):  # the only ones whose last use can be this run
-            mortal = storage in alive - transfers.leaving and storages[storage].kind not in NEVER_FREED
-            if mortal and not _is_read_after(graph, runs, position, storage):
+            there = storage in alive and storage not in transfers.leaving
+            mortal = there and storages[storage].kind not in NEVER_FREED
+            if mortal and not uses.is_read_after(position, storage):
                 raise PlanError(f"{where} leaves {storages[storage].name!r} behind, which is not read again")
     transfers.all_came_back()
     return highest
@@ -106,9 +113,10 @@ def check_runs(
 class _Transfers:
     """Where each offloaded storage is: on the device, leaving, on the host, or arriving."""
 
-    def __init__(self, graph: StepGraph, residences: Mapping[str, Residence], runs: Sequence[Run]) -> None:
+    def __init__(self, graph: StepGraph, residences: Mapping[str, Residence], runs: Sequence[Run], uses: _Uses) -> None:
         self._graph = graph
         self._runs = runs
+        self._uses = uses
         self._asked = {s.id: r for s in graph.storages if isinstance(r := residences.get(s.name), Offload)}
         self.leaving: set[int] = set()
         self._on_host: set[int] = set()
@@ -118,13 +126,13 @@ class _Transfers:
     def begin(self, position: int, where: str) -> set[int]:
         """What the device has again before the run reads anything."""
         run = self._runs[position]
-        served = next(later.op for later in self._runs[position:] if not later.again)
         if any(len(set(moved)) != len(moved) for moved in (run.fetches, run.awaits, run.offloads, run.releases)):
             raise PlanError(f"{where} moves a storage twice")
         comes_first = position == 0 or not self._runs[position - 1].again
         for storage in run.fetches:
             if storage not in self._on_host:
                 raise PlanError(f"{where} fetches {self._name(storage)}, which is not on the host alone")
+            served = next(later.op for later in self._runs[position:] if not later.again)
             if not comes_first or self._asked[storage].fetch_before != self._graph.ops[served].name:
                 raise PlanError(f"{where} fetches {self._name(storage)} at another place than its residence says")
         self._on_host.difference_update(run.fetches)
@@ -152,7 +160,7 @@ class _Transfers:
                 raise PlanError(f"{where} releases {self._name(storage)}, which is not leaving")
             if self._graph.ops[run.op].name != self._asked[storage].free_after or run.again:
                 raise PlanError(f"{where} releases {self._name(storage)} at another place than its residence says")
-            if _is_read_after(self._graph, self._runs, position, storage):
+            if self._uses.is_read_after(position, storage):
                 raise PlanError(f"{where} releases {self._name(storage)}, which is read before it is fetched")
         self.leaving.difference_update(run.releases)
         self._on_host.update(run.releases)
@@ -206,17 +214,23 @@ def _recomputations_are_those_asked_for(
         )
 
 
-def _is_read_after(graph: StepGraph, runs: Sequence[Run], position: int, storage: int) -> bool:
-    """Whether a later run reads this instance, that is, before it is written or fetched anew."""
-    for run in runs[position + 1 :]:
-        if storage in run.fetches:
-            return False
-        op = graph.ops[run.op].second if run.again else graph.ops[run.op]
-        if storage in op.reads:
-            return True
-        if storage in run.writes:
-            return False
-    return False
+class _Uses:
+    """Where each storage is read, and where an instance of it begins."""
+
+    def __init__(self, graph: StepGraph, runs: Sequence[Run]) -> None:
+        self._positions: dict[int, list[int]] = {}
+        self._reads: dict[int, list[bool]] = {}
+        for position, run in enumerate(runs):
+            op = graph.ops[run.op].second if run.again else graph.ops[run.op]
+            for storages, reads in ((run.fetches, False), (op.reads, True), (run.writes, False)):
+                for storage in storages:
+                    self._positions.setdefault(storage, []).append(position)
+                    self._reads.setdefault(storage, []).append(reads)
+
+    def is_read_after(self, position: int, storage: int) -> bool:
+        """Whether a later run reads this instance, that is, before it is written or fetched anew."""
+        place = bisect_right(self._positions.get(storage, []), position)
+        return place < len(self._reads.get(storage, [])) and self._reads[storage][place]
 
 
 def _bytes_of(graph: StepGraph, storages: set[int]) -> int:

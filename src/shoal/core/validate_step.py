@@ -37,7 +37,7 @@ def check_step(graph: StepGraph) -> None:
     to_come = {storage for op in graph.ops for storage in op.writes if 0 <= storage < len(graph.storages)}
     for op in graph.ops:
         _storages_are_there(graph, op.name, op.writes)
-        for run, there in ((op, written), (op.again, written.union(op.writes))):
+        for run, there in ((op, written), (op.again, written.union(op.writes) if op.again else written)):
             if run is not None:
                 _costs(op.name, run)
                 if run.overwrites != -1 and not op.writes:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import fx
 
 from shoal.capture.captured import Captured
 from shoal.capture.op_counts import target_name
+from shoal.core.progress import doing
 from shoal.core.records import read_value
 from shoal.core.step import StepGraph
 from shoal.cost import measurement_cache
@@ -30,9 +32,10 @@ from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
 
 _MIN_RUNS = 3
-_MAX_RUNS = 200
-_ENOUGH_SECONDS = 0.05  # of runs of one op, after the fewest runs
-_MAX_SECONDS = 0.25  # of runs of one op, even if they are few
+_MAX_RUNS = 30
+_ENOUGH_SECONDS = 0.003  # of runs of one op, after the fewest runs
+_MAX_SECONDS = 0.03  # of runs of one op, even if they are few
+_SPREAD = 0.03  # of the fastest run: a second one this near confirms it
 _LONGEST_SECONDS = 3600.0  # of one op; a longer cached time is ignored
 _SLOW_SECONDS = 0.5  # an op whose first run takes longer is timed once
 
@@ -61,14 +64,14 @@ def profile(
     """Time each op in isolation, on random operands of its shapes, strides and dtypes.
 
     The first run warms up (kernel selection, oneDNN primitives) and shows the workspace; it is not timed. Then the op
-    runs at least three times and for 50 ms, but no longer than 0.25 s; one that takes more than half a second is
-    timed once. The fastest run counts: other load only adds time.
+    runs until a second run confirms the fastest within 3 %, or three runs took 3 ms, or any took 30 ms: one to three
+    runs of a large op, a few more of a small one. The fastest counts: other load only adds time.
 
     Args:
         nodes: signature → a `call_function` node of that signature, operands with FakeTensors in `meta["val"]`. Any
             callable may be its target.
         device: "cpu" or "cuda"; the fake tensors may be of another.
-        progress: show a bar on stderr; None: only on a terminal.
+        progress: show a bar on stderr; None: only on a terminal, and not beside the line of `shoal.core.progress`.
         cache: read and write the times cached for this machine (folder `costs` of `shoal.core.files.cache_dir()`).
         budget_seconds: after that time, each remaining op is timed once.
 
@@ -137,7 +140,11 @@ def _enough(times: list[float]) -> bool:
     spent = sum(times)
     if spent > _MAX_SECONDS or len(times) >= _MAX_RUNS:
         return True
-    return spent > _ENOUGH_SECONDS and len(times) >= _MIN_RUNS
+    if len(times) < 2:
+        return False
+    fastest, next_fastest = sorted(times)[:2]
+    confirmed = next_fastest <= (1 + _SPREAD) * fastest
+    return confirmed or (spent > _ENOUGH_SECONDS and len(times) >= _MIN_RUNS)
 
 
 def _cpu_clock(run: Callable[[], Any]) -> float:
@@ -175,6 +182,14 @@ def _cuda_workspace(run: Callable[[], Any]) -> int:
 
 @contextmanager
 def _bar(nodes: Mapping[str, fx.Node], show: bool | None) -> Iterator[Callable[[str], None]]:
+    if show is None and doing("timing ops"):
+        number = count(1)
+
+        def say(target: str) -> None:
+            doing(f"timing op {next(number)} of {len(nodes)}, {target}")
+
+        yield say
+        return
     shown = bool(nodes) and (sys.stderr.isatty() if show is None else show)
     columns = (
         TextColumn("timing ops"),

@@ -28,6 +28,7 @@ from shoal.capture.dynamo import (
 )
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
+from shoal.core.progress import doing, preparing
 from shoal.core.sizes import format_bytes
 from shoal.engine.backend import compile_step
 from shoal.engine.lossy_report import LossyReport
@@ -237,9 +238,12 @@ class _Caller:
         try:
             with settings(self._logging), one_graph():
                 planned = self._planned.get(kind)
-                if planned is None:
+                if planned is not None:
+                    return planned(*args, **kwargs, **drawn_for(model, args))
+                with preparing(self.session.name):
+                    doing("capturing")
                     planned = self._planned[kind] = capturing(model, self._backend())
-                return planned(*args, **kwargs, **drawn_for(model, args))
+                    return planned(*args, **kwargs, **drawn_for(model, args))
         except ModelRaised as failure:
             plain_call(model, *args, **kwargs)  # raises as the plain model does
             raise CaptureError(f"the model cannot be captured as one graph: {failure.reason}") from None

@@ -19,6 +19,7 @@ from shoal.capture.lower import lower
 from shoal.capture.step_reader import capture
 from shoal.capture.traced_strides import Departure
 from shoal.core.plan import Plan
+from shoal.core.progress import doing, preparing
 from shoal.engine.choose_variant import compile_chosen
 from shoal.engine.first_run import checked
 from shoal.engine.graph_runner import Compiler, compiler
@@ -80,11 +81,13 @@ def compile_step(
     places, aten_only = InputPlaces.of(gm), kernels == "inductor"
 
     def captured(graph: fx.GraphModule) -> Captured:
+        doing("capturing")
         return joint_step(graph, example_inputs, places, name=session.name, aten_only=aten_only)
 
     def compiled(graph: fx.GraphModule, form: Form) -> Callable[..., Any]:
         step = PlannedStep(session, run_graphs, places, form, aten_only=aten_only)
         with eager_kernels():
+            doing("capturing")
             return aot_autograd(
                 fw_compiler=step.compile_forward,
                 bw_compiler=step.compile_backward,
@@ -92,7 +95,8 @@ def compile_step(
                 partition_fn=step.partition,
             )(graph, example_inputs)
 
-    return once_differentiable(compile_chosen(session, gm, example_inputs, captured, compiled))
+    with preparing(session.name):
+        return once_differentiable(compile_chosen(session, gm, example_inputs, captured, compiled))
 
 
 class PlannedStep:
@@ -146,6 +150,7 @@ class PlannedStep:
         self.n_tangents = sum(storage.kind == "tangent" for storage in captured.graph.storages)
         self.errors_unknown = bool(self.plan.encoded)
         transfers = self.session.carry(self.plan, captured.device)
+        doing("writing the graphs of its plan")
         return lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
 
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.capture.accumulation import ACCUMULATE
+from shoal.core.order import in_order_of, op_names
 from shoal.core.plan import Plan
 from shoal.core.step import Op, StepGraph, Storage, StorageKind
 
@@ -70,7 +71,11 @@ class Basis:
             graph = in_loop(graph, loop, self.outputs)
             return replace(graph, static_bytes=graph.static_bytes + self.others_bytes)
 
-        return replace(plan, graph=now(self.graph), exact_graph=self.exact_graph and now(self.exact_graph))
+        exact_graph = self.exact_graph and now(self.exact_graph)
+        if not plan.captured_order:
+            return replace(plan, graph=now(self.graph), exact_graph=exact_graph)
+        ordered, captured_order = now(in_order_of(self.graph, plan.graph)), op_names(now(self.graph))
+        return replace(plan, graph=ordered, exact_graph=exact_graph, captured_order=captured_order)
 
     def with_static(self, more_bytes: int) -> Basis:
         """With so many bytes more in use all step."""

@@ -12,6 +12,9 @@ from shoal.memory.step_meter import Measured
 def observe_loop(window: Window, measured: Measured, loop: LoopMemory, *, gradients_pass: bool) -> LoopMemory:
     """What is known of the loop after one more metered step: the worst of all steps, attribute by attribute.
 
+    So what the loop holds in its first step alone counts for good, even where the next metered step says less. Loops do
+    come back to it: a penalty or a log every n steps begins with the first one, and no later step is metered.
+
     Args:
         window: the steps that ran, and what became of their outputs and gradients.
         measured: bytes in use meanwhile.

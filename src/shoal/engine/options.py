@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -23,8 +24,10 @@ from shoal.engine import graph_runner
 from shoal.errors import CodecError, InputError, brief
 from shoal.offload.policy import AUTO, Offloading, offloading, rehearsed
 
+log = logging.getLogger("shoal")
 _ENCODING_PLANNER = "joint"  # the one that looks for what to encode
 _ALLOWED_CODEC = "dynamic_tree"  # of allow="encode" without lossy=
+_WITHOUT_LINK = ("chain", "keep_all", "sqrt")  # planners that offload nothing
 _LOSSY_OPTIONS = ("codec", "block", "stochastic", "exempt")
 _OF_A_BACKEND = ("budget", "planner", "kernels", "optimizer", "offload_to", "host_budget", "lossy", "allow")
 
@@ -43,6 +46,16 @@ class OffloadOptions:
     to: str | None = AUTO
     host_budget_bytes: int | None = None
     rehearse: Hardware | None = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Those that somebody asked for, as written."""
+        written: dict[str, Any] = {
+            "offload_to": None if self.to == AUTO else self.to,
+            "host_budget": self.host_budget_bytes,
+            "rehearse": self.rehearse and self.rehearse.name,
+        }
+        return tuple(f"{name}={value!r}" for name, value in written.items() if value is not None)
 
     def on(self, device_type: str) -> Offloading | None:
         """The same for a device; None where nothing leaves it.
@@ -85,8 +98,15 @@ class CompileOptions:
     def __post_init__(self) -> None:
         planners.get(self.planner)
         graph_runner.compiler(self.kernels)
-        if self.kernels == "inductor" and self.offload.to not in (AUTO, None):
-            raise InputError(f"offload_to={self.offload.to!r} needs kernels='eager': Inductor reorders what is planned")
+        offloads = self.offload.given
+        if self.kernels == "inductor" and offloads:
+            raise InputError(f"{offloads[0]} needs kernels='eager': Inductor reorders what is planned")
+        if self.offload.to is None and offloads:
+            raise InputError(
+                f"{offloads[0]} is for what is offloaded, and offload_to=None offloads nothing; leave one out"
+            )
+        if self.planner in _WITHOUT_LINK and offloads:
+            log.warning("%s is without effect: the planner %r offloads nothing", ", ".join(offloads), self.planner)
         if self.split not in (None, AUTO):
             raise InputError(
                 f"split={self.split!r}: expected 'auto' or None; shoal.split() itself takes depth and grid"
@@ -157,7 +177,15 @@ class CompileOptions:
             )
         if permitted is None and "encode" in means and budget_bytes is not None:
             permitted = lossy_options(_ALLOWED_CODEC, planner)
-        return cls(budget_bytes, planner, kernels, offload, permitted, split, means)
+        options = cls(budget_bytes, planner, kernels, offload, permitted, split, means)
+        if has_plan and planner != _ENCODING_PLANNER:
+            raise InputError(f"planner={_named(planner)} beside plan=, which is run as it is; leave out one of the two")
+        if budget is None and not has_plan:
+            if planner not in (_ENCODING_PLANNER, "keep_all"):
+                raise InputError(f"planner={_named(planner)} plans for a budget; give budget= too")
+            if offload.given:
+                raise InputError(f"{offload.given[0]} is for what a budget leaves no room for; give budget= too")
+        return options
 
     @classmethod
     def of_backend(
@@ -229,6 +257,10 @@ def _means(
             "allow='bitwise' leaves them out"
         )
     return means
+
+
+def _named(planner: str | planners.Planner) -> str:
+    return repr(planner) if isinstance(planner, str) else getattr(planner, "__name__", "yours")
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -26,7 +26,7 @@ from shoal.cost.roofline import roofline
 from shoal.engine.options import CompileOptions, check_optimizer
 from shoal.engine.search.best_variant import Priced
 from shoal.engine.search.choose_encoded import choose_encoded
-from shoal.engine.step_planning import limited_step, limited_to
+from shoal.engine.step_planning import allowed, limited_step
 from shoal.errors import InputError
 from shoal.memory.budget import budget_bytes as allowed_bytes
 from shoal.memory.static_memory import StaticMemory
@@ -105,7 +105,7 @@ class Pricing:
         static_bytes = StaticMemory(self.model, self.optimizer).bytes_beside(captured.graph)
         link, hardware = self._link_and_hardware(device)
         means, lossy = self.options.means, self.options.lossy
-        planner = limited_to(means, planners.get(self.options.planner))
+        planner = allowed(means, self.options.planner)
 
         def costed(step: Captured) -> StepGraph:
             graph = profile_step(step, device) if self.target is None else roofline(step.graph, self.target)
@@ -120,7 +120,7 @@ class Pricing:
                     found = made(known)
                 else:
                     _, found = choose_encoded(captured, lossy, budget_bytes, costed, made)
-                check_own_plan(found.graph, found.residences, budget_bytes)
+                check_own_plan(found.captured_graph, found.graph, found.residences, budget_bytes)
             return None, found
 
         known = costed(captured)

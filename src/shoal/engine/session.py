@@ -13,6 +13,7 @@ import torch
 from shoal.capture.captured import Captured
 from shoal.capture.traced_strides import Departure, with_copies
 from shoal.core.plan import Plan
+from shoal.core.progress import doing
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
@@ -209,6 +210,7 @@ class Session:
             BudgetError: no plan fits.
             PlanError: the ready plan belongs to another step.
         """
+        doing(f"planning {planning.n_ops} ops")
         try:
             return planning.plan(self.loop, self.status.plans), self.loop
         except BudgetError as refused:
@@ -234,7 +236,7 @@ class Session:
         ahead = self._ahead.pop(captured.graph.fingerprint) if captured.graph.fingerprint in self._ahead else None
         made, self.loop = ahead or self.try_to_plan(self.planning(captured, device))
         captured, plan = made.captured or captured, made.plan
-        check_own_plan(plan.graph, plan.residences, self.status.budget_bytes or 0)
+        check_own_plan(plan.captured_graph, plan.graph, plan.residences, self.status.budget_bytes or 0)
         seconds = time.perf_counter() - started + form.seconds
         plan = replace(
             plan,

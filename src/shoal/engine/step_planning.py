@@ -12,9 +12,11 @@ from shoal import planners
 from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import encoded
 from shoal.core.hardware import Hardware
+from shoal.core.order import in_order_of, op_names
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
+from shoal.core.validate_order import check_order
 from shoal.core.validate_plan import check_plan
 from shoal.core.validate_step import check_step
 from shoal.cost.measure import measure
@@ -23,6 +25,7 @@ from shoal.cost.profile import profile_step
 from shoal.engine.loop_memory import Basis, LoopMemory, by_itself, in_loop
 from shoal.engine.options import CompileOptions
 from shoal.engine.overlapping import plan_overlapping
+from shoal.engine.plan_cache import remembered
 from shoal.engine.search.choose_encoded import choose_encoded, encoded_by
 from shoal.errors import BudgetError, PlanError
 from shoal.kernels.generator import state_bytes
@@ -64,7 +67,7 @@ class StepPlanning:
         offloading: Offloading | None,
         bytes_beside: Callable[[StepGraph], int],
     ) -> None:
-        self.outputs = captured.output_storages()
+        self.outputs, self.n_ops = captured.output_storages(), len(captured.graph.ops)
         self._captured = captured
         self._device = device
         self._options = options
@@ -143,7 +146,7 @@ class StepPlanning:
             return _adopt(self._ready_plan, captured, costed, options.budget_bytes)
         if options.budget_bytes is None:
             return captured, planners.get("keep_all")(costed(captured), hardware, 0)
-        planner, budget_bytes = limited_to(options.means, planners.get(options.planner)), options.budget_bytes
+        planner, budget_bytes = allowed(options.means, options.planner), options.budget_bytes
         if options.lossy is None:
             return captured, planner(costed(captured), hardware, budget_bytes)
         before = costed(captured)
@@ -171,13 +174,15 @@ class StepPlanning:
         return replace(graph, static_bytes=graph.static_bytes + self._beside_bytes, link=self._link)
 
 
-def limited_to(means: frozenset[str], planner: planners.Planner) -> planners.Planner:
-    """A planner that recomputes and offloads only where that is among the means."""
+def allowed(means: frozenset[str], planner: str | planners.Planner) -> planners.Planner:
+    """A planner that recomputes, offloads and orders only where that is among the means."""
+    make = remembered(planner, order="order" in means)
     if {"recompute", "offload"} <= means:
-        return planner
+        return make
 
     def plan(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
-        return replace(planner(limited_step(means, graph), hardware, budget_bytes), graph=graph)
+        made = make(limited_step(means, graph), hardware, budget_bytes)
+        return replace(made, graph=in_order_of(graph, made.graph) if made.captured_order else graph)
 
     return plan
 
@@ -209,15 +214,22 @@ def _adopt(
         lossy, chosen = said
         captured = encoded(captured, chosen, lossy)
         graph = costed(captured)
-    if not _is_same(plan.graph, graph):
+    if not _is_same(plan.captured_graph, graph):
         theirs = [s.shape for s in plan.graph.storages if s.kind == "input"]
         ours = [s.shape for s in graph.storages if s.kind == "input"]
         raise PlanError(
             f"the plan is for {plan.graph.model or 'another model'} with inputs {theirs} and {len(plan.graph.ops)} ops"
             f"; this step is {graph.model or 'a model'} with inputs {ours} and {len(graph.ops)} ops; plan it anew"
         )
-    check_plan(graph, plan.residences, budget_bytes or 0)
-    adopted = replace(plan, graph=graph, exact_graph=exact if said is not None else None)
+    ordered = in_order_of(graph, plan.graph) if plan.captured_order else graph
+    check_order(graph, ordered)
+    check_plan(ordered, plan.residences, budget_bytes or 0)
+    adopted = replace(
+        plan,
+        graph=ordered,
+        exact_graph=exact if said is not None else None,
+        captured_order=op_names(graph) if plan.captured_order else (),
+    )
     if budget_bytes is None and 0 < plan.budget_bytes < adopted.predicted_peak_bytes:
         log.warning(
             "%s: the plan was made for %s, but takes %s here; give budget= to have it refused, or plan it anew",

@@ -30,9 +30,13 @@ def normalise(
     mean: torch.Tensor,
     invstd: torch.Tensor,
 ) -> torch.Tensor:
-    """What `batch_norm` in training mode returned for `x`, (N, C, ...), given the statistics it saved, (C,)."""
+    """What `batch_norm` in training mode returned for `x`, (N, C, ...), given the statistics it saved, (C,).
+
+    `x` is contiguous or channels_last.
+    """
     scale, shift = _line(x, weight, bias, mean, invstd)
-    return torch.addcmul(shift, x, scale)
+    layout = torch.contiguous_format if x.is_contiguous() else channels_last_format(x.dim())
+    return torch.addcmul(shift, x, scale, out=torch.empty_like(x, memory_format=layout))
 
 
 def normalise_(

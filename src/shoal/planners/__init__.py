@@ -12,8 +12,10 @@ from dataclasses import replace
 from functools import wraps
 
 from shoal.core.hardware import Hardware
+from shoal.core.order import op_names, reordered
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
+from shoal.core.validate_order import check_order
 from shoal.core.validate_plan import check_plan
 from shoal.errors import InputError, PlanError, brief
 
@@ -60,12 +62,16 @@ def _checked(planner: Planner) -> Planner:
         made: object = planner(graph, hardware, budget_bytes)
         if not isinstance(made, Plan):
             raise PlanError(f"{who} returned {brief(made)}; expected a shoal.Plan")
-        if not isinstance(made.graph, StepGraph) or made.graph.fingerprint != graph.fingerprint:
+        if not isinstance(made.graph, StepGraph):
             raise PlanError(f"{who} returned a plan of another step; expected one of the step it was given")
         try:
-            check_plan(graph, made.residences, budget_bytes)
+            if made.captured_graph.fingerprint != graph.fingerprint:
+                raise PlanError("it is a plan of another step; expected one of the step it was given")
+            ordered = reordered(graph, op_names(made.graph))
+            check_plan(ordered, made.residences, budget_bytes)
+            check_order(graph, ordered)
         except PlanError as error:
             raise PlanError(f"{who} returned a plan that breaks a rule: {error}") from None
-        return replace(made, graph=graph)
+        return replace(made, graph=ordered)
 
     return plan

@@ -54,7 +54,7 @@ def chain(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     started = time.perf_counter()
     fitting = [found for found in frontier(graph) if found.peak_bytes <= budget_bytes]
     if not fitting:
-        raise infeasible(graph, smallest_peak(graph, hardware), budget_bytes)
+        raise infeasible(smallest_peak(graph, hardware), budget_bytes)
     best = min(fitting, key=lambda found: found.seconds)
     planning_seconds = time.perf_counter() - started
     return Plan(graph, best.residences, "chain", hardware.name, budget_bytes, planning_seconds=planning_seconds)

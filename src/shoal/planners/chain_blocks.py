@@ -160,8 +160,11 @@ class Blocks:
 
     def closure(self, wanted: int, there: int) -> list[int]:
         """The forward ops, in order, that make `wanted` from what is `there`."""
+        missing = wanted & ~there
+        if not missing:
+            return []
         ops = set()
-        todo = list(members(wanted & ~there))
+        todo = list(members(missing))
         while todo:
             op = self.graph.producer[todo.pop()]
             if op not in ops:
@@ -214,10 +217,13 @@ class Blocks:
             dies = touched & ~read_later
             read_later = read_later & ~born | self.reads[i]
             steps.append((i, again, base, born, dies))
-        live, peak, seconds = start, 0, 0.0
+        live, live_bytes = start, self.bytes_of(start)
+        peak, seconds = 0, 0.0
         for i, again, base, born, dies in reversed(steps):
-            live |= born
-            in_use = base + self.bytes_of(live)
+            if born := born & ~live:
+                live |= born
+                live_bytes += self.bytes_of(born)
+            in_use = base + live_bytes
             if again:
                 seconds += ops[i].second.seconds
                 in_use += ops[i].second.workspace_bytes
@@ -225,7 +231,9 @@ class Blocks:
                 if victim >= 0 and dies >> victim & 1:
                     in_use -= self.nbytes[victim]
             peak = max(peak, in_use)
-            live &= ~dies
+            if gone := live & dies:
+                live ^= gone
+                live_bytes -= self.bytes_of(gone)
         return peak, seconds
 
     def options(self, block: int) -> list[Option]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from shoal.core.hardware import Link
 from shoal.core.residence import Keep, Offload, Recompute, Residence
-from shoal.core.schedule import schedule
+from shoal.core.schedule import Run, schedule
 from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
 from shoal.planners.limits import DEFAULT, Effort, Guard
@@ -47,8 +47,7 @@ def fill_slack(
             if not isinstance(now, Recompute) or left_out in now.before[:1]:
                 continue  # changed since this pass began
             before = tuple(op for op in now.before if op != left_out)
-            changed = without_needless_runs(graph, {**best, name: Recompute(before) if left_out else Keep()})
-            runs = schedule(graph, changed)
+            changed, runs = _pruned(graph, {**best, name: Recompute(before) if left_out else Keep()})
             effort.spend(len(runs))
             peak_bytes, seconds = peak_and_seconds(graph, runs)
             if peak_bytes <= budget_bytes and seconds < best_seconds:
@@ -92,25 +91,35 @@ def _keep_or_send_more(
 
 def without_needless_runs(graph: StepGraph, residences: Mapping[str, Residence]) -> dict[str, Residence]:
     """`residences` less the recomputations that nothing reads."""
+    return _pruned(graph, residences)[0]
+
+
+def _pruned(graph: StepGraph, residences: Mapping[str, Residence]) -> tuple[dict[str, Residence], tuple[Run, ...]]:
+    """`without_needless_runs`, and the schedule of what it returns."""
     changed = dict(residences)
+    runs = schedule(graph, residences)
     read_later: set[int] = set()
-    served = ""
-    for run in reversed(schedule(graph, residences)):
-        if not run.again:
-            served = graph.ops[run.op].name
-            read_later.difference_update(run.writes)
-            read_later.update(run.of(graph).reads)
+    served = -1
+    needless = False
+    for run in reversed(runs[graph.n_forward :]):
+        op_id, again, writes = run[:3]
+        if not again:
+            served = op_id
+            read_later.difference_update(writes)
+            read_later.update(graph.ops[op_id].reads)
             continue
-        for storage in run.writes:
+        for storage in writes:
             if storage not in read_later:
                 name = graph.storages[storage].name
                 residence = changed[name]
                 assert isinstance(residence, Recompute)
-                changed[name] = Recompute(tuple(before for before in residence.before if before != served))
-        if not read_later.isdisjoint(run.writes):
-            read_later.difference_update(run.writes)
-            read_later.update(run.of(graph).reads)
-    return changed
+                left_out = graph.ops[served].name
+                changed[name] = Recompute(tuple(before for before in residence.before if before != left_out))
+                needless = True
+        if not read_later.isdisjoint(writes):
+            read_later.difference_update(writes)
+            read_later.update(graph.ops[op_id].second.reads)
+    return changed, schedule(graph, changed) if needless else runs
 
 
 def _changes(graph: StepGraph, residences: Mapping[str, Residence]) -> Iterator[tuple[str, str]]:

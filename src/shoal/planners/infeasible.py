@@ -12,17 +12,17 @@ from shoal.errors import BudgetError
 LARGEST = 3
 
 
-def infeasible(graph: StepGraph, least: Plan, budget_bytes: int) -> BudgetError:
+def infeasible(least: Plan, budget_bytes: int) -> BudgetError:
     """The error to raise when no plan was found inside `budget_bytes`.
 
     Args:
-        graph: the step.
         least: the plan with the smallest peak that is known.
         budget_bytes: what was asked for.
 
     Returns:
         A BudgetError whose message is one line, facts first and hints after them, and whose attributes hold the same.
     """
+    graph = least.graph
     peak_bytes, at, alive = _peak(least)
     op = graph.ops[at]
     name = graph.model or "this model"

@@ -26,10 +26,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shoal.core.step import StepGraph
 from shoal.planners.limits import DEFAULT, Guard, Limits
 from shoal.planners.linear_program import LinearProgram
 from shoal.planners.link_rows import add_link_rows
-from shoal.planners.recompute_choice import RecomputeChoice
+from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 
 _WINDOW = 48  # a storage may be back at most so many demands early
 
@@ -87,6 +88,14 @@ def solve(
     return _Program(choice, budget_bytes, early).run(start, whole, gap, limits, guard or Guard(limits.guard_seconds))
 
 
+def lower_bound(graph: StepGraph, budget_bytes: int, limits: Limits, guard: Guard) -> Solution:
+    """The relaxation below every plan in this order of ops, which must leave every storage its choice."""
+    if not limits.lower_bound:
+        return NOTHING_KNOWN
+    wide = recompute_choice(graph, every=True)
+    return solve(wide, budget_bytes, early=False, limits=limits, guard=guard)
+
+
 class _Program:
     """The rows and columns of one step's choice."""
 
@@ -109,6 +118,7 @@ class _Program:
             spent = {variable: -ops[op].second.seconds for op, variable in self.rerun.items()}
             program.at_least(0.0, {**dict.fromkeys(self.link.added, 1.0), **spent})
         self.early = early
+        self.minimises_peak = budget_bytes is None
         self.saved = frozenset(choice.graph.saved).intersection(choice.candidates)
         self.back: dict[tuple[int, int], int] = {}
         self._add_reruns()
@@ -193,13 +203,15 @@ class _Program:
         has_link = self.link is not None
         if gap is None:
             gap = limits.gap_with_link if has_link else limits.gap
+        max_nodes = limits.max_nodes_with_link if has_link else limits.max_nodes
+        is_small = not self.minimises_peak or max_nodes * self.program.entries <= limits.max_peak_entries
         found = self.program.run(
             values,
             whole=whole,
             gap=gap,
-            max_nodes=limits.max_nodes_with_link if has_link else limits.max_nodes,
+            max_nodes=max_nodes if is_small else max(1, limits.max_peak_entries // self.program.entries),
             max_simplex_iterations=limits.max_simplex_iterations,
-            sub_programs=not has_link,
+            sub_programs=not has_link and is_small,
             time_limit_seconds=guard.left_seconds / 4,  # the rest is for the other parts
         )
         if found.timed_out:

@@ -23,5 +23,5 @@ def keep_all(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     every = range(len(graph.storages))
     plan = Plan(graph, just_in_time(graph, every), "keep_all", hardware.name, budget_bytes)
     if budget_bytes and plan.predicted_peak_bytes > budget_bytes:
-        raise infeasible(graph, plan, budget_bytes)
+        raise infeasible(plan, budget_bytes)
     return plan

@@ -6,6 +6,7 @@ budget give the same plan on a fast machine, a slow one and a loaded one.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -25,10 +26,13 @@ class Limits:
         chain: the dynamic program, which may recompute a storage several times.
         local_search: give up once more, or recompute earlier, what fills the peak.
         fill_slack: keep more where a plan leaves room.
+        order: run ops in an order that needs fewer bytes.
 
         max_nodes: nodes of the branch-and-bound tree of each mixed-integer program of a step without a link.
         max_nodes_with_link: the same with a link, where the relaxation is weak and more nodes hardly raise the bound.
         max_simplex_iterations: of each linear program.
+        max_peak_entries: of the program for the smallest peak, nodes times non-zero entries: a large program gets fewer
+            nodes, and none of the solver's sub-programs, which are limited by time alone.
         gap, gap_with_link, gap_of_smallest_peak: relative gaps at which a mixed-integer program is solved well enough:
             of a step without a link, with one, and of the program for the smallest peak.
         max_solves: how often the program is solved again with less room, until its exact peak fits.
@@ -40,8 +44,8 @@ class Limits:
             peak.
         lower_peak_share: the peak that the search for the smallest peak asks for next, as a share of the last.
 
-        iterated_search_ops, local_search_ops, fill_slack_ops, smallest_peak_ops: simulated ops of one search each; the
-            last is for the smallest peak.
+        iterated_search_ops, local_search_ops, fill_slack_ops, smallest_peak_ops, order_ops: simulated ops of one search
+            each; `smallest_peak_ops` is for the smallest peak.
         max_restarts, restarts_per_storage: random restarts of the iterated search, at most.
         max_moves_per_restart: storages that a restart moves at most.
         recompute_share: of these, those that are recomputed instead of moved between device and host.
@@ -66,10 +70,12 @@ class Limits:
     chain: bool = True
     local_search: bool = True
     fill_slack: bool = True
+    order: bool = True
 
     max_nodes: int = 200
     max_nodes_with_link: int = 1
     max_simplex_iterations: int = 30_000
+    max_peak_entries: int = 10_000_000
     gap: float = 0.002
     gap_with_link: float = 0.005
     gap_of_smallest_peak: float = 0.005
@@ -84,6 +90,7 @@ class Limits:
     local_search_ops: int = 1_500_000
     fill_slack_ops: int = 300_000
     smallest_peak_ops: int = 1_500_000
+    order_ops: int = 400_000
     max_restarts: int = 300
     restarts_per_storage: int = 4
     max_moves_per_restart: int = 4
@@ -99,6 +106,8 @@ class Limits:
 
 DEFAULT = Limits()
 
+log = logging.getLogger(__name__)
+
 
 class Guard:
     """A time limit behind all counts, and the parts of the search that it stopped.
@@ -108,6 +117,7 @@ class Guard:
     """
 
     def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._until = time.perf_counter() + seconds
         self.stopped: dict[str, None] = {}  # an ordered set
 
@@ -126,6 +136,16 @@ class Guard:
     def note(self, *parts: str) -> None:
         """Note that these parts were stopped."""
         self.stopped.update(dict.fromkeys(parts))
+
+    def warn(self, model: str) -> None:
+        """Say in the log that parts were stopped, where any was."""
+        if self.stopped:
+            log.warning(
+                "%s: planning took longer than %g s, which ended %s early; planned again, the plan may be another one",
+                model or "model",
+                self._seconds,
+                ", ".join(self.stopped),
+            )
 
 
 class Effort:

@@ -66,6 +66,11 @@ class LinearProgram:
         self._starts.append(len(self._columns))
 
     @property
+    def entries(self) -> int:
+        """Factors in all rows."""
+        return len(self._columns)
+
+    @property
     def unit_cost(self) -> float:
         """The cost that counts as 1."""
         return self._unit_cost or max(sum(self._costs), 1e-12)

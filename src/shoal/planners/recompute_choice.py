@@ -12,9 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from shoal.core.schedule import schedule
-from shoal.core.simulate import simulate
+from shoal.core.simulate import bytes_and_seconds
 from shoal.core.step import StepGraph
-from shoal.planners.just_in_time import just_in_time
 
 _SMALL_SHARE = 1 / 4000  # of all saved bytes: storages below it are kept without asking
 
@@ -157,49 +156,61 @@ def _rows(
     due: Mapping[int, int],
     first_read: Mapping[int, int],
 ) -> tuple[Row, ...]:
-    plain = simulate(graph, just_in_time(graph, range(len(graph.storages))))
-    total_bytes = [moment.total_bytes for moment in plain.moments]
-    alive_plain, alive_forward = _alive(graph)
-    born = {s: graph.producer[s] for s in candidates}
-    last_needed = {s: max(demands[due[s] - 1], first_read.get(s, 0)) for s in candidates}
+    storages, n_forward = graph.storages, graph.n_forward
+    runs = schedule(graph, {})
+    total_bytes, _ = bytes_and_seconds(graph, runs)
+    starts, ends = _waiting_times(graph, candidates, demands, due, first_read)
+    small_bytes = 0  # of small storages that are alive
+    alive: set[int] = set()
+    waiting: set[int] = set()
+    waiting_bytes = 0  # of those of them that are alive when everything is kept
+    in_order: tuple[int, ...] = ()
     highest: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
     least: dict[tuple[int, tuple[int, ...]], int] = {}
-    for op in graph.ops:
-        interval = bisect_right(demands, op.id)
-        if op.id < graph.n_forward:
-            waiting = [s for s in candidates if born[s] < op.id and s not in alive_forward[op.id]]
-        else:
-            waiting = [s for s in candidates if op.id <= last_needed[s] and op.id < first_read.get(s, len(graph.ops))]
-        counted = alive_plain[op.id]
-        fixed_bytes = total_bytes[op.id] - sum(graph.storages[s].nbytes for s in waiting if s in counted)
-        avoided = {s for s in small if s in counted}
-        if op.overwrites in counted and op.overwrites not in waiting:
-            avoided.add(op.overwrites)  # kept, it must not be overwritten; given up, it may be
-        if op.id >= graph.n_forward:  # given up again between two backward reads
-            avoided.update(s for s in candidates if s in counted and s not in waiting and s not in op.reads)
-        key = (interval, tuple(sorted(waiting)))
+    for op, run in zip(graph.ops, runs, strict=True):
+        alive.update(run.writes)
+        small_bytes += sum(storages[s].nbytes for s in run.writes if s in small)
+        joins, leaves = starts.get(op.id, ()), ends.get(op.id, ())
+        waiting.update(joins)
+        waiting.difference_update(leaves)
+        waiting_bytes += sum(storages[s].nbytes for s in joins if s in alive)
+        waiting_bytes -= sum(storages[s].nbytes for s in leaves if s in alive)
+        taken = run.takes_over
+        at_once = op.id < n_forward and taken in candidates  # its block is taken: it is not alive here already
+        if joins or leaves:
+            in_order = tuple(sorted(waiting))
+        fixed_bytes = total_bytes[op.id] - waiting_bytes
+        extra = set()
+        if op.overwrites in alive and op.overwrites != taken and op.overwrites not in waiting:
+            extra.add(op.overwrites)  # kept, it must not be overwritten; given up, it may be
+        if op.id >= n_forward:  # given up again between two backward reads
+            extra |= (candidates & alive) - waiting - {*op.reads, taken}
+        avoided_bytes = small_bytes - (storages[taken].nbytes if taken in small else 0)
+        avoided_bytes += sum(storages[s].nbytes for s in extra if s not in small)
+        key = (bisect_right(demands, op.id), tuple(sorted((*in_order, taken))) if at_once else in_order)
         highest[key] = max(highest.get(key, (0, 0)), (fixed_bytes, op.id))
-        avoided_bytes = sum(graph.storages[s].nbytes for s in avoided)
         least[key] = max(least.get(key, 0), fixed_bytes - avoided_bytes)
+        alive.difference_update(run.frees)
+        small_bytes -= sum(storages[s].nbytes for s in run.frees if s in small)
     return tuple(
         Row(op, interval, fixed_bytes, least[interval, waiting], waiting)
         for (interval, waiting), (fixed_bytes, op) in highest.items()
     )
 
 
-def _alive(graph: StepGraph) -> tuple[list[set[int]], list[set[int]]]:
-    """For each op: what is alive when everything is kept, and what forward readers alone keep alive."""
-    last_forward = {
-        s.id: max((r for r in graph.readers[s.id] if r < graph.n_forward), default=-1) for s in graph.storages
-    }
-    alive: set[int] = set()
-    alive_plain: list[set[int]] = []
-    for run in schedule(graph, {}):
-        alive = alive.union(run.writes)
-        alive_plain.append(alive - ({run.takes_over} if run.takes_over >= 0 else set()))
-        alive = alive.difference(run.frees)
-    alive_forward = [
-        {s for s in alive_plain[op] if graph.producer.get(s, op) == op or last_forward[s] >= op}
-        for op in range(graph.n_forward)
-    ]
-    return alive_plain, alive_forward
+def _waiting_times(
+    graph: StepGraph,
+    candidates: set[int],
+    demands: tuple[int, ...],
+    due: Mapping[int, int],
+    first_read: Mapping[int, int],
+) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """By op id: the candidates that nothing in the forward pass reads any more, and those that are read again."""
+    starts: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    for s in sorted(candidates):
+        read = [reader for reader in graph.readers[s] if reader < graph.n_forward]
+        starts.setdefault(max(graph.producer[s], *read) + 1 if read else graph.producer[s] + 1, []).append(s)
+        last_needed = max(demands[due[s] - 1], first_read.get(s, 0))
+        ends.setdefault(min(last_needed + 1, first_read.get(s, len(graph.ops))), []).append(s)
+    return starts, ends

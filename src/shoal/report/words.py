@@ -361,6 +361,8 @@ def settings(report: Report) -> dict[str, str]:
     if report.plan is not None:
         shown.setdefault("Planner", report.plan.planner)
         shown.setdefault("Times are for", report.plan.hardware or "unknown hardware")
+        if report.plan.order:
+            shown.setdefault("Order of ops", report.plan.order)
         link = report.plan.graph.link
         if report.timeline.transfers and link is not None:
             there, back = link.to_host_bytes_per_second, link.to_device_bytes_per_second

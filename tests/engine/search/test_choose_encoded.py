@@ -56,7 +56,7 @@ def chosen_at(share: float, codec_seconds: float, link: Link | None = None, befo
     captured, plan = choose_encoded(
         step(), LOSSY, budget, with_link, lambda graph: joint(graph, HARDWARE, budget), before
     )
-    assert captured.graph.fingerprint == plan.graph.fingerprint
+    assert captured.graph.fingerprint == plan.captured_graph.fingerprint
     assert plan.predicted_peak_bytes <= budget
     return plan
 

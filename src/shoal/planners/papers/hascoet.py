@@ -48,7 +48,7 @@ def hascoet(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     residences = offload_plan(graph, ends, one_layer_ahead(graph, leaving))
     plan = Plan(graph, residences, "hascoet", hardware.name, budget_bytes, 0.0, time.perf_counter() - started)
     if budget_bytes and plan.predicted_peak_bytes > budget_bytes:
-        raise infeasible(graph, plan, budget_bytes)
+        raise infeasible(plan, budget_bytes)
     return plan
 
 

@@ -44,7 +44,7 @@ def hmms(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     residences = offload_plan(graph, offload_ends(graph, link, leaving), prefetch_starts(graph, link, leaving))
     plan = Plan(graph, residences, "hmms", hardware.name, budget_bytes, 0.0, time.perf_counter() - started)
     if budget_bytes and plan.predicted_peak_bytes > budget_bytes:
-        raise infeasible(graph, plan, budget_bytes)
+        raise infeasible(plan, budget_bytes)
     return plan
 
 

@@ -42,7 +42,7 @@ def hmms_recompute(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> P
     residences = with_offloads(graph, residences, within_limit(graph, link, results), budget_bytes)
     plan = Plan(graph, residences, "hmms_recompute", hardware.name, budget_bytes, 0.0, time.perf_counter() - started)
     if budget_bytes and plan.predicted_peak_bytes > budget_bytes:
-        raise infeasible(graph, plan, budget_bytes)
+        raise infeasible(plan, budget_bytes)
     return plan
 
 

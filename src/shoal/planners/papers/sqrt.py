@@ -38,7 +38,7 @@ def sqrt(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     fitting = [candidate for candidate in found if candidate.peak_bytes <= budget_bytes]
     if not fitting:
         least = min(found, key=lambda candidate: candidate.peak_bytes)
-        raise infeasible(graph, Plan(graph, least.residences, "sqrt", hardware.name), budget_bytes)
+        raise infeasible(Plan(graph, least.residences, "sqrt", hardware.name), budget_bytes)
     best = min(fitting, key=lambda candidate: candidate.seconds)
     planning_seconds = time.perf_counter() - started
     return Plan(graph, best.residences, "sqrt", hardware.name, budget_bytes, planning_seconds=planning_seconds)

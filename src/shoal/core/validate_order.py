@@ -1,0 +1,60 @@
+"""Whether a step may run in another order than it was captured in. Shares no code with what chooses an order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.core.step import Op, StepGraph
+from shoal.errors import PlanError
+
+
+def check_order(captured: StepGraph, ordered: StepGraph) -> None:
+    """Hold the order of a step's ops against the step as it was captured.
+
+    Args:
+        captured: the step as it was captured.
+        ordered: the same step in the order in which its ops are to run.
+
+    Raises:
+        PlanError: the ops or storages are others; a pass begins before the one before it has ended; an op runs before
+            one whose result it reads; two ops that draw random numbers, communicate or write nothing have changed
+            places; an op that stands for what happens outside the model has moved.
+    """
+    before = {op.name: op for op in captured.ops}
+    for place, op in enumerate(ordered.ops):
+        if op.id != place or op.name not in before or replace(op, id=before[op.name].id) != before[op.name]:
+            raise PlanError(f"the order of ops names {op.name!r}, which is not as it was captured; plan this step anew")
+    if len({op.name for op in ordered.ops}) != len(captured.ops) or len(ordered.ops) != len(captured.ops):
+        raise PlanError(f"the order has {len(ordered.ops)} ops for {len(captured.ops)}; expected each of them once")
+    if ordered.storages != captured.storages:
+        raise PlanError("the step in its new order has other storages than as it was captured; plan this step anew")
+    if [op.phase for op in ordered.ops] != [op.phase for op in captured.ops]:
+        raise PlanError("the order mixes ops of the forward pass, the loss and the backward pass; expected one by one")
+
+    there = {s.id for s in captured.storages} - {s for op in captured.ops for s in op.writes}
+    for op in ordered.ops:
+        for storage in op.reads:
+            if storage not in there:
+                name = captured.storages[storage].name
+                raise PlanError(f"the order runs {op.name!r} before the op that writes {name!r}, which it reads")
+        there.update(op.writes)
+
+    for one, other in zip(filter(_acts, captured.ops), filter(_acts, ordered.ops), strict=True):
+        if one.name != other.name:
+            raise PlanError(
+                f"the order runs {other.name!r} before {one.name!r}; both draw random numbers, communicate or write "
+                "nothing, and must run as they were captured"
+            )
+    for one, other in zip(captured.ops, ordered.ops, strict=True):
+        last = one.phase == "forward" and one.id + 1 == captured.n_forward
+        if (_is_outside(one) or _is_outside(other) or last) and one.name != other.name:
+            raise PlanError(f"the order has {other.name!r} in the place of {one.name!r}, which must stay where it is")
+
+
+def _acts(op: Op) -> bool:
+    """Whether an op does more than write its results."""
+    return op.random or not op.writes or "c10d" in op.target
+
+
+def _is_outside(op: Op) -> bool:
+    return op.target == op.name

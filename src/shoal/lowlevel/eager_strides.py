@@ -1,0 +1,277 @@
+"""Fake tensors with the strides, and dtypes, that PyTorch's kernels return, where its fake kernels say others.
+
+A traced step chooses kernels and views by strides, so a wrong one in the trace becomes a copy in the step, or another
+order of adding up. PyTorch computes fake results by decompositions, whose operands may come in another order than the
+kernel's. And along axes of one element strides can be any number, which the two choose differently and kernels read
+(`is_contiguous`, `suggest_memory_format`). docs/upstream.md has the reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+_aten = torch.ops.aten
+Strides = tuple[int, ...]
+Rule = Callable[[Sequence[Any], torch.Tensor], Strides | None]
+
+
+@contextmanager
+def eager_strides() -> Iterator[None]:
+    """While the block runs, fake results of aten's views, pointwise ops and norms have the strides of real ones."""
+    traced = FakeTensorMode._dispatch_impl
+
+    def dispatch(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return _corrected(self, func, args, kwargs, traced(self, func, types, args, kwargs))
+
+    FakeTensorMode.cache_clear()  # of what was traced outside of the block, as Dynamo does
+    FakeTensorMode._dispatch_impl = dispatch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensorMode._dispatch_impl = traced  # type: ignore[method-assign]
+        FakeTensorMode.cache_clear()
+
+
+def _corrected(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+    rule = _rule(func) if isinstance(func, OpOverload) else None
+    if rule is None or result is NotImplemented or kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return result
+    if isinstance(result, tuple):
+        if func in _SAVES_STATISTICS:
+            result = _with_wide_statistics(mode, args, result)
+        n_like = _N_ALIKE.get(func, 1)
+        return (*(_corrected_one(mode, func, rule, args, value) for value in result[:n_like]), *result[n_like:])
+    return _corrected_one(mode, func, rule, args, result)
+
+
+def _corrected_one(mode: FakeTensorMode, func: OpOverload, rule: Rule, args: Sequence[Any], result: Any) -> Any:
+    tensors = [value for value in (*args, result) if isinstance(value, torch.Tensor)]
+    symbolic = any(isinstance(size, torch.SymInt) for x in tensors for size in (*x.shape, *x.stride()))
+    if result is None or symbolic:
+        return result
+    strides = rule(args, result)
+    if strides is None or strides == result.stride():
+        return result
+    with mode:
+        if func in _VIEWS:
+            return result.as_strided(result.shape, strides)
+        return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+
+
+def _with_wide_statistics(mode: FakeTensorMode, args: Sequence[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The CPU saves a half-precision batch's mean and inverse deviation in float32, where a parameter is float32."""
+    x, mean, invstd = args[0], *result[1:3]
+    others = [value for value in args[1:] if isinstance(value, torch.Tensor)]
+    if x.device.type != "cpu" or x.dtype == torch.float32 or all(t.dtype != torch.float32 for t in others):
+        return result
+    with mode:
+        wide = [torch.empty_like(saved, dtype=torch.float32) for saved in (mean, invstd)]
+    return (result[0], *wide, *result[3:])
+
+
+@cache
+def _rule(func: OpOverload) -> Rule | None:
+    """What tells an op's strides from its arguments and its fake result; None where the fake kernel tells them."""
+    if func in _VIEWS:
+        return lambda args, result: _viewed(func, args[0], result.shape)
+    if func in _LIKE:
+        place, like = _LIKE[func]
+        return lambda args, result: like(args[place]) if result.device.type == "cpu" else None
+    places = _operands(func)
+    if not places:
+        return None
+    return lambda args, result: iterated_strides(*(args[place] for place in places if place < len(args)))
+
+
+def _operands(func: OpOverload) -> Sequence[int]:
+    """The places of the arguments that an op's kernel gives to TensorIterator, in its order; none where it does not."""
+    if func in _OPERANDS:
+        return _OPERANDS[func]
+    if torch.Tag.pointwise not in func.tags or func in _OTHERWISE or func._schema.is_mutable or func.is_view:
+        return ()
+    kinds = {"Tensor", "number"} if func._overloadname == "Scalar" else {"Tensor"}
+    return [place for place, argument in enumerate(func._schema.arguments) if str(argument.type) in kinds]
+
+
+def _viewed(view: OpOverload, x: torch.Tensor, shape: Sequence[int]) -> Strides:
+    with unset_fake_temporarily(), torch._C._DisablePythonDispatcher():  # whose view is the fake one
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        strides: Strides = view(like, shape).stride()
+        return strides
+
+
+def iterated_strides(*operands: torch.Tensor | float) -> Strides:
+    """The strides of what a kernel computes by TensorIterator, of `operands` in the order that it gives them.
+
+    It is `TensorIteratorBase::build` of ATen (aten/src/ATen/TensorIterator.cpp), where no output is given.
+
+    >>> x, y = torch.ones(2, 3, 4, 5), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    >>> iterated_strides(x, y), iterated_strides(y, x), iterated_strides(x[:, :, :1, :1], y)
+    ((60, 20, 5, 1), (60, 1, 15, 3), (60, 1, 15, 3))
+    """
+    tensors = [x for x in operands if isinstance(x, torch.Tensor)]
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    if all(x.shape == shape for x in tensors) and (len(tensors) == len(operands) or not shape):
+        if all(x.is_contiguous() for x in tensors):
+            return _dense(shape, range(len(shape) - 1, -1, -1))
+        if len(shape) == 4 and all(x.is_contiguous(memory_format=torch.channels_last) for x in tensors):
+            return _dense(shape, (1, 3, 2, 0))
+        strides = tensors[0].stride()
+        if _is_dense(shape, strides) and all(x.stride() == strides for x in tensors):
+            return strides
+    return _dense(shape, _innermost_first(shape, [_expanded(x, shape) for x in tensors]))
+
+
+def _dense(shape: Sequence[int], innermost_first: Sequence[int]) -> Strides:
+    strides, step = [0] * len(shape), 1
+    for dim in innermost_first:
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
+
+
+def _expanded(x: torch.Tensor, shape: Sequence[int]) -> Strides:
+    """Strides of `x` as an operand of that shape: 0 along what is broadcast."""
+    missing = len(shape) - x.dim()
+    own = zip(x.shape, x.stride(), shape[missing:], strict=True)
+    return (*[0] * missing, *(0 if size == 1 and full != 1 else stride for size, stride, full in own))
+
+
+def _innermost_first(shape: Sequence[int], operands: Sequence[Strides]) -> list[int]:
+    """The dimensions in memory order, innermost first; earlier operands decide first."""
+    order = list(range(len(shape) - 1, -1, -1))
+
+    def is_further(one: int, other: int) -> bool | None:
+        for strides in operands:
+            if not strides[one] or not strides[other]:
+                continue
+            if strides[one] != strides[other]:
+                return strides[one] > strides[other]
+            if shape[one] > shape[other]:
+                return True
+        return None
+
+    for place in range(1, len(order)):
+        for before in range(place - 1, -1, -1):
+            further = is_further(order[before], order[place])
+            if further:
+                order[before], order[place] = order[place], order[before]
+                place = before
+            elif further is not None:
+                break
+    return order
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the tensor fills its storage and no two elements share an address."""
+    step = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _contiguous(x: torch.Tensor) -> Strides:
+    return _dense(x.shape, range(x.dim() - 1, -1, -1))
+
+
+def _in_format(x: torch.Tensor) -> Strides:
+    return torch.empty(x.shape, memory_format=suggest_memory_format(x), device="meta").stride()
+
+
+def _normalised(x: torch.Tensor) -> Strides:
+    """As batch norm does: contiguous where `x` is, else channels_last where `x` is, whatever an axis of one says."""
+    if x.is_contiguous():
+        return _contiguous(x)
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return _dense(x.shape, (1, 3, 2, 0))
+    if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
+        return _dense(x.shape, (1, 4, 3, 2, 0))
+    return _in_format(x)
+
+
+def _normalised_back(x: torch.Tensor) -> Strides:
+    suggested = suggest_memory_format(x)
+    return _normalised(x) if suggested is torch.contiguous_format else _in_format(x)
+
+
+def _preserved(x: torch.Tensor) -> Strides:
+    """As `torch.preserve_format` does."""
+    return x.stride() if _is_dense(x.shape, x.stride()) else iterated_strides(x)
+
+
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+# Where they are not all the tensors among the arguments in their order, or the op is not tagged as pointwise.
+_OPERANDS: Mapping[OpOverload, tuple[int, ...]] = {
+    **dict.fromkeys(
+        (
+            _aten.hardsigmoid_backward.default,
+            _aten.hardswish_backward.default,
+            _aten.hardtanh_backward.default,
+            _aten.mish_backward.default,
+            _aten.softplus_backward.default,
+        ),
+        (0, 1),
+    ),
+    _aten.elu_backward.default: (0, 5),
+    _aten.leaky_relu_backward.default: (1, 0),
+    _aten.threshold_backward.default: (1, 0),
+    _aten._prelu_kernel_backward.default: (1, 2, 0),
+}
+# Kernels of the CPU without TensorIterator: the place of the argument that the first result is laid out like, and how.
+_LIKE: Mapping[OpOverload, tuple[int, Callable[[torch.Tensor], Strides]]] = {
+    _aten._native_batch_norm_legit_functional.default: (0, _normalised),
+    _aten._native_batch_norm_legit.no_stats: (0, _normalised),
+    _aten._native_batch_norm_legit_no_training.default: (0, _normalised),
+    _aten.native_batch_norm_backward.default: (1, _normalised_back),
+    _aten.native_group_norm.default: (0, _in_format),
+    _aten.native_group_norm_backward.default: (1, _in_format),
+    _aten.roll.default: (0, _in_format),
+    _aten.native_layer_norm.default: (0, _contiguous),
+    _aten.native_layer_norm_backward.default: (1, _contiguous),
+    _aten._log_softmax.default: (0, _contiguous),
+    _aten._log_softmax_backward_data.default: (0, _contiguous),
+    _aten.log_sigmoid_forward.default: (0, _contiguous),
+    _aten.glu_backward.default: (1, _contiguous),
+    **dict.fromkeys(
+        (
+            _aten._to_copy.default,
+            _aten.hardtanh.default,
+            _aten._prelu_kernel.default,
+            _aten.empty_like.default,
+            _aten.zeros_like.default,
+            _aten.ones_like.default,
+            _aten.full_like.default,
+            _aten.rand_like.default,
+            _aten.randn_like.default,
+        ),
+        (0, _preserved),
+    ),
+}
+_SAVES_STATISTICS = (
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit.no_stats,
+)
+_N_ALIKE = {_aten.log_sigmoid_forward.default: 2, _aten._prelu_kernel_backward.default: 2}  # results, where not one
+# Tagged as pointwise, but not one pass of TensorIterator over the arguments.
+_OTHERWISE = {
+    _aten._conj_physical.default,
+    _aten.clone.default,
+    _aten.deg2rad.default,
+    _aten.ldexp.Tensor,
+    _aten.masked_fill.Scalar,
+    _aten.masked_fill.Tensor,
+    _aten.mvlgamma.default,
+    _aten.nan_to_num.default,
+    _aten.pow.Scalar,
+    _aten.rad2deg.default,
+}

@@ -1,0 +1,145 @@
+"""One pass of a step as tasks over blocks of memory, free of the order in which its runs were given.
+
+A task is a run of the schedule. A block is one instance of a storage: what is computed again gets a block of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from shoal.core.schedule import Run
+from shoal.core.simulate import dropped_bytes
+from shoal.core.step import Op, StepGraph
+
+
+@dataclass
+class Block:
+    """Bytes that are in use from their producer to their last reader.
+
+    Attributes:
+        nbytes: how many.
+        producer: the task that writes it; -1 where it is there when the pass begins.
+        readers: the tasks that read it.
+        stays: it is still in use when the pass ends.
+    """
+
+    nbytes: int
+    producer: int = -1
+    readers: list[int] = field(default_factory=list)
+    stays: bool = True
+
+
+@dataclass(frozen=True)
+class PassTasks:
+    """The tasks 0, 1, 2, and so on of one pass, in the order in which they were given.
+
+    Attributes:
+        blocks: of memory.
+        reads, writes: task → blocks.
+        after: task → tasks that must have run before it.
+        scratch_bytes: task → what it holds besides while it runs.
+        overwrites: task → the block that its first result takes over if no other task needs it any more; -1 for none.
+        resident_bytes: in use whatever the order.
+    """
+
+    blocks: list[Block]
+    reads: list[tuple[int, ...]]
+    writes: list[tuple[int, ...]]
+    after: list[set[int]]
+    scratch_bytes: list[int]
+    overwrites: list[int]
+    resident_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+
+def pass_tasks(graph: StepGraph, runs: Sequence[Run], begin: int, end: int) -> PassTasks:
+    """The tasks of `runs[begin:end]`, all of one pass of a schedule that offloads nothing."""
+    tasks = PassTasks([], [], [], [], [], [], graph.resident_bytes)
+    of_storage: dict[int, int] = {}  # storage → the block that its readers find
+    for run in runs[:begin]:
+        of_storage.update(dict.fromkeys(run.writes, -1))
+        for storage in run.frees:
+            of_storage.pop(storage, None)
+    for storage in of_storage:
+        of_storage[storage] = len(tasks.blocks)
+        tasks.blocks.append(Block(graph.storages[storage].nbytes))
+    in_forward = begin < graph.n_forward
+    held = set() if in_forward else {b for s, b in of_storage.items() if graph.producer[s] < graph.n_forward}
+    for place, run in enumerate(runs[begin:end]):
+        _add(tasks, graph, run, place, of_storage, held)
+    _keep_places(tasks, graph, runs[begin:end], in_forward)
+    return tasks
+
+
+def _add(tasks: PassTasks, graph: StepGraph, run: Run, place: int, of_storage: dict[int, int], held: set[int]) -> None:
+    op, blocks = run.of(graph), tasks.blocks
+    reads = tuple(of_storage[s] for s in op.reads if s in of_storage)
+    after = {blocks[block].producer for block in reads} - {-1}
+    for block in reads:
+        blocks[block].readers.append(place)
+    target = of_storage.get(op.overwrites, -1)
+    if target in held or op.overwrites < 0 or op.overwrites in graph.never_freed:
+        target = -1  # the caller's, or autograd's saved tensor
+    tasks.overwrites.append(target if op.writes and op.writes[0] in run.writes else -1)
+    writes = []
+    for storage in run.writes:
+        if storage in of_storage:  # every read takes the latest instance: who reads the one before comes first
+            old = blocks[of_storage[storage]]
+            after.update({*old.readers, old.producer} - {-1, place})
+        of_storage[storage] = len(blocks)
+        writes.append(len(blocks))
+        blocks.append(Block(graph.storages[storage].nbytes, place))
+    for storage in run.frees:
+        blocks[of_storage[storage]].stays = False
+    tasks.reads.append(reads)
+    tasks.writes.append(tuple(writes))
+    tasks.after.append(after)
+    tasks.scratch_bytes.append(op.workspace_bytes + dropped_bytes(graph, run, op))
+
+
+def _keep_places(tasks: PassTasks, graph: StepGraph, runs: Sequence[Run], in_forward: bool) -> None:
+    """Order that is not told by what ops read: random numbers, communication, what stands for things outside."""
+    firsts = [(place, graph.ops[run.op]) for place, run in enumerate(runs) if not run.again]
+    acting = [place for place, op in firsts if op.random or not op.writes or "c10d" in op.target]
+    for one, other in pairwise(acting):
+        tasks.after[other].add(one)
+    for place, op in firsts:
+        # What a loop holds through the forward pass is counted up to its last op.
+        if _is_outside(op) or (in_forward and place == firsts[-1][0]):
+            tasks.after[place].update(range(place))
+            for later in range(place + 1, len(tasks)):
+                tasks.after[later].add(place)
+
+
+def _is_outside(op: Op) -> bool:
+    """Whether it stands for what happens outside the captured graph, such as memory that the training loop holds."""
+    return op.target == op.name
+
+
+def bytes_during(tasks: PassTasks, order: Sequence[int]) -> list[int]:
+    """The bytes in use during each task, in the order in which they run."""
+    blocks = tasks.blocks
+    left = [len(block.readers) for block in blocks]
+    in_use = tasks.resident_bytes + sum(block.nbytes for block in blocks if block.producer < 0)
+    found = []
+    for task in order:
+        reads, writes, target = tasks.reads[task], tasks.writes[task], tasks.overwrites[task]
+        for block in writes:
+            in_use += blocks[block].nbytes
+        for block in reads:
+            left[block] -= 1
+        taken_over = target >= 0 and left[target] == 0 and not blocks[target].stays
+        found.append(in_use + tasks.scratch_bytes[task] - (blocks[target].nbytes if taken_over else 0))
+        for block in _dying(tasks, reads, writes, left):
+            in_use -= blocks[block].nbytes
+    return found
+
+
+def _dying(tasks: PassTasks, reads: Sequence[int], writes: Sequence[int], left: Sequence[int]) -> Iterator[int]:
+    for block in (*reads, *writes):
+        if left[block] == 0 and not tasks.blocks[block].stays:
+            yield block

@@ -1,0 +1,119 @@
+"""The plan with the smallest peak: what to answer where none fits a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+from shoal.core.hardware import Hardware
+from shoal.core.order import op_names
+from shoal.core.plan import Plan
+from shoal.core.residence import Residence
+from shoal.core.step import StepGraph
+from shoal.planners.chain import smallest_peak
+from shoal.planners.integer_program import Chosen, lower_bound, solve
+from shoal.planners.just_in_time import just_in_time
+from shoal.planners.limits import Effort, Guard, Limits
+from shoal.planners.local_search import local_search
+from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
+from shoal.planners.simulated import as_chosen, everything_away, in_lower_order, simulated
+from shoal.planners.transfer_places import with_offloads
+
+
+def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limits: Limits) -> Plan:
+    """The plan with the smallest peak that is known in whatever order, or the first one found that fits."""
+    choice = recompute_choice(graph)
+    guard = Guard(limits.guard_seconds)
+    ordered = in_lower_order(as_chosen(choice, Chosen(frozenset(choice.candidates))), limits, guard)
+    if ordered is None:
+        return _smallest(graph, hardware, limits)
+    least = _smallest(ordered.graph, hardware, limits)
+    least = replace(least, captured_order=op_names(graph))
+    least_bytes = least.predicted_peak_bytes
+    if least_bytes <= budget_bytes or math.isinf(lower_bound(graph, least_bytes, limits, guard).bound_seconds):
+        return least
+    return min(least, _smallest(graph, hardware, limits), key=lambda plan: plan.predicted_peak_bytes)
+
+
+@lru_cache(maxsize=4)  # one answer for every budget that does not fit
+def _smallest(graph: StepGraph, hardware: Hardware, limits: Limits) -> Plan:
+    """The plan with the smallest peak that is known.
+
+    It is what local search makes of the smallest ones, a step of 2 % at a time, or one that offloads as much as it can.
+    """
+    guard = Guard(limits.guard_seconds)
+    search = _smallest_with_link if graph.link is not None else _lowered
+    least = search(graph, hardware, limits, guard)
+    guard.note(*least.stopped_early)
+    if (ordered := in_lower_order(simulated(graph, least.residences), limits, guard)) is not None:
+        least = replace(least, graph=ordered.graph, residences=ordered.residences, captured_order=op_names(graph))
+    guard.warn(graph.model)
+    return replace(least, stopped_early=tuple(guard.stopped))
+
+
+def _lowered(graph: StepGraph, hardware: Hardware, limits: Limits, guard: Guard) -> Plan:
+    starts = smallest_peaks(recompute_choice(graph), hardware, limits, guard)
+    plans = [Plan(graph, start, "joint", hardware.name) for start in starts]
+    least = min(plans, key=lambda plan: plan.predicted_peak_bytes)
+    effort = Effort("search for the smallest peak", limits.smallest_peak_ops, guard)
+    for start in plans if limits.local_search else ():
+        while not effort.is_spent:
+            aim_bytes = int(limits.lower_peak_share * least.predicted_peak_bytes)
+            lower = local_search(graph, start.residences, aim_bytes, limits, effort)
+            if lower is None:
+                break
+            least = start = Plan(graph, lower, "joint", hardware.name)
+    return least
+
+
+def _smallest_with_link(graph: StepGraph, hardware: Hardware, limits: Limits, guard: Guard) -> Plan:
+    choice = recompute_choice(graph)
+    alone = _smallest(replace(graph, link=None), hardware, limits)
+    plans = [replace(alone, graph=replace(alone.graph, link=graph.link))]
+    chosen_ones = [everything_away(choice)]
+    if limits.integer_program:
+        solution = solve(choice, None, limits=limits, guard=guard)
+        chosen_ones += [solution.chosen] if solution.chosen is not None else []
+    for chosen in chosen_ones:
+        kept = just_in_time(graph, choice.kept_for(chosen.kept | chosen.offloaded))
+        residences = with_offloads(graph, kept, chosen.offloaded, budget_bytes=1)
+        plans.append(Plan(graph, residences, "joint", hardware.name))
+    host_bytes = graph.link.host_bytes if graph.link is not None else 0
+    there_is_room = (plan for plan in plans if not host_bytes or plan.host_bytes <= host_bytes)
+    return min(there_is_room, key=lambda plan: plan.predicted_peak_bytes)
+
+
+def smallest_peaks(
+    choice: RecomputeChoice, hardware: Hardware, limits: Limits, guard: Guard
+) -> list[Mapping[str, Residence]]:
+    """Plans with small peaks: of the dynamic program, of the integer program, and by a rule of thumb."""
+    found: list[Mapping[str, Residence]] = []
+    if limits.chain:
+        found.append(smallest_peak(choice.graph, hardware).residences)
+    if limits.integer_program:
+        chosen, stopped = _of_smallest_peak(choice.graph, limits)
+        guard.note(*stopped)
+        if chosen is not None:
+            found.append(as_chosen(choice, chosen).residences)
+    return [*found, _narrow(choice, limits.narrow_share)]
+
+
+@lru_cache(maxsize=4)  # asked for by the search inside the budget, and by that for the smallest peak
+def _of_smallest_peak(graph: StepGraph, limits: Limits) -> tuple[Chosen | None, tuple[str, ...]]:
+    """What the integer program for the smallest peak chooses, and what the time limit ended early."""
+    guard = Guard(limits.guard_seconds)
+    solution = solve(recompute_choice(graph), None, gap=limits.gap_of_smallest_peak, limits=limits, guard=guard)
+    return solution.chosen, tuple(guard.stopped)
+
+
+def _narrow(choice: RecomputeChoice, share: float) -> Mapping[str, Residence]:
+    """Keep only what is much smaller than what its recomputation makes on the way: a pooling's result, say."""
+    ops, storages = choice.graph.ops, choice.graph.storages
+
+    def widest_bytes(storage: int) -> int:
+        return max(storages[made].nbytes for op in choice.reruns[storage] for made in ops[op].second.writes)
+
+    kept = (s for s in choice.candidates if storages[s].nbytes <= share * widest_bytes(s))
+    return as_chosen(choice, Chosen(frozenset(kept))).residences

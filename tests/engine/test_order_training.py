@@ -1,0 +1,128 @@
+"""Training with ops in another order than captured: the same bits as plain PyTorch, inside the budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.core.hardware import Hardware
+from shoal.core.order import op_names, reordered
+from shoal.core.plan import Plan
+from shoal.core.step import StepGraph
+from shoal.errors import PlanError
+from tests.engine.training_laws import assert_same_training, conv_bn_relu, differences, images, keep_by_chance, train
+from tests.random_steps import any_order
+
+
+class Inception(nn.Module):
+    """Three branches; the third layer of the last shares its weights with the second."""
+
+    def __init__(self, inputs: int, wide: int, narrow: int) -> None:
+        super().__init__()
+        self.one = conv_bn_relu(inputs, narrow)
+        self.two = nn.Sequential(conv_bn_relu(inputs, wide), nn.Dropout(0.3), conv_bn_relu(wide, narrow))
+        shared = conv_bn_relu(wide, wide)
+        self.three = nn.Sequential(conv_bn_relu(inputs, wide), shared, shared, conv_bn_relu(wide, narrow))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.one(x), self.two(x), self.three(x)], 1)
+
+
+class UNet(nn.Module):
+    """One level down and up, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.inner = conv_bn_relu(3, 8), conv_bn_relu(8, 16)
+        self.dropout = nn.Dropout2d(0.4)
+        self.up, self.out = nn.ConvTranspose2d(16, 8, 2, 2), conv_bn_relu(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.down(x)
+        inner = self.dropout(self.inner(nn.functional.max_pool2d(kept, 2)))
+        return self.out(torch.cat([kept, self.up(inner)], 1))
+
+
+class Exchange(nn.Module):
+    """Two resolutions that exchange their features, with the sums in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.high, self.low = conv_bn_relu(3, 8), nn.Conv2d(3, 16, 3, 2, 1)
+        self.up, self.down = nn.Conv2d(16, 8, 1), nn.Conv2d(8, 16, 3, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        high, low = self.high(x), self.low(x)
+        to_low = self.down(high)
+        high = high + nn.functional.interpolate(self.up(low), scale_factor=2)
+        low = low + to_low
+        return torch.relu_(high), torch.tanh(low)
+
+
+def inception() -> nn.Module:
+    """Large weights behind small activations, so that weight gradients may wait."""
+    head = [nn.MaxPool2d(4), nn.Conv2d(24, 256, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 5)]
+    return nn.Sequential(Inception(3, 16, 8), *head)
+
+
+NETWORKS = {"inception": inception, "unet": UNet, "exchange": Exchange}
+
+
+def ordered_by_chance(seed: int) -> shoal.planners.Planner:  # type: ignore[name-defined]
+    """A planner that runs ops in a random order and keeps each storage with a probability of a half."""
+
+    def planner(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+        plan = keep_by_chance(seed, 0.5)(reordered(graph, any_order(graph, seed)), hardware, budget_bytes)
+        return replace(plan, captured_order=op_names(graph))
+
+    return planner
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_random_order_trains_as_plain_pytorch_does(network: str, seed: int) -> None:
+    torch.manual_seed(0)
+    planned = assert_same_training(NETWORKS[network](), images(2, 2, 3, 16, 16), ordered_by_chance(seed))
+    plan = planned.shoal.plan
+    assert plan.captured_order and op_names(plan.graph) != plan.captured_order
+
+
+def test_joint_orders_a_step_runs_it_and_its_file_runs_it_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batches = inception(), images(2, 4, 3, 32, 32)
+    expected = train(inception_copy(model), batches)
+    budget = int(0.95 * shoal.plan(model, batches[0]).predicted_peak_bytes)
+    planned = shoal.compile(inception_copy(model), budget=budget)
+    assert not differences(train(planned, batches), expected)
+    status = planned.shoal
+    assert status.plan.captured_order and "earlier or later than captured" in status.plan.explain()
+    assert status.measured_peak_bytes <= budget
+    assert status.measured_peak_bytes == pytest.approx(status.predicted_peak_bytes, rel=0.02)
+
+    path = status.plan.save(tmp_path / "plan.json")
+    again = shoal.compile(inception_copy(model), plan=Plan.load(path))
+    assert not differences(train(again, batches), expected)
+    order = op_names(again.shoal.plan.graph)
+    assert again.shoal.plan.captured_order and order == tuple(n for n in op_names(status.plan.graph) if n in order)
+
+
+def inception_copy(model: nn.Module) -> nn.Module:
+    """A model of its own with the same parameters."""
+    made = inception()
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+def test_a_planner_whose_order_cannot_run_is_refused() -> None:
+    def planner(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+        names = [op.name for op in graph.ops]
+        names[0], names[graph.n_forward - 1] = names[graph.n_forward - 1], names[0]
+        return Plan(reordered(graph, names), {}, "mine", captured_order=op_names(graph))
+
+    with pytest.raises(PlanError, match="breaks a rule"):
+        shoal.plan(UNet(), images(1, 2, 3, 16, 16)[0], "1GiB", planner=planner)
