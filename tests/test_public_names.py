@@ -26,7 +26,7 @@ def test_a_plan_can_be_loaded_by_its_public_name() -> None:
     assert "Plan" in shoal.__all__ and shoal.Plan is Plan
 
 
-def test_there_are_ten_names_beside_the_exceptions() -> None:
+def test_there_are_twelve_names_beside_the_exceptions() -> None:
     names = {name for name in shoal.__all__ if not name.endswith("Error")}
     assert names == {
         "Plan",
@@ -34,6 +34,8 @@ def test_there_are_ten_names_beside_the_exceptions() -> None:
         "compile",
         "distributed",
         "errors",
+        "fit",
+        "frontier",
         "fuse_batchnorm",
         "invert_batchnorm",
         "offload_activations",

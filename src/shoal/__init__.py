@@ -8,6 +8,8 @@ from shoal import codecs, errors
 from shoal.core.plan import Plan
 from shoal.core.version import __version__ as __version__
 from shoal.engine.api import compile
+from shoal.engine.fit import fit
+from shoal.engine.frontier import frontier
 from shoal.engine.plan import plan
 from shoal.errors import BudgetError, CaptureError, CodecError, InputError, PlanError, ShoalError, TransferError
 from shoal.offload.eager import offload_activations
@@ -31,6 +33,8 @@ __all__ = [
     "compile",
     "distributed",
     "errors",
+    "fit",
+    "frontier",
     "fuse_batchnorm",
     "invert_batchnorm",
     "offload_activations",

@@ -14,7 +14,8 @@ import pytest
 
 from shoal.core.plan import Plan
 from shoal.core.timeline import Moment, Timeline
-from shoal.report import Report, render
+from shoal.report import Report, frontier_page, render
+from tests.report.made_up_frontier import made_up_frontier
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(
@@ -79,6 +80,17 @@ def test_the_page_draws_and_hovers_without_an_error(report: Report, plan: Plan, 
         "kept 192 MiB",
     ):
         assert words in shown
+
+
+def test_the_page_of_a_frontier_draws_and_hovers_without_an_error(tmp_path: Path) -> None:
+    page = frontier_page.render(made_up_frontier())
+    hover = HOVER.replace("memory-chart", "frontier-chart").replace("7", "4").replace("PEAK", "1")
+    document, console = browse(tmp_path, with_script(page, hover))
+    assert console == "" and "data-error" not in document
+    for chart in ("frontier-chart", "uses-chart"):
+        assert re.search(rf'id="{chart}"[^>]*>.*?<svg class="main-svg"', document, re.DOTALL), chart
+    for words in ("600 B", "peak 600 B", "+25.0 % of plain", "overlapping patches", "12.5 ms"):
+        assert words in hover_text(document)
 
 
 # Moves a mouse over the lane of a direction, in the middle of its copy COPY.

@@ -74,7 +74,7 @@ def _compile_best(
         with unset_fake_temporarily():
             planning = session.planning(captured, captured.device)
 
-        def plan() -> tuple[_Made, Plan]:
+        def plan(budget_bytes: int) -> tuple[_Made, Plan]:  # the session's own
             with unset_fake_temporarily():
                 made = session.try_to_plan(planning)
             return (captured, made), made[0].plan

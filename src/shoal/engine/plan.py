@@ -10,28 +10,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal import planners
-from shoal.capture.capture_step import InputPlaces, in_dynamo, joint_step
-from shoal.capture.captured import Captured
-from shoal.core import presets
-from shoal.core.hardware import Hardware, Link
+from shoal.capture.capture_step import in_dynamo
+from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
-from shoal.core.step import StepGraph
-from shoal.core.validate_plan import check_own_plan
-from shoal.cost.measure import measure
-from shoal.cost.measure_links import link_to
-from shoal.cost.profile import profile_step
-from shoal.cost.roofline import roofline
-from shoal.engine.options import CompileOptions, check_optimizer
-from shoal.engine.search.best_variant import Priced, best_variant
-from shoal.engine.search.choose_encoded import choose_encoded
+from shoal.engine.pricing import Pricing
+from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.variants import Variants
-from shoal.engine.step_planning import allowed
-from shoal.errors import InputError
-from shoal.memory.budget import budget_bytes as allowed_bytes
-from shoal.memory.static_memory import StaticMemory
 from shoal.offload.policy import AUTO
 
 
@@ -92,69 +78,25 @@ def plan(
         >>> plan.predicted_peak_bytes, len(plan.kept), len(plan.residences) - len(plan.kept)
         (715632, 8, 6)
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    target = presets.get(hardware) if isinstance(hardware, str) else hardware
-    here = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-    whole = here if target is None else target.device.memory_bytes
-    options = CompileOptions.of(
-        budget=allowed_bytes(budget, whole, of_environment=False),
+    pricing = Pricing.of(
+        model,
+        budget,
+        hardware=hardware,
+        optimizer=optimizer,
+        name=name,
         planner=planner,
         offload_to=offload_to,
         host_budget=host_budget,
         lossy=lossy,
         allow=allow,
     )
-    check_optimizer(optimizer)
-    budget_bytes, name = options.budget_bytes or 0, name or type(model).__name__
-    planner_function = allowed(options.means, planner) if budget_bytes else planners.get("keep_all")
     started = time.perf_counter()
 
     def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Plan:
-        def price(graph: fx.GraphModule) -> Priced[None]:
-            captured = joint_step(graph, inputs, places, name=name, runs_here=target is None)
-            device = torch.device("cpu") if captured.device.type == "meta" else captured.device
-            with unset_fake_temporarily():
-                return _priced(captured, device)
+        price = pricing.prices(gm, inputs)
+        if pricing.budget_bytes is None:
+            return price(gm).plan(0)[1]
+        return best_variant(Variants(gm, pricing.options.means), price, pricing.budget_bytes, pricing.name).plan
 
-        places = InputPlaces.of(gm)
-        if not budget_bytes:
-            return price(gm).plan()[1]
-        return best_variant(Variants(gm, options.means), price, budget_bytes, name).plan
-
-    def _priced(captured: Captured, device: torch.device) -> Priced[None]:
-        static_bytes = StaticMemory(model, optimizer).bytes_beside(captured.graph)
-        link, hardware = _link_and_hardware(target, device, options)
-
-        def costed(step: Captured) -> StepGraph:
-            graph = profile_step(step, device) if target is None else roofline(step.graph, target)
-            return replace(graph, static_bytes=static_bytes, link=link)
-
-        def made(graph: StepGraph) -> Plan:
-            return planner_function(graph, hardware, budget_bytes)
-
-        def plan_it() -> tuple[None, Plan]:
-            with unset_fake_temporarily():
-                if options.lossy is None:
-                    found = made(costed(captured))
-                else:
-                    _, found = choose_encoded(captured, options.lossy, budget_bytes, costed, made)
-                check_own_plan(found.captured_graph, found.graph, found.residences, budget_bytes)
-            return None, found
-
-        return Priced(costed(captured), plan_it, encodes=options.lossy is not None)
-
-    found = in_dynamo(model, example, read, name=name)
-    return replace(found, planning_seconds=time.perf_counter() - started, options=options.to_json())
-
-
-def _link_and_hardware(
-    target: Hardware | None, device: torch.device, options: CompileOptions
-) -> tuple[Link | None, Hardware]:
-    offload = options.offload
-    if target is not None:
-        room_bytes = offload.host_budget_bytes or 0
-        return (None if offload.to is None else replace(target.link, host_bytes=room_bytes)), target
-    leaves = options.offloading(device.type)
-    here = measure(device)
-    return (link_to(leaves, device) if leaves is not None else None), here
+    found = in_dynamo(model, example, read, name=pricing.name)
+    return replace(found, planning_seconds=time.perf_counter() - started, options=pricing.options.to_json())

@@ -181,12 +181,16 @@ def allowed(means: frozenset[str], planner: str | planners.Planner) -> planners.
         return make
 
     def plan(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
-        ops = graph.ops if "recompute" in means else tuple(replace(op, recomputable=False) for op in graph.ops)
-        link = graph.link if "offload" in means else None
-        made = make(replace(graph, ops=ops, link=link), hardware, budget_bytes)
+        made = make(limited_step(means, graph), hardware, budget_bytes)
         return replace(made, graph=in_order_of(graph, made.graph) if made.captured_order else graph)
 
     return plan
+
+
+def limited_step(means: frozenset[str], graph: StepGraph) -> StepGraph:
+    """A step of which nothing can be recomputed or offloaded where that is not among the means."""
+    ops = graph.ops if "recompute" in means else tuple(replace(op, recomputable=False) for op in graph.ops)
+    return replace(graph, ops=ops, link=graph.link if "offload" in means else None)
 
 
 def _is_same(one: StepGraph, other: StepGraph) -> bool:

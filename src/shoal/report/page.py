@@ -27,7 +27,7 @@ def render(report: Report) -> str:
     """
     if not report.timeline.moments:
         raise InputError("the timeline has no moments, so there is nothing to draw; expected at least one op")
-    return _template().render(
+    return template("report.html").render(
         name=name_of(report),
         headline=headline(report),
         lede=lede(report),
@@ -43,7 +43,7 @@ def render(report: Report) -> str:
         glossary=glossary(report),
         patches=patch_drawing(report),
         charts=chart_data(report),
-        plotly=_plotly(),
+        plotly=plotly(),
     )
 
 
@@ -71,7 +71,8 @@ def save_html(report: Report, path: str | Path) -> Path:
 
 
 @cache
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """A page of the folder `templates`."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("shoal.report"),
         autoescape=True,
@@ -83,11 +84,12 @@ def _template() -> jinja2.Template:
         "sort_keys": False,
         "separators": (",", ":"),
     }  # keep the order of the stack
-    return environment.get_template("report.html")
+    return environment.get_template(name)
 
 
 @cache
-def _plotly() -> str:
+def plotly() -> str:
+    """plotly.js, to stand inside a page."""
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())

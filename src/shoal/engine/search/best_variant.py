@@ -22,7 +22,7 @@ from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
-from shoal.engine.search.variants import Variants
+from shoal.engine.search.variants import PatchWork, Variants
 from shoal.errors import BudgetError, CaptureError
 from shoal.planners.joint import least_peak_bytes, least_seconds
 
@@ -41,12 +41,12 @@ class Priced(Generic[Made]):
 
     Attributes:
         graph: with seconds, workspaces and all that the training loop holds.
-        plan: plans it, or raises BudgetError; what the caller wants of it, and the plan.
+        plan: plans it inside a budget, or raises BudgetError; what the caller wants of it, and the plan.
         bound: whether its own time, everything kept, is all that bounds it: encoding storages makes room.
     """
 
     graph: StepGraph
-    plan: Callable[[], tuple[Made, Plan]]
+    plan: Callable[[int], tuple[Made, Plan]]
     encodes: bool = False
 
     def least_seconds(self, budget_bytes: int) -> float:
@@ -97,6 +97,19 @@ def best_variant(
     return best
 
 
+def why_too_many(work: PatchWork, whole_ops: int, captured_ops: int) -> str:
+    """Why a form on patches is not captured; "" where it may be.
+
+    Args:
+        work: what its patches take.
+        whole_ops: of the step as it is.
+        captured_ops: of all forms so far.
+    """
+    expected_ops = whole_ops + _OPS_A_CALL * work.n_calls
+    is_too_many = captured_ops + expected_ops > max(_MAX_OPS * whole_ops, _MIN_OPS)
+    return f"about {expected_ops} ops, too many to plan" if is_too_many else ""
+
+
 class _Search(Generic[Made]):
     def __init__(self, variants: Variants, price: Callable[[fx.GraphModule], Priced[Made]], budget_bytes: int) -> None:
         self._variants, self._price, self._budget_bytes = variants, price, budget_bytes
@@ -142,7 +155,7 @@ class _Search(Generic[Made]):
             self._unfit.append((variant, graph, priced))
         elif best is None or bound_seconds < best.plan.predicted_seconds:
             try:
-                made, plan = priced.plan()
+                made, plan = priced.plan(self._budget_bytes)
             except BudgetError as error:
                 least_bytes = error.least_feasible_bytes
                 row = replace(row, outcome=f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit")
@@ -170,9 +183,8 @@ class _Search(Generic[Made]):
         slowed_share = self._best.plan.predicted_seconds / whole.plain_seconds - 1 if self._best else math.inf
         if work.more_share > slowed_share:
             return self._left_out(variant, f"computes {100 * work.more_share:.0f} % more")
-        expected_ops = whole.n_ops + _OPS_A_CALL * work.n_calls
-        if self._n_ops + expected_ops > max(_MAX_OPS * whole.n_ops, _MIN_OPS):
-            return self._left_out(variant, f"about {expected_ops} ops, too many to plan")
+        if too_many := why_too_many(work, whole.n_ops, self._n_ops):
+            return self._left_out(variant, too_many)
         return True
 
     def _left_out(self, variant: Variant, reason: str) -> bool:
@@ -192,7 +204,7 @@ class _Search(Generic[Made]):
         for variant, graph, priced in (seems, next(one for one in self._unfit if one[0] == WHOLE)):
             if variant not in refused:
                 try:
-                    return Best(variant, graph, *priced.plan())
+                    return Best(variant, graph, *priced.plan(self._budget_bytes))
                 except BudgetError as error:
                     refused[variant] = error
         variant, nearest = min(refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)

@@ -106,6 +106,41 @@ def largest_batch(
     """
     plan_with = planners.get(planner)
     name = planner if isinstance(planner, str) else getattr(planner, "__name__", "custom")
+
+    asked: dict[int, StepGraph] = {}
+
+    def plan_of(batch: int) -> Plan:
+        asked[batch] = step_of(batch)
+        return plan_with(asked[batch], hardware, budget_bytes)
+
+    def fixed_bytes(batch: int) -> int:
+        graph = asked[batch]
+        return sum(s.nbytes for s in graph.storages if s.kind in _WITHOUT_IMAGES) + graph.static_bytes
+
+    return largest_fitting(
+        plan_of, fixed_bytes, budget_bytes, name, first=first, near=near, max_images=max_images, trying=trying
+    )
+
+
+def largest_fitting(
+    plan_of: Callable[[int], Plan],
+    fixed_bytes: Callable[[int], int],
+    budget_bytes: int,
+    name: str,
+    *,
+    first: int,
+    near: bool = False,
+    max_images: int = MAX_IMAGES,
+    trying: Callable[[int], object] = lambda batch: None,
+) -> LargestBatch:
+    """`largest_batch` for what is planned in any way.
+
+    Args:
+        plan_of: batch size → its plan; raises BudgetError where none fits.
+        fixed_bytes: batch size → bytes of its step that do not grow with it; asked for one that does not fit.
+        name: of what plans.
+        budget_bytes, first, near, max_images, trying: as for `largest_batch`.
+    """
     for what, number in {"budget_bytes": budget_bytes, "first": first, "max_images": max_images}.items():
         if number < 1:
             raise InputError(f"{what}={number}: expected a positive int")
@@ -117,11 +152,10 @@ def largest_batch(
     while True:
         trying(batch)
         try:
-            graph = step_of(batch)
-            plan = plan_with(graph, hardware, budget_bytes)
+            plan = plan_of(batch)
         except BudgetError as error:
             too_many = batch
-            narrowing.does_not_fit(graph, batch, error.least_feasible_bytes or 0)
+            narrowing.does_not_fit(fixed_bytes(batch), batch, error.least_feasible_bytes or 0)
             reason = str(error)
         except (CaptureError, InputError) as error:
             if found is None:  # not for this planner or network; or, below a batch that does not fit, for none so small
@@ -186,10 +220,9 @@ class _Narrowing:
         self._line: tuple[tuple[int, int], tuple[int, int]] | None = None
         self._tries = 0
 
-    def does_not_fit(self, graph: StepGraph, batch: int, min_bytes: int) -> None:
-        """Learn that `batch` images need `min_bytes`."""
-        at_zero = (0, sum(s.nbytes for s in graph.storages if s.kind in _WITHOUT_IMAGES) + graph.static_bytes)
-        self._line = ((self._line[1] if self._line else at_zero), (batch, min_bytes))
+    def does_not_fit(self, fixed_bytes: int, batch: int, min_bytes: int) -> None:
+        """Learn that `batch` images need `min_bytes`, of which `fixed_bytes` are there without any."""
+        self._line = ((self._line[1] if self._line else (0, fixed_bytes)), (batch, min_bytes))
 
     def between(self, fits: int, too_many: int) -> int:
         """A batch above `fits` and below `too_many`."""

@@ -1,0 +1,136 @@
+"""What the forms of a step cost, and their plans: what `shoal.plan`, `shoal.frontier` and `shoal.fit` choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from shoal import planners
+from shoal.capture.capture_step import InputPlaces, joint_step
+from shoal.capture.captured import Captured
+from shoal.core import presets
+from shoal.core.hardware import Hardware, Link
+from shoal.core.plan import Plan
+from shoal.core.sizes import MAX_BYTES
+from shoal.core.step import StepGraph
+from shoal.core.validate_plan import check_own_plan
+from shoal.cost.measure import measure
+from shoal.cost.measure_links import link_to
+from shoal.cost.profile import profile_step
+from shoal.cost.roofline import roofline
+from shoal.engine.options import CompileOptions, check_optimizer
+from shoal.engine.search.best_variant import Priced
+from shoal.engine.search.choose_encoded import choose_encoded
+from shoal.engine.step_planning import allowed, limited_step
+from shoal.errors import InputError
+from shoal.memory.budget import budget_bytes as allowed_bytes
+from shoal.memory.static_memory import StaticMemory
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """How a model's step is priced and planned.
+
+    Attributes:
+        model: the network.
+        name: its name in tables and errors.
+        options: what its plans may use.
+        budget_bytes: the caller's; None for none.
+        target: whose rates give the times; None: ops are profiled on this machine.
+        optimizer: whose state counts.
+    """
+
+    model: nn.Module
+    name: str
+    options: CompileOptions
+    budget_bytes: int | None
+    target: Hardware | None
+    optimizer: torch.optim.Optimizer | None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        budget: int | str | None,
+        *,
+        hardware: str | Hardware | None,
+        optimizer: torch.optim.Optimizer | None,
+        name: str | None,
+        many_budgets: bool = False,
+        **keywords: Any,
+    ) -> Pricing:
+        """What the keywords of `shoal.plan` stand for.
+
+        Args:
+            many_budgets: whether the step is planned inside other budgets too, so that there need be none here.
+
+        Raises:
+            InputError, CodecError: as `shoal.plan`.
+        """
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+        target = presets.get(hardware) if isinstance(hardware, str) else hardware
+        here = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+        whole = here if target is None else target.device.memory_bytes
+        budget_bytes = allowed_bytes(budget, whole, of_environment=False)
+        options = CompileOptions.of(budget=MAX_BYTES if many_budgets else budget_bytes, **keywords)
+        check_optimizer(optimizer)
+        return cls(model, name or type(model).__name__, options, budget_bytes, target, optimizer)
+
+    def prices(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[fx.GraphModule], Priced[None]]:
+        """What prices a form of a step.
+
+        Args:
+            gm, inputs: as Dynamo hands them to a backend.
+
+        Returns:
+            A function of a graph that is called as `gm` is. Plans inside 0 bytes keep everything.
+        """
+        places = InputPlaces.of(gm)
+
+        def price(graph: fx.GraphModule) -> Priced[None]:
+            captured = joint_step(graph, inputs, places, name=self.name, runs_here=self.target is None)
+            device = torch.device("cpu") if captured.device.type == "meta" else captured.device
+            with unset_fake_temporarily():
+                return self._priced(captured, device)
+
+        return price
+
+    def _priced(self, captured: Captured, device: torch.device) -> Priced[None]:
+        static_bytes = StaticMemory(self.model, self.optimizer).bytes_beside(captured.graph)
+        link, hardware = self._link_and_hardware(device)
+        means, lossy = self.options.means, self.options.lossy
+        planner = allowed(means, self.options.planner)
+
+        def costed(step: Captured) -> StepGraph:
+            graph = profile_step(step, device) if self.target is None else roofline(step.graph, self.target)
+            return replace(graph, static_bytes=static_bytes, link=link)
+
+        def plan(budget_bytes: int) -> tuple[None, Plan]:
+            def made(graph: StepGraph) -> Plan:
+                return (planner if budget_bytes else planners.get("keep_all"))(graph, hardware, budget_bytes)
+
+            with unset_fake_temporarily():
+                if lossy is None:
+                    found = made(known)
+                else:
+                    _, found = choose_encoded(captured, lossy, budget_bytes, costed, made)
+                check_own_plan(found.captured_graph, found.graph, found.residences, budget_bytes)
+            return None, found
+
+        known = costed(captured)
+        return Priced(limited_step(means, known), plan, encodes=lossy is not None)
+
+    def _link_and_hardware(self, device: torch.device) -> tuple[Link | None, Hardware]:
+        offload = self.options.offload
+        if self.target is not None:
+            room_bytes = offload.host_budget_bytes or 0
+            return (None if offload.to is None else replace(self.target.link, host_bytes=room_bytes)), self.target
+        leaves = self.options.offloading(device.type)
+        here = measure(device)
+        return (link_to(leaves, device) if leaves is not None else None), here

@@ -1,0 +1,156 @@
+"""Plans inside many budgets, of all forms of a step that are allowed.
+
+Each form is captured and priced once. Inside each budget, from the largest to the smallest, a form is planned if its
+lower bound there is below the fastest plan that is known to fit. Every plan stays a candidate wherever its peak fits,
+so that more bytes are never slower.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from shoal.capture.layered import Refused
+from shoal.core.frontier import FrontierPoint
+from shoal.core.plan import Plan
+from shoal.core.simulate import simulate
+from shoal.core.sizes import format_bytes
+from shoal.core.variant import WHOLE, Variant
+from shoal.engine.search.best_variant import Priced, why_too_many
+from shoal.engine.search.variants import Variants
+from shoal.errors import BudgetError, CaptureError
+from shoal.planners.joint import least_peak_bytes
+
+_LOWERED = 0.9  # a form whose smallest peak is estimated above the least over this is not asked for it exactly
+
+
+@dataclass
+class _Form:
+    """A form of the step. `too_small_bytes`: it is known not to fit in less."""
+
+    variant: Variant
+    priced: Priced[Any]
+    too_small_bytes: int = 0
+
+    def plan(self, budget_bytes: int) -> Plan | None:
+        """The form's plan; None where none fits."""
+        if budget_bytes < self.too_small_bytes:
+            return None
+        try:
+            return replace(self.priced.plan(budget_bytes)[1], variant=self.variant)
+        except BudgetError as error:
+            self.too_small_bytes = max(budget_bytes + 1, error.least_feasible_bytes or 0)
+            return None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `frontier_points` came to; as the attributes of `Frontier`."""
+
+    points: tuple[FrontierPoint, ...]
+    plain_seconds: float
+    plain_peak_bytes: int
+    left_out: tuple[tuple[str, str], ...]
+
+
+def frontier_points(
+    variants: Variants,
+    price: Callable[[fx.GraphModule], Priced[Any]],
+    n_points: int,
+    budget_bytes: int | None = None,
+    trying: Callable[[str], object] = lambda what: None,
+) -> Found:
+    """Plan inside budgets from the smallest that works to what keeping everything needs.
+
+    Args:
+        variants: the forms that are allowed.
+        price: captures a form and prices it.
+        n_points: how many budgets, evenly spaced up to the one where everything of the fastest form is kept; the last
+            is where that is so of the step as it is.
+        budget_bytes: one more, where it lies between them.
+        trying: called with what is done next, in words.
+
+    Raises:
+        CaptureError: the step cannot be captured as it is.
+    """
+    forms, left_out = _priced_forms(variants, price, trying)
+    plain = simulate(forms[0].priced.graph, {})
+    trying("the smallest budget")
+    least_bytes = min(_least_bytes(forms), plain.peak_bytes)
+    kept = (simulate(form.priced.graph, {}) for form in forms)
+    fastest_kept = min(kept, key=lambda timeline: (timeline.seconds, timeline.peak_bytes))
+    most_bytes = max(least_bytes, min(fastest_kept.peak_bytes, plain.peak_bytes))
+    n_spaced = n_points if most_bytes == plain.peak_bytes else n_points - 1
+    spaced = {least_bytes + (most_bytes - least_bytes) * n // max(1, n_spaced - 1) for n in range(n_spaced)}
+    budgets = spaced | {plain.peak_bytes}
+    if budget_bytes is not None and least_bytes < budget_bytes < plain.peak_bytes:
+        budgets.add(budget_bytes)
+    plans: list[Plan] = []
+    bounds: dict[int, float] = {}
+    for within_bytes in sorted(budgets, reverse=True):
+        trying(f"{format_bytes(within_bytes)} of {format_bytes(plain.peak_bytes)}")
+        bounds[within_bytes] = _plan_inside(within_bytes, forms, plans)
+    fastest = {within: _fastest(plans, within) for within in sorted(budgets)}
+    points = (FrontierPoint.of(plan, within, bounds[within]) for within, plan in fastest.items() if plan is not None)
+    return Found(tuple(points), plain.seconds, plain.peak_bytes, tuple(left_out))
+
+
+def _plan_inside(budget_bytes: int, forms: list[_Form], plans: list[Plan]) -> float:
+    """Add the plans that may be the fastest; the lower bound of all forms."""
+    bounds = [(form.priced.least_seconds(budget_bytes), place) for place, form in enumerate(forms)]
+    for bound_seconds, place in sorted(bounds):
+        best = _fastest(plans, budget_bytes)
+        if math.isfinite(bound_seconds) and (best is None or bound_seconds < best.predicted_seconds):
+            made = forms[place].plan(budget_bytes)
+            plans += [made] if made is not None else []
+    return min(bounds)[0]
+
+
+def _fastest(plans: list[Plan], budget_bytes: int) -> Plan | None:
+    fitting = (plan for plan in plans if plan.predicted_peak_bytes <= budget_bytes)
+    return min(fitting, key=lambda plan: (plan.predicted_seconds, plan.predicted_peak_bytes), default=None)
+
+
+def _priced_forms(
+    variants: Variants, price: Callable[[fx.GraphModule], Priced[Any]], trying: Callable[[str], object]
+) -> tuple[list[_Form], list[tuple[str, str]]]:
+    """The step as it is first, then what else there is, each different one once; and what was left out, and why."""
+    forms: list[_Form] = []
+    left_out: list[tuple[str, str]] = []
+    n_ops = 0
+    for variant in (WHOLE, *variants.fused(), *variants.split()):
+        trying(f"the step {variant}" if variant == WHOLE else str(variant))
+        try:
+            too_many = variant.depth and why_too_many(variants.work(variant), len(forms[0].priced.graph.ops), n_ops)
+            if too_many:
+                raise Refused(too_many)
+            priced = price(variants.graph(variant))
+        except (Refused, CaptureError) as reason:
+            if variant == WHOLE:
+                raise
+            left_out.append((str(variant), str(reason)))
+            continue
+        n_ops += len(priced.graph.ops)
+        if all(form.priced.graph.fingerprint != priced.graph.fingerprint for form in forms):
+            forms.append(_Form(variant, priced))
+    return forms, left_out
+
+
+def _least_bytes(forms: list[_Form]) -> int:
+    """The smallest budget that any form is known to fit in: of those that seem to need least, exactly."""
+    estimated = sorted((least_peak_bytes(form.priced.graph), place) for place, form in enumerate(forms))
+    least_bytes: int | None = None
+    for estimated_bytes, place in estimated:
+        if least_bytes is None or _LOWERED * estimated_bytes < least_bytes:
+            try:
+                forms[place].priced.plan(1)
+            except BudgetError as error:
+                needed_bytes = error.least_feasible_bytes or estimated_bytes
+                forms[place].too_small_bytes = error.least_feasible_bytes or 0
+                least_bytes = min(needed_bytes, least_bytes or needed_bytes)
+    assert least_bytes is not None
+    return least_bytes

@@ -1,0 +1,101 @@
+"""A frontier as one self-contained HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shoal.core.files import write_text
+from shoal.core.frontier import Frontier, FrontierPoint
+from shoal.core.sizes import format_bytes
+from shoal.report.frontier_svg import NARROWEST, kind_of
+from shoal.report.frontier_table import COLUMNS, described_added, rows
+from shoal.report.page import plotly, template
+from shoal.report.words import Tile, format_percent, format_seconds
+
+
+def render(frontier: Frontier) -> str:
+    """The page as text, with everything that it needs, including plotly.js (4.8 MB)."""
+    return template("frontier.html").render(
+        name=f"{frontier.model}, times for {frontier.hardware}",
+        headline=_headline(frontier),
+        lede=_lede(frontier),
+        tiles=_tiles(frontier),
+        columns=COLUMNS,
+        rows=rows(frontier),
+        inside=[point == frontier.inside_budget for point in frontier.points],
+        left_out=frontier.left_out,
+        means=", ".join(frontier.means) or "none",
+        planning=format_seconds(frontier.planning_seconds),
+        chart=_chart(frontier),
+        plotly=plotly(),
+    )
+
+
+def save_html(frontier: Frontier, path: str | Path) -> Path:
+    """Write the page, whole or not at all.
+
+    Raises:
+        InputError: the folder does not exist, is not writable, or the disk is full.
+    """
+    return write_text(path, render(frontier))
+
+
+def _headline(frontier: Frontier) -> str:
+    least = frontier.points[0]
+    share = format_percent(least.predicted_peak_bytes / frontier.plain_peak_bytes)
+    return f"From {share} of plain PyTorch's memory at {described_added(frontier.added_share(least))} time"
+
+
+def _lede(frontier: Frontier) -> str:
+    text = "The predicted time of a training step inside each budget, and below which no plan can be."
+    point = frontier.inside_budget
+    if frontier.budget_bytes is None:
+        return text
+    if point is None:
+        least = format_bytes(frontier.points[0].budget_bytes)
+        return f"{text} Your budget of {format_bytes(frontier.budget_bytes)} is too small: {least} is the least."
+    return (
+        f"{text} Inside your budget of {format_bytes(frontier.budget_bytes)} a step takes "
+        f"{format_seconds(point.seconds)}, {described_added(frontier.added_share(point))} of plain PyTorch's."
+    )
+
+
+def _tiles(frontier: Frontier) -> list[Tile]:
+    def tile(label: str, point: FrontierPoint) -> Tile:
+        added = described_added(frontier.added_share(point))
+        return Tile(label, format_seconds(point.seconds), f"{added}, {format_bytes(point.predicted_peak_bytes)}")
+
+    plain = Tile("Plain PyTorch", format_seconds(frontier.plain_seconds), format_bytes(frontier.plain_peak_bytes))
+    least = frontier.points[0]
+    share = format_percent(least.budget_bytes / frontier.plain_peak_bytes)
+    tiles = [
+        plain,
+        Tile("Minimum feasible budget", format_bytes(least.budget_bytes), f"{share} of plain PyTorch's peak"),
+        tile("In that budget", least),
+        tile("Fastest", min(frontier.points, key=lambda point: (point.seconds, point.budget_bytes))),
+    ]
+    if frontier.budget_bytes is not None:
+        point = frontier.inside_budget
+        no_plan = Tile("Your budget", format_bytes(frontier.budget_bytes), "no plan fits", "bad")
+        tiles.append(no_plan if point is None else tile("In your budget", point))
+    return tiles
+
+
+def _chart(frontier: Frontier) -> dict[str, Any]:
+    points = frontier.points
+    residences = ("kept", "recomputed", "offloaded", "encoded")
+    return {
+        "budget": [point.budget_bytes for point in points],
+        "size": [format_bytes(point.budget_bytes) for point in points],
+        "peak": [format_bytes(point.predicted_peak_bytes) for point in points],
+        "seconds": [point.seconds for point in points],
+        "bound": [point.bound_seconds for point in points],
+        "added": [described_added(frontier.added_share(point)) for point in points],
+        "variant": [str(point.variant) for point in points],
+        "kind": [kind_of(point.variant) for point in points],
+        "bytes": {name: [getattr(point, name).nbytes for point in points] for name in residences},
+        "plain": {"bytes": frontier.plain_peak_bytes, "seconds": frontier.plain_seconds},
+        "narrowest": NARROWEST,
+        "told": frontier.budget_bytes,
+    }

@@ -1,0 +1,67 @@
+"""The points of a frontier as rows of text, and as a table for a terminal."""
+
+from __future__ import annotations
+
+from rich.markup import escape
+from rich.table import Table
+
+from shoal.core.frontier import Frontier, FrontierPoint, Storages
+from shoal.core.sizes import format_bytes
+
+COLUMNS = (
+    "budget", "of plain %", "predicted peak", "step ms", "added %", "bound ms", "kept", "recomputed", "offloaded",
+    "encoded", "computed",
+)  # fmt: skip
+
+
+def rows(frontier: Frontier) -> list[tuple[str, ...]]:
+    """A row for each point, by increasing budget; `COLUMNS` heads them."""
+    return [_row(frontier, point) for point in frontier.points]
+
+
+def table(frontier: Frontier) -> Table:
+    """The points, for `rich.print`; the fastest inside the user's budget is bold."""
+    grid = Table(title=escape(title(frontier)), title_justify="left")
+    for heading in COLUMNS:
+        grid.add_column(heading, justify="left" if heading == "computed" else "right")
+    for point, row in zip(frontier.points, rows(frontier), strict=True):
+        grid.add_row(*map(escape, row), style="bold" if point == frontier.inside_budget else None)
+    return grid
+
+
+def title(frontier: Frontier) -> str:
+    """What is shown, in one line."""
+    plain = f"{_milliseconds(frontier.plain_seconds)} ms in {format_bytes(frontier.plain_peak_bytes)}"
+    return f"{frontier.model}, times for {frontier.hardware}; plain PyTorch: {plain}"
+
+
+def described_added(share: float) -> str:
+    """A share of the plain step that is added, in percent.
+
+    >>> described_added(0.123), described_added(-0.2), described_added(-1e-9)
+    ('+12.3 %', '-20.0 %', '+0.0 %')
+    """
+    percent = round(100 * share, 1) + 0.0  # no -0.0
+    return f"{percent:+.1f} %"
+
+
+def _row(frontier: Frontier, point: FrontierPoint) -> tuple[str, ...]:
+    return (
+        format_bytes(point.budget_bytes),
+        f"{100 * point.budget_bytes / frontier.plain_peak_bytes:.1f}",
+        format_bytes(point.predicted_peak_bytes),
+        _milliseconds(point.seconds),
+        described_added(frontier.added_share(point)).removesuffix(" %"),
+        _milliseconds(point.bound_seconds),
+        *(_described(s) for s in (point.kept, point.recomputed, point.offloaded, point.encoded)),
+        str(point.variant),
+    )
+
+
+def _described(storages: Storages) -> str:
+    return f"{storages.count}: {format_bytes(storages.nbytes)}" if storages.count else "-"
+
+
+def _milliseconds(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.{3 if milliseconds < 1 else 2 if milliseconds < 10 else 1}f}"

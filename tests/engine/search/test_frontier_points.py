@@ -1,0 +1,133 @@
+"""The laws of a frontier, on random steps whose forms are random steps too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.capture.layered import Refused
+from shoal.core.simulate import simulate
+from shoal.core.step import StepGraph
+from shoal.core.variant import WHOLE, Variant
+from shoal.engine.search.best_variant import Priced
+from shoal.engine.search.frontier_points import Found, frontier_points
+from shoal.engine.search.variants import PatchWork
+from shoal.errors import BudgetError
+from shoal.planners.joint import joint
+from tests.random_steps import HARDWARE, conv_bn_relu_chain, steps
+
+FUSED, PATCHES = Variant(fuse="bnff"), Variant(depth=0.5, grid=(2, 2))
+
+
+@dataclass
+class Forms:
+    """Stands for `Variants`: a form's graph is its name."""
+
+    steps: Mapping[Variant, StepGraph]
+
+    def fused(self) -> Iterator[Variant]:
+        return (variant for variant in self.steps if variant.fuse)
+
+    def split(self) -> Iterator[Variant]:
+        return (variant for variant in self.steps if variant.depth)
+
+    def work(self, variant: Variant) -> PatchWork:
+        return PatchWork(0.0, 1)
+
+    def graph(self, variant: Variant) -> Any:
+        return variant
+
+    def price(self, variant: Any) -> Priced[None]:
+        return Priced(
+            self.steps[variant], lambda budget_bytes: (None, joint(self.steps[variant], HARDWARE, budget_bytes))
+        )
+
+
+def found(forms: Forms, n_points: int = 5, budget_bytes: int | None = None) -> Found:
+    return frontier_points(forms, forms.price, n_points, budget_bytes)  # type: ignore[arg-type]
+
+
+@settings(max_examples=12)
+@given(steps(), steps(), st.integers(2, 6), st.integers(1, 2000))
+def test_the_laws(whole: StepGraph, fused: StepGraph, n_points: int, budget_bytes: int) -> None:
+    forms = Forms({WHOLE: whole, FUSED: fused})
+    frontier = found(forms, n_points, budget_bytes)
+    points, plain = frontier.points, simulate(whole, {})
+    assert (frontier.plain_peak_bytes, frontier.plain_seconds) == (plain.peak_bytes, plain.seconds)
+    assert [point.budget_bytes for point in points] == sorted({point.budget_bytes for point in points})
+    assert points[-1].budget_bytes == plain.peak_bytes
+    for smaller, larger in pairwise(points):
+        assert larger.seconds <= smaller.seconds
+    for point in points:
+        assert point.predicted_peak_bytes <= point.budget_bytes
+        assert point.bound_seconds <= point.seconds * (1 + 1e-6)
+        for step in forms.steps.values():  # no form by itself is faster
+            try:
+                alone = joint(step, HARDWARE, point.budget_bytes)
+            except BudgetError:
+                continue
+            assert point.seconds <= alone.predicted_seconds
+    if points[0].budget_bytes < budget_bytes < points[-1].budget_bytes:
+        assert budget_bytes in [point.budget_bytes for point in points]
+
+
+@settings(max_examples=6)
+@given(steps())
+def test_the_first_point_is_what_the_planner_calls_the_least(whole: StepGraph) -> None:
+    with pytest.raises(BudgetError) as refused:
+        joint(whole, HARDWARE, 1)
+    assert found(Forms({WHOLE: whole})).points[0].budget_bytes == refused.value.least_feasible_bytes
+
+
+def test_budgets_are_evenly_spaced_and_the_users_is_one_more() -> None:
+    forms = Forms({WHOLE: conv_bn_relu_chain(4)})
+    budgets = [point.budget_bytes for point in found(forms).points]
+    gaps = {b - a for a, b in pairwise(budgets)}
+    assert len(budgets) == 5 and max(gaps) - min(gaps) <= 1
+    mine = budgets[1] + 3
+    assert [point.budget_bytes for point in found(forms, 5, mine).points] == sorted([*budgets, mine])
+    assert found(forms, 5, budgets[0] - 1) == found(forms)
+
+
+def test_where_a_faster_form_keeps_everything_in_less_budgets_are_spaced_below_that() -> None:
+    whole, fused = conv_bn_relu_chain(4), conv_bn_relu_chain(3)
+    *spaced, last = (point.budget_bytes for point in found(Forms({WHOLE: whole, FUSED: fused})).points)
+    assert last == simulate(whole, {}).peak_bytes > spaced[-1] == simulate(fused, {}).peak_bytes
+    gaps = {b - a for a, b in pairwise(spaced)}
+    assert len(spaced) == 4 and max(gaps) - min(gaps) <= 1
+
+
+def test_each_form_is_priced_once_and_a_form_that_changes_nothing_is_none() -> None:
+    step = conv_bn_relu_chain(3)
+    forms = Forms({WHOLE: step, FUSED: step})
+    priced: list[Variant] = []
+
+    def price(variant: Any) -> Priced[None]:
+        priced.append(variant)
+        return forms.price(variant)
+
+    points = frontier_points(forms, price, 6).points  # type: ignore[arg-type]
+    assert priced == [WHOLE, FUSED] and {point.variant for point in points} == {WHOLE}
+
+
+def test_what_cannot_be_captured_is_left_out_and_says_why() -> None:
+    class Refusing(Forms):
+        def graph(self, variant: Variant) -> Any:
+            if variant.fuse:
+                raise Refused("no batch norm can be fused")
+            return variant
+
+        def work(self, variant: Variant) -> PatchWork:
+            return PatchWork(0.0, 10_000)
+
+    step = conv_bn_relu_chain(3)
+    frontier = found(Refusing({WHOLE: step, FUSED: step, PATCHES: step}))
+    (fused, why), (patches, too_many) = frontier.left_out
+    assert (fused, why, patches) == (str(FUSED), "no batch norm can be fused", str(PATCHES))
+    assert "too many to plan" in too_many

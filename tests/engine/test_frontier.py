@@ -1,0 +1,78 @@
+"""`shoal.frontier` holds, at each of its points, what `shoal.plan` promises there, and no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.core.variant import WHOLE
+from shoal.errors import BudgetError, CaptureError, InputError
+from tests.engine.search.test_best_variant import FUSED, normalised
+
+IMAGES = torch.empty(2, 3, 64, 64)
+P100 = "p100-nvlink"
+
+
+def test_no_plan_made_by_itself_is_faster_and_none_fits_in_less() -> None:
+    how: dict[str, Any] = {"allow": "recompute, fuse"}  # on the made-up machine, where what is fused is faster
+    said: list[str] = []
+    frontier = shoal.frontier(normalised(), IMAGES, points=3, budget="3MiB", trying=said.append, **how)
+    assert frontier.means == ("fuse", "recompute") and frontier.hardware == "this machine"
+    assert 3 * 2**20 in [point.budget_bytes for point in frontier.points]
+    assert {point.variant for point in frontier.points} == {WHOLE, FUSED}
+    for point in frontier.points:
+        plan = shoal.plan(normalised(), IMAGES, point.budget_bytes, **how)
+        assert point.seconds <= plan.predicted_seconds * (1 + 1e-9)
+    plain = shoal.plan(normalised(), IMAGES)
+    assert (frontier.plain_seconds, frontier.plain_peak_bytes) == (plain.predicted_seconds, plain.predicted_peak_bytes)
+    least_bytes = frontier.points[0].budget_bytes
+    with pytest.raises(BudgetError):
+        shoal.plan(normalised(), IMAGES, least_bytes - 1, **how)
+    assert said[:2] == ["the step as it is", "batch norm fused (bnff)"]
+
+
+def test_nothing_but_keeping_is_one_point() -> None:
+    frontier = shoal.frontier(normalised(), IMAGES, hardware=P100, allow="keep")
+    (point,) = frontier.points
+    assert point.budget_bytes == frontier.plain_peak_bytes and point.seconds == frontier.plain_seconds
+    assert point.recomputed.count == point.offloaded.count == point.encoded.count == 0 < point.kept.count
+
+
+def test_what_is_encoded_is_counted() -> None:
+    frontier = shoal.frontier(normalised(), IMAGES, allow="recompute, encode", points=3)
+    assert any(point.encoded.count > 0 for point in frontier.points)
+    assert all(point.bound_seconds <= point.seconds * (1 + 1e-6) for point in frontier.points)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"points": 1}, "points=1: expected an int from 2 to 100"),
+        ({"points": True}, "points=True: expected an int"),
+        ({"points": "ten"}, "points='ten': expected an int"),
+        ({"allow": "magic"}, "allow has an unknown name 'magic'"),
+        ({"allow": "recompute", "lossy": "dynamic_tree"}, "lossy= needs 'encode'"),
+        ({"budget": "few"}, "budget='few' is not a size"),
+        ({"hardware": "p1000"}, "hardware='p1000' is not a preset"),
+        ({"optimizer": "sgd"}, "optimizer is a str"),
+        ({"planner": "fast"}, "fast"),
+    ],
+)
+def test_a_mistake_is_told(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        shoal.frontier(normalised(), IMAGES, **arguments)
+
+
+def test_what_is_no_model_or_no_graph_is_told() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(InputError, match="model is a str"):
+        shoal.frontier("resnet18", IMAGES)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError):
+        shoal.frontier(Branches(), torch.ones(2, 3))
