@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shoal.capture.op_counts import moved_bytes, signature
 from shoal.cost import measurement_cache
-from shoal.cost.profile import profile
+from shoal.cost.profile import _cpu_clock, profile
 from shoal.errors import InputError
 
 aten = torch.ops.aten
@@ -308,3 +309,7 @@ def test_a_graph_captured_on_fake_cpu_tensors_is_timed_on_the_gpu():
     nodes = nodes_of(lambda x, w: torch.conv2d(x, w), torch.randn(2, 8, 16, 16), torch.randn(8, 8, 3, 3))
     costs = profile(nodes, device="cuda")
     assert costs.seconds.keys() == nodes.keys()
+
+
+def test_time_in_which_another_process_has_the_core_does_not_count() -> None:
+    assert _cpu_clock(lambda: time.sleep(0.1)) < 0.05  # asleep, as when another process runs

@@ -37,6 +37,7 @@ _ENOUGH_SECONDS = 0.003  # of runs of one op, after the fewest runs
 _MAX_SECONDS = 0.03  # of runs of one op, even if they are few
 _SPREAD = 0.03  # of the fastest run: a second one this near confirms it
 _LONGEST_SECONDS = 3600.0  # of one op; a longer cached time is ignored
+_UNDISTURBED_SECONDS = 1e-3  # the fastest of runs as short as this was not interrupted; processor clocks are coarser
 _SLOW_SECONDS = 0.5  # an op whose first run takes longer is timed once
 
 
@@ -45,7 +46,8 @@ class Costs:
     """Measured costs by op signature, as `StepGraph.with_costs` takes them.
 
     Attributes:
-        seconds: the fastest of its runs, its allocations and their release included.
+        seconds: the fastest of its runs, its allocations and their release included, and on the CPU the time left out
+            in which other processes had the core.
         workspace_bytes: its peak beyond operands and results.
     """
 
@@ -148,10 +150,19 @@ def _enough(times: list[float]) -> bool:
 
 
 def _cpu_clock(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+    """How long a run takes, without the time in which another process had the core.
+
+    That is at least the caller's own processor time, and an equal share of that of all threads: the caller may compute
+    with the others, or only wait for them.
+    """
+    start, in_thread, in_process = time.perf_counter(), time.thread_time(), time.process_time()
     result = run()
     del result  # freeing memory takes time, in a step too
-    return time.perf_counter() - start
+    in_thread, in_process = time.thread_time() - in_thread, time.process_time() - in_process
+    seconds = time.perf_counter() - start
+    if seconds < _UNDISTURBED_SECONDS:
+        return seconds
+    return min(seconds, max(in_thread, in_process / torch.get_num_threads()))
 
 
 def _cuda_clock(run: Callable[[], Any]) -> float:
