@@ -28,8 +28,7 @@ from bench.frame import CPU_TIME, Bench, Run, option, percentages
 from bench.tables import cells, new_table
 from shoal.app import models
 from shoal.app.models.densenet import DenseNet
-from shoal.engine import plan as planning
-from shoal.engine import step_planning
+from shoal.engine import pricing, step_planning
 from shoal.errors import BudgetError
 
 HARDWARE = "v100-nvlink2"
@@ -192,7 +191,7 @@ def plan_rows(run: Run, name: str, network: _Network) -> list[dict[str, Any]]:
     plain_bytes = shoal.plan(model, example, hardware=hardware, offload_to=None).predicted_peak_bytes
     rows = []
     for share in run.asked.shares:
-        with empty_cache(), timed(run.clock, (planning, "capture_step"), (planning, "remembered")) as spent:
+        with empty_cache(), timed(run.clock, (pricing, "joint_step"), (step_planning, "remembered")) as spent:
             started = run.clock()
             row: dict[str, Any] = {"network": name, "share": share}
             try:
@@ -204,7 +203,7 @@ def plan_rows(run: Run, name: str, network: _Network) -> list[dict[str, Any]]:
             except BudgetError as error:
                 row["refused"] = str(error)
             row["seconds"] = run.clock() - started
-        rows.append({**row, "capture_seconds": spent["capture_step"], "planner_seconds": spent["remembered"]})
+        rows.append({**row, "capture_seconds": spent["joint_step"], "planner_seconds": spent["remembered"]})
     return rows
 
 
@@ -287,7 +286,7 @@ def timed(clock: Callable[[], float], *functions: tuple[Any, str]) -> Iterator[d
     real = [(module, name, getattr(module, name)) for module, name in functions]
     for module, name, function in real:
         if name == "remembered":
-            setattr(module, name, lambda planner, found=function: wrapped("remembered", found(planner)))
+            setattr(module, name, lambda planner, found=function, **how: wrapped("remembered", found(planner, **how)))
         else:
             setattr(module, name, wrapped(name, function))
     try:

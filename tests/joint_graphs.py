@@ -121,7 +121,7 @@ def before_and_after_rewrites(model: nn.Module, *inputs: Any) -> tuple[Captured,
             patch.setattr(capturing, "save_fewer_bytes", lambda *_, **__: None)
             steps.append(capture(_copy(joint), *args, **kwargs))
         steps.append(capture(_copy(joint), *args, **kwargs))
-        steps.append(capture(_copy(joint), *args, **kwargs, aten_only=True))
+        steps.append(capture(_copy(joint), *args, **{**kwargs, "aten_only": True}))
         return steps[1]
 
     with pytest.MonkeyPatch.context() as patch:
