@@ -88,7 +88,7 @@ def test_the_measured_tile_is_held_against_the_prediction(report: Report, plan: 
 
 def test_added_time_comes_with_its_lower_bound(report: Report, make_plan: Callable[..., Plan]) -> None:
     assert [t.note for t in tiles(report) if t.label == "Added time"] == [
-        "+29 % of a step, at least 4.00 ms for any plan"
+        "+29 % of a step, at least 4.00 ms for any plan in this order of ops"
     ]
 
 

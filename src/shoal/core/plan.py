@@ -177,7 +177,7 @@ class Plan:
         peak = self.timeline.peak
         share = _percent(self.predicted_peak_bytes, self.plain_peak_bytes)
         budget = format_bytes(self.budget_bytes) if self.budget_bytes else "none"
-        alike = "no plan that encodes these" if self.encoded else "no plan"
+        alike = "no plan in this order of ops" + (" that encodes these" if self.encoded else "")
         lines = [
             f"{self.graph.model or 'model'}, planner {self.planner}, times for {self.hardware or 'unknown hardware'}",
             f"budget          {budget}",

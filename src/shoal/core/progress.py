@@ -1,7 +1,7 @@
 """One line on stderr that says what a long preparation is doing, for who waits for a first step.
 
-`preparing` encloses the preparation, `doing` says what it is at. Nothing is written where stderr is no terminal, nor by
-a preparation that ends within two seconds.
+`preparing` encloses the preparation, `doing` says what it does now. Nothing is written where stderr is not a terminal,
+nor by a preparation that ends within two seconds.
 """
 
 from __future__ import annotations

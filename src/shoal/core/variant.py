@@ -55,7 +55,8 @@ class Candidate:
         variant: the form.
         n_ops: of the step; 0 where it was not captured.
         plain_seconds, plain_peak_bytes: with everything kept; 0 likewise.
-        bound_seconds: no plan inside the budget makes a faster step; None where none fits, or it was not priced.
+        bound_seconds: the lower bound of its step inside the budget, for the orders of ops that were considered; None
+            where nothing fits by it, or the form was not priced.
         seconds, peak_bytes: of its plan; None where none was made, or none fits.
         outcome: why it was taken, or not.
     """

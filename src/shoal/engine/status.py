@@ -71,7 +71,7 @@ class Status:
 
     @property
     def lower_bound_seconds(self) -> float | None:
-        """No plan of the largest step inside the budget adds less time than this."""
+        """No plan of the largest step inside the budget adds less time than this, in its form and order of ops."""
         return self.plan.lower_bound_seconds if self.plan else None
 
     def lossy_report(

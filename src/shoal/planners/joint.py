@@ -132,10 +132,11 @@ def estimate(
 
 
 def least_seconds(graph: StepGraph, budget_bytes: int, *, limits: Limits = DEFAULT) -> float:
-    """No plan inside the budget makes a faster step than this; infinity where none fits.
+    """The lower bound of the step inside the budget; infinity where nothing fits by it.
 
-    The relaxed program, with every storage its choice and parts of storages in several places, for the ops in the order
-    in which they were captured and in that of the lowest peak. In yet another order a plan may be faster.
+    It is that of the relaxed program, with every storage its choice and parts of storages in several places, for the
+    ops in the order in which they were captured and in that of the lowest peak. In yet another order a plan can be
+    faster, and fit.
     """
     plain_seconds = sum(op.seconds for op in graph.ops)
     choice, guard = recompute_choice(graph), Guard(limits.guard_seconds)

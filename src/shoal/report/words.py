@@ -47,7 +47,7 @@ GLOSSARY: Mapping[str, str] = {
     "Budget": "the limit that the peak must not exceed.",
     "Plain PyTorch": "the same step with every saved storage kept.",
     "Added time": "how much longer the step takes than in plain PyTorch.",
-    "Lower bound": "no plan within this budget adds less time, with the same op times.",
+    "Lower bound": "no plan within this budget adds less time, with the same op times and in the same order of ops.",
     "MiB, GiB": "2\u00b2\u2070 and 2\u00b3\u2070 bytes.",
 }
 _OF_OFFLOADS = ("Offloaded", "Fetched", "Link", "Stall")  # left out of a page without transfers
@@ -263,7 +263,7 @@ def tiles(report: Report) -> list[Tile]:
     if plan is not None:
         added, bound = plan.added_seconds, plan.lower_bound_seconds
         share = f"+{format_percent(added / plan.plain_seconds)} of a step" if plan.plain_seconds else ""
-        plans = "plan that encodes the same" if plan.encoded else "plan"
+        plans = "plan in this order of ops" + (" that encodes the same" if plan.encoded else "")
         bound_text = f"at least {format_seconds(bound)} for any {plans}" if bound > 0 else "lower bound 0 s"
         shown.append(Tile("Added time", format_seconds(added), ", ".join(s for s in (share, bound_text) if s)))
         shown.append(Tile("Planning time", format_seconds(plan.planning_seconds), f"by the {plan.planner} planner"))

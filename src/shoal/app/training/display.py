@@ -101,7 +101,7 @@ def plan_table(plan: Plan) -> Table:
         f"({format_bytes(plain)})",
     )
     _row(table, "predicted step", f"{_seconds(plan.predicted_seconds)}, of which {_seconds(plan.added_seconds)} added")
-    _row(table, "lower bound", f"no plan can add less than {_seconds(plan.lower_bound_seconds)}")
+    _row(table, "lower bound", f"no plan in this order of ops can add less than {_seconds(plan.lower_bound_seconds)}")
     _row(table, "planned in", _seconds(plan.planning_seconds))
     return table
 
