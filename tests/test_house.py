@@ -32,9 +32,6 @@ FOLDERS = tuple(folder for floor in FLOORS for folder in floor)
 # A plan and a frontier can be drawn, by what is imported when they are.
 LATE = {
     ("shoal.core.plan", "shoal.report"),
-    ("shoal.core.frontier", "shoal.report.frontier_page"),
-    ("shoal.core.frontier", "shoal.report.frontier_svg"),
-    ("shoal.core.frontier", "shoal.report.frontier_table"),
 }
 # Names of torch with an underscore that any module may use, and why.
 PRIVATE_NAMES = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.core.frontier import Frontier, FrontierPoint, Storages
+from shoal.core.frontier import FrontierPoint, Storages
 from shoal.core.variant import WHOLE, Variant
+from shoal.engine.frontier import Frontier
 
 
 def made_up_frontier(model: str = "resnet18") -> Frontier:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
 
-from shoal.core.files import write_json
 from shoal.core.plan import Plan
 from shoal.core.variant import Variant
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -30,7 +24,8 @@ class FrontierPoint:
         budget_bytes: most device bytes in use at any position of the step.
         predicted_peak_bytes: of the plan; at most the budget.
         seconds: of the step.
-        bound_seconds: no plan of the forms that were considered makes a faster step inside the budget.
+        bound_seconds: the lower bound of the step inside the budget, for the forms and orders of ops that were
+            considered.
         variant: in which form the step is computed.
         kept, recomputed, offloaded, encoded: saved storages, and what the plan does with them.
     """
@@ -56,7 +51,7 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True)
-class Frontier:
+class FrontierData:
     """Step time against bytes, of one model's step.
 
     Attributes:
@@ -89,29 +84,3 @@ class Frontier:
     def added_share(self, point: FrontierPoint) -> float:
         """What a point adds to plain PyTorch's step, as a share of it; less than 0 where it is faster."""
         return point.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for `json.dump`."""
-        return asdict(self)
-
-    def save(self, path: str | Path) -> Path:
-        """Write it as JSON, whole or not at all."""
-        return write_json(path, self.to_json())
-
-    def table(self) -> Table:
-        """The points as a table, for `rich.print`."""
-        from shoal.report.frontier_table import table  # it is drawn when it is asked for
-
-        return table(self)
-
-    def save_html(self, path: str | Path) -> Path:
-        """Write it as one self-contained HTML page, whole or not at all."""
-        from shoal.report.frontier_page import save_html
-
-        return save_html(self, path)
-
-    def save_svg(self, path: str | Path) -> Path:
-        """Write the chart as an SVG image that stands on light and dark pages, whole or not at all."""
-        from shoal.report.frontier_svg import save_svg
-
-        return save_svg(self, path)

@@ -4,24 +4,55 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import fx, nn
 
 from shoal import planners
 from shoal.capture.capture_step import in_dynamo
-from shoal.core.frontier import Frontier
+from shoal.core.files import write_json
+from shoal.core.frontier import FrontierData
 from shoal.core.hardware import Hardware
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.frontier_points import Found, frontier_points
 from shoal.engine.search.variants import Variants
 from shoal.errors import InputError, brief
 from shoal.offload.policy import AUTO
+from shoal.report.frontier_page import save_html
+from shoal.report.frontier_svg import save_svg
+from shoal.report.frontier_table import table
 
 _MAX_POINTS = 100
+
+
+@dataclass(frozen=True)
+class Frontier(FrontierData):
+    """Step time against bytes, of one model's step: plain data, and ways to look at it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dump`."""
+        return asdict(self)
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as JSON, whole or not at all."""
+        return write_json(path, self.to_json())
+
+    def table(self) -> Table:
+        """The points as a table, for `rich.print`."""
+        return table(self)
+
+    def save_html(self, path: str | Path) -> Path:
+        """Write it as one self-contained HTML page, whole or not at all."""
+        return save_html(self, path)
+
+    def save_svg(self, path: str | Path) -> Path:
+        """Write the chart as an SVG image that stands on light and dark pages, whole or not at all."""
+        return save_svg(self, path)
 
 
 def frontier(

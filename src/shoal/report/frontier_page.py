@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.files import write_text
-from shoal.core.frontier import Frontier, FrontierPoint
+from shoal.core.frontier import FrontierData, FrontierPoint
 from shoal.core.sizes import format_bytes
 from shoal.report.frontier_svg import NARROWEST, kind_of
 from shoal.report.frontier_table import COLUMNS, described_added, rows
@@ -14,7 +14,7 @@ from shoal.report.page import plotly, template
 from shoal.report.words import Tile, format_percent, format_seconds
 
 
-def render(frontier: Frontier) -> str:
+def render(frontier: FrontierData) -> str:
     """The page as text, with everything that it needs, including plotly.js (4.8 MB)."""
     return template("frontier.html").render(
         name=f"{frontier.model}, times for {frontier.hardware}",
@@ -32,7 +32,7 @@ def render(frontier: Frontier) -> str:
     )
 
 
-def save_html(frontier: Frontier, path: str | Path) -> Path:
+def save_html(frontier: FrontierData, path: str | Path) -> Path:
     """Write the page, whole or not at all.
 
     Raises:
@@ -41,14 +41,14 @@ def save_html(frontier: Frontier, path: str | Path) -> Path:
     return write_text(path, render(frontier))
 
 
-def _headline(frontier: Frontier) -> str:
+def _headline(frontier: FrontierData) -> str:
     least = frontier.points[0]
     share = format_percent(least.predicted_peak_bytes / frontier.plain_peak_bytes)
     return f"From {share} of plain PyTorch's memory at {described_added(frontier.added_share(least))} time"
 
 
-def _lede(frontier: Frontier) -> str:
-    text = "The predicted time of a training step inside each budget, and below which no plan can be."
+def _lede(frontier: FrontierData) -> str:
+    text = "The predicted time of a training step inside each budget, and its lower bound."
     point = frontier.inside_budget
     if frontier.budget_bytes is None:
         return text
@@ -61,7 +61,7 @@ def _lede(frontier: Frontier) -> str:
     )
 
 
-def _tiles(frontier: Frontier) -> list[Tile]:
+def _tiles(frontier: FrontierData) -> list[Tile]:
     def tile(label: str, point: FrontierPoint) -> Tile:
         added = described_added(frontier.added_share(point))
         return Tile(label, format_seconds(point.seconds), f"{added}, {format_bytes(point.predicted_peak_bytes)}")
@@ -82,7 +82,7 @@ def _tiles(frontier: Frontier) -> list[Tile]:
     return tiles
 
 
-def _chart(frontier: Frontier) -> dict[str, Any]:
+def _chart(frontier: FrontierData) -> dict[str, Any]:
     points = frontier.points
     residences = ("kept", "recomputed", "offloaded", "encoded")
     return {

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from shoal.core.files import write_text
-from shoal.core.frontier import Frontier
+from shoal.core.frontier import FrontierData
 from shoal.core.sizes import format_bytes
 from shoal.core.variant import Variant
 from shoal.report.frontier_table import described_added, title
@@ -43,7 +43,7 @@ def kind_of(variant: Variant) -> str:
     return "fused" if variant.fuse else "patches" if variant.depth else "whole"
 
 
-def render_svg(frontier: Frontier) -> str:
+def render_svg(frontier: FrontierData) -> str:
     """The image as text. Points are drawn where they are; between two, the plan of the smaller budget still fits."""
     plain_bytes, plain_seconds = frontier.plain_peak_bytes, frontier.plain_seconds
     points = frontier.points
@@ -106,7 +106,7 @@ def render_svg(frontier: Frontier) -> str:
     return "\n".join([head, f"<style>{_STYLE}</style>", card, *parts, "</svg>"]) + "\n"
 
 
-def save_svg(frontier: Frontier, path: str | Path) -> Path:
+def save_svg(frontier: FrontierData, path: str | Path) -> Path:
     """Write the image, whole or not at all.
 
     Raises:
@@ -115,11 +115,11 @@ def save_svg(frontier: Frontier, path: str | Path) -> Path:
     return write_text(path, render_svg(frontier))
 
 
-def _is_drawn(frontier: Frontier) -> bool:
+def _is_drawn(frontier: FrontierData) -> bool:
     return frontier.budget_bytes is not None and frontier.budget_bytes <= _BEYOND * frontier.plain_peak_bytes
 
 
-def _legend(frontier: Frontier) -> list[str]:
+def _legend(frontier: FrontierData) -> list[str]:
     there = {kind_of(point.variant) for point in frontier.points}
     parts: list[str] = []
     at = float(_LEFT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.markup import escape
 from rich.table import Table
 
-from shoal.core.frontier import Frontier, FrontierPoint, Storages
+from shoal.core.frontier import FrontierData, FrontierPoint, Storages
 from shoal.core.sizes import format_bytes
 
 COLUMNS = (
@@ -14,12 +14,12 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def rows(frontier: Frontier) -> list[tuple[str, ...]]:
+def rows(frontier: FrontierData) -> list[tuple[str, ...]]:
     """A row for each point, by increasing budget; `COLUMNS` heads them."""
     return [_row(frontier, point) for point in frontier.points]
 
 
-def table(frontier: Frontier) -> Table:
+def table(frontier: FrontierData) -> Table:
     """The points, for `rich.print`; the fastest inside the user's budget is bold."""
     grid = Table(title=escape(title(frontier)), title_justify="left")
     for heading in COLUMNS:
@@ -29,7 +29,7 @@ def table(frontier: Frontier) -> Table:
     return grid
 
 
-def title(frontier: Frontier) -> str:
+def title(frontier: FrontierData) -> str:
     """What is shown, in one line."""
     plain = f"{_milliseconds(frontier.plain_seconds)} ms in {format_bytes(frontier.plain_peak_bytes)}"
     return f"{frontier.model}, times for {frontier.hardware}; plain PyTorch: {plain}"
@@ -45,7 +45,7 @@ def described_added(share: float) -> str:
     return f"{percent:+.1f} %"
 
 
-def _row(frontier: Frontier, point: FrontierPoint) -> tuple[str, ...]:
+def _row(frontier: FrontierData, point: FrontierPoint) -> tuple[str, ...]:
     return (
         format_bytes(point.budget_bytes),
         f"{100 * point.budget_bytes / frontier.plain_peak_bytes:.1f}",
