@@ -26,8 +26,9 @@ from shoal.engine.graph_runner import Compiler, compiler
 from shoal.engine.loop_memory import Basis
 from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.options import CompileOptions
-from shoal.engine.session import Form, Session
+from shoal.engine.session import Session
 from shoal.engine.status import Status
+from shoal.engine.step_planning import Form
 from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
 from shoal.lowlevel.torch_internals import eager_kernels

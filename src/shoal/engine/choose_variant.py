@@ -16,12 +16,12 @@ from shoal.core.plan import Plan
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.search.best_variant import Priced, best_variant
 from shoal.engine.search.variants import Variants
-from shoal.engine.session import WHOLE_FORM, Form, Session
-from shoal.engine.step_planning import Planned
+from shoal.engine.session import Session
+from shoal.engine.step_planning import WHOLE_FORM, Form, Planned
 from shoal.errors import BudgetError, PlanError
 from shoal.memory.limit import no_memory_limit
 
-_Made = tuple[Captured, tuple[Planned, LoopMemory]]
+_Made = tuple[Captured, Planned, LoopMemory]
 Compiled = Callable[..., Any]
 
 
@@ -76,15 +76,14 @@ def _compile_best(
 
         def plan(budget_bytes: int) -> tuple[_Made, Plan]:  # the session's own
             with unset_fake_temporarily():
-                made = session.try_to_plan(planning)
-            return (captured, made), made[0].plan
+                planned, loop = session.try_to_plan(planning)
+            return (captured, planned, loop), planned.plan
 
         return Priced(planning.priced(session.least_loop(planning)), plan, encodes=session.options.lossy is not None)
 
     best = best_variant(variants, price, session.options.budget_bytes or 0, session.name)
-    session.plan_ahead(*best.made)
     session.status.variants[key] = best.variant
-    form = Form(best.variant, best.plan.candidates, time.perf_counter() - started)
+    form = Form(best.variant, best.plan.candidates, time.perf_counter() - started, best.made)
     return compile_form(best.graph, form)
 
 

@@ -17,14 +17,13 @@ from shoal.core.progress import doing
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
-from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.loop_memory import LoopMemory, best_case, step_alone
 from shoal.engine.metering import Metered, Metering, Window
 from shoal.engine.observe_loop import observe_loop
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.options import CompileOptions
 from shoal.engine.status import Status
-from shoal.engine.step_planning import Planned, StepPlanning
+from shoal.engine.step_planning import WHOLE_FORM, Form, Planned, StepPlanning
 from shoal.errors import BudgetError, CaptureError, PlanError
 from shoal.memory.static_memory import StaticMemory, distinct_bytes
 from shoal.offload.links.open_link import OpenLink, open_link
@@ -35,24 +34,6 @@ log = logging.getLogger("shoal")
 
 _ROOM = 0.05  # of the budget: what a plan leaves free, once the loop is known, for it to be made anew
 _SLOWER = 0.01  # of the plain step: what it must add for that
-
-
-@dataclass(frozen=True)
-class Form:
-    """In which form a step was captured.
-
-    Attributes:
-        variant: the form.
-        candidates: the forms that were considered.
-        seconds: how long that took.
-    """
-
-    variant: Variant = WHOLE
-    candidates: tuple[Candidate, ...] = ()
-    seconds: float = 0.0
-
-
-WHOLE_FORM = Form()
 
 
 @dataclass(eq=False)
@@ -85,7 +66,6 @@ class Session:
     _state_bytes: int = 0
     _improved: bool = False
     _in_force: weakref.WeakSet[Metered] = field(default_factory=weakref.WeakSet)
-    _ahead: dict[str, tuple[Planned, LoopMemory]] = field(default_factory=dict)  # by fingerprint: not yet in force
     _departures: dict[str, dict[str, Departure]] = field(default_factory=dict)  # by the step's fingerprint as captured
     _link: OpenLink | None = None
     _transfers: list[Transfers] = field(default_factory=list)
@@ -185,10 +165,14 @@ class Session:
             self.close()
         self.on_repair()
 
+    @property
+    def _may_hope(self) -> bool:
+        """Whether a plan may be made for a loop that holds less: the first metered step shows whether it does."""
+        return not self.loop.learnt and self.ready_plan is None and self.on_repair is not None
+
     def least_loop(self, planning: StepPlanning) -> LoopMemory:
         """The loop that holds least, of those that a plan may be made for."""
-        hopes = not self.loop.learnt and self.ready_plan is None and self.on_repair is not None
-        return best_case(self.loop, planning.outputs) if hopes else self.loop
+        return best_case(self.loop, planning.outputs) if self._may_hope else self.loop
 
     def planning(self, captured: Captured, device: torch.device) -> StepPlanning:
         """The step, profiled here and ready to be planned."""
@@ -233,9 +217,8 @@ class Session:
             PlanError: the ready plan belongs to another step.
         """
         started = time.perf_counter()
-        ahead = self._ahead.pop(captured.graph.fingerprint) if captured.graph.fingerprint in self._ahead else None
-        made, self.loop = ahead or self.try_to_plan(self.planning(captured, device))
-        captured, plan = made.captured or captured, made.plan
+        made, self.loop = form.planned_for(captured) or self.try_to_plan(self.planning(captured, device))
+        captured, plan = made.captured, made.plan
         check_own_plan(plan.captured_graph, plan.graph, plan.residences, self.status.budget_bytes or 0)
         seconds = time.perf_counter() - started + form.seconds
         plan = replace(
@@ -252,18 +235,12 @@ class Session:
         self.status.planning_seconds += plan.planning_seconds
         return replace(captured, graph=plan.graph)
 
-    def plan_ahead(self, captured: Captured, made: tuple[Planned, LoopMemory]) -> None:
-        """Remember a plan for when its step is captured to be run, where it needs nothing of this capture."""
-        planned, loop = made
-        if planned.captured is captured:
-            self._ahead = {captured.graph.fingerprint: (replace(planned, captured=None), loop)}
-
     def _bytes_beside(self, graph: StepGraph) -> int:
         return self.static.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
 
     def _plan_in_hope(self, planning: StepPlanning, refused: BudgetError) -> tuple[Planned, LoopMemory]:
-        """The plan that fits in the best case of what the loop holds; the first metered step shows whether it does."""
-        if self.loop.learnt or self.ready_plan is not None or self.on_repair is None:
+        """The plan that fits in the best case of what the loop holds."""
+        if not self._may_hope:
             raise refused from None
         hoped = best_case(self.loop, planning.outputs)
         try:

@@ -19,6 +19,7 @@ from shoal.core.step import StepGraph
 from shoal.core.validate_order import check_order
 from shoal.core.validate_plan import check_plan
 from shoal.core.validate_step import check_step
+from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
@@ -39,9 +40,42 @@ log = logging.getLogger("shoal")
 class Planned:
     """A plan, the step that it is for (which may encode storages that the captured one does not), and its basis."""
 
-    captured: Captured | None  # None: the captured one
+    captured: Captured
     plan: Plan
     basis: Basis
+
+
+@dataclass(frozen=True)
+class Form:
+    """In which form a step is compiled.
+
+    Attributes:
+        variant: the form.
+        candidates: the forms that were considered.
+        seconds: how long that took.
+        found: the step as it was captured to be considered, its plan, and the loop that the plan is for; None where
+            nothing was considered.
+    """
+
+    variant: Variant = WHOLE
+    candidates: tuple[Candidate, ...] = ()
+    seconds: float = 0.0
+    found: tuple[Captured, Planned, LoopMemory] | None = None
+
+    def planned_for(self, captured: Captured) -> tuple[Planned, LoopMemory] | None:
+        """The plan that was found, for the same step as it is captured to be run; None where it has to be made.
+
+        A step that encodes storages is another one than was captured, and is planned again.
+        """
+        if self.found is None:
+            return None
+        considered, planned, loop = self.found
+        if planned.captured is not considered or considered.graph.fingerprint != captured.graph.fingerprint:
+            return None
+        return replace(planned, captured=captured), loop
+
+
+WHOLE_FORM = Form()
 
 
 class StepPlanning:
