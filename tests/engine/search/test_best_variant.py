@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from shoal.core.plan import Plan
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.backend import backend
 from shoal.errors import BudgetError, CaptureError, InputError, PlanError
+from shoal.transforms.fuse.fuse_graph import fuse_graph
 from shoal.transforms.split.split import split
 from tests.engine.training_laws import blocks
 
@@ -129,6 +131,37 @@ def test_the_table_says_what_was_considered_and_why_it_lost() -> None:
     assert fused.seconds == plan.predicted_seconds < whole.plain_seconds
     assert fused.peak_bytes == plan.predicted_peak_bytes <= plan.budget_bytes
     assert "computed        batch norm fused (bnff); considered were" in plan.explain()
+
+
+def of_no_such_shape(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1, 7)
+
+
+def untraceable(*arguments: Any) -> Any:
+    fused, summary = fuse_graph(*arguments)
+    images = next(iter(fused.graph.nodes))
+    with fused.graph.inserting_after(images):
+        fused.graph.call_function(of_no_such_shape, (images,))
+    return fused, summary
+
+
+@pytest.mark.parametrize("points", [False, True], ids=["of a budget", "of a frontier"])
+def test_a_form_that_cannot_be_traced_is_left_out_and_the_step_trains(
+    points: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.engine.search.variants.fuse_graph", untraceable)
+    said = "cannot be captured .*invalid for input of size"
+    if points:
+        found = shoal.frontier(normalised(), torch.empty(IMAGES), points=2, allow="recompute, fuse")
+        assert {point.variant for point in found.points} == {WHOLE}
+        assert re.search(said, dict(found.left_out)[str(FUSED)])
+        return
+    model, plain = normalised(), normalised()
+    model = shoal.compile(model, share_of_plain(model, 0.9), allow="recompute, fuse")
+    x = batches(1)[0]
+    assert torch.equal(step(model, x), step(plain, x)) and chosen(model) == WHOLE
+    outcomes = {one.variant: one.outcome for one in model.shoal.plan.candidates}  # type: ignore[union-attr]
+    assert re.search(said, outcomes[FUSED])
 
 
 @pytest.mark.parametrize("allow", ["bitwise", "recompute"])

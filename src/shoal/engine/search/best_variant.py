@@ -1,7 +1,7 @@
 """The fastest form of a step inside a budget: as it is, with batch norms fused, on patches.
 
-Forms are captured and priced, none is run as a whole. A relaxed program bounds each from below within milliseconds (see
-`planners.integer_program`), and only what could be faster than the best plan so far is planned in full. Overlapping
+Forms are captured and priced, none is run as a whole. A relaxed program bounds each from below (see
+`planners.joint.least_seconds`), and only what could be faster than the best plan so far is planned in full. Overlapping
 patches compute their halos besides what the network computes, so they are looked at where the other forms are slowed
 down by more than that, or do not fit. Counts of ops end the search, never a clock.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import torch
 from torch import fx
 
 from shoal.capture.layered import Refused
@@ -23,7 +24,7 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.search.variants import PatchWork, Variants
-from shoal.errors import BudgetError, CaptureError
+from shoal.errors import BudgetError
 from shoal.planners.joint import least_peak_bytes, least_seconds
 
 log = logging.getLogger("shoal")
@@ -42,7 +43,7 @@ class Priced(Generic[Made]):
     Attributes:
         graph: with seconds, workspaces and all that the training loop holds.
         plan: plans it inside a budget, or raises BudgetError; what the caller wants of it, and the plan.
-        bound: whether its own time, everything kept, is all that bounds it: encoding storages makes room.
+        encodes: whether storages may be encoded, which makes room that the relaxed program does not know of.
     """
 
     graph: StepGraph
@@ -50,7 +51,7 @@ class Priced(Generic[Made]):
     encodes: bool = False
 
     def least_seconds(self, budget_bytes: int) -> float:
-        """No plan inside the budget makes a faster step."""
+        """The lower bound of the step inside the budget: see `planners.joint.least_seconds`."""
         return sum(op.seconds for op in self.graph.ops) if self.encodes else least_seconds(self.graph, budget_bytes)
 
 
@@ -110,6 +111,27 @@ def why_too_many(work: PatchWork, whole_ops: int, captured_ops: int) -> str:
     return f"about {expected_ops} ops, too many to plan" if is_too_many else ""
 
 
+def captured_form(
+    variants: Variants, price: Callable[[fx.GraphModule], Priced[Made]], variant: Variant
+) -> tuple[fx.GraphModule, Priced[Made]]:
+    """The graph of a form, and what it costs.
+
+    Raises:
+        Refused: the step does not have that form, or cannot be traced in it: then it is computed in another one.
+    """
+    try:
+        graph = variants.graph(variant)
+        return graph, price(graph)
+    except (Refused, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # of whatever PyTorch or a kernel says of a graph that the model's author did not write
+        if variant == WHOLE:
+            raise
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        log.info("the step cannot be captured with %s: %s", variant, reason)
+        raise Refused(f"cannot be captured ({reason})") from error
+
+
 class _Search(Generic[Made]):
     def __init__(self, variants: Variants, price: Callable[[fx.GraphModule], Priced[Made]], budget_bytes: int) -> None:
         self._variants, self._price, self._budget_bytes = variants, price, budget_bytes
@@ -124,11 +146,8 @@ class _Search(Generic[Made]):
         found: list[tuple[float, Variant, fx.GraphModule, Priced[Made]]] = []
         for variant in variants:
             try:
-                graph = self._variants.graph(variant)
-                priced = self._price(graph)
-            except (Refused, CaptureError) as reason:
-                if variant == WHOLE:
-                    raise
+                graph, priced = captured_form(self._variants, self._price, variant)
+            except Refused as reason:
                 self._left_out(variant, str(reason))
                 continue
             self._n_ops += len(priced.graph.ops)
@@ -148,7 +167,7 @@ class _Search(Generic[Made]):
             bound_seconds if math.isfinite(bound_seconds) else None,
             None,
             None,
-            "cannot be faster" if math.isfinite(bound_seconds) else "does not fit",
+            "cannot be faster" if math.isfinite(bound_seconds) else "does not fit, by its bound",
         )
         best = self._best
         if math.isinf(bound_seconds):

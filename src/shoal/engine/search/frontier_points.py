@@ -20,9 +20,9 @@ from shoal.core.plan import Plan
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.variant import WHOLE, Variant
-from shoal.engine.search.best_variant import Priced, why_too_many
+from shoal.engine.search.best_variant import Priced, captured_form, why_too_many
 from shoal.engine.search.variants import Variants
-from shoal.errors import BudgetError, CaptureError
+from shoal.errors import BudgetError
 from shoal.planners.joint import least_peak_bytes
 
 _LOWERED = 0.9  # a form whose smallest peak is estimated above the least over this is not asked for it exactly
@@ -128,10 +128,8 @@ def _priced_forms(
             too_many = variant.depth and why_too_many(variants.work(variant), len(forms[0].priced.graph.ops), n_ops)
             if too_many:
                 raise Refused(too_many)
-            priced = price(variants.graph(variant))
-        except (Refused, CaptureError) as reason:
-            if variant == WHOLE:
-                raise
+            _, priced = captured_form(variants, price, variant)
+        except Refused as reason:
             left_out.append((str(variant), str(reason)))
             continue
         n_ops += len(priced.graph.ops)

@@ -53,8 +53,7 @@ class Variants:
 
     def fused(self) -> Iterator[Variant]:
         """With batch norms done by their neighbours, where there are any."""
-        source = self._source
-        if "fuse" not in self._means or source is None or not source.layers(_BatchNorm):
+        if "fuse" not in self._means or (source := self._source) is None or not source.layers(_BatchNorm):
             return
         level = self._level
         if level is None:
@@ -71,10 +70,9 @@ class Variants:
 
     def split(self) -> Iterator[Variant]:
         """On patches, the fewest first."""
-        source = self._source
         kinds = {"exact_split": True, "split": False}
         exact = [exact for name, exact in kinds.items() if name in self._means]
-        if not exact or source is None or not source.layers(_ConvNd):
+        if not exact or (source := self._source) is None or not source.layers(_ConvNd):
             return
         images = next(iter(source.graph.nodes)).meta.get("example_value")
         dims = images.dim() - 2 if isinstance(images, torch.Tensor) else 0
