@@ -25,11 +25,12 @@ _DESCRIBED = (
 )
 
 
-def means_of(allow: str | Iterable[str]) -> frozenset[str]:
+def means_of(allow: str | Iterable[str], named: str = "allow") -> frozenset[str]:
     """The means that `allow=` stands for.
 
     Args:
         allow: names of means or of sets of them, as a text with commas or as a collection.
+        named: where they were given, for errors.
 
     Raises:
         InputError: a name is unknown, or there is none.
@@ -39,17 +40,17 @@ def means_of(allow: str | Iterable[str]) -> frozenset[str]:
     elif isinstance(allow, Iterable):
         names = list(allow)
     else:
-        raise InputError(f"allow={brief(allow)}: expected {_DESCRIBED}")
+        raise InputError(f"{named}={brief(allow)}: expected {_DESCRIBED}")
     found: set[str] = set()
     for name in names:
         if name == "invert":
             raise InputError(
-                "allow: 'invert' changes the model, in eval mode too, and not only how its step is computed; give "
+                f"{named}: 'invert' changes the model, in eval mode too, and not only how its step is computed; give "
                 "shoal.compile what shoal.invert_batchnorm(model) returns"
             )
         if not isinstance(name, str) or name not in _SETS.keys() | LOSSY:
-            raise InputError(f"allow has an unknown name {brief(name)}; expected {_DESCRIBED}")
+            raise InputError(f"{named} has an unknown name {brief(name)}; expected {_DESCRIBED}")
         found |= _SETS.get(name, {name})
     if not names:
-        raise InputError(f"allow is empty; expected {_DESCRIBED}")
+        raise InputError(f"{named} is empty; expected {_DESCRIBED}")
     return frozenset(found)

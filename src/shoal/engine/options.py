@@ -246,15 +246,16 @@ def _means(
         raise InputError("allow= says what a plan for a budget may use; give budget=, and no plan=")
     if has_plan:
         return BITWISE
+    named = "allow"
     if allow is None and (of_environment := os.environ.get("SHOAL_ALLOW")):
-        allow = of_environment
+        named, allow = "SHOAL_ALLOW", of_environment
     if allow is None:
         return EXACT if planner == _ENCODING_PLANNER and kernels == "eager" else BITWISE
-    means = means_of(allow)
+    means = means_of(allow, named)
     if kernels == "inductor" and (ours := means & {"fuse", "encode"}) and budget_bytes is not None:
         raise InputError(
-            f"allow={brief(allow)}: {', '.join(sorted(ours))} need kernels='eager', whose ops Inductor does not know; "
-            "allow='bitwise' leaves them out"
+            f"{named}={brief(allow)}: {', '.join(sorted(ours))} need kernels='eager', whose ops Inductor does not "
+            "know; 'bitwise' leaves them out"
         )
     return means
 

@@ -127,7 +127,7 @@ def test_the_table_says_what_was_considered_and_why_it_lost() -> None:
     plan = shoal.plan(model, torch.empty(IMAGES), share_of_plain(model, 0.9), allow="exact")
     by_variant = {one.variant: one for one in plan.candidates}
     fused, whole = by_variant[FUSED], by_variant[WHOLE]
-    assert plan.variant == FUSED and (fused.outcome, whole.outcome) == ("chosen", "cannot be faster")
+    assert plan.variant == FUSED and (fused.outcome, whole.outcome) == ("chosen", "cannot be faster, by its bound")
     assert fused.seconds == plan.predicted_seconds < whole.plain_seconds
     assert fused.peak_bytes == plan.predicted_peak_bytes <= plan.budget_bytes
     assert "computed        batch norm fused (bnff); considered were" in plan.explain()
@@ -352,6 +352,12 @@ def test_a_resumed_run_takes_the_form_it_had() -> None:
 def test_a_mistake_is_told(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         shoal.compile(wide_at_first(), **arguments)
+
+
+def test_a_mistake_in_the_environment_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_ALLOW", "exact, fast")
+    with pytest.raises(InputError, match="SHOAL_ALLOW has an unknown name 'fast'"):
+        shoal.compile(wide_at_first(), "1GiB")
 
 
 def test_what_cannot_be_captured_says_so_as_before() -> None:

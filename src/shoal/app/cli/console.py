@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shoal.errors import InputError, ShoalError
 
@@ -30,6 +31,15 @@ def output() -> Console:
     if not console.is_terminal:
         console.width = 240
     return console
+
+
+@contextmanager
+def search_shown(name: str) -> Iterator[Callable[[str], object]]:
+    """A line that shows what a search tries; nothing where stderr is not a terminal."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task(name)
+        yield lambda what: progress.update(task, description=f"{name}: {escape(what)}")
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
@@ -11,12 +9,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import shoal
 import shoal.app.models
-from shoal import Plan, planners
-from shoal.app.cli.console import app, errors, errors_reported, output, patch_grid
+from shoal import Plan
+from shoal.app.cli import flags
+from shoal.app.cli.console import app, errors_reported, output, patch_grid, search_shown
 from shoal.app.training.batch_norm_form import described, in_form
 from shoal.app.training.optimizers import optimizer_of
 from shoal.app.training.results import check_writable, save_plan
@@ -31,33 +29,26 @@ from shoal.memory.budget import budget_bytes
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="A network, such as resnet50.")],
+    model: flags.Network,
     budget: Annotated[
         str | None,
         typer.Option(help="Device bytes a step may use, such as 1GiB or 80%; by default all that --hardware has."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Images per step.")] = 32,
-    image: Annotated[int, typer.Option(help="Pixels along each side.")] = 224,
-    hardware: Annotated[str | None, typer.Option(help="A preset of `shoal hardware`; none means this machine.")] = None,
-    planner: Annotated[str, typer.Option(help=f"One of {', '.join(planners.NAMES)}.")] = "joint",
-    optimizer: Annotated[str, typer.Option(help="Optimizer whose state counts: sgd, adamw or none.")] = "sgd",
+    batch: flags.Batch = 32,
+    image: flags.Pixels = 224,
+    hardware: flags.Preset = None,
+    planner: flags.Planner = "joint",
+    optimizer: flags.StateOf = "sgd",
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="Also find the largest batch that fits, with each planner.")
     ] = False,
-    lossy: Annotated[
-        str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")
-    ] = None,
-    allow: Annotated[
-        str | None,
-        typer.Option(help="Means that may be used: bitwise, exact (default), lossy, or names such as recompute,fuse."),
-    ] = None,
-    split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
-    grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
-    stochastic: Annotated[float | None, typer.Option(help="Omega of cuts that are drawn anew in every step.")] = None,
-    halo: Annotated[str | None, typer.Option(help="exact: patches overlap, and the function stays the same.")] = None,
-    batch_norm: Annotated[
-        str | None, typer.Option(help="fused (or a level: rcf, mvf, bnff, icf), or inverted, with LeakyReLU for ReLU.")
-    ] = None,
+    lossy: flags.Lossy = None,
+    allow: flags.Allow = None,
+    split: flags.Split = None,
+    grid: flags.Grid = "2x2",
+    stochastic: flags.Stochastic = None,
+    halo: flags.Halo = None,
+    batch_norm: flags.BatchNorm = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for plan.json, plan.html and trace.json.")] = None,
 ) -> None:
@@ -118,8 +109,14 @@ def plan(
                 return shoal.app.models.example_shape(model, images, image)
 
             steps = StepsByBatch(network, shape_of, target, optimizer=owner, name=model)
-            with _search_shown() as trying:
-                answers = largest_batches(steps, target, within_bytes, first=batch, trying=trying)
+            with search_shown("largest batch") as show:
+                answers = largest_batches(
+                    steps,
+                    target,
+                    within_bytes,
+                    first=batch,
+                    trying=lambda planner, images: show(f"{planner}, {images} images"),
+                )
             figures["max_batch"] = [answer.to_json() for answer in answers]
             if not json:
                 output().print(max_batch_table(answers))
@@ -136,15 +133,6 @@ def _budget_bytes(budget: str | None, target: Hardware | None) -> int:
     if target is None:
         raise InputError("no budget was given; say how many bytes a step may use, such as --budget 1GiB")
     return target.device.memory_bytes
-
-
-@contextmanager
-def _search_shown() -> Iterator[Callable[[str, int], None]]:
-    """A line that shows what is being tried; nothing where stderr is not a terminal."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("largest batch")
-        yield lambda planner, batch: progress.update(task, description=f"largest batch: {planner}, {batch} images")
 
 
 def _figures(made: Plan) -> dict[str, Any]:

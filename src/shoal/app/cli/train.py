@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 import shoal.app.models
+from shoal.app.cli import flags
 from shoal.app.cli.console import OUT_OF_MEMORY, WRONG, app, errors_reported, patch_grid, report_error
 from shoal.app.training import loop
 from shoal.app.training.display import Display, outcome_table
@@ -48,20 +49,13 @@ def train(
     rehearse: Annotated[
         str | None, typer.Option(help="A preset of `shoal hardware`, whose link copies on the CPU imitate.")
     ] = None,
-    lossy: Annotated[
-        str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")
-    ] = None,
-    allow: Annotated[
-        str | None,
-        typer.Option(help="Means that may be used: bitwise, exact (default), lossy, or names such as recompute,fuse."),
-    ] = None,
-    split: Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")] = None,
-    grid: Annotated[str, typer.Option(help="Patches along each dimension.")] = "2x2",
-    stochastic: Annotated[float | None, typer.Option(help="Omega of cuts that are drawn anew in every step.")] = None,
-    halo: Annotated[str | None, typer.Option(help="exact: patches overlap, and the function stays the same.")] = None,
-    batch_norm: Annotated[
-        str | None, typer.Option(help="fused (or a level: rcf, mvf, bnff, icf), or inverted, with LeakyReLU for ReLU.")
-    ] = None,
+    lossy: flags.Lossy = None,
+    allow: flags.Allow = None,
+    split: flags.Split = None,
+    grid: flags.Grid = "2x2",
+    stochastic: flags.Stochastic = None,
+    halo: flags.Halo = None,
+    batch_norm: flags.BatchNorm = None,
     json: Annotated[Path | None, typer.Option(help="Write arguments and outcome to this file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for checkpoint, report, plan, trace.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")] = False,

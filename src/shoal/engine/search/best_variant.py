@@ -167,7 +167,7 @@ class _Search(Generic[Made]):
             bound_seconds if math.isfinite(bound_seconds) else None,
             None,
             None,
-            "cannot be faster" if math.isfinite(bound_seconds) else "does not fit, by its bound",
+            "cannot be faster, by its bound" if math.isfinite(bound_seconds) else "does not fit, by its bound",
         )
         best = self._best
         if math.isinf(bound_seconds):

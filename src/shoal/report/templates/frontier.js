@@ -1,7 +1,6 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const dark = matchMedia("(prefers-color-scheme: dark)");
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const units = (largest, steps) => steps.findLast(([, size]) => largest >= size) ?? steps[0];
   const isDrawn = data.told && data.told <= 1.15 * data.plain.bytes; // a budget further right is told in words
@@ -94,23 +93,6 @@
     }, config);
   }
 
-  // One drawing waits for the other: see report.js.
   const draw = () => Promise.all([frontier(), uses()]);
-  let drawn = draw();
-  let waiting = false;
-  function redraw() {
-    if (waiting) return;
-    waiting = true;
-    drawn = drawn.then(() => {
-      waiting = false;
-      return draw();
-    });
-  }
-  let width = innerWidth;
-  addEventListener("resize", () => {
-    if (innerWidth === width) return; // a phone's address bar comes and goes
-    width = innerWidth;
-    redraw();
-  });
-  dark.addEventListener("change", redraw);
+  {% include "redraw.js" %}
 })();

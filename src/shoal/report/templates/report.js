@@ -8,7 +8,6 @@
   const narrow = matchMedia("(max-width: 720px)");
   const touch = matchMedia("(pointer: coarse)");
   let onPaper = false;
-  const dark = matchMedia("(prefers-color-scheme: dark)");
 
   // Plotly reads markup in texts; names of ops and layers are shown as they are.
   const plainText = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
@@ -359,26 +358,8 @@
     document.querySelector("input[value=op]").checked = true;
     document.querySelector("input[value=time]").disabled = true;
   }
-  // Sizes are ours and one drawing waits for the other: when a chart's size changes while it still draws, plotly.js
-  // keeps the old size or never returns.
-  let drawn = draw();
-  let waiting = false;
-  function redraw() {
-    if (waiting) return;
-    waiting = true;
-    drawn = drawn.then(() => {
-      waiting = false;
-      return draw();
-    });
-  }
-  let width = innerWidth;
-  addEventListener("resize", () => {
-    if (innerWidth === width) return; // a phone's address bar comes and goes
-    width = innerWidth;
-    redraw();
-  });
+  {% include "redraw.js" %}
   for (const input of document.querySelectorAll("input[name=axis]")) input.addEventListener("change", redraw);
-  dark.addEventListener("change", redraw);
   const print = (paper) => () => {
     onPaper = paper;
     redraw();

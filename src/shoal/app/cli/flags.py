@@ -1,0 +1,30 @@
+"""Flags that several commands have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shoal import planners
+
+Network = Annotated[str, typer.Option(help="A network, such as resnet50.")]
+Batch = Annotated[int, typer.Option(help="Images per step.")]
+Pixels = Annotated[int, typer.Option(help="Pixels along each side.")]
+Preset = Annotated[str | None, typer.Option(help="A preset of `shoal hardware`; none means this machine.")]
+Planner = Annotated[str, typer.Option(help=f"One of {', '.join(planners.NAMES)}.")]
+StateOf = Annotated[str, typer.Option(help="Optimizer whose state counts: sgd, adamw or none.")]
+Lossy = Annotated[
+    str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")
+]
+Allow = Annotated[
+    str | None,
+    typer.Option(help="Means that may be used: bitwise, exact (default), lossy, or names such as recompute,fuse."),
+]
+Split = Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")]
+Grid = Annotated[str, typer.Option(help="Patches along each dimension.")]
+Stochastic = Annotated[float | None, typer.Option(help="Omega of cuts that are drawn anew in every step.")]
+Halo = Annotated[str | None, typer.Option(help="exact: patches overlap, and the function stays the same.")]
+BatchNorm = Annotated[
+    str | None, typer.Option(help="fused (or a level: rcf, mvf, bnff, icf), or inverted, with LeakyReLU for ReLU.")
+]
