@@ -28,6 +28,7 @@ from bench.frame import CPU_TIME, Bench, Run, option, percentages
 from bench.tables import cells, new_table
 from shoal.app import models
 from shoal.app.models.densenet import DenseNet
+from shoal.cost import profile
 from shoal.engine import pricing, step_planning
 from shoal.errors import BudgetError
 
@@ -220,7 +221,8 @@ def step_rows(run: Run, name: str, network: _Network) -> list[dict[str, Any]]:
             torch.manual_seed(0)
             net, example = network.make(), network.example()
             compiled = shoal.compile(net, budget=budget_bytes)
-            with timed(run.clock, (step_planning, "profile_step"), (step_planning, "remembered")) as spent:
+            phases = ((step_planning, "profile_step"), (profile, "_measure"), (step_planning, "remembered"))
+            with timed(run.clock, *phases) as spent:
                 started = run.clock()
                 take_step(compiled, example)
                 seconds = run.clock() - started
@@ -239,6 +241,7 @@ def step_rows(run: Run, name: str, network: _Network) -> list[dict[str, Any]]:
                     "ops": len(plan.graph.ops),
                     "seconds": seconds,
                     "profile_seconds": profile_seconds,
+                    "timing_seconds": spent["_measure"],
                     "planner_seconds": planner_seconds,
                     "rest_seconds": seconds - profile_seconds - planner_seconds,
                     "later_seconds": min(later),

@@ -177,7 +177,8 @@ def largest_that_runs(
         inside = limit_bytes - workload.resident_bytes  # which was allocated before the limit
         gc.collect()  # what was metered of earlier batches would count
         try:
-            with memory_limit(inside if inside > 0 else 1):
+            with memory_limit(None) as limit:  # what others still hold is in use too, and is none of the step's
+                limit.limit_bytes = limit.live_bytes + max(inside, 1)
                 for _ in range(_STEPS_UNDER_THE_LIMIT):
                     workload.seconds(forward)
         except (BudgetError, torch.OutOfMemoryError):

@@ -215,7 +215,7 @@ def test_the_page_prints_and_comes_back(report: Report, tmp_path: Path) -> None:
     assert console == "" and "data-error" not in document
     widths = {when: int(width) for when, width in re.findall(r'data-(printed|after)="(\d+)"', document)}
     assert widths["printed"] < 718 < widths["after"]  # A4 paper between half-inch margins, and the window
-    assert "op, in the order they run" in document
+    assert "op, in the order of execution" in document
 
 
 def test_a_script_that_fails_says_so_on_the_page(report: Report, tmp_path: Path) -> None:
