@@ -61,30 +61,28 @@ struct InputPixels {
 
 // Some channels of the whole gradient of y; zeros to the end of the vector.
 struct GradPixels {
-    const float *grad, *y, *mean, *constant, *slope;
+    const float *grad, *factor, *y, *mean, *constant, *slope;
     std::int64_t ld_grad, ld_y;
     int count;
 
     GradPixels(const ShoalNormConv& call, const float* grad_constant, const float* grad_slope, int from, int some)
-        : grad(call.grad_y + from), y(grad_constant ? call.y + from : nullptr),
+        : grad(call.grad_y + from), factor(call.grad_factor ? call.grad_factor + from : nullptr),
+          y(grad_constant ? call.y + from : nullptr),
           mean(grad_constant ? call.mean_y + from : nullptr), constant(grad_constant ? grad_constant + from : nullptr),
           slope(grad_constant ? grad_slope + from : nullptr), ld_grad(call.ld_grad_y), ld_y(call.ld_y), count(some) {}
 
     void operator()(std::int64_t pixel, float* to) const {
-        const float* g = grad + pixel * ld_grad;
+        const float *g = grad + pixel * ld_grad, *of = constant ? y + pixel * ld_y : nullptr;
         const int whole = count / kLanes * kLanes, rest = count - whole;
-        if (!constant) {
-            std::memcpy(to, g, count * sizeof(float));
-            if (rest) store(to + whole, load_some(to + whole, rest));
-            return;
-        }
-        const float* of = y + pixel * ld_y;
-        for (int c = 0; c < whole; c += kLanes)
-            store(to + c, load(g + c) + (load(of + c) - load(mean + c)) * load(slope + c) + load(constant + c));
-        if (!rest) return;
-        store(to + whole, load_some(g + whole, rest) +
-                              (load_some(of + whole, rest) - load_some(mean + whole, rest)) * load_some(slope + whole, rest) +
-                              load_some(constant + whole, rest));
+        const auto each = [=](int c, auto there) {
+            Vector whole_grad = there.get(g + c);
+            if (factor) whole_grad = rounded(whole_grad * there.get(factor + c));
+            if (constant)
+                whole_grad += rounded((there.get(of + c) - there.get(mean + c)) * there.get(slope + c)) + there.get(constant + c);
+            store(to + c, whole_grad);
+        };
+        for (int c = 0; c < whole; c += kLanes) each(c, Whole{});
+        if (rest) each(whole, Some{rest});
     }
 };
 
@@ -239,7 +237,7 @@ inline void finish_input(const ShoalNormConv& call, const Strip& strip, int from
             if (relu) grad = off * factor + there.get(shift + c) <= Vector{} ? Vector{} : grad;
             store(sums + c, load(sums + c) + grad);
             store(products + c, load(products + c) + grad * off);
-            Vector result = grad * factor;
+            Vector result = rounded(grad * factor);
             if (accumulate) result += there.get(grad_x + c);
             there.put(grad_x + c, result);
         });

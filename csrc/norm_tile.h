@@ -33,6 +33,16 @@ inline Vector load_some(const float* from, int count) {
 
 inline void store_some(float* to, Vector value, int count) { std::memcpy(to, &value, count * sizeof(float)); }
 
+// A product that is rounded before it is added to, as it is where it goes to memory in between.
+inline Vector rounded(Vector product) {
+#if defined(__x86_64__)
+    asm("" : "+x"(product));
+#elif defined(__aarch64__)
+    asm("" : "+w"(product));
+#endif
+    return product;
+}
+
 // How whole vectors and the last channels that fill no vector are read and written.
 struct Whole {
     Vector get(const float* from) const { return load(from); }

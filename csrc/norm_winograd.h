@@ -269,7 +269,7 @@ inline void write_gradients(const Winograd& of, const SquareRows& block, int col
                     sum += da;
                     sum_of_centred += da * off;
                     float* to = call.grad_x + pixel * call.ld_grad_x + channel;
-                    Vector result = da * scale;
+                    Vector result = rounded(da * scale);
                     if (accumulate) result += there.get(to);
                     there.put(to, result);
                 });

@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.lowlevel.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 11
+#define SHOAL_ABI_VERSION 12
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -73,10 +73,12 @@ struct ShoalNormConv {
     float* y;           // backward reads it where grad_mean_y is given
     std::int64_t ld_y;
     float *mean_y, *variance_y;  // null in forward: no statistics
-    // Backward only from here. The whole gradient of y is grad_y + grad_mean_y / pixels
-    // + 2 * grad_variance_y / pixels * (y - mean_y), grad_y alone where the two are null.
+    // Backward only from here. The whole gradient of y is grad_y * grad_factor + grad_mean_y / pixels
+    // + 2 * grad_variance_y / pixels * (y - mean_y); without the factor where it is null, the product alone where the
+    // gradients of the statistics are.
     const float* grad_y;
     std::int64_t ld_grad_y;
+    const float* grad_factor;
     const float *grad_mean_y, *grad_variance_y;
     float* grad_x;
     std::int64_t ld_grad_x;
@@ -111,7 +113,8 @@ SHOAL_API std::int32_t shoal_norm_weight_grad(const ShoalNormWeightGrad* call);
 // Passes over `rows` pixels of an NHWC tensor. `out` of activate = act((x - mean) * scale + shift + residual); its backward
 // gives grad_x = da * scale, grad_residual = da and the sums of da and da * (x - mean), where da is `grad`, zero where
 // relu is set and `out` is not positive. May be null: residual, grad_x, grad_residual, and `out` in backward where
-// nothing was added: it is made again from x. Nothing written may overlap anything read.
+// nothing was added: it is made again from x. grad_x or grad_residual may be `grad`, grad_x may be x, and `out` of activate may
+// be the residual; nothing else that is written may overlap anything read.
 struct ShoalNormPass {
     std::int64_t rows, channels;
     std::int32_t relu, threads, level, unused;

@@ -23,6 +23,8 @@ from tests.joint_graphs import NETWORKS, captured_step, operands, run_joint, run
 
 aten = torch.ops.aten
 inverted_batch_norm = torch.ops.shoal.inverted_batch_norm.default
+norm_act_backward = torch.ops.shoal.norm_act_backward.default
+norm_conv_backward = torch.ops.shoal.norm_conv_backward.default
 inverted_batch_norm_backward = torch.ops.shoal.inverted_batch_norm_backward.default
 
 
@@ -32,6 +34,14 @@ def statistics(x: torch.Tensor) -> list[torch.Tensor]:
 
 def wide_statistics(x: torch.Tensor) -> list[torch.Tensor]:
     return [vector.float() for vector in statistics(x)]
+
+
+def convolved(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, ...]:
+    channels, dims = x.shape[1], x.dim() - 2
+    weight = torch.linspace(-1, 1, channels**2, dtype=x.dtype).view(channels, channels, *[1] * dims)
+    around = [[1] * dims, [0] * dims, [1] * dims, 1]
+    needs = [True, True, True, False]
+    return (y.cos(), None, None, [y], None, None, *statistics(x)[:3], True, weight, *around, needs, None, x)
 
 
 # Targets, and what each is called with, given two tensors of one layout.
@@ -69,6 +79,10 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (inverted_batch_norm, lambda x, y: (x, None, None, *wide_statistics(x)[:2], 1e-5, "elu", 0.2)),
     (inverted_batch_norm_backward, lambda x, y: (x, y, *wide_statistics(x)[:3], False, 1e-5, "leaky_relu", 0.2)),
     (inverted_batch_norm_backward, lambda x, y: (x, y, *wide_statistics(x)[:3], True, 1e-5, "elu", 0.2)),
+    (norm_act_backward, lambda x, y: (x, [y], *statistics(x)[:3], None, True, [True, True, False])),
+    (norm_act_backward, lambda x, y: (x, [y], *statistics(x)[:3], y.sin(), True, [False, True, True])),
+    (norm_act_backward, lambda x, y: (x, [y], *statistics(x)[:3], None, False, [True, False, False])),
+    (norm_conv_backward, convolved),
     (aten.add.Tensor, lambda x, y: (x, 0.3)),
     (aten.sub.Tensor, lambda x, y: (x, 0.3)),
     (aten.mul.Tensor, lambda x, y: (x, 0.3)),

@@ -15,6 +15,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - a ReLU whose output is saved for nothing but its own backward waits as one boolean per element, and one whose
   output has other readers too becomes that when the last of them is done;
 - batch norm's backward runs in place, without the second gradient that PyTorch's kernel allocates;
+- what a fused batch norm's backward hands on is multiplied and added where it is read (`norm_gradients`);
 - the part of a concatenation's gradient that waits long for its reader (a U-Net's skip) waits as a copy of its own, so
   that it does not hold the whole gradient.
 
@@ -32,6 +33,7 @@ import torch
 from torch import fx
 
 from shoal.capture.fx_nodes import is_view, per_axis
+from shoal.capture.norm_gradients import fold_norm_gradients
 from shoal.capture.op_counts import convolution_backward_flops
 from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.codecs import pool_index
@@ -91,6 +93,8 @@ def save_fewer_bytes(
             _keep_dropout_bits(node)
         elif node.target in _POOL_BACKWARDS and not aten_only:
             _encode_pool(graph, node, _POOL_BACKWARDS[node.target], backward)
+    if cpu_kernels:
+        fold_norm_gradients(joint, backward)
     _sink(graph, backward)
     _save_rectifier_masks(graph, backward, aten_only)
     _copy_what_waits(graph, backward)

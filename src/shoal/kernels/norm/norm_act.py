@@ -214,9 +214,24 @@ def _backward(
     relu: bool,
     needs: list[bool],
 ) -> list[torch.Tensor]:
-    """`needs`: of xs, of the vectors, of the residual after a ReLU. What is needed comes in that order."""
+    """`needs`: of xs, of the vectors, of the residual after a ReLU, which comes first."""
     of_xs, of_vectors, masked = _gradients(grad, xs, mean, scale, shift, z, relu, needs)
-    return [*of_xs, *(of_vectors or ()), *([] if masked is None else [masked])]
+    return [*([] if masked is None else [masked]), *of_xs, *(of_vectors or ())]
+
+
+def backward_(
+    grad: torch.Tensor,
+    xs: list[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    z: torch.Tensor | None,
+    relu: bool,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    """`norm_act_backward`, which writes its first result over `grad`: of one tensor's strides, dtype and shape."""
+    of_xs, of_vectors, masked = _gradients(grad, xs, mean, scale, shift, z, relu, needs, overwrite=True)
+    return [*([] if masked is None else [masked]), *of_xs, *(of_vectors or ())]
 
 
 def _gradients(
@@ -228,16 +243,24 @@ def _gradients(
     z: torch.Tensor | None,
     relu: bool,
     needs: Sequence[bool],
+    *,
+    overwrite: bool = False,
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
-    """As for `_backward`: of xs (none where not needed), of the vectors, and what the ReLU lets through."""
+    """As for `_backward`: of xs (none where not needed), of the vectors, and what the ReLU lets through.
+
+    `overwrite`: the last of these, or else the gradient of a single x, is written over `grad`.
+    """
     layout = memory_format_of(xs[0])
     coming, given = in_format(grad, layout), [in_format(x, layout) for x in xs]
     kernel = sweeps(coming, *given, *([] if z is None else [z]))
     if kernel is None:
         del coming, given
-        return _reference_gradients(grad, xs, mean, scale, shift, z, relu, needs)
-    masked = torch.empty_like(coming, memory_format=layout) if needs[2] else None
-    of_xs = [torch.empty_like(x, memory_format=layout) if needs[0] else None for x in given]
+        return _reference_gradients(grad, xs, mean, scale, shift, z, relu, needs, overwrite=overwrite)
+    masked = (grad if overwrite else torch.empty_like(coming, memory_format=layout)) if needs[2] else None
+    of_xs: list[torch.Tensor | None] = [None] * len(xs)
+    if needs[0]:
+        over_grad = overwrite and masked is None
+        of_xs = [grad] if over_grad else [torch.empty_like(x, memory_format=layout) for x in given]
     vectors = []
     for x, of_x, run in zip(given, of_xs, _runs(xs), strict=True):
         result, through = (None if whole is None else whole[:, run] for whole in (z, masked))
@@ -261,11 +284,15 @@ def _reference_gradients(
     z: torch.Tensor | None,
     relu: bool,
     needs: Sequence[bool],
+    *,
+    overwrite: bool,
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
     x = joined(xs)
     if relu:
         over = normalised(x, mean, scale, shift) if z is None else None
-        if over is not None and over.dtype == grad.dtype:
+        if overwrite:
+            grad = _aten.threshold_backward.grad_input(grad, over if z is None else z, 0, grad_input=grad)
+        elif over is not None and over.dtype == grad.dtype:
             grad = _aten.threshold_backward.grad_input(grad, over, 0, grad_input=over)
         else:
             grad = _aten.threshold_backward(grad, over if z is None else z, 0)
@@ -275,7 +302,7 @@ def _reference_gradients(
     of_xs: list[torch.Tensor] = []
     if needs[0]:
         factor = by_channel(scale, x)
-        of_xs = parted(grad.mul_(factor) if relu and not needs[2] else grad * factor, xs)
+        of_xs = parted(grad.mul_(factor) if (relu or overwrite) and not needs[2] else grad * factor, xs)
     return of_xs, of_vectors, grad if needs[2] else None
 
 
@@ -289,9 +316,9 @@ def _backward_fake(
     relu: bool,
     needs: list[bool],
 ) -> list[torch.Tensor]:
-    found = parted_fake(xs) if needs[0] else []
-    found += [torch.empty_like(vector) for vector in (mean, scale, shift)] if needs[1] else []
-    return [*found, torch.empty_like(grad, memory_format=memory_format_of(xs[0]))] if needs[2] else found
+    found = [torch.empty_like(grad, memory_format=memory_format_of(xs[0]))] if needs[2] else []
+    found += parted_fake(xs) if needs[0] else []
+    return found + [torch.empty_like(vector) for vector in (mean, scale, shift)] if needs[1] else found
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -312,9 +339,9 @@ def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if any(needs):
         found = _norm_act_backward(grad, xs, mean, scale, shift, z, ctx.relu, needs)
     taken = iter(found)
+    residual = (next(taken) if ctx.relu else grad).to(ctx.residual_kind) if of_residual else None
     grads = [next(taken) for _ in xs] if needs[0] else [None] * n
     vectors = [next(taken) for _ in range(3)] if needs[1] else [None] * 3
-    residual = (next(taken) if ctx.relu else grad).to(ctx.residual_kind) if of_residual else None
     return grads, *vectors, residual, None
 
 

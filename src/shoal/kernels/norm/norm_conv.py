@@ -22,11 +22,12 @@ from shoal.kernels.norm import norm_conv_native, norm_weight_grad
 from shoal.kernels.norm.norm_act import activated, activated_backward, joined, parted, parted_fake
 from shoal.kernels.norm.norm_conv_native import Window
 from shoal.kernels.norm.norm_rows import native_row_stride
-from shoal.kernels.norm.statistics import measure, whole_gradient, wide
+from shoal.kernels.norm.statistics import by_channel, measure, whole_gradient, wide
 from shoal.lowlevel.direct_call import direct_call
 from shoal.lowlevel.dispatch import Implementation, Op, choose, register
 
 _aten = torch.ops.aten
+_N_BACKWARD = 18  # operands of the backward op
 
 _FORWARD: Op[ModuleType | None] = register(
     "norm_conv",
@@ -178,7 +179,14 @@ def _forward_fake(
     return y, y.new_empty(channels, dtype=wide(y.dtype)), y.new_empty(channels, dtype=wide(y.dtype))
 
 
-def _backward(
+def _backward(*arguments: Any) -> list[torch.Tensor]:
+    operands: list[Any] = [*arguments, None, None][:_N_BACKWARD]
+    if operands[-1] is not None:
+        operands[-1] = operands[-1].clone(memory_format=memory_format_of(operands[-1]))
+    return backward_onto(*operands)
+
+
+def backward_onto(
     grad: torch.Tensor,
     of_mean: torch.Tensor | None,
     of_variance: torch.Tensor | None,
@@ -195,11 +203,20 @@ def _backward(
     dilation: list[int],
     groups: int,
     needs: list[bool],
+    factor: torch.Tensor | None,
+    onto: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """`needs`: of xs, of the vectors, of the weight, of the bias. What is needed comes in that order."""
+    """`norm_conv_backward`, which writes over `onto`. What is needed comes in the order of `needs`.
+
+    Args:
+        needs: of xs, of the vectors, of the weight, of the bias.
+        factor: (K,), what `grad` is multiplied with.
+        onto: what the gradient of a single x is added to; it is the first result.
+        The others as for `convolve_backward`.
+    """
     window = Window(stride, padding, dilation, groups)
     of_x, *of_vectors, of_weight, of_bias = convolve_backward(
-        grad, of_mean, of_variance, joined(xs), y, mean_y, mean, scale, shift, relu, weight, window, needs
+        grad, of_mean, of_variance, joined(xs), y, mean_y, mean, scale, shift, relu, weight, window, needs, onto, factor
     )
     found = [] if of_x is None else parted(of_x, xs)
     if of_weight is not None:
@@ -222,25 +239,43 @@ def convolve_backward(
     window: Window,
     needs: Sequence[bool],
     grad_x: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of `convolve`: of x, mean, scale, shift, weight and bias, None for what `needs` leaves out.
 
     Args:
         needs: of x, of the three vectors, of the weight, of the bias.
         grad_x: the gradient of x is added to it and it is returned; None: a new tensor.
+        factor: (K,), what `grad` is multiplied with; None: nothing.
         The others as for `norm_conv_native.backward`.
     """
     native = choose(_BACKWARD, x, weight, None, window)
     if native is not None:
         rows = grad_x if grad_x is not None and native_row_stride(grad_x) is not None else None
         of_input, *others = native.backward(
-            grad, of_mean, of_variance, x, y, mean_y, mean, scale, shift, relu, weight, window, needs, grad_x=rows
+            grad,
+            of_mean,
+            of_variance,
+            x,
+            y,
+            mean_y,
+            mean,
+            scale,
+            shift,
+            relu,
+            weight,
+            window,
+            needs,
+            factor=factor,
+            grad_x=rows,
         )
         if grad_x is not None and grad_x is not rows and of_input is not None:
             of_input = grad_x.add_(of_input)
         return of_input, *others
     if y is not None and mean_y is not None and of_mean is not None and of_variance is not None:
-        grad = whole_gradient(grad, y, mean_y, of_mean, of_variance, y.dtype)
+        grad = whole_gradient(grad, y, mean_y, of_mean, of_variance, y.dtype, factor)
+    elif factor is not None:
+        grad = grad * by_channel(factor, grad)
     alone = choose(_WEIGHT_GRAD, x, weight, window) if needs[2] else None
     # The gradient of its input needs but the shape of what was convolved, and the ReLU's the signs.
     a = x if alone is not None else activated(x, mean, scale, shift, relu, weight.dtype)
@@ -296,6 +331,8 @@ def _backward_fake(
     dilation: list[int],
     groups: int,
     needs: list[bool],
+    factor: torch.Tensor | None = None,
+    onto: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     found = parted_fake(xs) if needs[0] else []
     found += [torch.empty_like(vector) for vector in (mean, scale, shift) if vector is not None] if needs[1] else []
@@ -349,7 +386,7 @@ torch.library.define(
     "shoal::norm_conv_backward",
     "(Tensor grad, Tensor? of_mean, Tensor? of_variance, Tensor[] xs, Tensor? y, Tensor? mean_y, Tensor? mean,"
     " Tensor? scale, Tensor? shift, bool relu, Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation,"
-    " SymInt groups, bool[] needs) -> Tensor[]",
+    " SymInt groups, bool[] needs, Tensor? factor=None, Tensor? onto=None) -> Tensor[]",
 )
 torch.library.impl("shoal::norm_conv", "CompositeExplicitAutograd", _forward)
 torch.library.impl("shoal::norm_conv_backward", "CompositeExplicitAutograd", _backward)

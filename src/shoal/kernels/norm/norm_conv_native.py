@@ -56,6 +56,7 @@ class _Call(ctypes.Structure):
         ("ld_y", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("mean_y", "variance_y", "grad_y")),
         ("ld_grad_y", ctypes.c_int64),
+        ("grad_factor", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("grad_mean_y", "grad_variance_y", "grad_x")),
         ("ld_grad_x", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("accumulate", "winograd")),
@@ -184,6 +185,7 @@ def backward(
     window: Window,
     needs: Sequence[bool],
     *,
+    factor: torch.Tensor | None = None,
     grad_x: torch.Tensor | None = None,
     winograd: bool | None = None,
     level: str | None = None,
@@ -193,9 +195,10 @@ def backward(
     Args:
         grad: of y, (N, K, H, W).
         of_mean, of_variance: gradients of the statistics of y, (K,), or None: the whole gradient of y is
-            grad + of_mean / pixels + 2 * of_variance / pixels * (y - mean_y).
+            grad * factor + of_mean / pixels + 2 * of_variance / pixels * (y - mean_y).
         y, mean_y: what `forward` returned; None without statistics.
         needs: of x, of the three vectors, of weight, of bias: what is not needed is None.
+        factor: (K,), what `grad` is multiplied with; None: nothing.
         grad_x: channels_last, its pixels perhaps apart: the gradient of x is added to it; None: a new tensor.
         The others as for `forward`.
     """
@@ -212,6 +215,8 @@ def backward(
     vectors = _vectors(x, mean, scale, shift)
     call = _call(x, vectors, relu, weight, winograd, level)
     call.grad_y, call.ld_grad_y = grad.data_ptr(), native_row_stride(grad)
+    own_factor = None if factor is None else vector(factor)
+    call.grad_factor = address(own_factor)
     call.grad_x, call.ld_grad_x, call.accumulate = into.data_ptr(), ld_into, grad_x is not None
     call.grad_weight, call.grad_scale, call.grad_shift = (t.data_ptr() for t in (of_weight, of_scale, of_shift))
     kept: list[torch.Tensor] = []  # what the call points to lives as long
@@ -229,7 +234,8 @@ def backward(
     of_bias = None
     if needs[3]:
         # The deviations of y from its mean add up to nothing.
-        of_bias = grad.sum((0, 2, 3)) if not kept else grad.sum((0, 2, 3)) + kept[2]
+        of_bias = grad.sum((0, 2, 3)) if own_factor is None else grad.sum((0, 2, 3)) * own_factor
+        of_bias = of_bias + kept[2] if kept else of_bias
     return into if needs[0] else None, *found, of_weight if needs[2] else None, of_bias
 
 

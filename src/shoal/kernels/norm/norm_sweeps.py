@@ -26,7 +26,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of Triton's kernels
 
 
 class Sweeps(Protocol):
-    """One implementation. Every tensor is read or written once; nothing written may overlap anything read."""
+    """One implementation. Every tensor is read or written once; one that is written may be one that is read."""
 
     def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Replaces `torch.var_mean(x, (0, 2, 3), correction=0)`: mean and variance, (C,), in float32."""

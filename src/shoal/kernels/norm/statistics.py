@@ -66,6 +66,7 @@ def whole_gradient(
     of_mean: torch.Tensor,
     of_variance: torch.Tensor,
     dtype: torch.dtype | None = None,
+    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient of `x` where its statistics were used too: one affine map for all their readers.
 
@@ -74,11 +75,15 @@ def whole_gradient(
         mean: of `x`, (C,).
         of_mean, of_variance: gradients of the statistics, (C,), summed over all that read them.
         dtype: of the result; None: the wide one.
+        factor: (C,), what `grad` is multiplied with; None: nothing.
     """
     count = x.numel() // x.shape[1]
     constant, slope = of_mean / count, of_variance * (2 / count)
     whole = torch.empty_like(x, dtype=dtype or wide(x.dtype), memory_format=memory_format_of(x))
     added = None if grad is None else in_format(grad, memory_format_of(x))
+    if added is not None and factor is not None:
+        fits = whole.dtype == added.dtype
+        added = torch.mul(added, by_channel(factor, added), out=whole) if fits else added * by_channel(factor, added)
     kernel = sweeps(x, whole, *([] if added is None else [added]))
     if kernel is not None:
         kernel.norm_act(x, mean, slope, constant, added, False, whole)
