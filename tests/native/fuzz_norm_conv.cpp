@@ -184,15 +184,16 @@ void forward(Draw& draw, Operands& given, ShoalNormConv call) {
 void backward(Draw& draw, Operands& given, ShoalNormConv call) {
     const Shape& shape = given.shape;
     const std::int64_t pixels = shape.pixels();
-    const bool statistics = draw.chance(70);
+    const bool statistics = draw.chance(70), scaled = draw.chance(50);
     call.accumulate = draw.chance(50);
     now_running(
         "norm_conv backward: %d x %d, winograd %d, %lld images of %lld x %lld, %lld to %lld channels, relu %d, "
-        "statistics %d, accumulate %d, %d threads, level %d",
+        "statistics %d, factor %d, accumulate %d, %d threads, level %d",
         shape.kernel, shape.kernel, call.winograd, static_cast<long long>(shape.images),
         static_cast<long long>(shape.height), static_cast<long long>(shape.width), static_cast<long long>(shape.in),
-        static_cast<long long>(shape.out), given.relu, statistics, call.accumulate, call.threads, call.level);
+        static_cast<long long>(shape.out), given.relu, statistics, scaled, call.accumulate, call.threads, call.level);
     Buffer<float> grad_y(draw, "grad_y", Use::kRead, pixels, shape.out, drawn_pitch(draw, shape.out));
+    Buffer<float> grad_factor(draw, "grad_factor", Use::kRead, shape.out);
     Buffer<float> y(draw, "y", Use::kRead, pixels, shape.out, drawn_pitch(draw, shape.out));
     Buffer<float> mean_y(draw, "mean_y", Use::kRead, shape.out);
     Buffer<float> grad_mean_y(draw, "grad_mean_y", Use::kRead, shape.out);
@@ -203,6 +204,7 @@ void backward(Draw& draw, Operands& given, ShoalNormConv call) {
     Buffer<float> grad_scale(draw, "grad_scale", Use::kWritten, shape.in);
     Buffer<float> grad_shift(draw, "grad_shift", Use::kWritten, shape.in);
     grad_y.fill(draw, 4);
+    grad_factor.fill(draw, 2);
     y.fill(draw, 4);
     mean_y.fill(draw, 2);
     // What each pixel gets of them is whole.
@@ -219,6 +221,7 @@ void backward(Draw& draw, Operands& given, ShoalNormConv call) {
 
     call.grad_y = grad_y.data();
     call.ld_grad_y = grad_y.row_stride();
+    if (scaled) call.grad_factor = grad_factor.data();
     if (statistics) {
         call.y = y.data();
         call.ld_y = y.row_stride();
@@ -233,7 +236,7 @@ void backward(Draw& draw, Operands& given, ShoalNormConv call) {
     call.grad_shift = grad_shift.data();
     const Memory workspace(static_cast<std::size_t>(shoal_norm_conv_workspace_bytes(&call, 1)), 0, 64);
     call.workspace = workspace.at();
-    guarded({&given.x, &given.mean, &given.scale, &given.shift, given.weight.buffer.get(), &grad_y, &y, &mean_y,
+    guarded({&given.x, &given.mean, &given.scale, &given.shift, given.weight.buffer.get(), &grad_y, &grad_factor, &y, &mean_y,
              &grad_mean_y, &grad_variance_y, &grad_x, &grad_weight, &grad_scale, &grad_shift},
             [&] {
                 if (shoal_norm_conv_backward(&call) != SHOAL_DONE) fail("the level is refused");
@@ -243,6 +246,7 @@ void backward(Draw& draw, Operands& given, ShoalNormConv call) {
     for (std::int64_t pixel = 0; pixel < pixels; ++pixel)
         for (std::int64_t out = 0; out < shape.out; ++out) {
             double whole = static_cast<double>(grad_y.at(pixel, out));
+            if (scaled) whole *= static_cast<double>(grad_factor.at(0, out));
             if (statistics)
                 whole += static_cast<double>(grad_mean_y.at(0, out)) / static_cast<double>(pixels) +
                          2 * static_cast<double>(grad_variance_y.at(0, out)) / static_cast<double>(pixels) *

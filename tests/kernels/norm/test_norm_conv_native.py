@@ -402,3 +402,31 @@ def test_gradients_that_are_all_alike_add_up_to_their_number(level: str, winogra
     assert of_shift is not None
     exact = torch.full((3,), each).double() * 3200
     torch.testing.assert_close(of_shift.double(), exact, rtol=3e-7, atol=0.0)
+
+
+@each_level
+@each_kind
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("channels", [(16, 32), (40, 24), (5, 7)])
+def test_a_factor_gives_the_bits_of_the_product(
+    level: str, kernel: int, winograd: bool, statistics: bool, channels: tuple[int, int]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (channels_last(torch.randn(2, n, 9, 14, generator=generator)) for n in channels)
+    weight = torch.randn(channels[1], channels[0], kernel, kernel, generator=generator)
+    vectors = [torch.rand(channels[0], generator=generator) for _ in range(3)]
+    factor, *of_statistics = (torch.randn(channels[1], generator=generator) for _ in range(3))
+    around = (*vectors, True, weight)
+    y, mean_y, _ = norm_conv_native.forward(x, *around, None, window(kernel), True)
+    of_y = (*of_statistics, x, y, mean_y) if statistics else (None, None, x, None, None)
+    needs = [True, True, True, True]
+
+    def gradients(grad: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return norm_conv_native.backward(
+            grad, *of_y, *around, window(kernel), needs, factor=factor, winograd=winograd, level=level
+        )  # type: ignore[misc]
+
+    *found, of_bias = gradients(grad, factor)
+    *expected, bias = gradients(channels_last(grad * factor.view(1, -1, 1, 1)), None)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))  # type: ignore[arg-type]
+    torch.testing.assert_close(of_bias, bias)
