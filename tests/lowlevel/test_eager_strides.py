@@ -89,6 +89,22 @@ def test_ops_whose_tensors_stand_elsewhere() -> None:
     assert departures(aten.where.self, 2, lambda x, y: (x > 0, y, x)) == []
 
 
+@pytest.mark.parametrize("mode", ["reflection", "replication"])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_padding_by_what_is_inside(mode: str, dims: int) -> None:
+    pad, back = (getattr(aten, f"{mode}_pad{dims}d{name}").default for name in ("", "_backward"))
+    x = torch.randn(2, 3, *range(4, 4 + dims))
+    layout = {2: torch.channels_last, 3: torch.channels_last_3d}[dims]
+    around = [1] * (2 * dims)
+    for one in (x, x.to(memory_format=layout)):
+        padded = pad(one, around)
+        for grad in (padded.contiguous(), padded.contiguous(memory_format=layout)):
+            with eager_strides(), FakeTensorMode() as fakes:
+                fake_x, fake_grad = map(fakes.from_tensor, (one, grad))
+                fake, fake_back = pad(fake_x, around), back(fake_grad, fake_x, around)
+            assert strides((fake, fake_back)) == strides((padded, back(grad, one, around)))
+
+
 def ones(x: torch.Tensor) -> torch.Tensor:
     return torch.ones(x.shape[1])
 
@@ -154,14 +170,24 @@ def test_dtype_and_values_of_the_step_are_not_touched_and_others_trace_as_they_d
     assert module._rule(aten.convolution.default) is None
 
 
+NORMS: dict[str, tuple[Any, Any]] = {  # of (2, 3, 4, 3) and a weight of three
+    "batch": (aten._native_batch_norm_legit.no_stats, lambda x, weight: (x, weight, weight, True, 0.1, 1e-5)),
+    "layer": (aten.native_layer_norm.default, lambda x, weight: (x, [3], weight, weight, 1e-5)),
+    "group": (aten.native_group_norm.default, lambda x, weight: (x, weight, weight, 2, 3, 12, 1, 1e-5)),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_statistics_of_a_batch_norm_have_the_dtype_that_its_kernel_saves(dtype: torch.dtype, weighted: bool) -> None:
-    x = torch.randn(2, 3, 4, 4).to(dtype)
+@pytest.mark.parametrize("norm", NORMS)
+def test_statistics_of_a_norm_have_the_dtype_that_its_kernel_saves(
+    norm: str, dtype: torch.dtype, weighted: bool
+) -> None:
+    x = torch.randn(2, 3, 4, 3).to(dtype)
     weight = torch.ones(3, dtype=torch.float64 if dtype is torch.float64 else torch.float32) if weighted else None
-    arguments = x, weight, weight, True, 0.1, 1e-5
+    op, arguments = NORMS[norm]
+    given = arguments(x, weight)
+    real = op(*given)
     with eager_strides(), FakeTensorMode() as mode:
-        given = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in arguments]
-        fake = aten._native_batch_norm_legit.no_stats(*given)
-    real = aten._native_batch_norm_legit.no_stats(*arguments)
+        fake = op(*(mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in given))
     assert [value.dtype for value in fake] == [value.dtype for value in real]

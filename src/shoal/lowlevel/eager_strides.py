@@ -82,6 +82,8 @@ def _rule(func: OpOverload) -> Rule | None:
     """What tells an op's strides from its arguments and its fake result; None where the fake kernel tells them."""
     if func in _VIEWS:
         return lambda args, result: _viewed(func, args[0], result.shape)
+    if func in _RESHAPING:
+        return lambda args, result: _in_format(args[0], result.shape) if result.device.type == "cpu" else None
     if func in _LIKE:
         place, like = _LIKE[func]
         return lambda args, result: like(args[place]) if result.device.type == "cpu" else None
@@ -184,8 +186,10 @@ def _contiguous(x: torch.Tensor) -> Strides:
     return _dense(x.shape, range(x.dim() - 1, -1, -1))
 
 
-def _in_format(x: torch.Tensor) -> Strides:
-    return torch.empty(x.shape, memory_format=suggest_memory_format(x), device="meta").stride()
+def _in_format(x: torch.Tensor, shape: Sequence[int] | None = None) -> Strides:
+    return torch.empty(
+        x.shape if shape is None else shape, memory_format=suggest_memory_format(x), device="meta"
+    ).stride()
 
 
 def _normalised(x: torch.Tensor) -> Strides:
@@ -233,6 +237,15 @@ _LIKE: Mapping[OpOverload, tuple[int, Callable[[torch.Tensor], Strides]]] = {
     _aten._native_batch_norm_legit.no_stats: (0, _normalised),
     _aten._native_batch_norm_legit_no_training.default: (0, _normalised),
     _aten.native_batch_norm_backward.default: (1, _normalised_back),
+    **dict.fromkeys(
+        (
+            _aten.reflection_pad2d_backward.default,
+            _aten.reflection_pad3d_backward.default,
+            _aten.replication_pad2d_backward.default,
+            _aten.replication_pad3d_backward.default,
+        ),
+        (1, _in_format),
+    ),
     _aten.native_group_norm.default: (0, _in_format),
     _aten.native_group_norm_backward.default: (1, _in_format),
     _aten.roll.default: (0, _in_format),
@@ -260,7 +273,11 @@ _LIKE: Mapping[OpOverload, tuple[int, Callable[[torch.Tensor], Strides]]] = {
 _SAVES_STATISTICS = (
     _aten._native_batch_norm_legit_functional.default,
     _aten._native_batch_norm_legit.no_stats,
+    _aten.native_group_norm.default,
+    _aten.native_layer_norm.default,
 )
+# Laid out in the memory format of their first argument, in a shape of their own.
+_RESHAPING = (_aten.reflection_pad3d.default, _aten.replication_pad3d.default)
 _N_ALIKE = {_aten.log_sigmoid_forward.default: 2, _aten._prelu_kernel_backward.default: 2}  # results, where not one
 # Tagged as pointwise, but not one pass of TensorIterator over the arguments.
 _OTHERWISE = {
