@@ -71,18 +71,17 @@ def _fold_product(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> Non
 def _with_what_passes(graph: fx.Graph, node: fx.Node, items: dict[int, fx.Node], backward: set[fx.Node]) -> fx.Node:
     """What the ReLU lets through, of an op that no longer hands on the product."""
     needs, values = _args(node)[_NEEDS_OF_NORM], list(node.meta["val"])
-    if needs[2]:
-        passed, before = items[0], 2
-        kept = [values[0], *values[2:]]
-    else:
-        before, kept = 1, values  # of the product's shape, in its place
+    passed = items.get(0) if needs[2] else None
+    if passed is None:
         with graph.inserting_after(node):
             passed = graph.call_function(operator.getitem, (node, 0))
-        passed.meta = dict(items[0].meta)
+        passed.meta = dict(items[1 if needs[2] else 0].meta)
         backward.add(passed)
-    _renumber(items, before, 1)
+    if needs[2]:
+        _renumber(items, 2, 1)
+        values.pop(1)
     node.args = (*_args(node)[:_NEEDS_OF_NORM], [False, needs[1], True])
-    node.meta["val"] = kept
+    node.meta["val"] = values  # what passes has the product's shape and layout
     return passed
 
 
