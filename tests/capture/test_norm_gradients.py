@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.lowlevel.dispatch import VARIABLE
 from shoal.lowlevel.native import levels
 from tests.engine.training_laws import blocks
 
@@ -52,11 +53,12 @@ def trained(model: nn.Module, share: float | None = None) -> tuple[Any, list[tor
     return model.shoal, [*results, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("share", [None, 0.9])
+@pytest.mark.parametrize(("kernels", "share"), [("native", None), ("native", 0.9), ("reference", None)])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_the_bits_are_those_of_the_products_and_sums(
-    stride: int, share: float | None, monkeypatch: pytest.MonkeyPatch
+    stride: int, share: float | None, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(VARIABLE, kernels)
     ours, found = trained(network(stride), share)
     torch._dynamo.reset()
     monkeypatch.setattr("shoal.capture.lossless.fold_norm_gradients", lambda *_: None)

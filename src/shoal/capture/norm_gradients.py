@@ -49,8 +49,7 @@ def _fold_product(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> Non
     if product is None or reader is None or len(product.users) > 1 or reader.target is not _of_convolution:
         return
     arguments = _all_of_convolution(reader)
-    elsewhere = [operand for operand in reader.all_input_nodes if operand is not product]
-    if arguments[0] is not product or len(elsewhere) == len(reader.all_input_nodes) or arguments[_FACTOR] is not None:
+    if arguments[0] is not product or arguments[_FACTOR] is not None:
         return
     value = product.meta["val"]
     if arguments[_NEEDS][3]:  # a bias sums up the rounded products

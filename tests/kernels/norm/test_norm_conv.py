@@ -15,6 +15,7 @@ from shoal.kernels.norm import norm_conv as norm_conv_module
 from shoal.kernels.norm import norm_conv_native
 from shoal.kernels.norm.norm_conv import norm_conv
 from shoal.kernels.norm.norm_conv_native import Window
+from shoal.lowlevel.dispatch import VARIABLE
 from shoal.lowlevel.native import levels
 
 _DOUBLE = torch.float64
@@ -162,6 +163,31 @@ def test_the_numbers_are_the_same_whoever_computes(
     for native, library, *others in zip(*found, strict=True):
         for other in (native, *others):
             torch.testing.assert_close(other, library, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kernels", ["reference", None])
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_factor_and_a_sum_are_those_of_the_products_whoever_computes(
+    dtype: torch.dtype,
+    layout: torch.memory_format,
+    statistics: bool,
+    kernels: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if kernels is not None:
+        monkeypatch.setenv(VARIABLE, kernels)
+    x, grad, onto = (_leaf(2, n, 5, 5, seed=n).detach().to(dtype).contiguous(memory_format=layout) for n in (3, 4, 3))
+    weight = _leaf(4, 3, 3, 3).detach().to(dtype)
+    y, factor, mean_y = torch.conv2d(x, weight, padding=1), *(_leaf(4, seed=s).detach().to(dtype) for s in (5, 6))
+    gradients = [_leaf(4, seed=s).detach().to(dtype) for s in (7, 8)] if statistics else [None, None]
+    read = (*gradients, [x], *((y, mean_y) if statistics else (None, None)))
+    around = (None, None, None, False, weight, [1, 1], [1, 1], [1, 1], 1, [True, False, True, True])
+    op = torch.ops.shoal.norm_conv_backward.default
+    of_x, *others = op(grad * factor.view(1, -1, 1, 1), *read, *around)
+    for ours, theirs in zip(op(grad, *read, *around, factor, onto), (onto + of_x, *others), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_flops_are_those_of_the_convolution() -> None:

@@ -133,7 +133,7 @@ def activated_backward(
         grad: of what `activated` returned, which is not needed: it is recomputed from x.
         needs: whether the gradient of x is wanted, and those of the vectors.
     """
-    of_x, of_vectors, _ = _gradients(grad, [x], mean, scale, shift, None, relu, [*needs, False])
+    of_x, of_vectors, _ = _gradients(grad, [x], mean, scale, shift, None, relu, [*needs, False], overwrite=False)
     return of_x[0] if of_x else None, of_vectors
 
 
@@ -213,25 +213,17 @@ def _backward(
     z: torch.Tensor | None,
     relu: bool,
     needs: list[bool],
+    *,
+    overwrite: bool = False,
 ) -> list[torch.Tensor]:
     """`needs`: of xs, of the vectors, of the residual after a ReLU, which comes first."""
-    of_xs, of_vectors, masked = _gradients(grad, xs, mean, scale, shift, z, relu, needs)
+    of_xs, of_vectors, masked = _gradients(grad, xs, mean, scale, shift, z, relu, needs, overwrite=overwrite)
     return [*([] if masked is None else [masked]), *of_xs, *(of_vectors or ())]
 
 
-def backward_(
-    grad: torch.Tensor,
-    xs: list[torch.Tensor],
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    z: torch.Tensor | None,
-    relu: bool,
-    needs: list[bool],
-) -> list[torch.Tensor]:
-    """`norm_act_backward`, which writes its first result over `grad`: of one tensor's strides, dtype and shape."""
-    of_xs, of_vectors, masked = _gradients(grad, xs, mean, scale, shift, z, relu, needs, overwrite=True)
-    return [*([] if masked is None else [masked]), *of_xs, *(of_vectors or ())]
+def backward_(*arguments: Any) -> list[torch.Tensor]:
+    """`norm_act_backward`, whose first result is written over `grad`; both have the same shape, strides and dtype."""
+    return _backward(*arguments, overwrite=True)
 
 
 def _gradients(
@@ -244,7 +236,7 @@ def _gradients(
     relu: bool,
     needs: Sequence[bool],
     *,
-    overwrite: bool = False,
+    overwrite: bool,
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
     """As for `_backward`: of xs (none where not needed), of the vectors, and what the ReLU lets through.
 

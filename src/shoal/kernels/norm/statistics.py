@@ -81,14 +81,16 @@ def whole_gradient(
     constant, slope = of_mean / count, of_variance * (2 / count)
     whole = torch.empty_like(x, dtype=dtype or wide(x.dtype), memory_format=memory_format_of(x))
     added = None if grad is None else in_format(grad, memory_format_of(x))
-    if added is not None and factor is not None:
-        fits = whole.dtype == added.dtype
-        added = torch.mul(added, by_channel(factor, added), out=whole) if fits else added * by_channel(factor, added)
     kernel = sweeps(x, whole, *([] if added is None else [added]))
     if kernel is not None:
+        if added is not None and factor is not None:
+            into = whole if whole.dtype == torch.result_type(added, factor) else None
+            added = torch.mul(added, by_channel(factor, added), out=into)
         kernel.norm_act(x, mean, slope, constant, added, False, whole)
         return whole
     del whole, added
+    if grad is not None and factor is not None:
+        grad = grad * by_channel(factor, grad)
     whole = x - by_channel(mean, x)  # promotes
     torch.addcmul(by_channel(constant, x), whole, by_channel(slope, x), out=whole)
     return (whole if grad is None else whole.add_(grad)).to(dtype or whole.dtype)
