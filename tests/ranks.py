@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from functools import cache
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ _PRELOADED = [
     "shoal",
     "tests.ranks",
 ]
+
+
+_meetings = count()
 
 
 class RankError(AssertionError):
@@ -73,6 +77,14 @@ def run_on_ranks(
             for process in started:
                 process.kill()
                 process.join()
+
+
+def meet() -> None:
+    """Wait until every rank is here. Nothing of it travels over connections between ranks: one may end right after."""
+    store, here = dist.distributed_c10d._get_default_store(), f"here {next(_meetings)}"
+    store.add(here, 1)
+    while store.add(here, 0) < dist.get_world_size():
+        time.sleep(0.01)
 
 
 def _results(pipes: list[Connection], timeout_seconds: float, may_end: Collection[int]) -> list[Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, run_on_ranks
+from tests.ranks import RankError, meet, run_on_ranks
 
 
 def add_ranks(offset: int) -> tuple[int, torch.Tensor]:
@@ -42,6 +42,18 @@ def test_each_rank_returns_its_own() -> None:
 def test_a_rank_s_traceback_is_raised() -> None:
     with pytest.raises(RankError, match="(?s)rank 1:.*the second rank's own trouble"):
         run_on_ranks(fail_on_one, 2)
+
+
+def meet_and_leave() -> str:
+    for _ in range(3):
+        meet()
+    if dist.get_rank() != 2:
+        os._exit(0)
+    return "all were here"
+
+
+def test_ranks_that_have_met_may_end() -> None:
+    assert run_on_ranks(meet_and_leave, 3, may_end=(0, 1)) == [None, None, "all were here"]
 
 
 def test_a_rank_may_end_where_it_is_said() -> None:

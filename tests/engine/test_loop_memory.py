@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from shoal.core.schedule import schedule
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
+from shoal.core.validate_order import check_order
 from shoal.engine.loop_memory import HELD_RESULTS, KEPT_OF_LOSS, LoopMemory, best_case, by_itself, in_loop
 from shoal.errors import BudgetError
 from shoal.planners.joint import joint
@@ -34,7 +35,17 @@ habits = st.builds(
 )
 
 
+def tighter_in_another_order() -> StepGraph:
+    b = Builder()
+    x = b.input(3)
+    y = b.conv(x, 1, 1.0, weight_bytes=0)
+    b.batchnorm(y)
+    b.batchnorm(b.batchnorm(x))
+    return b.step(b.batchnorm(y), with_loss=False)
+
+
 @given(steps(), habits)
+@example(tighter_in_another_order(), LoopMemory(loss_share=0.0, kept_share=0.0))
 def test_a_step_in_any_loop_is_a_step_that_can_be_planned(graph: StepGraph, loop: LoopMemory) -> None:
     seen = in_loop(graph, loop, outputs_of(graph))
     assert [op.id for op in seen.ops] == list(range(len(seen.ops)))
@@ -46,7 +57,8 @@ def test_a_step_in_any_loop_is_a_step_that_can_be_planned(graph: StepGraph, loop
         plan = joint(seen, HARDWARE, refused.least_feasible_bytes or 0)
     known = {s.name for s in graph.storages}
     assert plan.residences.keys() <= known, "what the loop holds is nothing to plan"
-    check_runs(seen, plan.residences, schedule(seen, plan.residences), plan.budget_bytes)
+    check_order(seen, plan.graph)
+    check_runs(plan.graph, plan.residences, schedule(plan.graph, plan.residences), plan.budget_bytes)
 
 
 @given(steps(), habits)

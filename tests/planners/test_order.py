@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bench.order import least_peak_bytes, random_tasks
@@ -84,8 +84,15 @@ def test_tasks_in_the_given_order_have_the_bytes_of_the_schedule(graph: StepGrap
     assert highest <= peak_and_seconds(graph, runs)[0] <= max(highest, in_loss, graph.resident_bytes)
 
 
+def pool_between() -> StepGraph:
+    """Read by two backward ops, each of which can have the pool run before it, or both once."""
+    b = Builder()
+    return b.step(b.batchnorm(b.pool(b.conv(b.input(1), 2, 1.0, weight_bytes=0), 1, 1.0)), with_loss=False)
+
+
 @given(steps(), st.floats(0, 1), seeds)
-def test_a_lower_order_keeps_and_recomputes_the_same(graph: StepGraph, share: float, seed: int) -> None:
+@example(pool_between(), 0.0, 0)
+def test_a_lower_order_keeps_the_same_and_recomputes_no_more(graph: StepGraph, share: float, seed: int) -> None:
     chance = random.Random(seed)
     residences = just_in_time(graph, {s.id for s in graph.storages if chance.random() < share})
     before_bytes, seconds = peak_and_seconds(graph, schedule(graph, residences))
@@ -95,7 +102,8 @@ def test_a_lower_order_keeps_and_recomputes_the_same(graph: StepGraph, share: fl
     check_order(graph, found.graph)
     check_plan(found.graph, found.residences, found.peak_bytes)
     after = peak_and_seconds(found.graph, schedule(found.graph, found.residences))
-    assert after == (found.peak_bytes, pytest.approx(seconds)) and found.peak_bytes < before_bytes
+    assert after[0] == found.peak_bytes < before_bytes
+    assert after[1] <= seconds * (1 + 1e-12)
     for name, residence in residences.items():
         now = found.residences[name]
         assert type(now) is type(residence)

@@ -45,7 +45,8 @@ class Ordered:
 def lower_peak(graph: StepGraph, residences: Mapping[str, Residence], effort: Effort) -> Ordered | None:
     """An order of the step's ops in which the same storages are kept and recomputed inside fewer bytes.
 
-    Every recomputation happens as often as before, though before another op where that lowers the peak.
+    Everything is recomputed as often as before, though before another op where that lowers the peak; where an op then
+    runs again for two storages at once, it runs once for both.
 
     Args:
         graph: the step.

@@ -16,7 +16,7 @@ from shoal.distributed.comm import checked_all_to_all
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.message import HEADER_BYTES, Header
 from shoal.errors import InputError, TransferError
-from tests.ranks import run_on_ranks
+from tests.ranks import meet, run_on_ranks
 
 
 def part(source: int, target: int, elems: int) -> torch.Tensor:
@@ -88,6 +88,7 @@ def failing(break_it: Callable[[Exchange], None], culprit: int, timeout_seconds:
     exchange = Exchange(timeout_seconds=200)
     ones = torch.ones(1000, dtype=torch.uint8)
     exchange.all_gather(ones, [1000] * exchange.ranks, what="warm-up")
+    meet()
     exchange.timeout_seconds = timeout_seconds
     errors = []
     if exchange.rank == culprit:

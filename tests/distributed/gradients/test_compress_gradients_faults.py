@@ -20,7 +20,7 @@ from shoal.distributed.comm.message import checksum
 from shoal.distributed.gradients.compress_gradients import compress_gradients
 from shoal.errors import TransferError
 from tests.distributed.reused_weights import batch, loss_of, network
-from tests.ranks import run_on_ranks
+from tests.ranks import meet, run_on_ranks
 
 
 def fail_in_mid_step(break_it: Callable[[], None], timeout_seconds: float) -> list[str]:
@@ -85,6 +85,7 @@ def loses_a_plain_bucket() -> str:
     compress_gradients(ddp, "dynamic_tree", timeout_seconds=200)
     ddp(torch.randn(3, 4)).mean().backward()
     output = ddp(torch.randn(3, 4)).mean()
+    meet()
     if dist.get_rank() == 1:
         be_killed()
     with pytest.raises(TransferError) as caught:

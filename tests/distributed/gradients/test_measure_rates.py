@@ -16,7 +16,7 @@ from shoal.distributed.gradients import measure_rates
 from shoal.distributed.gradients.choose_codec import Chooser
 from shoal.distributed.gradients.measure_rates import measure_choice
 from shoal.errors import CodecError, TransferError
-from tests.ranks import run_on_ranks
+from tests.ranks import meet, run_on_ranks
 
 
 def _measured(way: str, largest_elems: int) -> tuple[Chooser, bool]:
@@ -88,6 +88,7 @@ def test_an_unknown_candidate_is_refused_before_anything_is_measured() -> None:
 
 def _ends(rank_to_end: int) -> str:
     exchange = Exchange(timeout_seconds=200)
+    meet()
     if dist.get_rank() == rank_to_end:
         os._exit(0)
     with pytest.raises(TransferError) as caught:

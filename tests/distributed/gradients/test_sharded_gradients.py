@@ -21,7 +21,7 @@ from shoal.distributed.comm.message import HEADER_BYTES
 from shoal.distributed.comm.traffic import Sent
 from shoal.distributed.gradients.sharded_gradients import CompressedShards
 from shoal.errors import InputError, TransferError
-from tests.ranks import run_on_ranks
+from tests.ranks import meet, run_on_ranks
 
 Gradients = dict[str, torch.Tensor]
 
@@ -278,6 +278,7 @@ def _a_rank_ends() -> tuple[str, str]:
     fully_shard(network, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)  # gathers nothing in backward
     CompressedShards(network, get("dynamic_tree"), error_feedback=False, timeout_seconds=200)
     loss = network(torch.ones(1, 100)).sum()
+    meet()
     if dist.get_rank() == 1:
         os._exit(0)
     with pytest.raises(TransferError) as caught:

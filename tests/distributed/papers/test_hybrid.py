@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from shoal.distributed.papers.hybrid import hybrid
 from shoal.distributed.papers.local_convolution import LocalConv2d
 from shoal.errors import InputError, TransferError
-from tests.ranks import run_on_ranks
+from tests.ranks import meet, run_on_ranks
 
 
 class SmallAlexNet(nn.Module):
@@ -328,8 +328,10 @@ def _until_a_rank_dies() -> str | None:
     model = hybrid(_network("alexnet"), "dynamic_tree", gradient_codec=None, timeout_seconds=200)
     for step in range(3):
         x, y = _own([4, 4], seed=step)
-        if step == 1 and dist.get_rank() == 1:
-            os._exit(1)
+        if step == 1:
+            meet()
+            if dist.get_rank() == 1:
+                os._exit(1)
         try:
             F.cross_entropy(model(x), y).backward()
         except TransferError as error:

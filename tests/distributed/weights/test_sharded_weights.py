@@ -15,7 +15,7 @@ from shoal.distributed.comm.traffic import Sent
 from shoal.distributed.weights.precision import AdaptivePrecision
 from shoal.distributed.weights.sharded_weights import ShardedWeights
 from shoal.errors import InputError, TransferError
-from tests.ranks import run_on_ranks
+from tests.ranks import meet, run_on_ranks
 
 RANKS = 2
 
@@ -205,6 +205,7 @@ def outlives_another() -> str:
     model, optimizer = made()
     ShardedWeights(model, optimizer, precision=16)
     run(model, optimizer, 0, 1)
+    meet()
     if dist.get_rank() == 1:
         os._exit(1)
     try:
