@@ -3,6 +3,7 @@
     python -m bench.one_plan                                  every network and budget: hours on two cores
     python -m bench.one_plan --quick                          the same on tiny inputs, to see that it runs
     python -m bench.one_plan --networks resnet50 --shares 53,40 --ablation
+    python -m bench.one_plan --networks timm/convnext_tiny    of timm, here 1.0.31; skipped where it does not import
 
 Budgets are shares of plain PyTorch's peak, measured here as in `bench.budgets`. Each is given to `shoal.compile` with
 allow="recompute", "exact" and "lossy"; with `--ablation` also with each means alone ("fuse" fits only where nothing has
@@ -29,7 +30,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.budgets import SETTINGS
-from bench.frame import NETWORKS, Bench, Run, bar, option, percentages, switch, use_exact_kernels
+from bench.frame import NETWORKS, Bench, Run, Unavailable, bar, option, percentages, switch, use_exact_kernels
 from bench.lossy_budgets import check_forward
 from bench.network import Setting, monet_overhead_percent, refusal_columns, shoal_columns
 from bench.ours import Ours, Unsettled, run_within
@@ -46,7 +47,15 @@ from shoal.transforms.split.split import split
 
 SHARES = (100.0, 66.0, 53.0, 40.0, 33.0, 25.0, 20.0, 15.0, 10.0)
 QUICK_SHARES = (85.0,)  # parameters are a large part of so small a step
-QUICK_SETTINGS = {name: Setting(4, 64) for name in SETTINGS} | {"unet": Setting(2, 64), "unet3d": Setting(1, 32)}
+TIMM_SETTINGS = {  # parameters and gradients are under 15 % of plain PyTorch's peak
+    "timm/efficientnet_b0": Setting(8, 288),
+    "timm/convnext_tiny": Setting(8, 320),
+    "timm/hrnet_w18_small": Setting(8, 288),
+}
+QUICK_SETTINGS = {name: Setting(4, 64) for name in SETTINGS | TIMM_SETTINGS} | {
+    "unet": Setting(2, 64),
+    "unet3d": Setting(1, 32),
+}
 ALLOWED = ("recompute", "exact", "lossy")
 ABLATION = ("recompute", "fuse", "recompute, fuse", "recompute, exact_split", "exact", "lossy")
 _PREDICTED_WITHIN = 2.0  # percent of the peak
@@ -240,20 +249,29 @@ def summary_line(totals: Mapping[str, int]) -> str:
 
 def _run(run: Run) -> int:
     asked = run.asked
-    settings = run.chosen(SETTINGS, QUICK_SETTINGS)
+    settings = run.chosen(SETTINGS | TIMM_SETTINGS, QUICK_SETTINGS)
     if asked.batch or asked.image:
         settings = {name: Setting(asked.batch or one.batch, asked.image or one.image) for name, one in settings.items()}
     shares = asked.shares or run.pick(SHARES, QUICK_SHARES)
     use_exact_kernels()
     results: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
     with bar(len(settings)) as show:
         for name, setting in settings.items():
             allowed = ABLATION if asked.ablation else asked.allow or ALLOWED
             repeats = asked.repeats or run.pick(5, 1)
-            results.append(measure_network(name, setting, shares, allowed, repeats, asked.seed, partial(show, name)))
-            run.say(network_table(results[-1]))
-            run.save(results=results, summary=summary(results))
+            try:
+                found = measure_network(name, setting, shares, allowed, repeats, asked.seed, partial(show, name))
+            except Unavailable as error:
+                skipped[name] = str(error)
+                run.say(escape(f"skipped: {error}"))
+                continue
+            results.append(found)
+            run.say(network_table(found))
+            run.save(results=results, skipped=skipped, summary=summary(results))
             show(name, "done", 1)
+    if not results:
+        raise Unavailable("; ".join(skipped.values()))
     run.say(summary_line(summary(results)))
     return int(summary(results)["exceeded"] > 0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bench.frame import Unavailable
 from bench.interleave import Clock, K, in_turns, no_collection, synchronize
 from shoal.app import models
 from shoal.lowlevel import allocations
 from shoal.memory.static_memory import distinct_bytes
+
+_TIMM = "timm/"
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -119,21 +123,39 @@ class Workload:
         )
 
 
+def _from_timm(name: str, seed: int) -> nn.Module:
+    try:
+        timm = importlib.import_module("timm")
+    except (ImportError, RuntimeError) as error:  # a torchvision for another build of PyTorch raises the second
+        reason = str(error).splitlines()[0]
+        raise Unavailable(f"timm/{name} needs timm and torchvision, which do not import here ({reason})") from error
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = timm.create_model(name)
+    return model
+
+
 def make_workload(
     name: str, batch: int, image: int, *, seed: int = 0, device: str = "cpu", model: nn.Module | None = None
 ) -> Workload:
     """The step of a network of `shoal.app.models` on random images.
 
     Args:
-        name: one of `shoal.app.models.names()`.
+        name: one of `shoal.app.models.names()`, or `timm/` and one of timm's.
         batch, image: images in the batch, pixels along each side.
         seed: of weights, images, targets and dropout.
         device: "cpu" or "cuda".
         model: a model of that name made earlier, to share its parameters between batch sizes.
+
+    Raises:
+        Unavailable: it is timm's, and timm does not import here.
     """
-    shape = models.example_shape(name, batch, image)
+    of_timm = name.startswith(_TIMM)
+    shape = (batch, 3, image, image) if of_timm else models.example_shape(name, batch, image)
     layout = torch.channels_last_3d if len(shape) == 5 else torch.channels_last
-    model = model or models.build(name, seed=seed).to(device=device, memory_format=layout)  # type: ignore[call-overload]
+    if model is None:
+        model = _from_timm(name.removeprefix(_TIMM), seed) if of_timm else models.build(name, seed=seed)
+        model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     draw = torch.Generator().manual_seed(seed)
     images = torch.randn(shape, generator=draw).to(device=device, memory_format=layout)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

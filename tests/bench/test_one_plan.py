@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,6 +153,23 @@ def test_a_quick_run_fills_every_row(
     assert fits["contenders"]["recompute"]["exactness"] == "equal bits"
     assert fits["contenders"]["exact"]["exactness"] in ("equal bits", "same function")
     assert "exact more than 3 % slower" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_networks_of_timm_are_skipped_where_it_does_not_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    asked = ["--quick", "--networks", "timm/efficientnet_b0", "--out", str(tmp_path)]
+    assert one_plan.main(asked) == 3
+    said = capsys.readouterr()
+    assert "timm/efficientnet_b0 needs timm and torchvision, which do not import here" in said.err.replace("\n", " ")
+
+
+def test_networks_of_timm_have_their_names_seed_and_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model={"small": Small()}.__getitem__))
+    workload = make_workload("timm/small", 2, 16)
+    assert workload.images.shape == (2, 3, 16, 16) and workload.target.shape == (2,)
+    assert workload.images.is_contiguous(memory_format=torch.channels_last) and workload.model.training
 
 
 @pytest.mark.parametrize(
