@@ -50,7 +50,7 @@ QUICK_SHARES = (85.0,)  # parameters are a large part of so small a step
 TIMM_SETTINGS = {  # parameters and gradients are under 15 % of plain PyTorch's peak
     "timm/efficientnet_b0": Setting(8, 288),
     "timm/convnext_tiny": Setting(8, 320),
-    "timm/hrnet_w18_small": Setting(8, 288),
+    "timm/hrnet_w18_small": Setting(8, 320),
 }
 QUICK_SETTINGS = {name: Setting(4, 64) for name in SETTINGS | TIMM_SETTINGS} | {
     "unet": Setting(2, 64),

@@ -41,6 +41,14 @@ def test_interpolation_is_one_op_each_way_with_the_bits_of_eager_pytorch(mode: s
     assert_same_training(model, [batch()])
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_interpolation_has_its_backward_pass_also_on_meta(mode: str) -> None:
+    model = model_with(MODES[mode])
+    here, _ = capture_step(model, batch(), name="net")
+    there, _ = capture_step(model.to("meta"), batch().to("meta"), name="net")
+    assert [(op.phase, op.layer) for op in there.graph.ops] == [(op.phase, op.layer) for op in here.graph.ops]
+
+
 class Recurrent(nn.Module):
     def __init__(self, layer: type[nn.RNNBase]) -> None:
         super().__init__()

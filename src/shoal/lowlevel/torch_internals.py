@@ -28,7 +28,10 @@ def eager_kernels() -> Iterator[None]:
     """While the block runs, traces keep the ops of `_FAMILIES` whole, and have the strides of eager PyTorch."""
     taken = []
     for overload in _decomposed():
-        for key in _KEYS:
+        # An op made of others has no kernel of its own. One for fake tensors on "meta" would be called instead of them,
+        # and the backward pass would end there.
+        made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
+        for key in (*_KEYS, DispatchKey.Meta) if made_of_others else _KEYS:
             if key in overload.py_kernels:
                 taken.append((overload, key, overload.py_kernels.pop(key)))
         overload._dispatch_cache.clear()
