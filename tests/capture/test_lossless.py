@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import shoal
 from shoal.capture.captured import Captured
@@ -313,6 +314,31 @@ def test_a_copy_that_is_handed_out_may_be_changed_without_harm(handed_out: str) 
 @pytest.mark.parametrize("layer", [nn.Dropout(0.3), nn.Dropout(1.0), nn.Dropout2d(0.5), nn.Dropout(0.7, inplace=True)])
 def test_dropout_gives_the_bits_of_eager_pytorch(layer: nn.Module) -> None:
     assert_same_training(nn.Sequential(conv(3, 4), layer, nn.Flatten()), [batch(), batch()])
+
+
+class Noisy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stays = torch.empty_like(x, dtype=torch.bool).bernoulli_(0.8)
+        return torch.where(stays, x, torch.empty_like(x).bernoulli_())
+
+
+class Permuted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.linear(x.flatten(2).transpose(1, 2)).transpose(1, 2).view(x.shape), 0.3, inplace=True)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.3, inplace=True), nn.AlphaDropout(0.3), nn.Dropout3d(0.3, inplace=True), Noisy(), Permuted()]
+)
+def test_noise_is_drawn_in_the_layout_of_what_it_is_for(layer: nn.Module) -> None:
+    model = nn.Sequential(conv(3, 4), layer, nn.Flatten()).to(memory_format=torch.channels_last)
+    batches = [batch().to(memory_format=torch.channels_last) for _ in range(2)]
+    assert_same_training(model, batches)
+    assert_same_training(model, [one[:1] for one in batches])
 
 
 def test_dropout_saves_a_byte_an_element() -> None:

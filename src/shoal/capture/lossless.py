@@ -7,6 +7,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - max-pool indices wait in 1 byte (the place within the window) instead of 8, which also says where a ReLU before the
   pooling lets no gradient through;
 - dropout on the CPU gives the bits of eager PyTorch, with a mask of 1 byte per element where that saves noise of 4;
+- the noise of an in-place dropout is drawn in the layout of its input, as eager PyTorch draws it;
 - copies that functional graphs no longer need (an in-place activation's) are dropped;
 - a clipped activation (ReLU6, hardtanh) saves its output, which the next layer saves anyway, instead of its input;
 - a convolution's gradients of weight and input are two ops, the second without the input, so that the input can go
@@ -40,7 +41,7 @@ from shoal.codecs import pool_index
 from shoal.kernels.batch_norm import WORTH_PIECES_BYTES, backward_repeats_bits
 from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.convolution import input_gradient, weight_gradient, weight_gradient_pieces
-from shoal.kernels.dropout import dropout, dropout_backward
+from shoal.kernels.dropout import dropout, dropout_backward, noise_like
 from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
 from shoal.kernels.pooling import backward as pool_backward
 from shoal.kernels.pooling import forward as pool_forward
@@ -49,6 +50,7 @@ from shoal.kernels.relu import backward as relu_backward
 _aten = torch.ops.aten
 _STATISTICS_OF_BATCH_NORM = (3, 4)
 _TRAINING_OF_BATCH_NORM = 7
+_PRESERVED = (None, torch.preserve_format)
 _LONG_WAIT_NODES = 24
 _PART_OF_WHOLE = 0.75
 _WORTH_A_MASK_BYTES = 1 << 20
@@ -91,6 +93,8 @@ def save_fewer_bytes(
             _split_convolution_backward(graph, node, backward, cpu_kernels)
         elif node.target is _aten.native_dropout.default and cpu_kernels:
             _keep_dropout_bits(node)
+        elif node.target is _aten.bernoulli.p and not aten_only:
+            _draw_in_layout(graph, node)
         elif node.target in _POOL_BACKWARDS and not aten_only:
             _encode_pool(graph, node, _POOL_BACKWARDS[node.target], backward)
     if cpu_kernels:
@@ -190,6 +194,17 @@ def _keep_dropout_bits(node: fx.Node) -> None:
         for reader in list(item.users) if item.args[1] == 1 else ():
             if reader.target is _aten.native_dropout_backward.default:
                 reader.target, reader.args = dropout_backward, (reader.args[0], item, p)
+
+
+def _draw_in_layout(graph: fx.Graph, node: fx.Node) -> None:
+    empty, value = _args(node)[0], node.meta["val"]
+    if empty.target is not _aten.empty_like.default or empty.kwargs.get("memory_format") not in _PRESERVED:
+        return
+    like, p = empty.args[0], node.args[1] if len(node.args) > 1 else 0.5
+    if like.meta["val"].device == value.device and not node.kwargs:
+        node.target, node.args = noise_like, (like, p, value.dtype)
+        if not empty.users:
+            graph.erase_node(empty)
 
 
 def _can_run_in_pieces(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from shoal.kernels.batch_norm import normalise, repeats_bits
-from shoal.kernels.dropout import dropout
+from shoal.kernels.dropout import dropout, noise_like
 from shoal.kernels.invertible_norm.inverted_batch_norm import inverted_batch_norm  # noqa: F401  registers the op
 from shoal.kernels.memory_format import channels_last_format
 
@@ -92,4 +92,4 @@ def is_random(node: fx.Node) -> bool:
     """Whether the node draws from the generator."""
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
-    return node.target is dropout
+    return node.target in (dropout, noise_like)

@@ -9,6 +9,14 @@ from __future__ import annotations
 import torch
 
 
+def noise_like(x: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
+    """`torch.empty_like(x, dtype=dtype).bernoulli_(p)`: drawn in the layout of `x`, as in eager PyTorch's in-place dropout.
+
+    A capture makes it `torch.bernoulli`, which draws in a contiguous tensor: other numbers for each element.
+    """
+    return torch.empty_like(x, dtype=dtype).bernoulli_(p)
+
+
 def dropout(x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """What `torch.nn.functional.dropout(x, p)` gives on the CPU, and the mask of the elements that stayed."""
     return dropout_(x.clone(), p)

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 _aten = torch.ops.aten
 Strides = tuple[int, ...]
+_UNWRITTEN = "_shoal_unwritten"  # an attribute of fake tensors
 Rule = Callable[[Sequence[Any], torch.Tensor], Strides | None]
 
 
@@ -41,6 +42,9 @@ def eager_strides() -> Iterator[None]:
 
 
 def _corrected(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+    if func is _aten.bernoulli.p and hasattr(args[0], _UNWRITTEN):  # `empty_like(x).bernoulli_(p)`, made functional
+        with mode:
+            return torch.empty_like(args[0])
     rule = _rule(func) if isinstance(func, OpOverload) else None
     if rule is None or result is NotImplemented or kwargs.get("memory_format") not in (None, torch.preserve_format):
         return result
@@ -49,7 +53,10 @@ def _corrected(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Map
             result = _with_wide_statistics(mode, args, result)
         n_like = _N_ALIKE.get(func, 1)
         return (*(_corrected_one(mode, func, rule, args, value) for value in result[:n_like]), *result[n_like:])
-    return _corrected_one(mode, func, rule, args, result)
+    corrected = _corrected_one(mode, func, rule, args, result)
+    if func is _aten.empty_like.default:
+        setattr(corrected, _UNWRITTEN, True)
+    return corrected
 
 
 def _corrected_one(mode: FakeTensorMode, func: OpOverload, rule: Rule, args: Sequence[Any], result: Any) -> Any:
