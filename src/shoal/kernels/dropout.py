@@ -10,7 +10,7 @@ import torch
 
 
 def noise_like(x: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
-    """`torch.empty_like(x, dtype=dtype).bernoulli_(p)`: drawn in the layout of `x`, as in eager PyTorch's in-place dropout.
+    """`torch.empty_like(x, dtype=dtype).bernoulli_(p)`: drawn in the layout of `x`, as in an eager in-place dropout.
 
     A capture makes it `torch.bernoulli`, which draws in a contiguous tensor: other numbers for each element.
     """
