@@ -1,7 +1,9 @@
 """Triton's kernels in tests: on CUDA where there is one, in Triton's interpreter on the CPU, and compiled for a device
 that is not here.
 
-The interpreter is chosen before Triton is imported, so a test runs the others of its file in a process of its own.
+The interpreter is chosen before Triton is imported, so a test runs the others of its file in a process of its own. That
+process compiles nothing: what the interpreter puts in place of the language, else anew for each launch and each call
+within one, stays there.
 """
 
 from __future__ import annotations
@@ -47,6 +49,24 @@ each_shape = pytest.mark.parametrize(("shape", "layout", "gap"), SHAPES, ids=lam
 each_kind_of_shape = pytest.mark.parametrize(
     ("shape", "layout", "gap"), SHAPES[1::4] + SHAPES[-1:] if INTERPRETED else SHAPES, ids=lambda value: str(value)
 )
+
+
+def _patch_the_language_once() -> None:
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def once(kernel: Any) -> Any:
+        if kernel.__module__ not in patched:
+            patched.add(kernel.__module__)
+            patch(kernel)
+        return interpreter._LangPatchScope()  # has nothing to restore
+
+    interpreter._patch_lang = once
+
+
+if INTERPRETED:
+    _patch_the_language_once()
 
 
 def drawn(

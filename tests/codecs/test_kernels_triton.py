@@ -1,14 +1,9 @@
 """Triton's kernels give the bits of the torch reference: on CUDA where there is one, on the CPU in its interpreter.
 
-The interpreter is chosen before Triton is imported, so one test runs all others again in a process of its own.
+One test runs all others again in the interpreter, see `tests.interpreter`.
 """
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -21,16 +16,12 @@ from shoal.codecs.launch import triton_applies as applies
 from shoal.codecs.table_codes_triton import buckets_of
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import TABLE, VARIABLE, choose
+from tests.interpreter import INTERPRETED, not_interpreted, on_device, passes_interpreted, with_triton
 
 table_codes_reference, table_codes_triton = map(TABLE["table_codes"].functions, ("reference", "triton"))
 truncation_reference, truncation_triton = map(TABLE["truncation"].functions, ("reference", "triton"))
 one_bit_reference, one_bit_triton = map(TABLE["one_bit"].functions, ("reference", "triton"))
 sign_mask_reference, sign_mask_triton = map(TABLE["sign_mask"].functions, ("reference", "triton"))
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-on_device = pytest.mark.parametrize("device", [pytest.param(DEVICE, marks=() if INTERPRETED else pytest.mark.gpu)])
-with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 TABLES = {
     name: get(name).table() for name in ("dynamic_tree", "dynamic_tree_even", "static_tree", "mantissa", "linear")
@@ -65,15 +56,11 @@ def same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(bits(one), bits(other)) for one, other in zip(ours, theirs, strict=True))
 
 
-@with_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 @pytest.mark.slow
+@with_triton
+@not_interpreted
 def test_all_of_this_in_tritons_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    where = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, env=where, timeout=850)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    passes_interpreted(__file__)
 
 
 # The interpreter is slow, and tables differ in numbers alone: it sees all kinds of blocks with one of them.
@@ -257,7 +244,7 @@ ENCODE = {**BLOCK, "SHIFT": 18, "FIXED": False, "MEASURED": False, "tiles_a_bloc
 
 
 @with_triton
-@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@not_interpreted
 @pytest.mark.parametrize(
     ("name", "fixed", "packed"),
     [
