@@ -36,11 +36,18 @@ os.environ["SHOAL_ALLOW"] = "bitwise"  # laws hold bits against plain PyTorch; w
 os.environ["SHOAL_CHECK_PLANS"] = "1"  # Shoal's own plans are held against the rules before they run
 
 
+def _manual_seed(seed: int) -> None:
+    """As `torch.manual_seed`, which notes a traceback for each kind of device that is not here: a millisecond."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+
+
 class _TorchGenerator:
     """PyTorch's own generator, for Hypothesis: an example is what was drawn, not also what earlier ones used up."""
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        _manual_seed(seed)
 
     def getstate(self) -> Any:
         return torch.get_rng_state()
@@ -76,7 +83,7 @@ def _collecting_is_quick() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_seed() -> Iterator[None]:
-    torch.manual_seed(0)
+    _manual_seed(0)
     yield
     metering.abandon()  # a forward pass that a test never sent back
     torch._dynamo.reset()
