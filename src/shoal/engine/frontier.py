@@ -23,9 +23,6 @@ from shoal.engine.search.frontier_points import Found, frontier_points
 from shoal.engine.search.variants import Variants
 from shoal.errors import InputError, brief
 from shoal.offload.policy import AUTO
-from shoal.report.frontier_page import save_html
-from shoal.report.frontier_svg import save_svg
-from shoal.report.frontier_table import table
 
 _MAX_POINTS = 100
 
@@ -44,14 +41,20 @@ class Frontier(FrontierData):
 
     def table(self) -> Table:
         """The points as a table, for `rich.print`."""
+        from shoal.report.frontier_table import table  # what draws it is imported once it is drawn
+
         return table(self)
 
     def save_html(self, path: str | Path) -> Path:
         """Write it as one self-contained HTML page, whole or not at all."""
+        from shoal.report.frontier_page import save_html
+
         return save_html(self, path)
 
     def save_svg(self, path: str | Path) -> Path:
         """Write the chart as an SVG image that stands on light and dark pages, whole or not at all."""
+        from shoal.report.frontier_svg import save_svg
+
         return save_svg(self, path)
 
 

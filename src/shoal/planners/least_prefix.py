@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from shoal.planners.pass_tasks import PassTasks
 
@@ -49,6 +47,9 @@ class _Network:
 
     def source_side(self, largest: bool) -> set[int]:
         """The nodes on the source's side of a minimum cut: of all such cuts the smallest side, or the largest."""
+        from scipy.sparse import csr_matrix  # a tenth of what `import shoal` would take
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         nbytes = np.array(self._capacities, dtype=np.int64)
         unit = max(1, -(-int(nbytes[nbytes > 0].sum()) // _MOST))
         capacities = np.where(nbytes < 0, _NO_CUT, -(-nbytes // unit))
