@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,8 @@ providers.HypothesisProvider._local_constants = providers.Constants()  # type: i
 made_up_machine.put_in_place()
 os.environ["SHOAL_ALLOW"] = "bitwise"  # laws hold bits against plain PyTorch; who tries other means names them
 os.environ["SHOAL_CHECK_PLANS"] = "1"  # Shoal's own plans are held against the rules before they run
+# Reading along with every logger that passes nothing on, pytest would have torch.compile write down its whole trace.
+logging.getLogger("torch.__trace").propagate = True
 
 
 def _manual_seed(seed: int) -> None:
