@@ -71,7 +71,7 @@ def test_a_clock_that_jumps_changes_no_plan(monkeypatch: pytest.MonkeyPatch, nam
     graph = with_link(STEPS[name]) if linked else STEPS[name]
     budget = budget_bytes(graph, 0.7)
     found: list[Plan | int] = []
-    for jumps_seconds in (None, (0.0,), (1e-3, 0.0, 30.0), (17.0, 1e-9)):
+    for jumps_seconds in (None, (0.0,), (1e-3, 0.0, 30.0)):
         smallest_plan._smallest.cache_clear()
         if jumps_seconds is not None:
             clock = JumpingClock(jumps_seconds)
@@ -127,7 +127,7 @@ def test_a_part_that_is_turned_off_takes_no_part_and_the_plan_is_valid(
     for module, part in PARTS[switch]:
         monkeypatch.setattr(module, part, refused)
     limits = replace(QUICK, **{switch: False})
-    for name, share in itertools.product(STEPS, (0.8, 0.6)):
+    for name, share in (("chain", 0.6), ("resnet", 0.8), ("densenet", 0.6)):
         graph = with_link(STEPS[name]) if linked else STEPS[name]
         budget = budget_bytes(graph, share)
         smallest_plan._smallest.cache_clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,17 @@ def batches(n: int, *shape: int) -> list[torch.Tensor]:
     return [torch.randn(shape or IMAGES, generator=generator) for _ in range(n)]
 
 
-def share_of_plain(model: nn.Module, share: float) -> int:
-    return int(share * shoal.plan(model, torch.empty(IMAGES)).plain_peak_bytes)
+@cache
+def plain_peak_bytes(network: Callable[[], nn.Module]) -> int:
+    return shoal.plan(network(), torch.empty(IMAGES)).plain_peak_bytes
 
 
-def compiled(model: nn.Module, share: float = 0.9, **options: Any) -> nn.Module:
-    return shoal.compile(model, share_of_plain(model, share), allow="exact", **options)
+def share_of_plain(network: Callable[[], nn.Module], share: float) -> int:
+    return int(share * plain_peak_bytes(network))
+
+
+def compiled(network: Callable[[], nn.Module]) -> nn.Module:
+    return shoal.compile(network(), share_of_plain(network, 0.9), allow="exact")
 
 
 def step(model: nn.Module, *inputs: torch.Tensor, seed: int = 0) -> torch.Tensor:
@@ -108,7 +114,7 @@ def test_where_a_fused_step_is_faster_it_is_taken_and_trains_as_the_model_does()
     for one in (model, plain, exact):
         one.drop.p = 0.0  # type: ignore[union-attr]
     names = list(model.state_dict())
-    model = compiled(model)
+    model = shoal.compile(model, share_of_plain(normalised, 0.9), allow="exact")
     for x in batches(3):
         for one in (model, plain, exact):
             one.zero_grad()
@@ -124,7 +130,7 @@ def test_where_a_fused_step_is_faster_it_is_taken_and_trains_as_the_model_does()
 
 def test_the_table_says_what_was_considered_and_why_it_lost() -> None:
     model = normalised()
-    plan = shoal.plan(model, torch.empty(IMAGES), share_of_plain(model, 0.9), allow="exact")
+    plan = shoal.plan(model, torch.empty(IMAGES), share_of_plain(normalised, 0.9), allow="exact")
     by_variant = {one.variant: one for one in plan.candidates}
     fused, whole = by_variant[FUSED], by_variant[WHOLE]
     assert plan.variant == FUSED and (fused.outcome, whole.outcome) == ("chosen", "cannot be faster, by its bound")
@@ -157,7 +163,7 @@ def test_a_form_that_cannot_be_traced_is_left_out_and_the_step_trains(
         assert re.search(said, dict(found.left_out)[str(FUSED)])
         return
     model, plain = normalised(), normalised()
-    model = shoal.compile(model, share_of_plain(model, 0.9), allow="recompute, fuse")
+    model = shoal.compile(model, share_of_plain(normalised, 0.9), allow="recompute, fuse")
     x = batches(1)[0]
     assert torch.equal(step(model, x), step(plain, x)) and chosen(model) == WHOLE
     outcomes = {one.variant: one.outcome for one in model.shoal.plan.candidates}  # type: ignore[union-attr]
@@ -167,7 +173,7 @@ def test_a_form_that_cannot_be_traced_is_left_out_and_the_step_trains(
 @pytest.mark.parametrize("allow", ["bitwise", "recompute"])
 def test_what_is_not_allowed_is_not_done(allow: str) -> None:
     model, plain = normalised(), normalised()
-    model = shoal.compile(model, share_of_plain(model, 0.75), allow=allow)
+    model = shoal.compile(model, share_of_plain(normalised, 0.75), allow=allow)
     x = batches(1)[0]
     assert torch.equal(step(model, x), step(plain, x))
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
@@ -177,7 +183,7 @@ def test_what_is_not_allowed_is_not_done(allow: str) -> None:
 def test_keep_alone_keeps_everything_or_refuses() -> None:
     model = normalised()
     with pytest.raises(BudgetError) as refused:
-        shoal.plan(model, torch.empty(IMAGES), share_of_plain(model, 0.9), allow="keep")
+        shoal.plan(model, torch.empty(IMAGES), share_of_plain(normalised, 0.9), allow="keep")
     least_bytes = refused.value.least_feasible_bytes
     assert least_bytes is not None
     plan = shoal.plan(model, torch.empty(IMAGES), least_bytes, allow="keep")
@@ -262,8 +268,7 @@ def without_gradient(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("change", [frozen, hooked, replaced, without_gradient])
 def test_what_changes_between_steps_is_seen(change: Callable[[nn.Module], None]) -> None:
-    model, plain = normalised(), normalised()
-    model = compiled(model)
+    model, plain = compiled(normalised), normalised()
     x, later = batches(2)
     step(model, x), step(plain, x)
     for one in (model, plain):
@@ -277,8 +282,7 @@ def test_what_changes_between_steps_is_seen(change: Callable[[nn.Module], None])
 
 
 def test_a_last_short_batch_accumulation_and_keywords() -> None:
-    model, plain = normalised(), normalised()
-    model = compiled(model)
+    model, plain = compiled(normalised), normalised()
     scale = torch.tensor(0.5)
     for x in (*batches(2), *batches(1, 1, 3, 64, 64)):
         torch.manual_seed(2)
@@ -291,9 +295,12 @@ def test_a_last_short_batch_accumulation_and_keywords() -> None:
 
 
 def test_channels_last_and_the_backend() -> None:
-    model, plain = (normalised().to(memory_format=torch.channels_last) for _ in range(2))  # type: ignore[call-overload]
+    def channels_last() -> nn.Module:
+        return normalised().to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+    model, plain = channels_last(), channels_last()
     x = batches(1)[0].to(memory_format=torch.channels_last)
-    options = {"budget": share_of_plain(plain, 0.9), "allow": "exact"}
+    options = {"budget": share_of_plain(channels_last, 0.9), "allow": "exact"}
     ours = step(torch.compile(model, backend=backend, options=options), x)  # type: ignore[arg-type]
     torch.testing.assert_close(ours, step(plain, x), rtol=1e-4, atol=1e-5)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -311,14 +318,14 @@ def test_a_model_under_autocast_in_its_own_forward_stays_whole() -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 return self.head(x).float()
 
-    model = compiled(Inside())
+    model = compiled(Inside)
     step(model, batches(1)[0])
     assert chosen(model) == WHOLE
 
 
 def test_a_plan_that_was_saved_runs_in_its_form(tmp_path: Path) -> None:
     model = normalised()
-    made = shoal.plan(model, torch.empty(IMAGES), share_of_plain(model, 0.9), allow="exact")
+    made = shoal.plan(model, torch.empty(IMAGES), share_of_plain(normalised, 0.9), allow="exact")
     read = Plan.load(made.save(tmp_path / "plan.json"))
     assert (read.variant, read.candidates) == (made.variant, made.candidates)
     model = shoal.compile(model, plan=read)
@@ -330,7 +337,7 @@ def test_a_plan_that_was_saved_runs_in_its_form(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_takes_the_form_it_had() -> None:
-    model, again = compiled(normalised()), compiled(normalised())
+    model, again = compiled(normalised), compiled(normalised)
     step(model, batches(1)[0])
     again.shoal.variants.update(dict.fromkeys(model.shoal.variants, WHOLE))  # type: ignore[union-attr,arg-type]
     step(again, batches(1)[0])
