@@ -36,7 +36,9 @@ made_up_machine.put_in_place()
 os.environ["SHOAL_ALLOW"] = "bitwise"  # laws hold bits against plain PyTorch; who tries other means names them
 os.environ["SHOAL_CHECK_PLANS"] = "1"  # Shoal's own plans are held against the rules before they run
 # Reading along with every logger that passes nothing on, pytest would have torch.compile write down its whole trace.
-logging.getLogger("torch.__trace").propagate = True
+_trace = logging.getLogger("torch.__trace")
+_trace.propagate = True
+_trace.handlers.clear()  # torch's own, which would leave at the first record
 
 
 def _manual_seed(seed: int) -> None:
