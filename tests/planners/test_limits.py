@@ -16,7 +16,7 @@ from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
-from shoal.planners import integer_program, simulated, smallest_plan
+from shoal.planners import integer_program, on_demand, simulated, smallest_plan
 from shoal.planners import joint as planning
 from shoal.planners.joint import joint
 from shoal.planners.keep_all import keep_all
@@ -32,7 +32,12 @@ PARTS: dict[str, tuple[tuple[ModuleType, str], ...]] = {  # switch → what it k
     "chain": ((planning, "chain"), (smallest_plan, "smallest_peak")),
     "local_search": ((planning, "local_search"), (smallest_plan, "local_search")),
     "fill_slack": ((planning, "fill_slack"),),
-    "order": ((simulated, "lower_peak"),),
+    "order": ((simulated, "lower_peak"), (on_demand, "best_order")),
+    "on_demand": (
+        (planning, "plans_on_demand"),
+        (planning, "hold_longer"),
+        (smallest_plan, "plans_on_demand"),
+    ),
 }
 STEPS = {
     "chain": conv_bn_relu_chain(6),
@@ -73,6 +78,7 @@ def test_a_clock_that_jumps_changes_no_plan(monkeypatch: pytest.MonkeyPatch, nam
     found: list[Plan | int] = []
     for jumps_seconds in (None, (0.0,), (1e-3, 0.0, 30.0)):
         smallest_plan._smallest.cache_clear()
+        on_demand.plans_on_demand.cache_clear()
         if jumps_seconds is not None:
             clock = JumpingClock(jumps_seconds)
             for called in ("perf_counter", "monotonic", "time", "process_time"):
@@ -131,6 +137,7 @@ def test_a_part_that_is_turned_off_takes_no_part_and_the_plan_is_valid(
         graph = with_link(STEPS[name]) if linked else STEPS[name]
         budget = budget_bytes(graph, share)
         smallest_plan._smallest.cache_clear()
+        on_demand.plans_on_demand.cache_clear()
         try:
             plan = joint(graph, HARDWARE, budget, limits=limits)
         except BudgetError as error:

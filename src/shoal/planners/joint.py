@@ -13,6 +13,8 @@ Without a link to the host, inside a budget that keeping everything does not fit
 3. *Dynamic program* (`chain`), where that plan is far from the bound or there is none: it may recompute several times.
 4. *Local search* (`local_search`), further off: it also recomputes earlier than it must.
 
+5. *On demand* (`on_demand`), in tight budgets: everything right before what reads it, and held where there is room.
+
 `fill_slack` then keeps more where one of these leaves room. With a link, a storage may also wait on the host. The
 program models the link as divisible bandwidth, so its relaxed solutions are starts for `iterated_search`, which places
 the real copies. The plan of `hmms` and the plans without the link compete.
@@ -48,6 +50,7 @@ from shoal.planners.integer_program import Chosen, Solution, lower_bound, solve
 from shoal.planners.iterated_search import IteratedSearch
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.local_search import local_search
+from shoal.planners.on_demand import hold_longer, plans_on_demand
 from shoal.planners.papers.hmms import hmms, within_limit
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 from shoal.planners.simulated import Simulated, as_chosen, everything_away, in_lower_order, simulated
@@ -73,7 +76,8 @@ def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Li
         least = smallest_plan(graph, hardware, budget_bytes, limits)
         if least.predicted_peak_bytes > budget_bytes:
             raise infeasible(least, budget_bytes)
-        best = simulated(least.graph, least.residences)
+        search = _Search(hardware, budget_bytes, sum(op.seconds for op in graph.ops), limits, guard)
+        best = search.held_longer(simulated(least.graph, least.residences))
         bound_seconds = lower_bound(least.graph, budget_bytes, limits, guard).bound_seconds
         guard.note(*least.stopped_early)
     guard.warn(graph.model)
@@ -111,7 +115,8 @@ def _fastest(
         as_captured, _ = search.run(choice, bound)
         if best is None or _faster(best, as_captured) is not best:
             best, bound_seconds = as_captured, bound.bound_seconds
-    return search.with_lower_peak(best, bound_seconds)
+    best, bound_seconds = search.with_lower_peak(best, bound_seconds)
+    return search.or_on_demand(graph, best, bound_seconds)
 
 
 def estimate(
@@ -204,6 +209,27 @@ class _Search:
         if best is None or filled is None or filled.seconds >= best.seconds:
             return best, bound_seconds
         return filled, self.bound(filled.graph).bound_seconds
+
+    def or_on_demand(
+        self, graph: StepGraph, best: Simulated | None, bound_seconds: float
+    ) -> tuple[Simulated | None, float]:
+        """The plan, or one that recomputes on demand and holds what fits beside, where that is faster."""
+        if not self._limits.on_demand or not self._is_off(best, bound_seconds, self._limits.far_off):
+            return best, bound_seconds
+        found, stopped = plans_on_demand(replace(graph, link=None), self._limits)
+        self._guard.note(*stopped)
+        held = [self.held_longer(one) for one in found if one.peak_bytes <= self._budget_bytes]
+        fastest = min(held, key=lambda one: one.seconds, default=None)
+        if fastest is None or (best is not None and fastest.seconds >= best.seconds):
+            return best, bound_seconds
+        return self._filled(fastest), self.bound(replace(fastest.graph, link=graph.link)).bound_seconds
+
+    def held_longer(self, found: Simulated) -> Simulated:
+        """The plan with less recomputed more than once, where the budget has room for that."""
+        if found.graph.link is not None or not self._limits.on_demand:
+            return found
+        effort = self._effort("hold longer", self._limits.hold_longer_ops)
+        return simulated(found.graph, hold_longer(found.graph, found.residences, self._budget_bytes, effort))
 
     def without_link(self, choice: RecomputeChoice, bound_seconds: float) -> tuple[Simulated | None, float]:
         """The fastest plan of Keep and Recompute, and the lower bound of what it adds."""

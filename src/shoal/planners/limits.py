@@ -27,6 +27,7 @@ class Limits:
         local_search: give up once more, or recompute earlier, what fills the peak.
         fill_slack: keep more where a plan leaves room.
         order: run ops in an order that needs fewer bytes.
+        on_demand: recompute right before each op that reads, and hold what fits beside that peak.
 
         max_nodes: nodes of the branch-and-bound tree of each mixed-integer program of a step without a link.
         max_nodes_with_link: the same with a link, where the relaxation is weak and more nodes hardly raise the bound.
@@ -44,8 +45,8 @@ class Limits:
             peak.
         lower_peak_share: the peak that the search for the smallest peak asks for next, as a share of the last.
 
-        iterated_search_ops, local_search_ops, fill_slack_ops, smallest_peak_ops, order_ops: simulated ops of one search
-            each; `smallest_peak_ops` is for the smallest peak.
+        iterated_search_ops, local_search_ops, fill_slack_ops, smallest_peak_ops, order_ops, hold_longer_ops: simulated
+            ops of one search each; `smallest_peak_ops` is for the smallest peak.
         max_restarts, restarts_per_storage: random restarts of the iterated search, at most.
         max_moves_per_restart: storages that a restart moves at most.
         recompute_share: of these, those that are recomputed instead of moved between device and host.
@@ -71,6 +72,7 @@ class Limits:
     local_search: bool = True
     fill_slack: bool = True
     order: bool = True
+    on_demand: bool = True
 
     max_nodes: int = 200
     max_nodes_with_link: int = 1
@@ -91,6 +93,7 @@ class Limits:
     fill_slack_ops: int = 300_000
     smallest_peak_ops: int = 1_500_000
     order_ops: int = 400_000
+    hold_longer_ops: int = 1_000_000
     max_restarts: int = 300
     restarts_per_storage: int = 4
     max_moves_per_restart: int = 4

@@ -17,6 +17,7 @@ from shoal.planners.integer_program import Chosen, lower_bound, solve
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.limits import Effort, Guard, Limits
 from shoal.planners.local_search import local_search
+from shoal.planners.on_demand import narrow, plans_on_demand
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 from shoal.planners.simulated import as_chosen, everything_away, in_lower_order, simulated
 from shoal.planners.transfer_places import with_offloads
@@ -24,8 +25,28 @@ from shoal.planners.transfer_places import with_offloads
 
 def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limits: Limits) -> Plan:
     """The plan with the smallest peak that is known in whatever order, or the first one found that fits."""
-    choice = recompute_choice(graph)
     guard = Guard(limits.guard_seconds)
+    searched = _smallest_in_either_order(graph, hardware, budget_bytes, limits, guard)
+    if not limits.on_demand or searched.predicted_peak_bytes <= budget_bytes:
+        return searched
+    found, stopped = plans_on_demand(replace(graph, link=None), limits)
+    least = found[0]
+    if least.peak_bytes >= searched.predicted_peak_bytes:
+        return searched
+    return Plan(
+        replace(least.graph, link=graph.link),
+        least.residences,
+        "joint",
+        hardware.name,
+        stopped_early=stopped,
+        captured_order=op_names(graph),
+    )
+
+
+def _smallest_in_either_order(
+    graph: StepGraph, hardware: Hardware, budget_bytes: int, limits: Limits, guard: Guard
+) -> Plan:
+    choice = recompute_choice(graph)
     ordered = in_lower_order(as_chosen(choice, Chosen(frozenset(choice.candidates))), limits, guard)
     if ordered is None:
         return _smallest(graph, hardware, limits)
@@ -97,7 +118,7 @@ def smallest_peaks(
         guard.note(*stopped)
         if chosen is not None:
             found.append(as_chosen(choice, chosen).residences)
-    return [*found, _narrow(choice, limits.narrow_share)]
+    return [*found, just_in_time(choice.graph, narrow(choice, limits.narrow_share))]
 
 
 @lru_cache(maxsize=4)  # asked for by the search inside the budget, and by that for the smallest peak
@@ -106,14 +127,3 @@ def _of_smallest_peak(graph: StepGraph, limits: Limits) -> tuple[Chosen | None, 
     guard = Guard(limits.guard_seconds)
     solution = solve(recompute_choice(graph), None, gap=limits.gap_of_smallest_peak, limits=limits, guard=guard)
     return solution.chosen, tuple(guard.stopped)
-
-
-def _narrow(choice: RecomputeChoice, share: float) -> Mapping[str, Residence]:
-    """Keep only what is much smaller than what its recomputation makes on the way: a pooling's result, say."""
-    ops, storages = choice.graph.ops, choice.graph.storages
-
-    def widest_bytes(storage: int) -> int:
-        return max(storages[made].nbytes for op in choice.reruns[storage] for made in ops[op].second.writes)
-
-    kept = (s for s in choice.candidates if storages[s].nbytes <= share * widest_bytes(s))
-    return as_chosen(choice, Chosen(frozenset(kept))).residences
