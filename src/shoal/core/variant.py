@@ -14,7 +14,7 @@ class Pieces:
 
     Attributes:
         op: its name in the step.
-        dim: along which dimension: 0, samples; 1, input channels of a weight's gradient; 2, the first spatial one.
+        dim: along which dimension of the result: 0, samples; 2, the first spatial one; of a weight's gradient: 0 or 1.
         count: how many pieces.
     """
 
