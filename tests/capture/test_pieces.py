@@ -61,7 +61,7 @@ def test_the_step_computes_the_same_with_less_scratch(profiled: tuple[Captured, 
     assert in_pieces(captured, ()) is captured
 
 
-def test_what_needs_less_than_a_quarter_of_the_largest_is_not_tried(
+def test_what_needs_less_than_an_op_that_stays_whole_is_not_tried(
     profiled: tuple[Captured, StepGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured, graph = profiled

@@ -13,34 +13,41 @@ from shoal.capture.step_reader import read_joint
 from shoal.core.step import Op, StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
-from shoal.kernels.convolution_pieces import IN_PIECES, WORTH_PIECES_BYTES, choose
+from shoal.kernels.convolution_pieces import IN_PIECES, WORTH_PIECES_BYTES, Cut, choose
 
-_NEAR_THE_LARGEST = 0.25  # of the op with the most bytes of operands, results and scratch: others set no peak
+_NEAR_WHAT_STAYS = 0.5  # what else is held while an op runs differs about that much
 
 
 def choose_pieces(captured: Captured, graph: StepGraph) -> tuple[Pieces, ...]:
-    """Which convolutions of a step to compute in pieces, and in how many: all that may set its smallest peak.
+    """Which convolutions of a step to compute in pieces, and in how many: those that set its smallest peak.
 
-    They take a scratch of at least their result and 4 MiB, need, with it, at least a quarter of what the largest op of
-    the step needs, and pieces repeat their bits on this machine.
+    From the op that needs the most bytes, with operands, results and scratch, down to where the others need half of
+    what stays at most: the fewer are cut, the less time that takes. They come in the order of the step.
 
     Args:
         captured: the step, to be run on this machine.
         graph: the same with workspaces.
     """
     needed_bytes = {op.name: _needed_bytes(op, graph) for op in graph.ops}
-    near_bytes = _NEAR_THE_LARGEST * max(needed_bytes.values(), default=0)
-    found = []
-    for op in graph.ops:
-        node = captured.node_of.get(op.name)
-        result_bytes = sum(graph.storages[storage].nbytes for storage in op.writes)
-        if node is None or op.workspace_bytes < max(result_bytes, WORTH_PIECES_BYTES):
-            continue
-        if node.target in IN_PIECES and needed_bytes[op.name] >= near_bytes:
-            arguments = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
-            cut = choose(node.target, arguments)  # type: ignore[arg-type]
-            found += [Pieces(op.name, *cut)] if cut is not None else []
-    return tuple(found)
+    found: dict[str, Pieces] = {}
+    stays_bytes = 0
+    for op in sorted(graph.ops, key=lambda op: needed_bytes[op.name], reverse=True):
+        if needed_bytes[op.name] < _NEAR_WHAT_STAYS * stays_bytes:
+            break
+        cut = _cut(op, captured, graph)
+        if cut is not None:
+            found[op.name] = Pieces(op.name, cut.dim, cut.count)
+        stays_bytes = max(stays_bytes, needed_bytes[op.name] - (cut.saved_bytes if cut is not None else 0))
+    return tuple(found[op.name] for op in graph.ops if op.name in found)
+
+
+def _cut(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
+    node = captured.node_of.get(op.name)
+    result_bytes = sum(graph.storages[storage].nbytes for storage in op.writes)
+    if node is None or node.target not in IN_PIECES or op.workspace_bytes < max(result_bytes, WORTH_PIECES_BYTES):
+        return None
+    arguments = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
+    return choose(node.target, arguments)  # type: ignore[arg-type]
 
 
 def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:

@@ -12,6 +12,7 @@ whether pieces repeat its bits and what they save.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -25,7 +26,6 @@ from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
 
 _aten = torch.ops.aten
-Cut = tuple[int, int]  # along which dimension, into how many pieces
 
 WORTH_PIECES_BYTES = 4 << 20
 """A smaller scratch is left alone."""
@@ -35,6 +35,15 @@ _N_CHANNEL_PIECES = (4, 8)  # with fewer channels at a time oneDNN slows down
 _MAX_PIECES = 16
 _WORTH_SHARE = 0.25  # of the scratch, to be saved
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How something is cut: along which dimension, into how many pieces, and how much less scratch they take."""
+
+    dim: int
+    count: int
+    saved_bytes: int
 
 
 def forward(
@@ -253,7 +262,7 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
         arguments: its arguments. Tensors may be fake: only their shapes, strides, dtypes and devices are read.
 
     Returns:
-        What `IN_PIECES[whole]` takes besides: a dimension, and the number of pieces along it.
+        What `IN_PIECES[whole]` takes besides, and what that saves.
     """
     tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
     numbers = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
@@ -307,22 +316,24 @@ def _best_cut(whole: Callable[..., Any], frozen: tuple[Any, ...], n_threads: int
         ]
         expected, changes = allocations.record(lambda: _results(whole(*arguments)))
         result_bytes = sum(result.nbytes for result in expected)
-        scratch_bytes = allocations.peak_bytes(changes) - result_bytes
+        whole_bytes = allocations.peak_bytes(changes)
+        scratch_bytes = whole_bytes - result_bytes
         if scratch_bytes < max(result_bytes, WORTH_PIECES_BYTES):
             return None
-        least_bytes = result_bytes + (1 - _WORTH_SHARE) * scratch_bytes
+        least_saved_bytes = _WORTH_SHARE * scratch_bytes
         for way in ways:
             found, changes = allocations.record(lambda way=way: _results(IN_PIECES[whole](*arguments, *way)))  # type: ignore[misc]
             same = all(
                 torch.equal(ours, theirs) and ours.stride() == theirs.stride()
                 for ours, theirs in zip(found, expected, strict=True)
             )
-            if same and allocations.peak_bytes(changes) < least_bytes:
-                best, least_bytes = way, allocations.peak_bytes(changes)
+            saved_bytes = whole_bytes - allocations.peak_bytes(changes)
+            if same and saved_bytes > least_saved_bytes:
+                best, least_saved_bytes = Cut(*way, saved_bytes), saved_bytes
     return best
 
 
-def _ways(whole: Callable[..., Any], frozen: tuple[Any, ...]) -> Iterator[Cut]:
+def _ways(whole: Callable[..., Any], frozen: tuple[Any, ...]) -> Iterator[tuple[int, int]]:
     if whole is _aten.convolution_backward.default:
         weight, groups, wanted = (frozen[place] for place in (2, 9, 10))
         if groups == 1 and not wanted[0] and wanted[1]:

@@ -242,9 +242,26 @@ class _Search(Generic[Made]):
 
     def answer(self) -> Best[Made]:
         """The best, with the table of all."""
-        best = self._best or self._nearest()
+        best = self._unless_faster_whole(self._best) if self._best else self._nearest()
         rows = tuple(replace(row, outcome="chosen") if row.variant == best.variant else row for row in self._rows)
         return replace(best, plan=replace(best.plan, variant=best.variant, candidates=rows))
+
+    def _unless_faster_whole(self, best: Best[Made]) -> Best[Made]:
+        """Where pieces are best and the bound alone says that the form does not fit whole: few orders are in it."""
+        whole = replace(best.variant, pieces=())
+        place = next(
+            (n for n, row in enumerate(self._rows) if row.variant == whole and row.bound_seconds is None), None
+        )
+        form = next((form for form in self._unfit if form.variant == whole), None)
+        if whole == best.variant or place is None or form is None:
+            return best
+        try:
+            made, plan = form.priced.plan(self._budget_bytes)
+        except BudgetError:
+            return best
+        seconds, peak_bytes = plan.predicted_seconds, plan.predicted_peak_bytes
+        self._rows[place] = replace(self._rows[place], seconds=seconds, peak_bytes=peak_bytes, outcome="slower")
+        return Best(whole, form.graph, made, plan) if seconds < best.plan.predicted_seconds else best
 
     def _nearest(self) -> Best[Made]:
         """What needs least of what seems to and of the model's own form: its error says how much that is."""
