@@ -116,3 +116,10 @@ def test_a_plan_says_what_it_was_made_with(tmp_path: Path) -> None:
     assert shoal.Plan.load(planned.save(tmp_path / "plan.json")).options == CompileOptions.of(budget="1GiB").to_json()
     shoal.compile(net, "1GiB", planner="chain", offload_to=None)(images).sum().backward()
     assert net.shoal.plan.options == CompileOptions.of(budget="1GiB", planner="chain", offload_to=None).to_json()
+
+
+def test_pieces_are_for_the_planner_that_chooses_and_for_eager_kernels() -> None:
+    assert "pieces" in CompileOptions.of(budget=1, allow="bitwise").form_means
+    assert "pieces" not in CompileOptions.of(budget=1, allow="recompute").form_means
+    for other in ({"planner": "chain"}, {"kernels": "inductor"}):
+        assert "pieces" not in CompileOptions.of(budget=1, allow="bitwise", **other).form_means  # type: ignore[arg-type]

@@ -22,21 +22,22 @@ from torch import fx
 
 from shoal.capture import inplace
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import is_view
+from shoal.capture.fx_nodes import copied_joint, is_view
 from shoal.capture.step_reader import read_joint
 from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.core.lossy import LossyOptions
 from shoal.core.residence import Encode, Residence
-from shoal.errors import CaptureError, PlanError
+from shoal.errors import PlanError
+from shoal.kernels import convolution_pieces
 from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.convolution import weight_gradient
 from shoal.kernels.encoded_activation import decode, encode, payload_bytes, relu_backward
 from shoal.kernels.relu import backward as from_mask
 
 _aten = torch.ops.aten
-_WEIGHT_GRADIENTS = (_aten.convolution_backward.default, weight_gradient)
+_WEIGHT_GRADIENTS = (_aten.convolution_backward.default, weight_gradient, convolution_pieces.weight_gradient)
 _BATCH_NORM_BACKWARDS = (_aten.native_batch_norm_backward.default, batch_norm_backward)
-_CONVOLUTIONS = (_aten.convolution.default,)
+_CONVOLUTIONS = (_aten.convolution.default, convolution_pieces.forward)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SMALL_SHARE = 1 / 4000  # of all saved bytes: not worth two ops
 
@@ -90,7 +91,7 @@ def encoded(captured: Captured, chosen: Collection[str], lossy: LossyOptions) ->
     Raises:
         PlanError: one of them cannot be encoded in this step.
     """
-    joint = _copy(captured.joint)
+    joint = copied_joint(captured.joint)
     same = {node.name: node for node in joint.graph.nodes}
     backward = set(captured.backward_names)
     graph = captured.graph
@@ -279,20 +280,3 @@ def _seen_alike(graph: fx.Graph, seen: fx.Node, base: fx.Node, other: fx.Node) -
 def _place(like: fx.Node) -> dict[str, Any]:
     kept = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr")
     return {key: like.meta[key] for key in kept if key in like.meta}
-
-
-def _copy(joint: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph(joint)
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in joint.graph.nodes:
-        copies[node] = graph.create_node(
-            node.op,
-            node.target,
-            fx.node.map_arg(node.args, copies.__getitem__),
-            fx.node.map_arg(dict(node.kwargs), copies.__getitem__),
-            node.name,
-        )
-        copies[node].meta = dict(node.meta)
-        if copies[node].name != node.name:
-            raise CaptureError(f"{node.name}: a name that torch.fx gives only once; rename that argument")
-    return fx.GraphModule(joint, graph)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx, nn
 
+from shoal.errors import CaptureError
+
 _aten = torch.ops.aten
 _ALIASES_UNDECLARED = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})
 
@@ -73,3 +75,25 @@ def per_axis(sizes: Sequence[int], dims: int) -> list[int]:
     ([3, 3], [3, 5], [])
     """
     return list(sizes) * dims if len(sizes) == 1 else list(sizes)
+
+
+def copied_joint(joint: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a joint graph, node by node under the same names, to be rewritten.
+
+    Raises:
+        CaptureError: a name cannot be given again.
+    """
+    graph = fx.Graph(joint)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in joint.graph.nodes:
+        copies[node] = graph.create_node(
+            node.op,
+            node.target,
+            fx.node.map_arg(node.args, copies.__getitem__),
+            fx.node.map_arg(dict(node.kwargs), copies.__getitem__),
+            node.name,
+        )
+        copies[node].meta = dict(node.meta)
+        if copies[node].name != node.name:
+            raise CaptureError(f"{node.name}: a name that torch.fx gives only once; rename that argument")
+    return fx.GraphModule(joint, graph)

@@ -1,7 +1,7 @@
 """By which means a step may be brought into its budget: `allow=`.
 
 >>> sorted(means_of("bitwise"))
-['offload', 'order', 'recompute']
+['offload', 'order', 'pieces', 'recompute']
 >>> sorted(means_of("exact, encode") - means_of("exact"))
 ['encode']
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from shoal.errors import InputError, brief
 
-BITWISE = frozenset({"recompute", "offload", "order"})
+BITWISE = frozenset({"recompute", "offload", "order", "pieces"})
 """They give the bits that plain PyTorch gives."""
 EXACT = BITWISE | {"fuse", "exact_split"}
 """They compute the same function, to rounding."""

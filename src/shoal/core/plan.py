@@ -31,7 +31,10 @@ from shoal.core.variant import COLUMNS, WHOLE, Candidate, Variant
 from shoal.errors import InputError, PlanError, brief
 
 FORMAT = "shoal-plan"
-VERSION = 3  # 2: ops are named without their folder; 3: the order of ops, and in which form the step is computed
+# 2: ops are named without their folder; 3: the order of ops, and in which form the step is computed; 4: which
+# convolutions are computed in pieces
+VERSION = 4
+_OPS_IN_PIECES = "shoal.convolution_pieces."
 _CODEC_OPS = (".encoded_activation.encode", ".encoded_activation.decode")
 
 
@@ -400,6 +403,9 @@ def _plan_of(value: Any) -> Plan:
         raise PlanError("it was changed after it was saved: its step does not match its fingerprint")
     if (exact is None) != (not any(isinstance(residence, Encode) for residence in plan.residences.values())):
         raise PlanError("exact_step is there for plans that encode, and for no others")
+    in_pieces = sorted(op.name for op in plan.graph.ops if op.target.startswith(_OPS_IN_PIECES))
+    if in_pieces != sorted(cut.op for cut in plan.variant.pieces):
+        raise PlanError("variant.pieces names the ops that are computed in pieces, and no others")
     check_plan(plan.graph, plan.residences, plan.budget_bytes)
     check_order(plan.captured_graph, plan.graph)
     check_plan(plan.exact_step, {})

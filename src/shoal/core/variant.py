@@ -1,10 +1,30 @@
-"""In which form a step is computed: as the model says it, with batch norms fused, or on patches of the image."""
+"""In which form a step is computed: as the model says it, with batch norms fused, on patches, in pieces."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.core.sizes import format_bytes
+from shoal.errors import InputError
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A convolution or a gradient of one that is computed in pieces, for less scratch: the same bits.
+
+    Attributes:
+        op: its name in the step.
+        dim: along which dimension of the result: 0, samples; 2, the first spatial one; of a weight's gradient: 0 or 1.
+        count: how many pieces.
+    """
+
+    op: str
+    dim: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.dim not in (0, 1, 2) or self.count < 1:
+            raise InputError(f"{self.op} in {self.count} pieces along {self.dim}: expected 1 or more along 0, 1 or 2")
 
 
 @dataclass(frozen=True)
@@ -17,6 +37,7 @@ class Variant:
         depth: share of the convolutions that run patch by patch (`shoal.split`); 0 for none.
         grid: patches along each spatial dimension.
         exact: whether patches overlap, so that the function stays the same.
+        pieces: convolutions that are computed in pieces there.
 
     >>> print(Variant(), Variant(fuse="icf"), Variant(depth=0.5, grid=(2, 2)), sep="; ")
     as it is; batch norm fused (icf); 50 % of the convolutions in 2 x 2 overlapping patches
@@ -27,8 +48,13 @@ class Variant:
     depth: float = 0.0
     grid: tuple[int, ...] = ()
     exact: bool = True
+    pieces: tuple[Pieces, ...] = ()
 
     def __str__(self) -> str:
+        if self.pieces:
+            others = replace(self, pieces=())
+            cut = f"{len(self.pieces)} convolutions in pieces"
+            return cut if others == WHOLE else f"{others}, {cut}"
         if self.fuse:
             return f"batch norm fused ({self.fuse}{', large maps' if self.large_only else ''})"
         if not self.depth:
@@ -39,9 +65,12 @@ class Variant:
     @property
     def means(self) -> frozenset[str]:
         """What has to be allowed for it."""
+        used = {"pieces"} if self.pieces else set()
         if self.fuse:
-            return frozenset({"fuse"})
-        return frozenset({"exact_split" if self.exact else "split"}) if self.depth else frozenset()
+            used.add("fuse")
+        elif self.depth:
+            used.add("exact_split" if self.exact else "split")
+        return frozenset(used)
 
 
 WHOLE = Variant()

@@ -16,6 +16,7 @@ from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
 from shoal.capture.dynamo import refusals
 from shoal.capture.lower import lower
+from shoal.capture.pieces import in_pieces
 from shoal.capture.step_reader import capture
 from shoal.capture.traced_strides import Departure
 from shoal.core.plan import Plan
@@ -141,6 +142,7 @@ class PlannedStep:
                 parameters=self.places.parameters,
                 layers=self.places.layers,
             )
+            captured = in_pieces(captured, self.form.variant.pieces)
         self.fingerprint = captured.graph.fingerprint
         captured = self.session.in_traced_layouts(captured)
         with unset_fake_temporarily():

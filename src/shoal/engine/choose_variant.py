@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused, is_of_a_module
+from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.core.plan import Plan
+from shoal.core.variant import Pieces
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.search.best_variant import Priced, best_variant
 from shoal.engine.search.variants import Variants
@@ -44,7 +46,7 @@ def compile_chosen(
         BudgetError: no form fits.
         PlanError: the given plan is for a form that the step does not have.
     """
-    variants = Variants(gm, session.options.means)
+    variants = Variants(gm, session.options.form_means)
     if session.ready_plan is not None:
         return _compile_as_planned(session.ready_plan, variants, compile_form)
     if session.options.budget_bytes is None or not _trains(example_inputs) or not variants.any:
@@ -54,7 +56,7 @@ def compile_chosen(
     if known is not None:
         try:
             return compile_form(variants.graph(known), Form(known))
-        except (BudgetError, Refused):
+        except (BudgetError, PlanError, Refused):
             pass  # there may be another that fits
     return _compile_best(session, variants, key, capture, compile_form)
 
@@ -70,16 +72,28 @@ def _compile_best(
 
     def price(graph: fx.GraphModule) -> Priced[_Made]:
         with no_memory_limit():
-            captured = session.in_traced_layouts(capture(graph))
+            captured = capture(graph)
+        return priced(captured)
+
+    def priced(captured: Captured) -> Priced[_Made]:
+        laid_out = session.in_traced_layouts(captured)
         with unset_fake_temporarily():
-            planning = session.planning(captured, captured.device)
+            planning = session.planning(laid_out, laid_out.device)
 
         def plan(budget_bytes: int) -> tuple[_Made, Plan]:  # the session's own
             with unset_fake_temporarily():
                 planned, loop = session.try_to_plan(planning)
-            return (captured, planned, loop), planned.plan
+            return (laid_out, planned, loop), planned.plan
 
-        return Priced(planning.priced(session.least_loop(planning)), plan, encodes=session.options.lossy is not None)
+        def cut() -> tuple[tuple[Pieces, ...], Priced[_Made]] | None:
+            if "pieces" not in session.options.form_means:
+                return None
+            with no_memory_limit(), unset_fake_temporarily():
+                pieces = choose_pieces(captured, known)
+                return (pieces, priced(in_pieces(captured, pieces))) if pieces else None
+
+        known = planning.priced(session.least_loop(planning))
+        return Priced(known, plan, session.options.lossy is not None, cut)
 
     best = best_variant(variants, price, session.options.budget_bytes or 0, session.name)
     session.status.variants[key] = best.variant

@@ -207,6 +207,12 @@ class CompileOptions:
         check_optimizer(optimizer)
         return cls.of(**given), optimizer
 
+    @property
+    def form_means(self) -> frozenset[str]:
+        """The means that the forms of a step may use: `joint` alone chooses pieces, and Inductor does not know them."""
+        chooses = self.planner == _ENCODING_PLANNER and self.kernels == "eager"
+        return self.means if chooses else self.means - {"pieces"}
+
     def offloading(self, device_type: str) -> Offloading | None:
         """Where saved tensors may wait on a device; None for nowhere. Inductor's graphs leave them where they are."""
         return None if self.kernels == "inductor" else self.offload.on(device_type)

@@ -13,12 +13,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal import planners
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
+from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
 from shoal.core.plan import Plan
 from shoal.core.sizes import MAX_BYTES
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
+from shoal.core.variant import Pieces
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
@@ -123,8 +125,14 @@ class Pricing:
                 check_own_plan(found.captured_graph, found.graph, found.residences, budget_bytes)
             return None, found
 
+        def cut() -> tuple[tuple[Pieces, ...], Priced[None]] | None:
+            with unset_fake_temporarily():
+                here = self.target is None and "pieces" in self.options.form_means
+                pieces = choose_pieces(captured, known) if here else ()
+                return (pieces, self._priced(in_pieces(captured, pieces), device)) if pieces else None
+
         known = costed(captured)
-        return Priced(limited_step(means, known), plan, encodes=lossy is not None)
+        return Priced(limited_step(means, known), plan, lossy is not None, cut)
 
     def _link_and_hardware(self, device: torch.device) -> tuple[Link | None, Hardware]:
         offload = self.options.offload

@@ -113,7 +113,7 @@ def _pieces_repeat_bits(
     layouts: tuple[_Layout, ...], dtype: torch.dtype, options: tuple[Any, ...], pieces: int
 ) -> bool:
     with isolated(torch.device("cpu")):
-        operands = [_draw(seed, layout, dtype) for seed, layout in enumerate(layouts)]
+        operands = [draw(seed, layout, dtype) for seed, layout in enumerate(layouts)]
         arguments: tuple[Any, ...] = (*operands, *options)
         whole, changes = allocations.record(lambda: torch.ops.aten.convolution_backward(*arguments))
         cut, fewer_changes = allocations.record(lambda: weight_gradient(*(*arguments, pieces)))
@@ -125,7 +125,7 @@ def _pieces_repeat_bits(
         )
 
 
-def _draw(seed: int, layout: _Layout, dtype: torch.dtype) -> torch.Tensor:
+def draw(seed: int, layout: _Layout, dtype: torch.dtype) -> torch.Tensor:
     shape, stride = layout
     memory = torch.empty(_span_elems(shape, stride), dtype=dtype)
     return memory.normal_(generator=torch.Generator().manual_seed(seed)).as_strided(shape, stride)

@@ -1,9 +1,10 @@
-"""The fastest form of a step inside a budget: as it is, with batch norms fused, on patches.
+"""The fastest form of a step inside a budget: as it is, with batch norms fused, convolutions in pieces, on patches.
 
 Forms are captured and priced, none is run as a whole. A relaxed program bounds each from below (see
-`planners.joint.least_seconds`), and only what could be faster than the best plan so far is planned in full. Overlapping
-patches compute their halos besides what the network computes, so they are looked at where the other forms are slowed
-down by more than that, or do not fit. Counts of ops end the search, never a clock.
+`planners.joint.least_seconds`), and only what could be faster than the best plan so far is planned in full.
+Convolutions in pieces take less scratch and mostly more time, so the forms are looked at with them where they are
+slowed down, or do not fit. Overlapping patches compute their halos besides what the network computes, so they are
+looked at where the other forms are slowed down by more than that. Counts of ops end the search, never a clock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shoal.core.plan import Plan
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
-from shoal.core.variant import WHOLE, Candidate, Variant
+from shoal.core.variant import WHOLE, Candidate, Pieces, Variant
 from shoal.engine.search.variants import PatchWork, Variants
 from shoal.errors import BudgetError
 from shoal.planners.joint import least_peak_bytes, least_seconds
@@ -44,11 +45,13 @@ class Priced(Generic[Made]):
         graph: with seconds, workspaces and all that the training loop holds.
         plan: plans it inside a budget, or raises BudgetError; what the caller wants of it, and the plan.
         encodes: whether storages may be encoded, which makes room that the relaxed program does not know of.
+        cut: the same form with convolutions in pieces, and which those are; None where there are none.
     """
 
     graph: StepGraph
     plan: Callable[[int], tuple[Made, Plan]]
     encodes: bool = False
+    cut: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
 
     def least_seconds(self, budget_bytes: int) -> float:
         """The lower bound of the step inside the budget: see `planners.joint.least_seconds`."""
@@ -89,6 +92,8 @@ def best_variant(
     """
     search = _Search(variants, price, budget_bytes)
     search.consider([WHOLE, *variants.fused()])
+    if search.is_slowed:
+        search.consider_pieces()
     if search.is_slowed:
         for variant in variants.split():
             if search.is_worth_capturing(variant):
@@ -132,32 +137,57 @@ def captured_form(
         raise Refused(f"cannot be captured ({reason})") from error
 
 
+@dataclass(frozen=True)
+class _Form(Generic[Made]):
+    variant: Variant
+    graph: fx.GraphModule
+    priced: Priced[Made]
+
+
 class _Search(Generic[Made]):
     def __init__(self, variants: Variants, price: Callable[[fx.GraphModule], Priced[Made]], budget_bytes: int) -> None:
         self._variants, self._price, self._budget_bytes = variants, price, budget_bytes
         self._rows: list[Candidate] = []
-        self._seen: set[str] = set()
+        self._forms: dict[str, _Form[Made]] = {}  # by the step's fingerprint
         self._best: Best[Made] | None = None
-        self._unfit: list[tuple[Variant, fx.GraphModule, Priced[Made]]] = []
+        self._unfit: list[_Form[Made]] = []
         self._n_ops = 0
 
     def consider(self, variants: Iterable[Variant]) -> None:
         """Capture, bound, and plan what may be faster than the best so far, the most promising first."""
-        found: list[tuple[float, Variant, fx.GraphModule, Priced[Made]]] = []
+        found = []
         for variant in variants:
             try:
                 graph, priced = captured_form(self._variants, self._price, variant)
             except Refused as reason:
                 self._left_out(variant, str(reason))
                 continue
-            self._n_ops += len(priced.graph.ops)
-            if priced.graph.fingerprint not in self._seen:  # a form may change nothing
-                self._seen.add(priced.graph.fingerprint)
-                found.append((priced.least_seconds(self._budget_bytes), variant, graph, priced))
-        for bound_seconds, variant, graph, priced in sorted(found, key=lambda one: one[0]):
-            self._try(bound_seconds, variant, graph, priced)
+            found.append(_Form(variant, graph, priced))
+        self._try_each(found)
 
-    def _try(self, bound_seconds: float, variant: Variant, graph: fx.GraphModule, priced: Priced[Made]) -> None:
+    def consider_pieces(self) -> None:
+        """The same forms once more, with convolutions in pieces."""
+        found = []
+        for form in self._forms.values():
+            cut = form.priced.cut()
+            if cut is not None:
+                pieces, priced = cut
+                found.append(_Form(replace(form.variant, pieces=pieces), form.graph, priced))
+        self._try_each(found)
+
+    def _try_each(self, forms: Iterable[_Form[Made]]) -> None:
+        bounded = []
+        for form in forms:
+            self._n_ops += len(form.priced.graph.ops)
+            fingerprint = form.priced.graph.fingerprint
+            if fingerprint not in self._forms:  # a form may change nothing
+                self._forms[fingerprint] = form
+                bounded.append((form.priced.least_seconds(self._budget_bytes), form))
+        for bound_seconds, form in sorted(bounded, key=lambda one: one[0]):
+            self._try(bound_seconds, form)
+
+    def _try(self, bound_seconds: float, form: _Form[Made]) -> None:
+        variant, priced = form.variant, form.priced
         kept = simulate(priced.graph, {})
         row = Candidate(
             variant,
@@ -171,19 +201,19 @@ class _Search(Generic[Made]):
         )
         best = self._best
         if math.isinf(bound_seconds):
-            self._unfit.append((variant, graph, priced))
+            self._unfit.append(form)
         elif best is None or bound_seconds < best.plan.predicted_seconds:
             try:
                 made, plan = priced.plan(self._budget_bytes)
             except BudgetError as error:
                 least_bytes = error.least_feasible_bytes
                 row = replace(row, outcome=f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit")
-                self._unfit.append((variant, graph, priced))
+                self._unfit.append(form)
             else:
                 seconds, peak_bytes = plan.predicted_seconds, plan.predicted_peak_bytes
                 row = replace(row, seconds=seconds, peak_bytes=peak_bytes, outcome="slower")
                 if best is None or seconds < best.plan.predicted_seconds:
-                    self._best = Best(variant, graph, made, plan)
+                    self._best = Best(variant, form.graph, made, plan)
         self._rows.append(row)
 
     @property
@@ -212,20 +242,37 @@ class _Search(Generic[Made]):
 
     def answer(self) -> Best[Made]:
         """The best, with the table of all."""
-        best = self._best or self._nearest()
+        best = self._unless_faster_whole(self._best) if self._best else self._nearest()
         rows = tuple(replace(row, outcome="chosen") if row.variant == best.variant else row for row in self._rows)
         return replace(best, plan=replace(best.plan, variant=best.variant, candidates=rows))
 
+    def _unless_faster_whole(self, best: Best[Made]) -> Best[Made]:
+        """Where pieces are best and the bound alone says that the form does not fit whole: few orders are in it."""
+        whole = replace(best.variant, pieces=())
+        place = next(
+            (n for n, row in enumerate(self._rows) if row.variant == whole and row.bound_seconds is None), None
+        )
+        form = next((form for form in self._unfit if form.variant == whole), None)
+        if whole == best.variant or place is None or form is None:
+            return best
+        try:
+            made, plan = form.priced.plan(self._budget_bytes)
+        except BudgetError:
+            return best
+        seconds, peak_bytes = plan.predicted_seconds, plan.predicted_peak_bytes
+        self._rows[place] = replace(self._rows[place], seconds=seconds, peak_bytes=peak_bytes, outcome="slower")
+        return Best(whole, form.graph, made, plan) if seconds < best.plan.predicted_seconds else best
+
     def _nearest(self) -> Best[Made]:
         """What needs least of what seems to and of the model's own form: its error says how much that is."""
-        seems = min(self._unfit, key=lambda one: least_peak_bytes(one[2].graph))
+        seems = min(self._unfit, key=lambda form: least_peak_bytes(form.priced.graph))
         refused: dict[Variant, BudgetError] = {}
-        for variant, graph, priced in (seems, next(one for one in self._unfit if one[0] == WHOLE)):
-            if variant not in refused:
+        for form in (seems, next(form for form in self._unfit if form.variant == WHOLE)):
+            if form.variant not in refused:
                 try:
-                    return Best(variant, graph, *priced.plan(self._budget_bytes))
+                    return Best(form.variant, form.graph, *form.priced.plan(self._budget_bytes))
                 except BudgetError as error:
-                    refused[variant] = error
+                    refused[form.variant] = error
         variant, nearest = min(refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
         hint = f"computed otherwise than the model says it ({variant}), which needs least of what was tried"
         raise nearest if variant == WHOLE else nearest.with_hint(hint)

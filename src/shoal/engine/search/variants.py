@@ -1,10 +1,13 @@
-"""The forms that a captured step can take: whole, with batch norms fused, on patches. Each is a graph to be traced."""
+"""The forms that a captured step can take: whole, with batch norms fused, on patches. Each is a graph to be traced.
+
+That convolutions are computed in pieces changes the traced step, not the graph: see `shoal.capture.pieces`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 from shoal.capture.layered import LayeredGraph, Refused, as_dynamo_graph, layered
 from shoal.core.variant import WHOLE, Variant
 from shoal.errors import CaptureError, InputError
+from shoal.kernels.convolution_pieces import may_be_worth_pieces
 from shoal.transforms.fuse.fuse_graph import fuse_graph, highest_level
 from shoal.transforms.fuse.fusion_size import MIN_ELEMS, FusionSize
 from shoal.transforms.split.patch_sizes import Measuring, check_patches
@@ -24,6 +28,10 @@ from shoal.transforms.split.split_graph import split_graph
 from shoal.transforms.split.split_plan import SplitPlan, plan_split
 from shoal.transforms.split.split_region import SplitRegion, choose_region
 
+_CONVOLUTIONS = (
+    *(torch.conv1d, torch.conv2d, torch.conv3d),
+    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+)
 _DEPTHS = (0.5, 0.75)
 _PARTS = (2, 3, 4)  # along each dimension
 
@@ -48,8 +56,19 @@ class Variants:
 
     @property
     def any(self) -> bool:
-        """Whether the step has another form than its own."""
-        return next(self.fused(), None) is not None or next(self.split(), None) is not None
+        """Whether the step has another form than its own, or may have one with convolutions in pieces."""
+        return self._may_cut or next(self.fused(), None) is not None or next(self.split(), None) is not None
+
+    @property
+    def _may_cut(self) -> bool:
+        if "pieces" not in self._means:
+            return False
+        for node in self._gm.graph.nodes:
+            values = [one.meta.get("example_value") for one in (*node.all_input_nodes[:2], node)]
+            known = node.target in _CONVOLUTIONS and all(isinstance(value, torch.Tensor) for value in values)
+            if known and may_be_worth_pieces(*values):
+                return True
+        return False
 
     def fused(self) -> Iterator[Variant]:
         """With batch norms done by their neighbours, where there are any."""
@@ -88,7 +107,7 @@ class Variants:
         Raises:
             Refused: the step does not have that form.
         """
-        if variant == WHOLE:
+        if replace(variant, pieces=()) == WHOLE:
             return self._gm
         source = layered(self._gm)  # a copy of its own: transforms change graphs
         if variant.fuse:

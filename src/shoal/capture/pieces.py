@@ -1,0 +1,77 @@
+"""A captured step with some of its convolutions in pieces, where their scratch makes the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from shoal.capture.captured import Captured
+from shoal.capture.fx_nodes import copied_joint
+from shoal.capture.op_counts import flops
+from shoal.capture.step_reader import read_joint
+from shoal.core.step import Op, StepGraph
+from shoal.core.variant import Pieces
+from shoal.errors import PlanError
+from shoal.kernels.convolution_pieces import IN_PIECES, WORTH_PIECES_BYTES, Cut, choose
+
+_NEAR_WHAT_STAYS = 0.5  # what else is held while an op runs differs about that much
+
+
+def choose_pieces(captured: Captured, graph: StepGraph) -> tuple[Pieces, ...]:
+    """Which convolutions of a step to compute in pieces, and in how many: those that set its smallest peak.
+
+    From the op that needs the most bytes, with operands, results and scratch, down to where the others need half of
+    what stays at most: the fewer are cut, the less time that takes. They come in the order of the step.
+
+    Args:
+        captured: the step, to be run on this machine.
+        graph: the same with workspaces.
+    """
+    needed_bytes = {op.name: _needed_bytes(op, graph) for op in graph.ops}
+    found: dict[str, Pieces] = {}
+    stays_bytes = 0
+    for op in sorted(graph.ops, key=lambda op: needed_bytes[op.name], reverse=True):
+        if needed_bytes[op.name] < _NEAR_WHAT_STAYS * stays_bytes:
+            break
+        cut = _cut(op, captured, graph)
+        if cut is not None:
+            found[op.name] = Pieces(op.name, cut.dim, cut.count)
+        stays_bytes = max(stays_bytes, needed_bytes[op.name] - (cut.saved_bytes if cut is not None else 0))
+    return tuple(found[op.name] for op in graph.ops if op.name in found)
+
+
+def _cut(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
+    node = captured.node_of.get(op.name)
+    result_bytes = sum(graph.storages[storage].nbytes for storage in op.writes)
+    if node is None or node.target not in IN_PIECES or op.workspace_bytes < max(result_bytes, WORTH_PIECES_BYTES):
+        return None
+    arguments = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
+    return choose(node.target, arguments)  # type: ignore[arg-type]
+
+
+def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
+    """The step with these convolutions in pieces; `captured` stays as it is.
+
+    Raises:
+        PlanError: one of them is no convolution of this step, or Inductor is to run it.
+    """
+    if not chosen:
+        return captured
+    if captured.read_with.aten_only:
+        raise PlanError("the plan computes convolutions in pieces, which Inductor does not know; give kernels='eager'")
+    joint = copied_joint(captured.joint)
+    node_called = {node.name: node for node in joint.graph.nodes}
+    for cut in chosen:
+        node = node_called.get(cut.op)
+        if node is None or node.target not in IN_PIECES:
+            raise PlanError(f"the plan cuts {cut.op!r} into pieces, which is no convolution here; plan this step anew")
+        node.meta["flops"] = flops(node)
+        node.target, node.args = IN_PIECES[node.target], (*node.args, cut.dim, cut.count)
+    joint.graph.lint()
+    return read_joint(joint, captured.backward_names, captured.read_with)
+
+
+def _needed_bytes(op: Op, graph: StepGraph) -> int:
+    held = {*op.reads, *op.writes}
+    return op.workspace_bytes + sum(graph.storages[storage].nbytes for storage in held)

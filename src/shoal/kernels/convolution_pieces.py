@@ -1,0 +1,384 @@
+"""A convolution and its gradients in pieces: the same bits with less scratch.
+
+PyTorch's convolutions on the CPU may take a scratch of many times their tensors: 27 times the input of a small 3-D one
+on a batch of one, which is unfolded for a matrix product, and two to three times in oneDNN, which converts tensors into
+blocked layouts. A part of the result needs scratch for that part alone. Samples are independent, and so are slabs along
+the first spatial dimension with what the kernel reaches beyond them, and the channels of a weight's gradient.
+
+A piece may be computed by another kernel than the whole, so `choose` tests on this machine, with the same shapes,
+whether pieces repeat its bits and what they save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.kernels.convolution import draw
+from shoal.kernels.convolution import input_gradient as whole_input_gradient
+from shoal.kernels.memory_format import suggested_memory_format
+from shoal.lowlevel import allocations
+from shoal.lowlevel.torch_internals import isolated
+
+_aten = torch.ops.aten
+
+WORTH_PIECES_BYTES = 4 << 20
+"""A smaller scratch is left alone."""
+_SAMPLES, _SLABS = 0, 2
+_N_SLABS = (4, 8)
+_N_CHANNEL_PIECES = (4, 8)  # with fewer channels at a time oneDNN slows down
+_MAX_PIECES = 16
+_WORTH_SHARE = 0.25  # of the scratch, to be saved
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How something is cut: along which dimension, into how many pieces, and how much less scratch they take."""
+
+    dim: int
+    count: int
+    saved_bytes: int
+
+
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    dim: int,
+    pieces: int,
+) -> torch.Tensor:
+    """`aten.convolution` of the same arguments in so many pieces along `dim` of its result: 0, samples; 2, slabs."""
+
+    def convolved(read: torch.Tensor, pads: Sequence[int], extra: Sequence[int]) -> torch.Tensor:
+        result: torch.Tensor = _aten.convolution(read, weight, bias, stride, pads, dilation, transposed, extra, groups)
+        return result
+
+    if dim == _SAMPLES:
+        spans = _spans(x.shape[0], pieces)
+        return _joined(
+            x.shape[0], dim, ((*span, convolved(x[slice(*span)], padding, output_padding)) for span in spans)
+        )
+    step, pad, reach = window = _window(weight, stride, padding, dilation)
+    if transposed:
+        length = (x.shape[2] - 1) * step - 2 * pad + reach + 1 + output_padding[0]
+        scattered = _scattered(
+            x, length, pieces, window, lambda read, _: convolved(read, [0, *padding[1:]], [0, *output_padding[1:]])
+        )
+        return _joined(length, dim, scattered, bias)
+    length = (x.shape[2] + 2 * pad - reach - 1) // step + 1
+    gathered = _gathered(
+        x, length, pieces, window, lambda read, _, own_pad: convolved(read, [own_pad, *padding[1:]], output_padding)
+    )
+    return _joined(length, dim, gathered)
+
+
+def input_gradient(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    input_shape: Sequence[int],
+    input_stride: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    dim: int,
+    pieces: int,
+) -> torch.Tensor:
+    """`convolution.input_gradient` of the same arguments in so many pieces along `dim`: 0, samples; 2, slabs.
+
+    The input is contiguous or channels_last.
+    """
+    length = input_shape[dim]
+    channels_last = tuple(input_stride) != _strides(input_shape, False)
+
+    def of(read: torch.Tensor, n: int, pads: Sequence[int], extra: Sequence[int]) -> torch.Tensor:
+        shape = [n if axis == dim else size for axis, size in enumerate(input_shape)]
+        layout = shape, _strides(shape, channels_last)
+        return whole_input_gradient(read, weight, *layout, stride, pads, dilation, transposed, extra, groups)
+
+    if dim == _SAMPLES:
+        spans = _spans(length, pieces)
+        return _joined(length, dim, ((i, end, of(grad[i:end], end - i, padding, output_padding)) for i, end in spans))
+    window = _window(weight, stride, padding, dilation)
+    if not transposed:
+        scattered = _scattered(
+            grad, length, pieces, window, lambda read, n: of(read, n, [0, *padding[1:]], output_padding)
+        )
+        return _joined(length, dim, scattered)
+
+    def of_slab(read: torch.Tensor, n: int, own_pad: int) -> torch.Tensor:
+        step, _, reach = window
+        extra = read.shape[2] + 2 * own_pad - reach - 1 - (n - 1) * step
+        return of(read, n, [own_pad, *padding[1:]], [extra, *output_padding[1:]])
+
+    return _joined(length, dim, _gathered(grad, length, pieces, window, of_slab))
+
+
+def weight_gradient(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    wanted: Sequence[bool],
+    dim: int,
+    pieces: int,
+) -> tuple[None, torch.Tensor, torch.Tensor | None]:
+    """`aten.convolution_backward` of the same arguments, the channels along `dim` of the weight in so many pieces.
+
+    The convolution is not grouped, and `wanted` asks for no gradient of the input.
+    """
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    of_weight, of_bias = torch.empty_like(weight), grad.new_empty(grad.shape[1]) if wanted[2] else None
+    of_results = (dim == 0) != transposed  # those channels are the result's, or the input's
+    for begin, end in _spans(weight.shape[dim], pieces):
+        some = slice(begin, end)
+        read = (grad[:, some], x) if of_results else (grad, x[:, some])
+        sizes = None if bias_sizes is None else [read[0].shape[1]]
+        mask = [False, True, wanted[2] and (of_results or begin == 0)]
+        part = weight[some] if dim == 0 else weight[:, some]
+        _, piece, bias = _aten.convolution_backward(*read, part, sizes, *options, mask)
+        of_weight.narrow(dim, begin, end - begin).copy_(piece)
+        if of_bias is not None and bias is not None:
+            (of_bias[some] if of_results else of_bias).copy_(bias)
+        del piece  # before the next is allocated
+    return None, of_weight, of_bias
+
+
+class _Window(NamedTuple):
+    """Of a filter along the first spatial dimension; `reach`: to how many elements beyond the first."""
+
+    step: int
+    pad: int
+    reach: int
+
+
+def _window(weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> _Window:
+    return _Window(stride[0], padding[0], (weight.shape[2] - 1) * dilation[0])
+
+
+_Part = tuple[int, int, torch.Tensor]  # from where to where in the result
+
+
+def _gathered(
+    source: torch.Tensor,
+    length: int,
+    pieces: int,
+    window: _Window,
+    compute: Callable[[torch.Tensor, int, int], torch.Tensor],
+) -> Iterator[_Part]:
+    """Slabs of a result of which each row reads a window of rows. `compute`: rows read, rows wanted, padding → rows."""
+    step, pad, reach = window
+    n_rows = source.shape[2]
+    for begin, end in _spans(length, pieces):
+        first, stop = begin * step - pad, (end - 1) * step - pad + reach + 1
+        if first >= 0 and stop <= n_rows:
+            yield begin, end, compute(source[:, :, first:stop], end - begin, 0)
+            continue
+        # At an edge the convolution pads by itself, on both sides: rows besides are computed and dropped.
+        start = max(0, min(begin - -(-pad // step), (n_rows - 1) // step))
+        read = source[:, :, start * step : max(start * step + 1, stop)]
+        some = compute(read, (read.shape[2] + 2 * pad - reach - 1) // step + 1, pad)
+        yield begin, end, some[:, :, begin - start : end - start]
+        del some  # before the next is allocated
+
+
+def _scattered(
+    source: torch.Tensor,
+    length: int,
+    pieces: int,
+    window: _Window,
+    compute: Callable[[torch.Tensor, int], torch.Tensor],
+) -> Iterator[_Part]:
+    """Slabs of a result to which each row read adds a window of rows. `compute`: rows read, rows wanted → rows.
+
+    What no window covers is left out. The first slab reads something: the padding is not larger than the reach.
+    """
+    step, pad, reach = window
+    for begin, end in _spans(length, pieces):
+        start = max(0, -(-(begin + pad - reach) // step))
+        beyond = min(source.shape[2], (end - 1 + pad) // step + 1)
+        if beyond <= start:  # between the windows
+            continue
+        first, stop = start * step - pad, (beyond - 1) * step - pad + reach + 1
+        some = compute(source[:, :, start:beyond], stop - first)
+        inner, outer = max(begin, first), min(end, stop)
+        yield inner, outer, some[:, :, inner - first : outer - first]
+        del some  # before the next is allocated
+
+
+def _joined(length: int, dim: int, parts: Iterator[_Part], fill: torch.Tensor | None = None) -> torch.Tensor:
+    """The result of so many elements along `dim`, in order; between its parts, `fill` by channels, or zeros."""
+    out: torch.Tensor | None = None
+    done = 0
+
+    def leave_out(upto: int) -> None:
+        assert out is not None
+        gap = out.narrow(dim, done, upto - done)
+        if fill is None:
+            gap.zero_()
+        else:
+            gap.copy_(fill.view(-1, *[1] * (gap.dim() - 2)).expand_as(gap))
+
+    for begin, end, part in parts:
+        out = _empty(part, dim, length) if out is None else out
+        leave_out(begin)
+        out.narrow(dim, begin, end - begin).copy_(part)
+        done = end
+        del part  # before the next is allocated
+    leave_out(length)
+    assert out is not None
+    return out
+
+
+def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
+    """How a convolution or one of its gradients is best cut into pieces; None: not at all.
+
+    It is cut where its scratch is at least the bytes of its result and 4 MiB, pieces repeat its bits on this machine
+    with these shapes, and save a quarter of the scratch; of several ways, the one that needs least.
+
+    Args:
+        whole: `aten.convolution.default`, `convolution.input_gradient` or `aten.convolution_backward.default` for the
+            weight's gradient.
+        arguments: its arguments. Tensors may be fake: only their shapes, strides, dtypes and devices are read.
+
+    Returns:
+        What `IN_PIECES[whole]` takes besides, and what that saves.
+    """
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    numbers = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
+    if not all(type(size) is int for size in numbers) or allocations.is_busy():
+        return None
+    if any(tensor.device.type != "cpu" or tensor.dtype not in _DTYPES for tensor in tensors):
+        return None
+    return _best_cut(whole, tuple(_frozen(value) for value in arguments), torch.get_num_threads())
+
+
+def may_be_worth_pieces(x: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether the scratch of a convolution of these shapes, or of its gradients, may be as large as `choose` asks for.
+
+    Tensors may be fake.
+    """
+    if x.device.type != "cpu" or x.dim() != weight.dim():
+        return False
+    elems = x.numel() + result.numel()
+    if x.dim() == 5 and x.shape[0] == 1:  # it may be unfolded
+        elems = max(elems, prod(weight.shape[2:]) * max(x.numel(), result.numel()))
+    return bool(elems * x.element_size() >= WORTH_PIECES_BYTES)
+
+
+IN_PIECES: dict[Any, Callable[..., Any]] = {
+    _aten.convolution.default: forward,
+    whole_input_gradient: input_gradient,
+    _aten.convolution_backward.default: weight_gradient,
+}
+"""What computes each in pieces."""
+
+
+class _Tensor(NamedTuple):
+    """What is read of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@lru_cache(maxsize=1024)
+def _best_cut(whole: Callable[..., Any], frozen: tuple[Any, ...], n_threads: int) -> Cut | None:
+    del n_threads  # kernels and scratches differ by it, so it is part of the key
+    ways = list(_ways(whole, frozen))
+    if not ways:
+        return None
+    best: Cut | None = None
+    with isolated(torch.device("cpu")):
+        arguments = [
+            draw(place, (value.shape, value.stride), value.dtype) if isinstance(value, _Tensor) else value
+            for place, value in enumerate(frozen)
+        ]
+        expected, changes = allocations.record(lambda: _results(whole(*arguments)))
+        result_bytes = sum(result.nbytes for result in expected)
+        whole_bytes = allocations.peak_bytes(changes)
+        scratch_bytes = whole_bytes - result_bytes
+        if scratch_bytes < max(result_bytes, WORTH_PIECES_BYTES):
+            return None
+        least_saved_bytes = _WORTH_SHARE * scratch_bytes
+        for way in ways:
+            found, changes = allocations.record(lambda way=way: _results(IN_PIECES[whole](*arguments, *way)))  # type: ignore[misc]
+            same = all(
+                torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+                for ours, theirs in zip(found, expected, strict=True)
+            )
+            saved_bytes = whole_bytes - allocations.peak_bytes(changes)
+            if same and saved_bytes > least_saved_bytes:
+                best, least_saved_bytes = Cut(*way, saved_bytes), saved_bytes
+    return best
+
+
+def _ways(whole: Callable[..., Any], frozen: tuple[Any, ...]) -> Iterator[tuple[int, int]]:
+    if whole is _aten.convolution_backward.default:
+        weight, groups, wanted = (frozen[place] for place in (2, 9, 10))
+        if groups == 1 and not wanted[0] and wanted[1]:
+            yield from ((dim, n) for dim in (0, 1) for n in _N_CHANNEL_PIECES if weight.shape[dim] >= n)
+        return
+    shape = frozen[2] if whole is whole_input_gradient else frozen[0].shape
+    weight, padding, dilation = frozen[1], frozen[-5], frozen[-4]
+    if len(shape) != len(weight.shape) or 0 in shape:
+        return
+    if shape[0] > 1:
+        yield _SAMPLES, min(shape[0], _MAX_PIECES)
+    reach = (weight.shape[2] - 1) * dilation[0]
+    for pieces in _N_SLABS if padding[0] <= reach else ():
+        if shape[2] // pieces >= max(1, reach):  # what slabs share is computed twice
+            yield _SLABS, pieces
+
+
+def _results(made: Any) -> list[torch.Tensor]:
+    return [one for one in (made if isinstance(made, tuple) else (made,)) if one is not None]
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Tensor(tuple(value.shape), value.stride(), value.dtype)
+    return tuple(value) if isinstance(value, Sequence) else value
+
+
+def _spans(length: int, pieces: int) -> Iterator[tuple[int, int]]:
+    step = -(-length // pieces)
+    return ((begin, min(length, begin + step)) for begin in range(0, length, step))
+
+
+def _empty(piece: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Room for a result of so many elements along `dim`, laid out as its piece is."""
+    shape = list(piece.shape)
+    shape[dim] = length
+    return piece.new_empty_strided(
+        shape, _strides(shape, suggested_memory_format(piece) is not torch.contiguous_format)
+    )
+
+
+def _strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
+    order = [0, *range(2, len(shape)), 1] if channels_last else range(len(shape))
+    strides, step = [0] * len(shape), 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= max(1, shape[axis])
+    return tuple(strides)

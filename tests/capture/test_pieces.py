@@ -1,0 +1,93 @@
+"""Which convolutions of a captured step are computed in pieces, and the step in which they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.capture import pieces
+from shoal.capture.capture_step import capture_step
+from shoal.capture.captured import Captured
+from shoal.capture.encode_activations import encoded, offers
+from shoal.capture.pieces import choose_pieces, in_pieces
+from shoal.core.lossy import LossyOptions
+from shoal.core.simulate import simulate
+from shoal.core.step import StepGraph
+from shoal.core.variant import Pieces
+from shoal.cost.profile import profile_step
+from shoal.errors import PlanError
+
+CPU = torch.device("cpu")
+TARGETS = {"shoal.convolution_pieces.forward", "shoal.convolution_pieces.input_gradient"} | {
+    "shoal.convolution_pieces.weight_gradient"
+}
+
+
+@pytest.fixture(scope="module")
+def profiled() -> tuple[Captured, StepGraph]:
+    """On a batch of one; PyTorch unfolds the input of the second convolution, and the third is small."""
+    torch.manual_seed(0)
+    layers = [nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 4, 3, padding=1), nn.ReLU(), nn.MaxPool3d(4)]
+    model = nn.Sequential(*layers, nn.Conv3d(4, 4, 3, padding=1), nn.Flatten())
+    captured, _ = capture_step(model, torch.randn(1, 2, 24, 24, 24), name="small")
+    return captured, profile_step(captured, CPU)
+
+
+def test_those_are_chosen_whose_scratch_may_make_the_peak(profiled: tuple[Captured, StepGraph]) -> None:
+    captured, graph = profiled
+    chosen = choose_pieces(captured, graph)
+    assert [graph.op_called[cut.op].layer for cut in chosen] == ["2", "2", "2"]  # with both gradients
+    assert all(graph.op_called[cut.op].workspace_bytes >= 4 << 20 for cut in chosen)
+
+
+def test_the_step_computes_the_same_with_less_scratch(profiled: tuple[Captured, StepGraph]) -> None:
+    captured, graph = profiled
+    chosen = choose_pieces(captured, graph)
+    cut = in_pieces(captured, chosen)
+    after = profile_step(cut, CPU)
+    assert {op.target for op in after.ops} & TARGETS == TARGETS
+    assert not TARGETS & {op.target for op in captured.graph.ops}  # it stays as it was
+    names = {one.op for one in chosen}
+    for before, now in zip(graph.ops, after.ops, strict=True):
+        assert (before.name, before.reads, before.writes, before.flops) == (now.name, now.reads, now.writes, now.flops)
+        if before.name in names:
+            assert now.workspace_bytes < before.workspace_bytes / 2
+        else:
+            assert (before.target, before.workspace_bytes) == (now.target, now.workspace_bytes)
+    assert simulate(after, {}).peak_bytes < 0.6 * simulate(graph, {}).peak_bytes
+    assert in_pieces(captured, ()) is captured
+
+
+def test_what_needs_less_than_an_op_that_stays_whole_is_not_tried(
+    profiled: tuple[Captured, StepGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, graph = profiled
+    monkeypatch.setattr(pieces, "choose", lambda *_: pytest.fail("tried"))
+    pooling = next(op for op in graph.ops if op.target == "shoal.pooling.forward")
+    larger = tuple(replace(op, workspace_bytes=1 << 30) if op is pooling else op for op in graph.ops)
+    assert choose_pieces(captured, replace(graph, ops=larger)) == ()
+
+
+def test_a_plan_of_another_step_is_refused_by_the_op_it_cuts(profiled: tuple[Captured, StepGraph]) -> None:
+    captured, _ = profiled
+    for op in ("nothing", "relu"):
+        with pytest.raises(PlanError, match=f"'{op}' into pieces"):
+            in_pieces(captured, [Pieces(op, 0, 2)])
+    for_inductor = replace(captured, read_with=replace(captured.read_with, aten_only=True))
+    with pytest.raises(PlanError, match="Inductor"):
+        in_pieces(for_inductor, [Pieces("convolution", 0, 2)])
+
+
+def test_what_could_be_encoded_of_the_whole_step_can_be_in_pieces(profiled: tuple[Captured, StepGraph]) -> None:
+    captured, graph = profiled
+    lossy = LossyOptions("dynamic_tree")
+    cut = in_pieces(captured, choose_pieces(captured, graph))
+    offered = offers(cut, lossy)
+    assert offered and offered == offers(captured, lossy)
+    step = encoded(cut, [offered[0].storage], lossy).graph
+    decoding = step.op_called[next(op.name for op in step.ops if op.target.endswith(".decode"))]
+    readers = [step.ops[op].target for storage in decoding.writes for op in step.readers[storage]]
+    assert readers == ["shoal.convolution_pieces.weight_gradient"]

@@ -1,0 +1,118 @@
+"""Convolutions in pieces under a budget: taken where it is tight, with the bits of plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.core.plan import Plan
+from shoal.core.records import read_record
+from shoal.core.variant import WHOLE, Pieces, Variant
+from shoal.errors import BudgetError, PlanError
+
+VOLUME = (1, 4, 20, 20, 20)
+WITHOUT = "recompute, offload, order"
+
+
+def network() -> nn.Module:
+    """3-D convolutions on a batch of one, which PyTorch unfolds: each takes a scratch of 27 times its input."""
+    torch.manual_seed(0)
+    blocks = [layer for _ in range(3) for layer in (nn.Conv3d(8, 8, 3, padding=1), nn.ReLU())]
+    return nn.Sequential(nn.Conv3d(4, 8, 3, padding=1), nn.ReLU(), *blocks, nn.AdaptiveAvgPool3d(1), nn.Flatten())
+
+
+def volume() -> torch.Tensor:
+    return torch.randn(VOLUME, generator=torch.Generator().manual_seed(1))
+
+
+def least_bytes(allow: str) -> int:
+    with pytest.raises(BudgetError) as refused:
+        shoal.plan(network(), volume(), 1, allow=allow)
+    assert refused.value.least_feasible_bytes is not None
+    return refused.value.least_feasible_bytes
+
+
+@pytest.fixture(scope="module")
+def tight_bytes() -> int:
+    """Less than the step needs without pieces."""
+    tight = least_bytes("bitwise")
+    assert tight < 0.6 * least_bytes(WITHOUT)
+    return tight + 2048  # what a training loop holds besides
+
+
+def trained(model: nn.Module, steps: int = 2) -> nn.Module:
+    for _ in range(steps):
+        model.zero_grad()
+        model(volume()).square().sum().backward()
+    return model
+
+
+def test_a_step_trains_in_a_budget_that_nothing_else_meets_with_the_same_bits(tight_bytes: int) -> None:
+    model, plain = trained(shoal.compile(network(), tight_bytes, allow="bitwise")), trained(network())
+    status: Any = model.shoal
+    assert status.plan.variant.pieces and status.repairs == 0
+    assert status.measured_peak_bytes <= status.predicted_peak_bytes <= tight_bytes
+    assert status.predicted_peak_bytes - status.measured_peak_bytes < 4096
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None and torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_loose_budget_tries_no_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.engine.pricing.choose_pieces", lambda *_: pytest.fail("tried"))
+    plan = shoal.plan(network(), volume(), "1GiB", allow="bitwise")
+    assert plan.variant == WHOLE
+
+
+@pytest.mark.parametrize("how", [{"allow": WITHOUT}, {"allow": "bitwise", "hardware": "p100-nvlink"}])
+def test_they_are_left_out_where_they_are_not_allowed_or_it_runs_elsewhere(how: dict[str, str]) -> None:
+    with pytest.raises(BudgetError) as refused:
+        shoal.plan(network(), volume(), 1, **how)  # type: ignore[arg-type]
+    assert "in pieces" not in str(refused.value)
+
+
+def test_the_plan_says_so_and_runs_as_it_was_saved(tight_bytes: int, tmp_path: Path) -> None:
+    plan = shoal.plan(network(), volume(), tight_bytes, allow="bitwise")
+    assert f"{len(plan.variant.pieces)} convolutions in pieces" in plan.explain()
+    assert {one.variant for one in plan.candidates} == {WHOLE, plan.variant}
+    saved = plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(saved)
+    assert loaded == plan
+    model, plain = trained(shoal.compile(network(), plan=loaded), 1), trained(network(), 1)
+    assert model.shoal.plan.variant == plan.variant  # type: ignore[union-attr]
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None and torch.equal(mine.grad, theirs.grad)
+    fields = json.loads(saved.read_text())
+    fields["variant"]["pieces"].pop()
+    saved.write_text(json.dumps(fields))
+    with pytest.raises(PlanError, match="computed in pieces, and no others"):
+        Plan.load(saved)
+    fields["variant"]["pieces"][0]["dim"] = 7
+    saved.write_text(json.dumps(fields))
+    with pytest.raises(PlanError, match="along 7"):
+        Plan.load(saved)
+
+
+def test_a_frontier_starts_where_pieces_let_it(tight_bytes: int) -> None:
+    frontier = shoal.frontier(network(), volume(), allow="bitwise", points=2)
+    first = frontier.points[0]
+    assert first.budget_bytes <= tight_bytes and first.variant.pieces
+
+
+def test_a_resumed_run_cuts_the_same_convolutions_and_chooses_anew_where_they_are_not_there(tight_bytes: int) -> None:
+    first = trained(shoal.compile(network(), tight_bytes, allow="bitwise"), 1)
+    variants: dict[str, Any] = first.shoal.variants  # type: ignore[union-attr,assignment]
+    ((inputs, variant),) = variants.items()
+    some = replace(variant, pieces=tuple(cut for cut in variant.pieces if "gradient" not in cut.op))
+    assert WHOLE != some != variant
+    for kept, expected in ((some, some), (replace(variant, pieces=(Pieces("nothing", 0, 2),)), variant)):
+        again = shoal.compile(network(), 2 * least_bytes(WITHOUT) if kept == some else tight_bytes, allow="bitwise")
+        again.shoal.variants[inputs] = read_record(Variant, asdict(kept), "variant")  # type: ignore[union-attr,index]
+        trained(again, 1)
+        assert again.shoal.plan.variant == expected  # type: ignore[union-attr]
