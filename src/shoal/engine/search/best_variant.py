@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
-from torch import fx
 
 from shoal.capture.layered import Refused
 from shoal.core.plan import Plan
@@ -23,13 +22,15 @@ from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
-from shoal.engine.search.variants import PatchWork, Variants
+from shoal.engine.search.scaled_step import NotLinear
+from shoal.engine.search.variants import Forms, Graph, PatchWork
 from shoal.errors import BudgetError
 from shoal.planners.joint import least_peak_bytes, least_seconds
 
 log = logging.getLogger("shoal")
 
 Made = TypeVar("Made")
+Cost = TypeVar("Cost")
 _GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
 _MAX_OPS = 12  # of all forms together, as a multiple of the whole step's
 _MIN_OPS = 6_000  # the same for small steps, in ops
@@ -56,30 +57,30 @@ class Priced(Generic[Made]):
 
 
 @dataclass(frozen=True)
-class Best(Generic[Made]):
+class Best(Generic[Graph, Made]):
     """The form that was chosen.
 
     Attributes:
         variant: which.
-        graph: to be traced in place of Dynamo's.
+        graph: of that form, as `Forms` has it.
         made: what `Priced.plan` made of it.
         plan: its plan, with the table of all candidates.
     """
 
     variant: Variant
-    graph: fx.GraphModule
+    graph: Graph
     made: Made
     plan: Plan
 
 
 def best_variant(
-    variants: Variants, price: Callable[[fx.GraphModule], Priced[Made]], budget_bytes: int, name: str
-) -> Best[Made]:
+    variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int, name: str
+) -> Best[Graph, Made]:
     """Choose it.
 
     Args:
         variants: the forms that are allowed.
-        price: captures a form and prices it.
+        price: what the graph of a form costs.
         budget_bytes: most bytes in use at any position.
         name: the model's.
 
@@ -111,9 +112,7 @@ def why_too_many(work: PatchWork, whole_ops: int, captured_ops: int) -> str:
     return f"about {expected_ops} ops, too many to plan" if is_too_many else ""
 
 
-def captured_form(
-    variants: Variants, price: Callable[[fx.GraphModule], Priced[Made]], variant: Variant
-) -> tuple[fx.GraphModule, Priced[Made]]:
+def captured_form(variants: Forms[Graph], price: Callable[[Graph], Cost], variant: Variant) -> tuple[Graph, Cost]:
     """The graph of a form, and what it costs.
 
     Raises:
@@ -122,7 +121,7 @@ def captured_form(
     try:
         graph = variants.graph(variant)
         return graph, price(graph)
-    except (Refused, torch.OutOfMemoryError, MemoryError):
+    except (Refused, NotLinear, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # of whatever PyTorch or a kernel says of a graph that the model's author did not write
         if variant == WHOLE:
@@ -132,18 +131,18 @@ def captured_form(
         raise Refused(f"cannot be captured ({reason})") from error
 
 
-class _Search(Generic[Made]):
-    def __init__(self, variants: Variants, price: Callable[[fx.GraphModule], Priced[Made]], budget_bytes: int) -> None:
+class _Search(Generic[Graph, Made]):
+    def __init__(self, variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> None:
         self._variants, self._price, self._budget_bytes = variants, price, budget_bytes
         self._rows: list[Candidate] = []
         self._seen: set[str] = set()
-        self._best: Best[Made] | None = None
-        self._unfit: list[tuple[Variant, fx.GraphModule, Priced[Made]]] = []
+        self._best: Best[Graph, Made] | None = None
+        self._unfit: list[tuple[Variant, Graph, Priced[Made]]] = []
         self._n_ops = 0
 
     def consider(self, variants: Iterable[Variant]) -> None:
         """Capture, bound, and plan what may be faster than the best so far, the most promising first."""
-        found: list[tuple[float, Variant, fx.GraphModule, Priced[Made]]] = []
+        found: list[tuple[float, Variant, Graph, Priced[Made]]] = []
         for variant in variants:
             try:
                 graph, priced = captured_form(self._variants, self._price, variant)
@@ -157,7 +156,7 @@ class _Search(Generic[Made]):
         for bound_seconds, variant, graph, priced in sorted(found, key=lambda one: one[0]):
             self._try(bound_seconds, variant, graph, priced)
 
-    def _try(self, bound_seconds: float, variant: Variant, graph: fx.GraphModule, priced: Priced[Made]) -> None:
+    def _try(self, bound_seconds: float, variant: Variant, graph: Graph, priced: Priced[Made]) -> None:
         kept = simulate(priced.graph, {})
         row = Candidate(
             variant,
@@ -210,13 +209,13 @@ class _Search(Generic[Made]):
         self._rows.append(Candidate(variant, 0, 0.0, 0, None, None, None, reason))
         return False
 
-    def answer(self) -> Best[Made]:
+    def answer(self) -> Best[Graph, Made]:
         """The best, with the table of all."""
         best = self._best or self._nearest()
         rows = tuple(replace(row, outcome="chosen") if row.variant == best.variant else row for row in self._rows)
         return replace(best, plan=replace(best.plan, variant=best.variant, candidates=rows))
 
-    def _nearest(self) -> Best[Made]:
+    def _nearest(self) -> Best[Graph, Made]:
         """What needs least of what seems to and of the model's own form: its error says how much that is."""
         seems = min(self._unfit, key=lambda one: least_peak_bytes(one[2].graph))
         refused: dict[Variant, BudgetError] = {}
