@@ -14,13 +14,14 @@ Every plan is held against `shoal.core.validate` before its row is printed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from rich.table import Table
 
+import shoal
 from bench.frame import Bench, Run, WrongResult
 from bench.layout_step_blocks import three_pools
 from bench.tables import cells, new_table
@@ -35,8 +36,6 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.cost.roofline import roofline
-from shoal.engine.search.max_batch import largest_batch
-from shoal.engine.search.steps_by_batch import StepsByBatch
 from shoal.errors import BudgetError
 from shoal.planners.papers.hmms import cumulative_bytes, theoretical_limit
 
@@ -173,26 +172,29 @@ def least_budget(graph: StepGraph) -> int:
     return graph.resident_bytes + 1
 
 
-def steps_by_batch(network: str, image: int) -> StepsByBatch:
-    """The network's step at any batch, on the paper's machine."""
-    with torch.device("meta"):
-        model = models.build(network)
-    return StepsByBatch(model, lambda batch: models.example_shape(network, batch, image), paper_machine(), name=network)
-
-
-def figure_10(steps_of: Mapping[str, StepsByBatch], image: int, memory_bytes: int) -> list[dict[str, Any]]:
+def figure_10(networks: Iterable[str], image: int, memory_bytes: int) -> list[dict[str, Any]]:
     """The largest batch in the P100's memory, and what it costs; the paper's own needs Split-CNN."""
     rows = []
-    for network, steps in steps_of.items():
+    for network in networks:
+        with torch.device("meta"):
+            model = models.build(network)
+        shape = models.example_shape(network, 1, image)[1:]
         found = {}
         for planner in ("keep_all", "hmms", "joint"):
-            answer = largest_batch(steps, paper_machine(), memory_bytes, planner)
-            if answer.plan is not None:
-                found[planner] = {
-                    "batch": answer.batch,
-                    "images_per_second": answer.images_per_second,
-                    "peak_bytes": answer.plan.predicted_peak_bytes,
-                }
+            largest = shoal.fit(
+                model,
+                lambda batch, shape=shape: torch.empty(batch, *shape, device="meta"),
+                memory_bytes,
+                hardware=paper_machine(),
+                allow="bitwise",
+                planner=planner,
+                name=network,
+            )
+            found[planner] = {
+                "batch": largest.batch,
+                "images_per_second": largest.images_per_second,
+                "peak_bytes": largest.plan.predicted_peak_bytes,
+            }
         plain = found["keep_all"]
         for figures in found.values():
             figures["times"] = figures["batch"] / plain["batch"]
@@ -266,10 +268,10 @@ def figure_11(graph: StepGraph, larger: StepGraph, batches: tuple[int, int], bud
 def measure(batch: int, image: int, memory_bytes: int) -> dict[str, Any]:
     """All four figures."""
     graphs = {n: (captured(n, batch, image), captured(n, batch, image, rewrites=True)) for n in OFFLOADABLE_PERCENT}
-    steps = {network: steps_by_batch(network, image) for network in LARGER_BATCH}
-    largest = figure_10(steps, image, memory_bytes)
+    largest = figure_10(LARGER_BATCH, image, memory_bytes)
     vgg = next(row for row in largest if row["network"] == "vgg19")
     batches = (vgg["keep_all"]["batch"], vgg["joint"]["batch"])
+    vgg_steps = [captured("vgg19", one, image, rewrites=True) for one in batches]
     return {
         "calibration": CALIBRATION,
         "setting": {"batch": batch, "image": image, "memory_bytes": memory_bytes},
@@ -279,7 +281,7 @@ def measure(batch: int, image: int, memory_bytes: int) -> dict[str, Any]:
         "figure_10": largest,
         "figure_11": {
             "batches": batches,
-            "curve": figure_11(steps["vgg19"](batches[0]), steps["vgg19"](batches[1]), batches, memory_bytes),
+            "curve": figure_11(*vgg_steps, batches, memory_bytes),
         },
     }
 

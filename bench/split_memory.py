@@ -28,16 +28,16 @@ from torch import nn
 
 import shoal
 from bench.frame import Bench, Run, option, switch
-from bench.hmms import paper_machine
+from bench.hmms import captured, paper_machine, planned
 from bench.interleave import in_turns
 from bench.tables import new_table
 from bench.workload import Forward, Workload, make_workload
 from shoal.app import models
+from shoal.core.plan import Plan
 from shoal.core.schedule import schedule
 from shoal.core.sizes import format_bytes
 from shoal.core.validate import check_runs
-from shoal.engine.search.max_batch import largest_batch
-from shoal.engine.search.steps_by_batch import StepsByBatch
+from shoal.engine.search.max_batch import largest_fitting
 from shoal.errors import BudgetError
 from shoal.memory.limit import memory_limit
 
@@ -78,26 +78,36 @@ def simulated(name: str, image: int, memory_bytes: int, *, exact: bool = False) 
     """The largest batch of every contender on the paper's machine."""
     machine = paper_machine()
 
-    def steps(how: dict[str, Any] | None, *, rewrites: bool = True) -> StepsByBatch:
+    shape = models.example_shape(name, 1, image)[1:]
+
+    def images(batch: int) -> torch.Tensor:
+        return torch.empty(batch, *shape, device="meta")
+
+    def plain(batch: int) -> Plan:
+        return planned(captured(name, batch, image), "keep_all", memory_bytes)
+
+    plain_batch, _ = largest_fitting(plain, 0, memory_bytes, first=16)
+    found = [_row("plain PyTorch", plain(plain_batch), plain_batch, memory_bytes)]
+    for contender, how, planner in (*CONTENDERS, *([EXACT] if exact else [])):
         with torch.device("meta"):
             model = network_of(name, how)
-        return StepsByBatch(
-            model, lambda batch: models.example_shape(name, batch, image), machine, name=name, rewrites=rewrites
+        largest = shoal.fit(
+            model, images, memory_bytes, hardware=machine, allow="bitwise", planner=planner, first=plain_batch
         )
-
-    found = []
-    ways: dict[str, StepsByBatch] = {}
-    for contender, how, planner in (("plain PyTorch", None, "keep_all"), *CONTENDERS, *([EXACT] if exact else [])):
-        key = contender if contender == "plain PyTorch" else str(how)
-        ways.setdefault(key, steps(how, rewrites=contender != "plain PyTorch"))
-        answer = largest_batch(ways[key], machine, memory_bytes, planner)
-        row = {"contender": contender, "batch": answer.batch, "images_per_second": answer.images_per_second}
-        if answer.plan is not None:
-            graph, residences = answer.plan.graph, answer.plan.residences
-            row["peak_bytes"] = check_runs(graph, residences, schedule(graph, residences), memory_bytes)
-            row["recomputed"], row["offloaded"] = len(answer.plan.recomputed), len(answer.plan.offloaded)
-        found.append(row)
+        found.append(_row(contender, largest.plan, largest.batch, memory_bytes))
     return with_ratios(found)
+
+
+def _row(contender: str, plan: Plan, batch: int, memory_bytes: int) -> dict[str, Any]:
+    graph, residences = plan.graph, plan.residences
+    return {
+        "contender": contender,
+        "batch": batch,
+        "images_per_second": batch / plan.predicted_seconds,
+        "peak_bytes": check_runs(graph, residences, schedule(graph, residences), memory_bytes),
+        "recomputed": len(plan.recomputed),
+        "offloaded": len(plan.offloaded),
+    }
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

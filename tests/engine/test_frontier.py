@@ -12,6 +12,7 @@ import shoal
 from shoal.core.variant import WHOLE
 from shoal.errors import BudgetError, CaptureError, InputError
 from tests.engine.search.test_best_variant import FUSED, normalised
+from tests.engine.training_laws import blocks
 
 IMAGES = torch.empty(2, 3, 64, 64)
 P100 = "p100-nvlink"
@@ -48,6 +49,35 @@ def test_what_is_encoded_is_counted() -> None:
     assert all(point.bound_seconds <= point.seconds * (1 + 1e-6) for point in frontier.points)
 
 
+def test_with_a_function_it_is_images_per_second_by_batch_as_every_plan_by_itself_says() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(*blocks(3, 8), nn.Flatten())
+    how: dict[str, Any] = {"hardware": P100, "allow": "recompute, fuse"}
+
+    def images(batch: int) -> torch.Tensor:
+        return torch.empty(batch, 3, 16, 16, device="meta")
+
+    frontier = shoal.frontier(net, images, budget=120_000, points=100, **how)
+    plans = {point.batch: shoal.plan(net, images(point.batch), 120_000, **how) for point in frontier.points}
+    assert list(plans) == list(range(1, frontier.largest.batch + 1)) and len(plans) > 2
+    for point in frontier.points:
+        plan = plans[point.batch]
+        assert (point.seconds, point.predicted_peak_bytes) == (plan.predicted_seconds, plan.predicted_peak_bytes)
+        assert point.variant == plan.variant
+    plain = shoal.plan(net, images(frontier.largest.batch), hardware=P100)
+    assert frontier.largest.plain_seconds == plain.predicted_seconds
+    assert frontier.largest.plain_peak_bytes == plain.predicted_peak_bytes
+    assert frontier.best.batch == max(plans, key=lambda batch: batch / plans[batch].predicted_seconds)
+    assert frontier.too_many == frontier.largest.batch + 1
+    with pytest.raises(BudgetError):
+        shoal.plan(net, images(frontier.largest.batch + 1), 120_000, **how)
+    fitted = shoal.fit(net, images, 120_000, **how)
+    assert fitted.batch == frontier.largest.batch
+
+    few = shoal.frontier(net, images, budget=120_000, points=2, max_batch=2, **how)
+    assert [point.batch for point in few.points] == [1, 2] and few.too_many is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -60,11 +90,15 @@ def test_what_is_encoded_is_counted() -> None:
         ({"hardware": "p1000"}, "hardware='p1000' is not a preset"),
         ({"optimizer": "sgd"}, "optimizer is a str"),
         ({"planner": "fast"}, "fast"),
+        ({"max_batch": 8}, "max_batch= is for example= that is a function"),
+        ({"example": lambda batch: IMAGES}, "no budget was given; say how many bytes"),
+        ({"example": lambda batch: IMAGES, "budget": "1GiB", "max_batch": 0}, "max_batch=0: expected a positive int"),
+        ({"example": lambda batch: batch, "budget": "1GiB"}, r"make_example\(16\) is 16; expected a tensor"),
     ],
 )
 def test_a_mistake_is_told(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        shoal.frontier(normalised(), IMAGES, **arguments)
+        shoal.frontier(**{"model": normalised(), "example": IMAGES, **arguments})
 
 
 def test_what_is_no_model_or_no_graph_is_told() -> None:

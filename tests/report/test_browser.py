@@ -14,8 +14,8 @@ import pytest
 
 from shoal.core.plan import Plan
 from shoal.core.timeline import Moment, Timeline
-from shoal.report import Report, frontier_page, render
-from tests.report.made_up_frontier import made_up_frontier
+from shoal.report import Report, batch_page, frontier_page, render
+from tests.report.made_up_frontier import made_up_batches, made_up_frontier
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(
@@ -90,6 +90,17 @@ def test_the_page_of_a_frontier_draws_and_hovers_without_an_error(tmp_path: Path
     for chart in ("frontier-chart", "uses-chart"):
         assert re.search(rf'id="{chart}"[^>]*>.*?<svg class="main-svg"', document, re.DOTALL), chart
     for words in ("600 B", "peak 600 B", "+25.0 % of plain", "overlapping patches", "12.5 ms"):
+        assert words in hover_text(document)
+
+
+def test_the_page_of_batches_draws_and_hovers_without_an_error(tmp_path: Path) -> None:
+    page = batch_page.render(made_up_batches())
+    hover = HOVER.replace("memory-chart", "batches-chart").replace("7", "5").replace("PEAK", "3")
+    document, console = browse(tmp_path, with_script(page, hover))
+    assert console == "" and "data-error" not in document
+    for chart in ("batches-chart", "uses-chart"):
+        assert re.search(rf'id="{chart}"[^>]*>.*?<svg class="main-svg"', document, re.DOTALL), chart
+    for words in ("48 images", "the best", "peak 1000 B", "batch norm fused (bnff)", "200"):
         assert words in hover_text(document)
 
 

@@ -1,8 +1,12 @@
-"""Step time against bytes: what a step takes inside each budget, from the least that works to keeping everything."""
+"""Step time against bytes: what a step takes inside each budget, from the least that works to keeping everything.
+
+And images per second against batch: what a step of each size takes inside one budget.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from shoal.core.plan import Plan
 from shoal.core.variant import Variant
@@ -40,14 +44,29 @@ class FrontierPoint:
     offloaded: Storages
     encoded: Storages
 
-    @staticmethod
-    def of(plan: Plan, budget_bytes: int, bound_seconds: float) -> FrontierPoint:
-        """What there is to say of a plan inside a budget that it may have been made for or not."""
+    @classmethod
+    def of(cls, plan: Plan, budget_bytes: int, bound_seconds: float, **more: Any) -> Self:
+        """What there is to say of a plan inside a budget that it may have been made for or not.
+
+        Args:
+            more: the attributes that a subclass adds.
+        """
         residences = (plan.kept, plan.recomputed, plan.offloaded, plan.encoded)
         counted = (Storages(len(storages), sum(s.nbytes for s in storages)) for storages in residences)
-        return FrontierPoint(
-            budget_bytes, plan.predicted_peak_bytes, plan.predicted_seconds, bound_seconds, plan.variant, *counted
+        return cls(
+            budget_bytes,
+            plan.predicted_peak_bytes,
+            plan.predicted_seconds,
+            bound_seconds,
+            plan.variant,
+            *counted,
+            **more,
         )
+
+    def share(self, storages: Storages) -> float:
+        """Bytes of `kept`, `recomputed`, `offloaded` or `encoded`, as a share of all four."""
+        all_bytes = sum(one.nbytes for one in (self.kept, self.recomputed, self.offloaded, self.encoded))
+        return storages.nbytes / all_bytes if all_bytes else 0.0
 
 
 @dataclass(frozen=True)
@@ -84,3 +103,76 @@ class FrontierData:
     def added_share(self, point: FrontierPoint) -> float:
         """What a point adds to plain PyTorch's step, as a share of it; less than 0 where it is faster."""
         return point.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class BatchPoint(FrontierPoint):
+    """The plan of a step of one batch, inside the budget that all batches have.
+
+    Attributes:
+        batch: images in the step.
+        plain_seconds, plain_peak_bytes: of the step as plain PyTorch computes it, everything kept, whether that fits or
+            not.
+    """
+
+    batch: int
+    plain_seconds: float
+    plain_peak_bytes: int
+
+    @property
+    def images_per_second(self) -> float:
+        """Predicted."""
+        return self.batch / self.seconds
+
+    @property
+    def bound_images_per_second(self) -> float:
+        """No plan of the forms and orders of ops that were considered does more."""
+        return self.batch / self.bound_seconds
+
+    @property
+    def plain_images_per_second(self) -> float | None:
+        """What plain PyTorch does; None where it does not fit."""
+        return self.batch / self.plain_seconds if self.plain_peak_bytes <= self.budget_bytes else None
+
+
+@dataclass(frozen=True)
+class BatchFrontierData:
+    """Images per second against batch inside one budget, of one model.
+
+    Attributes:
+        model, hardware: what the steps are of, and what their times are for.
+        means: what was allowed, of `shoal.core.means`.
+        budget_bytes: most device bytes in use at any position of a step.
+        points: by increasing batch; the last is the largest that fits.
+        unfit: batches that were tried and have no plan, each with the reason.
+        planning_seconds: how long it took.
+    """
+
+    model: str
+    hardware: str
+    means: tuple[str, ...]
+    budget_bytes: int
+    points: tuple[BatchPoint, ...]
+    unfit: tuple[tuple[int, str], ...] = ()
+    planning_seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def best(self) -> BatchPoint:
+        """The point of the most images per second."""
+        return max(self.points, key=lambda point: (point.images_per_second, -point.batch))
+
+    @property
+    def largest(self) -> BatchPoint:
+        """The point of the largest batch that fits."""
+        return self.points[-1]
+
+    @property
+    def too_many(self) -> int | None:
+        """The smallest batch that was tried and does not fit, above all that do; None where every larger one fits."""
+        return min((batch for batch, _ in self.unfit if batch > self.largest.batch), default=None)
+
+    @property
+    def plain_best(self) -> BatchPoint | None:
+        """The point where plain PyTorch does the most images per second; None where it fits in none."""
+        fitting = [point for point in self.points if point.plain_images_per_second is not None]
+        return max(fitting, key=lambda point: (point.plain_images_per_second or 0.0, -point.batch), default=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from torch import nn
 from shoal import planners
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
-from shoal.engine.plan import plan
+from shoal.core.sizes import format_bytes
+from shoal.engine.plans_by_batch import PlansByBatch, positive
 from shoal.engine.pricing import Pricing
-from shoal.engine.search.max_batch import MAX_IMAGES, largest_fitting
-from shoal.errors import BudgetError, CaptureError, InputError, brief
-from shoal.memory.static_memory import distinct_bytes, optimizer_state_bytes
+from shoal.engine.search.max_batch import MAX_IMAGES
 from shoal.offload.policy import AUTO
 
 
@@ -40,6 +38,26 @@ class Fit:
     def images_per_second(self) -> float:
         """Predicted."""
         return self.batch / self.plan.predicted_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain values, for `json.dump`."""
+        return {
+            "planner": self.plan.planner,
+            "batch": self.batch,
+            "too_many": self.too_many,
+            "predicted_peak_bytes": self.plan.predicted_peak_bytes,
+            "predicted_seconds": self.plan.predicted_seconds,
+            "images_per_second": self.images_per_second,
+            "variant": str(self.plan.variant),
+        }
+
+    def __str__(self) -> str:
+        limit = f"{self.too_many} does not fit" if self.too_many else "no more were tried"
+        return (
+            f"{self.batch} images ({limit}): predicted peak {format_bytes(self.plan.predicted_peak_bytes)}, "
+            f"step {1e3 * self.plan.predicted_seconds:.1f} ms, {self.images_per_second:.1f} images/s, "
+            f"computed {self.plan.variant}"
+        )
 
 
 def fit(
@@ -97,55 +115,19 @@ def fit(
     Known limits: it assumes that where a batch does not fit, no larger one does. A planner whose search is limited can
     miss a plan; then the answer is a batch that fits, not the largest.
     """
-    if not callable(make_example):
-        raise InputError(f"make_example={brief(make_example)}: expected a function of a batch size, such as "
-                         "lambda batch: torch.empty(batch, 3, 224, 224)")  # fmt: skip
-    if budget is None:
-        raise InputError("no budget was given; say how many bytes a step may use, such as budget='2GiB'")
-    for what, number in {"first": first, "max_batch": max_batch}.items():
-        if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
-            raise InputError(f"{what}={brief(number)}: expected a positive int")
-    options: dict[str, Any] = {
-        "hardware": hardware,
-        "allow": allow,
-        "planner": planner,
-        "optimizer": optimizer,
-        "offload_to": offload_to,
-        "host_budget": host_budget,
-        "lossy": lossy,
-        "name": name,
-    }
-    within_bytes = Pricing.of(model, budget, **options).budget_bytes or 0
-    fixed_bytes = distinct_bytes(model.parameters()) + distinct_bytes(model.buffers())
-    fixed_bytes += distinct_bytes(p for p in model.parameters() if p.requires_grad)
-    fixed_bytes += optimizer_state_bytes(optimizer) if optimizer is not None else 0
-    refused: Exception | None = None
-
-    def plan_of(batch: int) -> Plan:
-        nonlocal refused
-        try:
-            return plan(model, _example(make_example, batch), within_bytes, **options)
-        except (BudgetError, CaptureError, InputError) as error:
-            refused = error
-            raise
-
-    answer = largest_fitting(
-        plan_of,
-        lambda batch: fixed_bytes,
-        within_bytes,
-        "",
-        first=int(first),
-        max_images=int(max_batch),
-        trying=trying,
+    first, max_batch = positive("first", first), positive("max_batch", max_batch)
+    pricing = Pricing.of(
+        model,
+        budget,
+        hardware=hardware,
+        allow=allow,
+        planner=planner,
+        optimizer=optimizer,
+        offload_to=offload_to,
+        host_budget=host_budget,
+        lossy=lossy,
+        name=name,
     )
-    if answer.plan is None:
-        assert refused is not None
-        raise refused
-    return Fit(answer.batch, answer.plan, answer.too_many)
-
-
-def _example(make_example: Callable[[int], Any], batch: int) -> torch.Tensor | Sequence[Any]:
-    made = make_example(batch)
-    if not isinstance(made, (torch.Tensor, tuple, list)):
-        raise InputError(f"make_example({batch}) is {brief(made)}; expected a tensor, or a tuple of arguments")
-    return made
+    plans = PlansByBatch(pricing, make_example, max_batch)
+    batch, too_many = plans.largest(plans, trying, first)
+    return Fit(batch, plans(batch), too_many)

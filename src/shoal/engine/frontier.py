@@ -1,4 +1,4 @@
-"""`shoal.frontier`: step time against bytes, over all means that are allowed."""
+"""`shoal.frontier`: step time against bytes, or images per second against batch, over all means that are allowed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from rich.table import Table
@@ -16,10 +16,13 @@ from torch import fx, nn
 from shoal import planners
 from shoal.capture.capture_step import in_dynamo
 from shoal.core.files import write_json
-from shoal.core.frontier import FrontierData
+from shoal.core.frontier import BatchFrontierData, FrontierData
 from shoal.core.hardware import Hardware
+from shoal.engine.plans_by_batch import MakeExample, PlansByBatch, positive
 from shoal.engine.pricing import Pricing
+from shoal.engine.search.batch_points import batch_points
 from shoal.engine.search.frontier_points import Found, frontier_points
+from shoal.engine.search.max_batch import MAX_IMAGES
 from shoal.engine.search.variants import Variants
 from shoal.errors import InputError, brief
 from shoal.offload.policy import AUTO
@@ -58,9 +61,62 @@ class Frontier(FrontierData):
         return save_svg(self, path)
 
 
+@dataclass(frozen=True)
+class BatchFrontier(BatchFrontierData):
+    """Images per second against batch inside one budget, of one model: plain data, and ways to look at it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dump`."""
+        figures = asdict(self)
+        for row, point in zip(figures["points"], self.points, strict=True):
+            row["images_per_second"] = point.images_per_second
+        return figures | {"best_batch": self.best.batch, "largest_batch": self.largest.batch, "too_many": self.too_many}
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as JSON, whole or not at all."""
+        return write_json(path, self.to_json())
+
+    def table(self) -> Table:
+        """The points as a table, for `rich.print`."""
+        from shoal.report.batch_table import table  # what draws it is imported once it is drawn
+
+        return table(self)
+
+    def save_html(self, path: str | Path) -> Path:
+        """Write it as one self-contained HTML page, whole or not at all."""
+        from shoal.report.batch_page import save_html
+
+        return save_html(self, path)
+
+    def save_svg(self, path: str | Path) -> Path:
+        """Write the chart as an SVG image that stands on light and dark pages, whole or not at all."""
+        from shoal.report.batch_svg import save_svg
+
+        return save_svg(self, path)
+
+
+class _Keywords(TypedDict, total=False):
+    budget: int | str | None
+    hardware: str | Hardware | None
+    allow: str | Collection[str] | None
+    planner: str | planners.Planner
+    optimizer: torch.optim.Optimizer | None
+    offload_to: str | Path | None
+    host_budget: int | str | None
+    lossy: str | Mapping[str, Any] | None
+    points: int
+    max_batch: int | None
+    name: str | None
+    trying: Callable[[str], object]
+
+
+@overload
+def frontier(model: nn.Module, example: torch.Tensor | Sequence[Any], **keywords: Unpack[_Keywords]) -> Frontier: ...
+@overload
+def frontier(model: nn.Module, example: MakeExample, **keywords: Unpack[_Keywords]) -> BatchFrontier: ...
 def frontier(
     model: nn.Module,
-    example: torch.Tensor | Sequence[Any],
+    example: torch.Tensor | Sequence[Any] | MakeExample,
     *,
     budget: int | str | None = None,
     hardware: str | Hardware | None = None,
@@ -71,20 +127,27 @@ def frontier(
     host_budget: int | str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
     points: int = 10,
+    max_batch: int | None = None,
     name: str | None = None,
     trying: Callable[[str], object] = lambda what: None,
-) -> Frontier:
+) -> Frontier | BatchFrontier:
     """What a training step takes inside each budget, from the smallest that works to keeping everything.
 
     It replaces trying budgets one by one: forms of the step are captured and priced once, then planned inside budgets
     that are evenly spaced in the share of plain PyTorch's peak, up to where the fastest form keeps everything; the last
     budget is that peak itself. Nothing of the model is run.
 
+    Where `example` is a function of a batch size, as for `shoal.fit`, it is images per second against batch inside
+    `budget` instead: from one image to the largest batch that fits, with the best.
+
     Args:
-        model, example: as for `shoal.plan`.
-        budget: where you stand, in bytes as for `shoal.plan`: one more point, and a line in the charts.
+        model: the network.
+        example: as for `shoal.plan`; or an int → that, which is `make_example` of `shoal.fit`.
+        budget: where you stand, in bytes as for `shoal.plan`: one more point, and a line in the charts; with a
+            function, what every batch has to fit in.
         hardware, allow, planner, optimizer, offload_to, host_budget, lossy: as for `shoal.plan`.
-        points: how many budgets, 2 to 100.
+        points: how many budgets, 2 to 100; with a function about how many batches, beside those around the best.
+        max_batch: with a function, the batch to stop at; 65,536 if None.
         name: the model's name in tables and charts; by default its class.
         trying: called with what is done next, in words.
 
@@ -92,11 +155,13 @@ def frontier(
         A `Frontier`, plain data: `points` by increasing budget, each with its predicted step and peak, the lower bound
         of both, the form of the step and what is kept, recomputed, offloaded and encoded. `table()` is for
         `rich.print`, `save_html(path)` a page, `save_svg(path)` an image, `save(path)` JSON. More bytes are never
-        slower.
+        slower. With a function a `BatchFrontier`, with the same methods: `points` by increasing batch, each as
+        `shoal.plan` plans it inside the budget; `best` is the one of the most images per second, `largest` the last.
 
     Raises:
-        InputError: an argument is none of what is listed above.
+        InputError: an argument is none of what is listed above, or `example` is a function and there is no budget.
         CodecError: `lossy` names no codec for activations.
+        BudgetError: `example` is a function, and not even one image fits.
         CaptureError: the model is not one graph.
         PlanError: a planner of your own returned no plan, or one that breaks a rule of `shoal.core.validate`.
 
@@ -111,18 +176,26 @@ def frontier(
         ['715632 bytes, +56 %', '975440 bytes, +8 %', '1235248 bytes, +0 %']
         >>> made.save_svg("frontier.svg").name
         'frontier.svg'
+        >>> def example(batch):
+        ...     return torch.empty(batch, 3, 32, 32, device="meta")
+        >>> made = shoal.frontier(model, example, budget="2MiB", hardware="p100-nvlink", allow="recompute", points=2)
+        >>> made.best.batch, made.largest.batch, made.too_many
+        (8, 11, 12)
 
     Known limits: the bound is that of the forms of the step that were considered; `left_out` lists the others.
     """
     if isinstance(points, bool) or not isinstance(points, Integral) or not 2 <= points <= _MAX_POINTS:
         raise InputError(f"points={brief(points)}: expected an int from 2 to {_MAX_POINTS}")
+    is_by_batch = callable(example)
+    if max_batch is not None and not is_by_batch:
+        raise InputError("max_batch= is for example= that is a function of a batch size; leave it out")
     pricing = Pricing.of(
         model,
         budget,
         hardware=hardware,
         optimizer=optimizer,
         name=name,
-        many_budgets=True,
+        many_budgets=not is_by_batch,
         planner=planner,
         offload_to=offload_to,
         host_budget=host_budget,
@@ -131,6 +204,20 @@ def frontier(
     )
     started = time.perf_counter()
     means = pricing.options.means
+    where = "this machine" if pricing.target is None else pricing.target.name
+    if is_by_batch:
+        most = MAX_IMAGES if max_batch is None else positive("max_batch", max_batch)
+        plans = PlansByBatch(pricing, example, most)
+        batches = batch_points(plans, int(points), trying)
+        return BatchFrontier(
+            pricing.name,
+            where,
+            tuple(sorted(means)),
+            plans.budget_bytes,
+            batches.points,
+            batches.unfit,
+            time.perf_counter() - started,
+        )
 
     def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Found:
         price = pricing.prices(gm, inputs)
@@ -139,7 +226,7 @@ def frontier(
     found = in_dynamo(model, example, read, name=pricing.name)
     return Frontier(
         pricing.name,
-        "this machine" if pricing.target is None else pricing.target.name,
+        where,
         tuple(sorted(means)),
         found.points,
         found.plain_seconds,

@@ -90,6 +90,11 @@ def plan(
         lossy=lossy,
         allow=allow,
     )
+    return plan_of(pricing, example)
+
+
+def plan_of(pricing: Pricing, example: torch.Tensor | Sequence[Any]) -> Plan:
+    """`plan` of a step that is priced in one way, inside the budget of `pricing`."""
     started = time.perf_counter()
 
     def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Plan:
@@ -98,5 +103,5 @@ def plan(
             return price(gm).plan(0)[1]
         return best_variant(Variants(gm, pricing.options.means), price, pricing.budget_bytes, pricing.name).plan
 
-    found = in_dynamo(model, example, read, name=pricing.name)
+    found = in_dynamo(pricing.model, example, read, name=pricing.name)
     return replace(found, planning_seconds=time.perf_counter() - started, options=pricing.options.to_json())

@@ -99,19 +99,31 @@ class Pricing:
             captured = joint_step(graph, inputs, places, name=self.name, runs_here=self.target is None)
             device = torch.device("cpu") if captured.device.type == "meta" else captured.device
             with unset_fake_temporarily():
-                return self._priced(captured, device)
+                return self._priced(captured.graph, captured, device)
 
         return price
 
-    def _priced(self, captured: Captured, device: torch.device) -> Priced[None]:
-        static_bytes = StaticMemory(self.model, self.optimizer).bytes_beside(captured.graph)
+    @property
+    def is_of_counts(self) -> bool:
+        """Whether what a step costs, and its plan, follow from its counts alone, so that no op of it is needed."""
+        return self.target is not None and self.options.lossy is None
+
+    def price_of_counts(self, graph: StepGraph) -> Priced[None]:
+        """What a step costs that was captured without times, or scaled from such steps, where `is_of_counts`."""
+        return self._priced(graph, None, torch.device("cpu"))
+
+    def _priced(self, graph: StepGraph, captured: Captured | None, device: torch.device) -> Priced[None]:
+        static_bytes = StaticMemory(self.model, self.optimizer).bytes_beside(graph)
         link, hardware = self._link_and_hardware(device)
         means, lossy = self.options.means, self.options.lossy
         planner = allowed(means, self.options.planner)
 
+        def completed(timed: StepGraph) -> StepGraph:
+            return replace(timed, static_bytes=static_bytes, link=link)
+
         def costed(step: Captured) -> StepGraph:
-            graph = profile_step(step, device) if self.target is None else roofline(step.graph, self.target)
-            return replace(graph, static_bytes=static_bytes, link=link)
+            timed = profile_step(step, device) if self.target is None else roofline(step.graph, self.target)
+            return completed(timed)
 
         def plan(budget_bytes: int) -> tuple[None, Plan]:
             def made(graph: StepGraph) -> Plan:
@@ -121,17 +133,26 @@ class Pricing:
                 if lossy is None:
                     found = made(known)
                 else:
+                    assert captured is not None
                     _, found = choose_encoded(captured, lossy, budget_bytes, costed, made)
                 check_own_plan(found.captured_graph, found.graph, found.residences, budget_bytes)
             return None, found
 
         def cut() -> tuple[tuple[Pieces, ...], Priced[None]] | None:
+            if captured is None or self.target is not None or "pieces" not in self.options.form_means:
+                return None
             with unset_fake_temporarily():
-                here = self.target is None and "pieces" in self.options.form_means
-                pieces = choose_pieces(captured, known) if here else ()
-                return (pieces, self._priced(in_pieces(captured, pieces), device)) if pieces else None
+                pieces = choose_pieces(captured, known)
+                if not pieces:
+                    return None
+                changed = in_pieces(captured, pieces)
+                return pieces, self._priced(changed.graph, changed, device)
 
-        known = costed(captured)
+        if captured is None:
+            assert self.target is not None
+            known = completed(roofline(graph, self.target))
+        else:
+            known = costed(captured)
         return Priced(limited_step(means, known), plan, lossy is not None, cut)
 
     def _link_and_hardware(self, device: torch.device) -> tuple[Link | None, Hardware]:

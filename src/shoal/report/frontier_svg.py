@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from html import escape
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from shoal.core.sizes import format_bytes
 from shoal.core.variant import Variant
 from shoal.report.frontier_table import described_added, title
 
-_WIDTH, _HEIGHT = 800, 440
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 28, 96, 56
+WIDTH, HEIGHT = 800, 440
+LEFT, RIGHT, TOP, BOTTOM = 70, 28, 96, 56
 _UNITS = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
 _TIMES = (("\u00b5s", 1e-6), ("ms", 1e-3), ("s", 1.0))
 _BEYOND = 1.15  # the chart ends there, as a multiple of plain PyTorch's peak: a budget further on is only named
 NARROWEST = 0.8  # the axis of time begins there at the latest, as a share of its end: small differences stay small
-_STYLE = """
+STYLE = """
 :root { --card: #ffffff; --text: #16202b; --soft: #566472; --rule: #dfe5ea; --kept: #2b82bd; --fused: #00735c;
   --patches: #c98200; --budget: #c24a00; --bound: #8a96a3; }
 @media (prefers-color-scheme: dark) { :root { --card: #172029; --text: #e7edf2; --soft: #9cabb9; --rule: #2a3641;
@@ -50,11 +50,11 @@ def render_svg(frontier: FrontierData) -> str:
     told_bytes = frontier.budget_bytes if _is_drawn(frontier) else None
     most_bytes = max(plain_bytes, points[-1].budget_bytes, told_bytes or 0)
     least_bytes = min(points[0].budget_bytes, told_bytes or most_bytes)
-    x = _Axis(least_bytes, most_bytes, _LEFT, _WIDTH - _RIGHT, _UNITS)
+    x = Axis(least_bytes, most_bytes, LEFT, WIDTH - RIGHT, _UNITS)
     slowest = max(plain_seconds, *(point.seconds for point in points))
     fastest = min(NARROWEST * slowest, *(point.bound_seconds for point in points))
-    y = _Axis(fastest, slowest, _HEIGHT - _BOTTOM, _TOP, _TIMES)
-    floor = _HEIGHT - _BOTTOM
+    y = Axis(fastest, slowest, HEIGHT - BOTTOM, TOP, _TIMES)
+    floor = HEIGHT - BOTTOM
 
     bound = " ".join(f"{x(point.budget_bytes):.1f},{y(point.bound_seconds):.1f}" for point in points)
     ends = x(points[-1].budget_bytes), x(points[0].budget_bytes)
@@ -62,25 +62,25 @@ def render_svg(frontier: FrontierData) -> str:
     for point in points[1:]:
         steps += f"H{x(point.budget_bytes):.1f}V{y(point.seconds):.1f}"
     parts = [
-        f'<text class="title" x="{_LEFT}" y="30">{escape(frontier.model)}: step time inside each budget</text>',
-        f'<text x="{_LEFT}" y="50">{escape(title(frontier).partition(", ")[2])}</text>',
+        f'<text class="title" x="{LEFT}" y="30">{escape(frontier.model)}: step time inside each budget</text>',
+        f'<text x="{LEFT}" y="50">{escape(title(frontier).partition(", ")[2])}</text>',
         *_legend(frontier),
-        *(f'<path class="grid" d="M{x(v):.1f},{_TOP}V{floor}"/>' for v in x.ticks),
-        *(f'<path class="grid" d="M{_LEFT},{y(v):.1f}H{_WIDTH - _RIGHT}"/>' for v in y.ticks),
+        *(f'<path class="grid" d="M{x(v):.1f},{TOP}V{floor}"/>' for v in x.ticks),
+        *(f'<path class="grid" d="M{LEFT},{y(v):.1f}H{WIDTH - RIGHT}"/>' for v in y.ticks),
         f'<polygon class="below" points="{bound} {ends[0]:.1f},{floor} {ends[1]:.1f},{floor}"/>',
         f'<polyline class="bound" points="{bound}"/>',
         f'<path class="steps" d="{steps}"/>',
-        f'<path class="axis" d="M{_LEFT},{floor}H{_WIDTH - _RIGHT}"/>',
+        f'<path class="axis" d="M{LEFT},{floor}H{WIDTH - RIGHT}"/>',
         *(f'<text x="{x(v):.1f}" y="{floor + 18}" text-anchor="middle">{x.label(v)}</text>' for v in x.ticks),
-        *(f'<text x="{_LEFT - 8}" y="{y(v) + 4:.1f}" text-anchor="end">{y.label(v)}</text>' for v in y.ticks),
-        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 14}" text-anchor="end">budget, {x.unit}</text>',
-        f'<text x="{_LEFT - 8}" y="{_TOP - 12}" text-anchor="end">{y.unit}</text>',
+        *(f'<text x="{LEFT - 8}" y="{y(v) + 4:.1f}" text-anchor="end">{y.label(v)}</text>' for v in y.ticks),
+        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 14}" text-anchor="end">budget, {x.unit}</text>',
+        f'<text x="{LEFT - 8}" y="{TOP - 12}" text-anchor="end">{y.unit}</text>',
     ]
     if told_bytes is not None:
         at = x(told_bytes)
-        side, anchor = (-6, "end") if at > _WIDTH / 2 else (6, "start")
+        side, anchor = (-6, "end") if at > WIDTH / 2 else (6, "start")
         parts += [
-            f'<path class="budget" d="M{at:.1f},{_TOP}V{floor}"/>',
+            f'<path class="budget" d="M{at:.1f},{TOP}V{floor}"/>',
             f'<text class="budget-name" x="{at + side:.1f}" y="{floor - 10}" text-anchor="{anchor}">'
             f"your budget, {format_bytes(told_bytes)}</text>",
         ]
@@ -90,7 +90,7 @@ def render_svg(frontier: FrontierData) -> str:
             f'<circle class="{kind_of(point.variant)}" cx="{x(point.budget_bytes):.1f}" cy="{y(point.seconds):.1f}" '
             f'r="5.5"><title>{escape(about)}</title></circle>'
         )
-    parts.append(_diamond(x(plain_bytes), y(plain_seconds), "plain PyTorch"))
+    parts.append(diamond(x(plain_bytes), y(plain_seconds), "plain PyTorch"))
     least = points[0]
     share = (
         f"{100 * least.budget_bytes / plain_bytes:.0f} % of the bytes, {described_added(frontier.added_share(least))}"
@@ -98,12 +98,17 @@ def render_svg(frontier: FrontierData) -> str:
     parts.append(
         f'<text class="least" x="{x(least.budget_bytes) + 10:.1f}" y="{y(least.seconds) - 9:.1f}">{share} time</text>'
     )
+    return image(title(frontier), parts)
+
+
+def image(words: str, parts: Iterable[str]) -> str:
+    """An image of `WIDTH` by `HEIGHT` pixels as text; `words` are for who does not see it."""
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-        f'height="{_HEIGHT}" role="img" aria-label="{escape(title(frontier))}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}" role="img" aria-label="{escape(words)}">'
     )
-    card = f'<rect width="{_WIDTH}" height="{_HEIGHT}" rx="12" style="fill: var(--card)"/>'
-    return "\n".join([head, f"<style>{_STYLE}</style>", card, *parts, "</svg>"]) + "\n"
+    card = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="12" style="fill: var(--card)"/>'
+    return "\n".join([head, f"<style>{STYLE}</style>", card, *parts, "</svg>"]) + "\n"
 
 
 def save_svg(frontier: FrontierData, path: str | Path) -> Path:
@@ -120,17 +125,7 @@ def _is_drawn(frontier: FrontierData) -> bool:
 
 
 def _legend(frontier: FrontierData) -> list[str]:
-    there = {kind_of(point.variant) for point in frontier.points}
-    parts: list[str] = []
-    at = float(_LEFT)
-    for kind, words in _KINDS.items():
-        if kind in there:
-            parts.append(f'<circle class="{kind}" cx="{at + 6:.0f}" cy="70" r="5.5"/>')
-            parts.append(f'<text x="{at + 17:.0f}" y="74">{words}</text>')
-            at += 32 + 6.6 * len(words)
-    parts.append(_diamond(at + 6, 70, "plain PyTorch"))
-    parts.append(f'<text x="{at + 17:.0f}" y="74">plain PyTorch</text>')
-    at += 32 + 6.6 * len("plain PyTorch")
+    parts, at = form_legend({kind_of(point.variant) for point in frontier.points})
     parts.append(f'<path class="bound" d="M{at:.0f},70h22"/>')
     parts.append(f'<text x="{at + 29:.0f}" y="74">lower bound</text>')
     if frontier.budget_bytes is not None and not _is_drawn(frontier):
@@ -140,11 +135,25 @@ def _legend(frontier: FrontierData) -> list[str]:
     return parts
 
 
-def _diamond(x: float, y: float, words: str) -> str:
+def form_legend(kinds: Collection[str]) -> tuple[list[str], float]:
+    """Keys to the forms of a step that are drawn and to plain PyTorch, and where the next key has its place."""
+    parts: list[str] = []
+    at = float(LEFT)
+    for kind, words in _KINDS.items():
+        if kind in kinds:
+            parts.append(f'<circle class="{kind}" cx="{at + 6:.0f}" cy="70" r="5.5"/>')
+            parts.append(f'<text x="{at + 17:.0f}" y="74">{words}</text>')
+            at += 32 + 6.6 * len(words)
+    parts.append(diamond(at + 6, 70, "plain PyTorch"))
+    parts.append(f'<text x="{at + 17:.0f}" y="74">plain PyTorch</text>')
+    return parts, at + 32 + 6.6 * len("plain PyTorch")
+
+
+def diamond(x: float, y: float, words: str) -> str:
     return f'<path class="plain" d="M{x:.1f},{y - 7:.1f}l6,7l-6,7l-6,-7z"><title>{words}</title></path>'
 
 
-class _Axis:
+class Axis:
     """From values to pixels, with ticks at round numbers of a fitting unit."""
 
     def __init__(
@@ -157,7 +166,7 @@ class _Axis:
         first = math.ceil(low / size / step)
         n_ticks = math.floor(high / size / step) - first + 1
         self.ticks = [(first + n) * step * size for n in range(n_ticks)]
-        digits = max(0, -math.floor(math.log10(step) + 1e-9)) + (step * 10 ** -math.floor(math.log10(step)) % 1 > 0.1)
+        digits = max(0, (step * 10 ** -math.floor(math.log10(step)) % 1 > 0.1) - math.floor(math.log10(step) + 1e-9))
         self.label: Callable[[float], str] = lambda value: f"{value / size:.{digits}f}"
         self._place: Callable[[float], float] = lambda value: start + (value - low) / (high - low) * (end - start)
 

@@ -31,7 +31,7 @@ def table(frontier: FrontierData) -> Table:
 
 def title(frontier: FrontierData) -> str:
     """What is shown, in one line."""
-    plain = f"{_milliseconds(frontier.plain_seconds)} ms in {format_bytes(frontier.plain_peak_bytes)}"
+    plain = f"{milliseconds(frontier.plain_seconds)} ms in {format_bytes(frontier.plain_peak_bytes)}"
     return f"{frontier.model}, times for {frontier.hardware}; plain PyTorch: {plain}"
 
 
@@ -50,9 +50,9 @@ def _row(frontier: FrontierData, point: FrontierPoint) -> tuple[str, ...]:
         format_bytes(point.budget_bytes),
         f"{100 * point.budget_bytes / frontier.plain_peak_bytes:.1f}",
         format_bytes(point.predicted_peak_bytes),
-        _milliseconds(point.seconds),
+        milliseconds(point.seconds),
         described_added(frontier.added_share(point)).removesuffix(" %"),
-        _milliseconds(point.bound_seconds),
+        milliseconds(point.bound_seconds),
         *(_described(s) for s in (point.kept, point.recomputed, point.offloaded, point.encoded)),
         str(point.variant),
     )
@@ -62,6 +62,11 @@ def _described(storages: Storages) -> str:
     return f"{storages.count}: {format_bytes(storages.nbytes)}" if storages.count else "-"
 
 
-def _milliseconds(seconds: float) -> str:
-    milliseconds = 1e3 * seconds
-    return f"{milliseconds:.{3 if milliseconds < 1 else 2 if milliseconds < 10 else 1}f}"
+def milliseconds(seconds: float) -> str:
+    """Seconds in ms, with one to three digits after the point.
+
+    >>> milliseconds(0.0123), milliseconds(0.00012345)
+    ('12.3', '0.123')
+    """
+    count = 1e3 * seconds
+    return f"{count:.{3 if count < 1 else 2 if count < 10 else 1}f}"

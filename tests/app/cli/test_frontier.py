@@ -41,9 +41,28 @@ def test_as_json() -> None:
     assert read["model"] == "resnet18" and len(read["points"]) == 3 and read["means"] == ["recompute"]
 
 
+def test_images_per_second_by_batch(tmp_path: Path) -> None:
+    by_batch = ["--batch", "auto", "--budget", "600KiB", "--planner", "keep_all"]
+    read = json.loads(frontier(*by_batch, "--json", "--out", str(tmp_path)).stdout)
+    assert {path.name for path in tmp_path.iterdir()} == {"frontier.html", "frontier.svg", "frontier.json"}
+    assert read == json.loads((tmp_path / "frontier.json").read_text())
+    assert read["points"][0]["batch"] == 1 and read["points"][-1]["batch"] == read["largest_batch"]
+    assert read["too_many"] == read["largest_batch"] + 1 and read["budget_bytes"] == 600 * 2**10
+    done = frontier(*by_batch)
+    assert done.exit_code == 0 and done.stderr == "", done.output
+    assert f"inside 600.0 KiB; best: {read['best_batch']} images, " in done.stdout
+    rows = [line.split("│")[1].strip() for line in done.stdout.splitlines() if line.startswith("│")]
+    assert set(rows) >= {str(point["batch"]) for point in read["points"]} | {str(read["too_many"])}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--batch", "auto"], "--batch auto needs a budget that all batches have to fit in, such as --budget 1GiB"),
+        (["--batch", "auto", "--budget", "1KiB"], "no plan of resnet18 fits"),
+        (["--batch", "auto", "--budget", "few"], "budget='few' is not a size"),
+        (["--batch", "few"], "--batch few: expected a number of images, or auto"),
+        (["--batch", "0"], "batch=0"),
         (["--points", "1"], "points=1: expected an int from 2 to 100"),
         (["--allow", "magic"], "allow has an unknown name 'magic'"),
         (["--hardware", "p1000"], "hardware='p1000' is not a preset"),

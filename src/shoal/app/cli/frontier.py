@@ -17,6 +17,8 @@ from shoal.app.training.batch_norm_form import in_form
 from shoal.app.training.optimizers import optimizer_of
 from shoal.app.training.results import check_writable
 from shoal.core import presets
+from shoal.engine.frontier import BatchFrontier, Frontier
+from shoal.errors import InputError
 
 
 @app.command()
@@ -25,9 +27,13 @@ def frontier(
     budget: Annotated[
         str | None, typer.Option(help="Where you stand: device bytes a step may use, such as 1GiB or 80%.")
     ] = None,
-    batch: flags.Batch = 32,
+    batch: Annotated[
+        str, typer.Option(help="Images per step; or auto: images per second by batch, inside --budget.")
+    ] = "32",
     image: flags.Pixels = 224,
-    points: Annotated[int, typer.Option(help="How many budgets, from the least that works to keeping all.")] = 10,
+    points: Annotated[
+        int, typer.Option(help="How many budgets, from the least that works to keeping all, or batches.")
+    ] = 10,
     hardware: flags.Preset = None,
     planner: flags.Planner = "joint",
     optimizer: flags.StateOf = "sgd",
@@ -39,20 +45,26 @@ def frontier(
 ) -> None:
     """Step time against bytes: plan a step inside many budgets, without running it.
 
-    With --hardware the network takes no memory, whatever its size.
+    With --batch auto images per second against batch: plan steps of many batches inside one budget, up to the largest
+    that fits. With --hardware the network takes no memory, whatever its size.
     """
     with errors_reported():
         target = None if hardware is None else presets.get(hardware)
-        shape = shoal.app.models.example_shape(model, batch, image)
+        n_images = _images(batch, budget)
+        shape = shoal.app.models.example_shape(model, 1 if n_images is None else n_images, image)
         if out is not None:
             check_writable(out)
         with torch.device("cpu" if target is None else "meta"):
             network = in_form(shoal.app.models.build(model, seed=0), batch_norm)
             example = torch.empty(shape)
+
+        def images(count: int) -> torch.Tensor:
+            return torch.empty((count, *shape[1:]), device=example.device)
+
         with search_shown("frontier") as trying:
-            made = shoal.frontier(
+            made: Frontier | BatchFrontier = shoal.frontier(
                 network,
-                example,
+                images if n_images is None else example,
                 budget=budget,
                 hardware=target,
                 allow=allow,
@@ -75,3 +87,18 @@ def frontier(
                 made.save(out / "frontier.json"),
             ):
                 typer.echo(str(path), err=json)
+
+
+def _images(batch: str, budget: str | None) -> int | None:
+    """The number of --batch; None for auto.
+
+    Raises:
+        InputError: it is neither, or auto without --budget.
+    """
+    if batch.strip().lower() == "auto":
+        if budget is None:
+            raise InputError("--batch auto needs a budget that all batches have to fit in, such as --budget 1GiB")
+        return None
+    if not batch.strip().isdecimal():
+        raise InputError(f"--batch {batch}: expected a number of images, or auto")
+    return int(batch)

@@ -14,15 +14,12 @@ import shoal
 import shoal.app.models
 from shoal import Plan
 from shoal.app.cli import flags
-from shoal.app.cli.console import app, errors_reported, output, patch_grid, search_shown
+from shoal.app.cli.console import app, errors_reported, patch_grid, search_shown
 from shoal.app.training.batch_norm_form import described, in_form
 from shoal.app.training.optimizers import optimizer_of
 from shoal.app.training.results import check_writable, save_plan
 from shoal.core import presets
 from shoal.core.hardware import Hardware
-from shoal.engine.search.max_batch import largest_batches
-from shoal.engine.search.max_batch import table as max_batch_table
-from shoal.engine.search.steps_by_batch import StepsByBatch
 from shoal.errors import BudgetError, InputError
 from shoal.memory.budget import budget_bytes
 
@@ -40,7 +37,7 @@ def plan(
     planner: flags.Planner = "joint",
     optimizer: flags.StateOf = "sgd",
     max_batch: Annotated[
-        bool, typer.Option("--max-batch", help="Also find the largest batch that fits, with each planner.")
+        bool, typer.Option("--max-batch", help="Also find the largest batch that fits, by planning.")
     ] = False,
     lossy: flags.Lossy = None,
     allow: flags.Allow = None,
@@ -55,7 +52,7 @@ def plan(
     """Plan a step without running it, for this machine or for one that is not here.
 
     With --hardware the network takes no memory, whatever its size. With --max-batch a plan that does not fit still
-    ends with exit code 2, after the batches that do.
+    ends with exit code 2, after the batch that does.
     """
     with errors_reported():
         target = None if hardware is None else presets.get(hardware)
@@ -63,8 +60,6 @@ def plan(
         shape = shoal.app.models.example_shape(model, batch, image)
         if out is not None:
             check_writable(out)
-        if max_batch and target is None:
-            raise InputError("--max-batch plans many steps, for a device that is not here: name it with --hardware")
         with torch.device("cpu" if target is None else "meta"):
             network = shoal.app.models.build(model, seed=0)
             example = torch.empty(shape)
@@ -80,18 +75,16 @@ def plan(
         owner = None if optimizer == "none" else optimizer_of(optimizer, network)
         figures: dict[str, Any] = {"model": model, "hardware": hardware, "budget_bytes": within_bytes}
         failure: BudgetError | None = None
+        options: dict[str, Any] = {
+            "hardware": target,
+            "planner": planner,
+            "optimizer": owner,
+            "lossy": lossy,
+            "allow": allow,
+            "name": model,
+        }
         try:
-            made = shoal.plan(
-                network,
-                example,
-                budget=within_bytes,
-                hardware=target,
-                planner=planner,
-                optimizer=owner,
-                lossy=lossy,
-                allow=allow,
-                name=model,
-            )
+            made = shoal.plan(network, example, within_bytes, **options)
         except BudgetError as error:
             if not max_batch:
                 raise
@@ -103,23 +96,19 @@ def plan(
                 typer.echo("\n".join(filter(None, (form, made.explain()))))
             for path in save_plan(made, out, patches) if out is not None else ():
                 typer.echo(str(path), err=json)
-        if target is not None and max_batch:
-
-            def shape_of(images: int) -> tuple[int, ...]:
-                return shoal.app.models.example_shape(model, images, image)
-
-            steps = StepsByBatch(network, shape_of, target, optimizer=owner, name=model)
+        if max_batch:
             with search_shown("largest batch") as show:
-                answers = largest_batches(
-                    steps,
-                    target,
+                found = shoal.fit(
+                    network,
+                    lambda images: torch.empty((images, *shape[1:]), device=example.device),
                     within_bytes,
                     first=batch,
-                    trying=lambda planner, images: show(f"{planner}, {images} images"),
+                    trying=lambda images: show(f"{images} images"),
+                    **options,
                 )
-            figures["max_batch"] = [answer.to_json() for answer in answers]
+            figures["max_batch"] = found.to_json()
             if not json:
-                output().print(max_batch_table(answers))
+                typer.echo(f"largest batch   {found}")
         if json:
             typer.echo(dumps(figures, indent=1))
         if failure is not None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
-from torch import fx
 
 from shoal.capture.layered import Refused
 from shoal.core.plan import Plan
@@ -24,13 +23,15 @@ from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Pieces, Variant
-from shoal.engine.search.variants import PatchWork, Variants
+from shoal.engine.search.scaled_step import NotLinear
+from shoal.engine.search.variants import Forms, Graph, PatchWork
 from shoal.errors import BudgetError
 from shoal.planners.joint import least_peak_bytes, least_seconds
 
 log = logging.getLogger("shoal")
 
 Made = TypeVar("Made")
+Cost = TypeVar("Cost")
 _GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
 _MAX_OPS = 12  # of all forms together, as a multiple of the whole step's
 _MIN_OPS = 6_000  # the same for small steps, in ops
@@ -59,30 +60,30 @@ class Priced(Generic[Made]):
 
 
 @dataclass(frozen=True)
-class Best(Generic[Made]):
+class Best(Generic[Graph, Made]):
     """The form that was chosen.
 
     Attributes:
         variant: which.
-        graph: to be traced in place of Dynamo's.
+        graph: of that form, as `Forms` has it.
         made: what `Priced.plan` made of it.
         plan: its plan, with the table of all candidates.
     """
 
     variant: Variant
-    graph: fx.GraphModule
+    graph: Graph
     made: Made
     plan: Plan
 
 
 def best_variant(
-    variants: Variants, price: Callable[[fx.GraphModule], Priced[Made]], budget_bytes: int, name: str
-) -> Best[Made]:
+    variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int, name: str
+) -> Best[Graph, Made]:
     """Choose it.
 
     Args:
         variants: the forms that are allowed.
-        price: captures a form and prices it.
+        price: what the graph of a form costs.
         budget_bytes: most bytes in use at any position.
         name: the model's.
 
@@ -116,9 +117,7 @@ def why_too_many(work: PatchWork, whole_ops: int, captured_ops: int) -> str:
     return f"about {expected_ops} ops, too many to plan" if is_too_many else ""
 
 
-def captured_form(
-    variants: Variants, price: Callable[[fx.GraphModule], Priced[Made]], variant: Variant
-) -> tuple[fx.GraphModule, Priced[Made]]:
+def captured_form(variants: Forms[Graph], price: Callable[[Graph], Cost], variant: Variant) -> tuple[Graph, Cost]:
     """The graph of a form, and what it costs.
 
     Raises:
@@ -127,7 +126,7 @@ def captured_form(
     try:
         graph = variants.graph(variant)
         return graph, price(graph)
-    except (Refused, torch.OutOfMemoryError, MemoryError):
+    except (Refused, NotLinear, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # of whatever PyTorch or a kernel says of a graph that the model's author did not write
         if variant == WHOLE:
@@ -138,19 +137,19 @@ def captured_form(
 
 
 @dataclass(frozen=True)
-class _Form(Generic[Made]):
+class _Form(Generic[Graph, Made]):
     variant: Variant
-    graph: fx.GraphModule
+    graph: Graph
     priced: Priced[Made]
 
 
-class _Search(Generic[Made]):
-    def __init__(self, variants: Variants, price: Callable[[fx.GraphModule], Priced[Made]], budget_bytes: int) -> None:
+class _Search(Generic[Graph, Made]):
+    def __init__(self, variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> None:
         self._variants, self._price, self._budget_bytes = variants, price, budget_bytes
         self._rows: list[Candidate] = []
-        self._forms: dict[str, _Form[Made]] = {}  # by the step's fingerprint
-        self._best: Best[Made] | None = None
-        self._unfit: list[_Form[Made]] = []
+        self._forms: dict[str, _Form[Graph, Made]] = {}  # by the step's fingerprint
+        self._best: Best[Graph, Made] | None = None
+        self._unfit: list[_Form[Graph, Made]] = []
         self._n_ops = 0
 
     def consider(self, variants: Iterable[Variant]) -> None:
@@ -175,7 +174,7 @@ class _Search(Generic[Made]):
                 found.append(_Form(replace(form.variant, pieces=pieces), form.graph, priced))
         self._try_each(found)
 
-    def _try_each(self, forms: Iterable[_Form[Made]]) -> None:
+    def _try_each(self, forms: Iterable[_Form[Graph, Made]]) -> None:
         bounded = []
         for form in forms:
             self._n_ops += len(form.priced.graph.ops)
@@ -186,7 +185,7 @@ class _Search(Generic[Made]):
         for bound_seconds, form in sorted(bounded, key=lambda one: one[0]):
             self._try(bound_seconds, form)
 
-    def _try(self, bound_seconds: float, form: _Form[Made]) -> None:
+    def _try(self, bound_seconds: float, form: _Form[Graph, Made]) -> None:
         variant, priced = form.variant, form.priced
         kept = simulate(priced.graph, {})
         row = Candidate(
@@ -240,13 +239,13 @@ class _Search(Generic[Made]):
         self._rows.append(Candidate(variant, 0, 0.0, 0, None, None, None, reason))
         return False
 
-    def answer(self) -> Best[Made]:
+    def answer(self) -> Best[Graph, Made]:
         """The best, with the table of all."""
         best = self._unless_faster_whole(self._best) if self._best else self._nearest()
         rows = tuple(replace(row, outcome="chosen") if row.variant == best.variant else row for row in self._rows)
         return replace(best, plan=replace(best.plan, variant=best.variant, candidates=rows))
 
-    def _unless_faster_whole(self, best: Best[Made]) -> Best[Made]:
+    def _unless_faster_whole(self, best: Best[Graph, Made]) -> Best[Graph, Made]:
         """Where pieces are best and the bound alone says that the form does not fit whole: few orders are in it."""
         whole = replace(best.variant, pieces=())
         place = next(
@@ -263,7 +262,7 @@ class _Search(Generic[Made]):
         self._rows[place] = replace(self._rows[place], seconds=seconds, peak_bytes=peak_bytes, outcome="slower")
         return Best(whole, form.graph, made, plan) if seconds < best.plan.predicted_seconds else best
 
-    def _nearest(self) -> Best[Made]:
+    def _nearest(self) -> Best[Graph, Made]:
         """What needs least of what seems to and of the model's own form: its error says how much that is."""
         seems = min(self._unfit, key=lambda form: least_peak_bytes(form.priced.graph))
         refused: dict[Variant, BudgetError] = {}

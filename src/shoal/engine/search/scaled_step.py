@@ -20,6 +20,10 @@ _Run = TypeVar("_Run", Op, Again)
 _Count = Callable[[int, int], int]
 
 
+class NotLinear(Exception):
+    """A step has to be captured: it is not what those at other batches let expect."""
+
+
 def scaled_step(one: StepGraph, one_batch: int, other: StepGraph, other_batch: int, batch: int) -> StepGraph | None:
     """The step at `batch` images, as capturing it would give it.
 

@@ -6,10 +6,10 @@ That convolutions are computed in pieces changes the traced step, not the graph:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -32,8 +32,26 @@ _CONVOLUTIONS = (
     *(torch.conv1d, torch.conv2d, torch.conv3d),
     *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
 )
+Graph = TypeVar("Graph")
+_Graph = TypeVar("_Graph", covariant=True)
 _DEPTHS = (0.5, 0.75)
 _PARTS = (2, 3, 4)  # along each dimension
+
+
+class Forms(Protocol[_Graph]):
+    """The forms that a step can take, each with a graph of some kind: see `Variants`."""
+
+    def fused(self) -> Iterator[Variant]:
+        """With batch norms done by their neighbours, where there are any."""
+
+    def split(self) -> Iterator[Variant]:
+        """On patches, the fewest first."""
+
+    def work(self, variant: Variant) -> PatchWork:
+        """What a form on patches takes; raises Refused."""
+
+    def graph(self, variant: Variant) -> _Graph:
+        """The graph of a form; raises Refused."""
 
 
 class Variants:
@@ -74,13 +92,15 @@ class Variants:
         """With batch norms done by their neighbours, where there are any."""
         if "fuse" not in self._means or (source := self._source) is None or not source.layers(_BatchNorm):
             return
-        level = self._level
-        if level is None:
-            return
-        yield Variant(fuse=level)
-        sizes = [node.args[0].meta["example_value"].numel() for node in _batch_norms(source)]
-        if any(elems >= MIN_ELEMS for elems in sizes) and any(elems < MIN_ELEMS for elems in sizes):
-            yield Variant(fuse=level, large_only=True)
+        if self._level is not None:
+            yield from fused_forms(self._level, self.norm_elems)
+
+    @property
+    def norm_elems(self) -> tuple[int, ...]:
+        """Elements that each batch norm normalises."""
+        if (source := self._source) is None:
+            return ()
+        return tuple(node.args[0].meta["example_value"].numel() for node in _batch_norms(source))
 
     @cached_property
     def _level(self) -> str | None:
@@ -139,6 +159,13 @@ class Variants:
             areas = math.prod(sum(end - begin for begin, end in spans) for spans in patches)
             more_flops += _flops(node, source) * (areas / math.prod(whole) - 1)
         return PatchWork(more_flops / max(1, all_flops), len(nodes) * math.prod(variant.grid))
+
+
+def fused_forms(level: str, norm_elems: Sequence[int]) -> Iterator[Variant]:
+    """Everything fused at a level, and what pays by itself alone where the batch norms' sizes tell them apart."""
+    yield Variant(fuse=level)
+    if any(elems >= MIN_ELEMS for elems in norm_elems) and any(elems < MIN_ELEMS for elems in norm_elems):
+        yield Variant(fuse=level, large_only=True)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,296 @@
+"""The plan of a network's step at any batch: what `shoal.fit` and `shoal.frontier` search among."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from math import isclose
+from numbers import Integral
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from shoal.capture.capture_step import InputPlaces, in_dynamo, joint_step
+from shoal.capture.layered import Refused
+from shoal.core.plan import Plan
+from shoal.core.step import StepGraph
+from shoal.core.variant import WHOLE, Variant
+from shoal.engine.plan import plan_of
+from shoal.engine.pricing import Pricing
+from shoal.engine.search.best_variant import best_variant, captured_form
+from shoal.engine.search.max_batch import largest_fitting
+from shoal.engine.search.scaled_step import NotLinear, scaled_step
+from shoal.engine.search.variants import PatchWork, Variants, fused_forms
+from shoal.errors import InputError, brief
+from shoal.memory.static_memory import distinct_bytes, optimizer_state_bytes
+
+_SMALLEST = 4  # batch whose step stands for others: that of one image is often of another form
+_APART = 4
+_Read = TypeVar("_Read")
+MakeExample = Callable[[int], torch.Tensor | Sequence[Any]]
+
+
+class PlansByBatch:
+    """The plans of `shoal.plan` inside one budget, by batch.
+
+    Capturing takes most of the time that a plan takes. So where a step's times follow from its counts (`hardware` is
+    named), the forms of the step are captured at 4, 16, 64, ... images, as far as they are asked for, and those in
+    between are interpolated (see `scaled_step`). That is done where the step of a third batch is what two others say;
+    all others are captured. Whatever was asked for once is remembered.
+
+    Attributes:
+        budget_bytes: that all plans are inside.
+
+    Args:
+        pricing: the model, its budget, and how its step is priced.
+        make_example: batch → the forward pass's argument, or a tuple of its arguments.
+        max_batch: `make_example` is asked for none above.
+    """
+
+    def __init__(self, pricing: Pricing, make_example: MakeExample, max_batch: int) -> None:
+        if not callable(make_example):
+            raise InputError(f"make_example={brief(make_example)}: expected a function of a batch size, such as "
+                             "lambda batch: torch.empty(batch, 3, 224, 224)")  # fmt: skip
+        if pricing.budget_bytes is None:
+            raise InputError("no budget was given; say how many bytes a step may use, such as budget='2GiB'")
+        self._pricing = pricing
+        self._make_example = make_example
+        self._max_batch = max_batch
+        self.budget_bytes = pricing.budget_bytes
+        self._captured: dict[int, _CapturedForms] = {}
+        self._plans: dict[int, Plan] = {}
+
+    def __call__(self, batch: int) -> Plan:
+        """The plan at a batch.
+
+        Raises:
+            InputError, BudgetError, CaptureError: as `shoal.plan`; or `make_example` made something else.
+        """
+        if batch not in self._plans:
+            # Not inside the handler of NotLinear: what a model raises is told by the exceptions that led to it.
+            self._plans[batch] = self._plan_of_counts(batch) or plan_of(self._pricing, self._example(batch))
+        return self._plans[batch]
+
+    def _plan_of_counts(self, batch: int) -> Plan | None:
+        """The plan of steps that are captured for other batches too; None where they are not enough."""
+        started, pricing = time.perf_counter(), self._pricing
+        try:
+            forms = self._forms(batch)
+            found = best_variant(forms, pricing.price_of_counts, self.budget_bytes, pricing.name).plan
+        except NotLinear:
+            return None
+        return replace(found, planning_seconds=time.perf_counter() - started, options=pricing.options.to_json())
+
+    def largest(
+        self,
+        plan: Callable[[int], object],
+        trying: Callable[[int], object] = lambda batch: None,
+        first: int = 16,
+    ) -> tuple[int, int]:
+        """The largest batch that fits, and the smallest that was tried and does not: see `largest_fitting`.
+
+        Args:
+            plan: called in place of this object, which it calls.
+            trying, first: as there.
+        """
+        model, optimizer = self._pricing.model, self._pricing.optimizer
+        fixed_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
+        fixed_bytes += distinct_bytes(p for p in model.parameters() if p.requires_grad)
+        fixed_bytes += optimizer_state_bytes(optimizer) if optimizer is not None else 0
+        return largest_fitting(
+            plan, fixed_bytes, self.budget_bytes, first=first, max_batch=self._max_batch, trying=trying
+        )
+
+    def _example(self, batch: int) -> torch.Tensor | Sequence[Any]:
+        made = self._make_example(batch)
+        if not isinstance(made, (torch.Tensor, tuple, list)):
+            raise InputError(f"make_example({batch}) is {brief(made)}; expected a tensor, or a tuple of arguments")
+        return made
+
+    def _forms(self, batch: int) -> _CapturedForms | _ScaledForms:
+        """The forms of the step at a batch, without capturing it there if it is not one of 4, 16, 64, ..."""
+        if not self._pricing.is_of_counts or batch < _SMALLEST:
+            raise NotLinear
+        below = _SMALLEST
+        while below * _APART <= batch:
+            below *= _APART
+        if batch == below:
+            return self._forms_at(batch)
+        above = below * _APART
+        beyond = below // _APART if below > _SMALLEST else above * _APART
+        if max(above, beyond) > self._max_batch:
+            raise NotLinear
+        try:
+            known = {n: self._forms_at(n) for n in (below, above, beyond)}
+            return _ScaledForms(batch, known, _CapturedForms(self._pricing, self._example(batch)))
+        except Exception as error:  # of the model or of `make_example`, at a batch that nobody asked for
+            raise NotLinear from error
+
+    def _forms_at(self, batch: int) -> _CapturedForms:
+        if batch not in self._captured:
+            self._captured[batch] = _CapturedForms(self._pricing, self._example(batch))
+        return self._captured[batch]
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """Which forms a step has, known before they are captured."""
+
+    fused: tuple[Variant, ...]
+    split: tuple[Variant, ...]
+    norm_elems: tuple[int, ...]
+    works: dict[Variant, PatchWork | str]
+
+
+class _CapturedForms:
+    """The forms of the step at one batch, without times: each is captured when it is asked for.
+
+    The step as it is and with batch norms fused, which are always considered, are captured together.
+    """
+
+    def __init__(self, pricing: Pricing, example: torch.Tensor | Sequence[Any]) -> None:
+        self._pricing = pricing
+        self._example = example
+        self._graphs: dict[Variant, StepGraph | str] = {}
+
+    @cached_property
+    def listed(self) -> _Listed:
+        def read(variants: Variants, step: Callable[[fx.GraphModule], StepGraph]) -> _Listed:
+            fused, split = tuple(variants.fused()), tuple(variants.split())
+            for variant in (WHOLE, *fused):
+                self._graphs[variant] = _captured(variants, step, variant)
+            return _Listed(fused, split, variants.norm_elems, {one: _work(variants, one) for one in split})
+
+        return self._read(read)
+
+    def fused(self) -> Iterator[Variant]:
+        return iter(self.listed.fused)
+
+    def split(self) -> Iterator[Variant]:
+        return iter(self.listed.split)
+
+    def work(self, variant: Variant) -> PatchWork:
+        return _unless_refused(self.listed.works[variant])
+
+    def graph(self, variant: Variant) -> StepGraph:
+        if variant not in self._graphs:
+            self._graphs[variant] = self._read(lambda variants, step: _captured(variants, step, variant))
+        return _unless_refused(self._graphs[variant])
+
+    def _read(self, read: Callable[[Variants, Callable[[fx.GraphModule], StepGraph]], _Read]) -> _Read:
+        pricing = self._pricing
+
+        def with_places(gm: fx.GraphModule, inputs: Sequence[Any]) -> _Read:
+            places = InputPlaces.of(gm)
+
+            def step(graph: fx.GraphModule) -> StepGraph:
+                return joint_step(graph, inputs, places, name=pricing.name, runs_here=False).graph
+
+            return read(Variants(gm, pricing.options.means), step)
+
+        return in_dynamo(pricing.model, self._example, with_places, name=pricing.name)
+
+
+class _ScaledForms:
+    """The forms of the step at a batch, from those at the batches below, above and beyond it.
+
+    Args:
+        batch: whose forms.
+        known: the three.
+        here: captures those at `batch` that do not follow from the three.
+
+    Raises:
+        NotLinear: the step itself is not what the three let expect.
+    """
+
+    def __init__(self, batch: int, known: Mapping[int, _CapturedForms], here: _CapturedForms) -> None:
+        self._batch, self._known, self._here = batch, known, here
+        self._below, self._above, _ = known
+        lists = [forms.listed for forms in known.values()]
+        if len({(one.split, one.fused[:1], len(one.norm_elems)) for one in lists}) > 1:
+            raise NotLinear
+        self._listed = lists[0]
+        self._norm_elems = tuple(map(self._scaled, *(one.norm_elems for one in lists)))
+        self._whole = self._scaled_graph(WHOLE)
+
+    def fused(self) -> Iterator[Variant]:
+        for variant in self._listed.fused[:1]:
+            yield from fused_forms(variant.fuse, self._norm_elems)
+
+    def split(self) -> Iterator[Variant]:
+        return iter(self._listed.split)
+
+    def work(self, variant: Variant) -> PatchWork:
+        one, *others = (forms.listed.works[variant] for forms in self._known.values())
+        for other in others:
+            if isinstance(one, str) or isinstance(other, str):
+                is_alike = one == other
+            else:
+                is_alike = one.n_calls == other.n_calls and isclose(one.more_share, other.more_share)
+            if not is_alike:
+                raise NotLinear
+        return _unless_refused(one)
+
+    def graph(self, variant: Variant) -> StepGraph:
+        if variant == WHOLE:
+            return self._whole
+        with suppress(NotLinear, Refused):
+            return self._scaled_graph(variant)
+        return self._here.graph(variant)
+
+    def _scaled_graph(self, variant: Variant) -> StepGraph:
+        (first, one), (middle, two), (last, three) = sorted(
+            ((n, forms.graph(variant)) for n, forms in self._known.items()), key=lambda known: known[0]
+        )
+        if scaled_step(one, first, three, last, middle) != two:
+            raise NotLinear
+        below, above = self._known[self._below].graph(variant), self._known[self._above].graph(variant)
+        scaled = scaled_step(below, self._below, above, self._above, self._batch)
+        if scaled is None:
+            raise NotLinear
+        return scaled
+
+    def _scaled(self, *counts: int) -> int:
+        """A count at the batch, where those at the three lie on a line."""
+        below, above, beyond = self._known
+        slope = Fraction(counts[1] - counts[0], above - below)
+        found = counts[0] + slope * (self._batch - below)
+        if counts[0] + slope * (beyond - below) != counts[2] or found.denominator != 1:
+            raise NotLinear
+        return int(found)
+
+
+def positive(what: str, number: object) -> int:
+    """A number that a caller gave.
+
+    Raises:
+        InputError: it is not a positive int.
+    """
+    if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
+        raise InputError(f"{what}={brief(number)}: expected a positive int")
+    return int(number)
+
+
+def _captured(variants: Variants, step: Callable[[fx.GraphModule], StepGraph], variant: Variant) -> StepGraph | str:
+    try:
+        return captured_form(variants, step, variant)[1]
+    except Refused as reason:
+        return str(reason)
+
+
+def _work(variants: Variants, variant: Variant) -> PatchWork | str:
+    try:
+        return variants.work(variant)
+    except Refused as reason:
+        return str(reason)
+
+
+def _unless_refused(found: _Read | str) -> _Read:
+    if isinstance(found, str):
+        raise Refused(found)
+    return found

@@ -1,0 +1,135 @@
+"""Batches inside one budget: the largest that fits, some between one image and that, and the best of them.
+
+Batches that the search for the largest has planned are points too. Around the fastest, gaps are halved until its
+neighbours are within 1 %: then no batch that was planned does more images per second, and few in between are unplanned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from shoal.core.frontier import BatchPoint
+from shoal.core.plan import Plan
+from shoal.core.sizes import format_bytes
+from shoal.core.variant import WHOLE
+from shoal.engine.search.max_batch import one_per_cent
+from shoal.errors import BudgetError, CaptureError, InputError
+
+_NEAR = 0.25  # of the distance of two points: a batch that is planned and so near stands for one that is not
+
+
+class Plans(Protocol):
+    """See `shoal.engine.plans_by_batch.PlansByBatch`."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """What all plans are inside."""
+
+    def __call__(self, batch: int) -> Plan:
+        """The plan at a batch; raises BudgetError where none fits."""
+
+    def largest(self, plan: Callable[[int], object], trying: Callable[[int], object]) -> tuple[int, int]:
+        """The largest batch for which `plan` raises no BudgetError, and one that is too large or 0."""
+
+
+@dataclass(frozen=True)
+class FoundBatches:
+    """As the attributes of `BatchFrontier`."""
+
+    points: tuple[BatchPoint, ...]
+    unfit: tuple[tuple[int, str], ...]
+
+
+def batch_points(plans: Plans, n_points: int, trying: Callable[[str], object] = lambda what: None) -> FoundBatches:
+    """Plan batches inside a budget.
+
+    Args:
+        plans: plans a batch, and finds the largest.
+        n_points: about how many, evenly spaced from one image to the largest batch that fits.
+        trying: called with what is done next, in words.
+
+    Raises:
+        BudgetError: not even one image fits.
+        CaptureError, InputError: as `plans`.
+    """
+    kept = _Kept(plans, lambda batch: trying(f"{batch} images"))
+    largest, _ = plans.largest(kept.plan, lambda batch: trying(f"the largest batch: {batch} images"))
+    kept.spread(n_points, largest)
+    kept.narrow_to_best()
+    return kept.found()
+
+
+class _Kept:
+    """Collects what is planned."""
+
+    def __init__(self, plans: Plans, trying: Callable[[int], object]) -> None:
+        self._plans = plans
+        self._trying = trying
+        self._points: dict[int, BatchPoint] = {}
+        self._unfit: dict[int, str] = {}
+
+    def plan(self, batch: int) -> None:
+        """Plan a batch.
+
+        Raises:
+            BudgetError, CaptureError, InputError: there is no plan; that is remembered.
+        """
+        try:
+            self._points[batch] = _point(batch, self._plans(batch), self._plans.budget_bytes)
+        except BudgetError as error:
+            least_bytes = error.least_feasible_bytes
+            self._unfit[batch] = f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit"
+            raise
+        except (CaptureError, InputError) as error:
+            self._unfit[batch] = str(error)
+            raise
+
+    def spread(self, n_points: int, largest: int) -> None:
+        """Plan batches that are evenly spaced from 1 to `largest`, where none is planned that is near."""
+        apart = max(1.0, (largest - 1) / (n_points - 1))
+        for n in range(n_points):
+            batch = 1 + (largest - 1) * n // (n_points - 1)
+            known = self._points.keys() | self._unfit.keys()
+            is_end = batch in (1, largest)
+            if batch not in known and (is_end or all(abs(batch - other) > _NEAR * apart for other in known)):
+                self._try(batch)
+
+    def narrow_to_best(self) -> None:
+        """Halve the gaps beside the best until its neighbours are within 1 %."""
+        while True:
+            known = sorted(self._points.keys() | self._unfit.keys())
+            best = max(self._points.values(), key=lambda point: (point.images_per_second, -point.batch)).batch
+            at = known.index(best)
+            gaps = pairwise(known[max(0, at - 1) : at + 2])
+            below, above = max(gaps, key=lambda gap: gap[1] - gap[0], default=(best, best))
+            if above - below <= one_per_cent(best):
+                return
+            self._try((below + above) // 2)
+
+    def _try(self, batch: int) -> None:
+        self._trying(batch)
+        with suppress(BudgetError, CaptureError, InputError):  # it is remembered, with the reason
+            self.plan(batch)
+
+    def found(self) -> FoundBatches:
+        """All of it, by increasing batch."""
+        points = tuple(point for _, point in sorted(self._points.items()))
+        return FoundBatches(points, tuple(sorted(self._unfit.items())))
+
+
+def _point(batch: int, plan: Plan, budget_bytes: int) -> BatchPoint:
+    whole = next(form for form in plan.candidates if form.variant == WHOLE)
+    bounds = (form.bound_seconds for form in plan.candidates if form.bound_seconds is not None)
+    return BatchPoint.of(
+        plan,
+        budget_bytes,
+        min(bounds, default=math.nan),
+        batch=batch,
+        plain_seconds=whole.plain_seconds,
+        plain_peak_bytes=whole.plain_peak_bytes,
+    )
