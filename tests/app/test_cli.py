@@ -335,7 +335,7 @@ def test_without_a_budget_the_device_is_the_budget(here: Path) -> None:
 def test_a_network_for_a_device_that_is_not_here_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     networks: list[Any] = []
 
-    def plan(network: Any, example: Any, **options: Any) -> Any:
+    def plan(network: Any, example: Any, budget: Any, **options: Any) -> Any:
         networks.append((network, example))
         raise KeyboardInterrupt
 
