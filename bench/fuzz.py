@@ -7,9 +7,10 @@
 A network is drawn as data and written as source text (`bench.fuzz_networks`). It trains for four steps in plain
 PyTorch, in Shoal and, where these differ, under `torch.compile(backend="aot_eager")`; outputs, losses, gradients,
 buffers and the generator are compared bit for bit. What differs from plain PyTorch but not from `aot_eager` is
-PyTorch's; what differs from both is ours. The peak is counted from the profiler's events and held against budget and
-prediction, and what `BudgetError.least_feasible_bytes` names is typed back. Each finding comes with a script that shows
-it by itself, shrunk for the first ones of its kind. Exit code 1 where a finding is ours.
+PyTorch's; what differs from both is ours. Where `aot_eager` fails or draws other noise, a difference that is no further
+from float64 than plain PyTorch is said to be unclear. The peak is counted from the profiler's events and held against
+budget and prediction, and what `BudgetError.least_feasible_bytes` names is typed back. Each finding comes with a script
+that shows it by itself, shrunk for the first ones of its kind. Exit code 1 where a finding is ours.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.frame import Bench, Run, Show, bar, option, switch
-from bench.fuzz_compare import CRASH, EAGER_ONLY, OURS, Setting, settings
+from bench.fuzz_compare import CRASH, EAGER_ONLY, OURS, UNCLEAR, Setting, settings
 from bench.fuzz_shrink import SHRINKING
 from bench.processes import Ended, Worker
 from shoal.errors import InputError
@@ -127,7 +128,7 @@ def report(found: Found, console: Console) -> None:
     for finding in found.findings:
         kinds.setdefault((not finding["ours"], finding["kind"], finding["what"]), []).append(finding)
     for (_, kind, what), alike in sorted(kinds.items()):
-        whose = "ours" if kind in OURS else "PyTorch's" if kind == EAGER_ONLY else "-"
+        whose = "ours" if kind in OURS else "PyTorch's" if kind == EAGER_ONLY else "?" if kind == UNCLEAR else "-"
         example = f"{Path(alike[0]['script']).name or alike[0]['number']}"
         times = sum(one["count"] for one in alike)
         table.add_row(whose, kind, escape(what), str(len({f["number"] for f in alike})), str(times), example)

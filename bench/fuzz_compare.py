@@ -26,6 +26,7 @@ from shoal.errors import BudgetError, ShoalError
 
 EAGER_ONLY = "eager only"  # torch.compile(backend="aot_eager") differs in the same way
 DIFFERS, ROUNDING = "differs", "rounding"
+UNCLEAR = "unclear"  # no further from float64 than plain PyTorch, and `aot_eager` fails or draws other noise
 OVER_BUDGET, OVER_PREDICTION = "over budget", "over prediction"
 LEAST, CRASH, REFUSED, REPAIRED = "least", "crash", "refused", "repaired"
 OURS = (DIFFERS, ROUNDING, OVER_BUDGET, OVER_PREDICTION, LEAST, CRASH)
@@ -36,6 +37,7 @@ _OFFLOADING = ("hmms", "hmms_recompute", "layerwise", "hascoet")  # these have n
 _PREDICTED_WITHIN = 1.02  # the contract
 _SLACK_BYTES = 256  # scalars of the loss
 _ERROR_FACTOR, _ERROR_TOLERANCE = 2.0, {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}
+_IN_PLACE_DROPOUT = re.compile(r"(F\.dropout\(x, [\d.]+), inplace=True\)")
 _MAX_TRIES = 5
 _NO_REFERENCE = 0.3  # where eager PyTorch itself is that far from float64, random ops drew otherwise there
 
@@ -152,12 +154,17 @@ class Comparison:
     def _aot_eager(self) -> tuple[dict[str, torch.Tensor], str | None]:
         self.stage("aot_eager")
         torch._dynamo.reset()
-        model = self.namespace["build"]()
+        # In place, `aot_eager` draws another mask; this is the same function.
+        module = sys.modules["network"]
+        namespace = load(_IN_PLACE_DROPOUT.sub(r"\1)", render(self.network)), "reference.py")
+        model = namespace["build"]()
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
         try:
-            found, _, _ = fuzz_step.train(compiled, fuzz_step.optimizer_of(model), self.namespace, self.course)
+            found, _, _ = fuzz_step.train(compiled, fuzz_step.optimizer_of(model), namespace, self.course)
         except Exception as error:
             return {}, _failure(error)
+        finally:
+            sys.modules["network"] = module
         return found, None
 
     @cached_property
@@ -267,7 +274,8 @@ class Comparison:
         if ours:
             worse = [name for name in ours if not self._is_rounding(name, attempt.trace.get(name))]
             details = "; ".join(self._errors(name, attempt.trace.get(name)) for name in (worse or ours)[:3])
-            kind = DIFFERS if worse else ROUNDING
+            is_guided = all(self._is_guided(name) for name in ours)
+            kind = DIFFERS if worse else ROUNDING if is_guided else UNCLEAR
             found.append(Finding(kind, _quantities(worse or ours, self.eager), details, setting))
         ran = [Ran(setting, attempt.budget_bytes, peak, reported, attempt.repairs) for peak, reported in attempt.peaks]
         for one in ran:
@@ -285,6 +293,11 @@ class Comparison:
         if self.aot_error is None:
             return fuzz_step.same(ours, self.aot.get(name))
         return ours is not None and name not in self.eager and " gradient of " in name and not ours.any()
+
+    def _is_guided(self, name: str) -> bool:
+        """Whether `aot_eager` took the same step, to rounding, so that it says which roundings are PyTorch's."""
+        output = f"{name.split(':')[0]}: output 0"
+        return self.aot_error is None and self._is_rounding(output, self.aot.get(output))
 
     def _is_rounding(self, name: str, ours: torch.Tensor | None) -> bool:
         """Whether what differs is as near to float64 as plain PyTorch."""

@@ -14,7 +14,20 @@ import torch
 from torch import fx
 
 from bench import fuzz, fuzz_step
-from bench.fuzz_compare import DIFFERS, EAGER_ONLY, LEAST, OVER_BUDGET, Comparison, Finding, NotANetwork, Setting, load
+from bench.fuzz_compare import (
+    DIFFERS,
+    EAGER_ONLY,
+    LEAST,
+    OVER_BUDGET,
+    ROUNDING,
+    UNCLEAR,
+    Attempt,
+    Comparison,
+    Finding,
+    NotANetwork,
+    Setting,
+    load,
+)
 from bench.fuzz_compare import settings as every_setting
 from bench.fuzz_layers import VARIANTS
 from bench.fuzz_networks import HEADS, Layer, Network, draw, render
@@ -150,6 +163,29 @@ def test_what_pytorch_does_is_told_apart_from_what_is_ours() -> None:
     findings, _ = Comparison(network).findings(PLAIN)
     assert not any(f.ours for f in findings)
     assert "generator, no gradient in eager" in [f.what for f in findings if f.kind == EAGER_ONLY]
+
+
+def test_a_rounding_is_unclear_where_aot_eager_is_no_guide() -> None:
+    comparison = Comparison(Network((Layer("conv", "plain"),)))
+    (name,) = [name for name in comparison.eager if name == "0: gradient of l1.weight"]
+    changed = torch.nextafter(comparison.eager[name], torch.tensor(9.0))
+    rounded = Attempt(PLAIN, 1, comparison.eager | {name: changed}, [], 0, True)
+
+    def kinds() -> set[str]:
+        found: list[Finding] = []
+        comparison._judge(rounded, found)
+        return {finding.kind for finding in found}
+
+    assert kinds() == {ROUNDING}
+    comparison.__dict__["_aot_eager"] = ({}, "it fails")
+    assert kinds() == {UNCLEAR}
+
+
+def test_in_place_dropout_is_held_against_the_same_mask() -> None:
+    network = Network((Layer("conv", "plain"), Layer("dropout", "in_place", 5)), channels_last=True)
+    comparison = Comparison(network)
+    assert "inplace=True" in render(network)
+    assert comparison._is_guided("0: loss")
 
 
 def test_a_network_that_plain_pytorch_refuses_is_none() -> None:
