@@ -60,3 +60,22 @@ def test_the_float64_step_drops_what_the_float32_step_drops() -> None:
     for name, gradient in reference.gradients.items():
         assert torch.allclose(gradient.double(), exact[name], rtol=1e-3, atol=1e-5), name
     assert copy.deepcopy(step.model)[2].p == 0.3
+
+
+def test_a_running_mean_of_zero_may_differ_by_a_rounding_of_the_spread_and_by_no_more() -> None:
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 1, bias=False), nn.BatchNorm2d(6), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(6 * 36, 5)).train()
+    step = Workload("tiny", model, torch.randn(2, 3, 8, 8), torch.randint(5, (2,)), seed=3)
+    reference = take_reference(step, step.shared_copy())
+    assert reference.buffers["3.running_mean"].abs().max() < 1e-6
+
+    def shifted(by: float) -> str:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            x = model[3](model[2](model[1](model[0](x))) + by)
+            return model[5](model[4](x))
+
+        return reference.check_function(forward, "shifted")
+
+    assert shifted(1e-6) == "same function"
+    with pytest.raises(WrongResult, match=r"another function: buffer 3.running_mean"):
+        shifted(0.1)
