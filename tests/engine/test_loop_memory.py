@@ -44,7 +44,13 @@ def tighter_in_another_order() -> StepGraph:
     return b.step(b.batchnorm(y), with_loss=False)
 
 
+def without_a_backward_pass() -> StepGraph:
+    b = Builder()
+    return b.step(b.relu(b.input(1)))
+
+
 @given(steps(), habits)
+@example(without_a_backward_pass(), LoopMemory(loss_share=0.0))
 @example(tighter_in_another_order(), LoopMemory(loss_share=0.0, kept_share=0.0))
 def test_a_step_in_any_loop_is_a_step_that_can_be_planned(graph: StepGraph, loop: LoopMemory) -> None:
     seen = in_loop(graph, loop, outputs_of(graph))

@@ -140,7 +140,8 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
         kept = Storage(
             len(storages), KEPT_OF_LOSS, kept_bytes, "activation_gradient", "", (kept_bytes,), "uint8", (KEPT_OF_LOSS,)
         )
-        ops[-1] = replace(ops[-1], reads=(*ops[-1].reads, kept.id))
+        if ops[-1].phase != "loss":  # it is let go with the last op of the backward pass, where there is one
+            ops[-1] = replace(ops[-1], reads=(*ops[-1].reads, kept.id))
         ops = [replace(op, writes=(*op.writes, kept.id)) if op.phase == "loss" else op for op in ops]
         storages.append(kept)
     if ops and loop.held_gradient_bytes:
