@@ -126,6 +126,7 @@ def _run(
     try:
         store = dist.FileStore(str(Path(folder) / "store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        meet()  # a function may end its rank at once, while another still connects
         pipe.send_bytes(pickle.dumps((None, function(*args))))  # tensors as bytes, not as memory of this process
     except BaseException:
         pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))

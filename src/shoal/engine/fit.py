@@ -87,6 +87,8 @@ def fit(
         model: the network.
         make_example: an int → the forward pass's argument at that size, or a tuple of its arguments. It may as well be
             the side of an image: whatever needs more bytes the larger it is. On the "meta" device it takes no memory.
+            Where `hardware` is named it may be asked for up to 16 times the batch tried, never above `max_batch`: steps
+            in between follow from those.
         budget: device bytes at the peak of the step, as for `shoal.plan`.
         first: the batch to begin with.
         max_batch: the batch to stop at.

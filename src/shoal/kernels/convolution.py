@@ -64,23 +64,26 @@ def weight_gradient(
     groups: int,
     wanted: Sequence[bool],
     pieces: int,
+    dim: int = 0,
 ) -> tuple[None, torch.Tensor, torch.Tensor | None]:
-    """`aten.convolution_backward` of the same arguments, the output channels in so many pieces.
+    """`aten.convolution_backward` of the same arguments, the channels along `dim` of the weight in so many pieces.
 
-    The convolution is neither transposed nor grouped, and `wanted` asks for no gradient of the input.
+    The convolution is not grouped, and `wanted` asks for no gradient of the input.
     """
-    options = (stride, padding, dilation, transposed, output_padding, groups, wanted)
-    channels = weight.shape[0]
-    of_weight = torch.empty_like(weight)
-    of_bias = weight.new_empty(channels) if wanted[2] else None
-    step = -(-channels // pieces)
-    for start in range(0, channels, step):
-        some = slice(start, start + step)
-        some_bias = None if bias_sizes is None else [min(step, channels - start)]
-        _, piece, bias_piece = torch.ops.aten.convolution_backward(grad[:, some], x, weight[some], some_bias, *options)
-        of_weight[some] = piece
-        if of_bias is not None:
-            of_bias[some] = bias_piece
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    of_weight, of_bias = torch.empty_like(weight), grad.new_empty(grad.shape[1]) if wanted[2] else None
+    of_results = (dim == 0) != transposed  # those channels are the result's, or the input's
+    step = -(-weight.shape[dim] // pieces)
+    for begin in range(0, weight.shape[dim], step):
+        some = slice(begin, begin + step)
+        read = (grad[:, some], x) if of_results else (grad, x[:, some])
+        sizes = None if bias_sizes is None else [read[0].shape[1]]
+        mask = [False, True, wanted[2] and (of_results or begin == 0)]
+        part = weight[some] if dim == 0 else weight[:, some]
+        _, piece, bias = torch.ops.aten.convolution_backward(*read, part, sizes, *options, mask)
+        (of_weight[some] if dim == 0 else of_weight[:, some]).copy_(piece)
+        if of_bias is not None and bias is not None:
+            (of_bias[some] if of_results else of_bias).copy_(bias)
         del piece  # before the next is allocated
     return None, of_weight, of_bias
 

@@ -21,6 +21,7 @@ import torch
 
 from shoal.kernels.convolution import draw
 from shoal.kernels.convolution import input_gradient as whole_input_gradient
+from shoal.kernels.convolution import weight_gradient as cut_weight_gradient
 from shoal.kernels.memory_format import suggested_memory_format
 from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
@@ -143,25 +144,9 @@ def weight_gradient(
     dim: int,
     pieces: int,
 ) -> tuple[None, torch.Tensor, torch.Tensor | None]:
-    """`aten.convolution_backward` of the same arguments, the channels along `dim` of the weight in so many pieces.
-
-    The convolution is not grouped, and `wanted` asks for no gradient of the input.
-    """
-    options = (stride, padding, dilation, transposed, output_padding, groups)
-    of_weight, of_bias = torch.empty_like(weight), grad.new_empty(grad.shape[1]) if wanted[2] else None
-    of_results = (dim == 0) != transposed  # those channels are the result's, or the input's
-    for begin, end in _spans(weight.shape[dim], pieces):
-        some = slice(begin, end)
-        read = (grad[:, some], x) if of_results else (grad, x[:, some])
-        sizes = None if bias_sizes is None else [read[0].shape[1]]
-        mask = [False, True, wanted[2] and (of_results or begin == 0)]
-        part = weight[some] if dim == 0 else weight[:, some]
-        _, piece, bias = _aten.convolution_backward(*read, part, sizes, *options, mask)
-        of_weight.narrow(dim, begin, end - begin).copy_(piece)
-        if of_bias is not None and bias is not None:
-            (of_bias[some] if of_results else of_bias).copy_(bias)
-        del piece  # before the next is allocated
-    return None, of_weight, of_bias
+    """`convolution.weight_gradient`, as a plan asks for it by the op's name."""
+    options = (stride, padding, dilation, transposed, output_padding, groups, wanted)
+    return cut_weight_gradient(grad, x, weight, bias_sizes, *options, pieces, dim)
 
 
 class _Window(NamedTuple):

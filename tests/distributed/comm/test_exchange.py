@@ -174,3 +174,21 @@ def test_survivors_raise_and_say_who_and_what(
         first, again = results[rank]
         assert re.search(says, first)
         assert again == first  # a spent exchange says so again
+
+
+def after_one_has_ended() -> str:
+    exchange = Exchange(timeout_seconds=200)
+    ones = torch.ones(1000, dtype=torch.uint8)
+    exchange.all_gather(ones, [1000] * exchange.ranks, what="warm-up")
+    meet()
+    if exchange.rank == 1:
+        os._exit(0)
+    time.sleep(0.5)  # by then gloo has seen it, and no message to it starts
+    with pytest.raises(TransferError) as caught:
+        exchange.all_gather(ones, [1000] * exchange.ranks, what="gradients of bucket 3")
+    return str(caught.value)
+
+
+def test_a_rank_that_had_ended_before_is_named() -> None:
+    told, _ = run_on_ranks(after_one_has_ended, 2, may_end=(1,))
+    assert "closed connection from rank 1, expected its message 1" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -131,23 +132,30 @@ class CheckedAllToAll:
         if not messages:
             return {}
         peers = [r for r, _, _ in messages]
-        try:
-            if all(data.device.type == "cpu" for _, data, _ in messages):
-                works = [self.group.recv([data], r, tag) for r, data, tag in receives]
-                works += [self.group.send([data], r, tag) for r, data, tag in sends]
-            else:
-                works = self._start_together(receives, sends)
-        except RuntimeError as error:
-            raise self._lost(None, error) from error
+        if all(data.device.type == "cpu" for _, data, _ in messages):
+            works = [self._begin(self.group.recv, message) for message in receives]
+            works += [self._begin(self.group.send, message) for message in sends]
+        else:
+            works = self._start_together(receives, sends)
         self._kept.append(works)
         self._sending += zip(peers[len(receives) :], works[len(receives) :], strict=True)
         return dict(zip(peers[: len(receives)], works, strict=False))
+
+    def _begin(self, call: Callable[..., Any], message: _Message) -> Any:
+        peer, data, tag = message
+        try:
+            return call([data], peer, tag)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
 
     def _start_together(self, receives: list[_Message], sends: list[_Message]) -> list[Any]:
         """NCCL needs all of them in one group; for gloo this takes longer than starting each."""
         ops = [dist.P2POp(dist.irecv, data, self.members[r], self.group, tag) for r, data, tag in receives]
         ops += [dist.P2POp(dist.isend, data, self.members[r], self.group, tag) for r, data, tag in sends]
-        works = dist.batch_isend_irecv(ops)
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise self._lost(None, error) from error
         return works if len(works) == len(ops) else works[:1] * len(ops)  # one of them
 
     def _header_of(self, peer: int, work: Any, data: torch.Tensor) -> Header:
