@@ -126,7 +126,7 @@ def test_what_eager_code_makes_begins_in_its_stretch() -> None:
     step = joined_step("eager between", [first, second], FORWARD_AND_BACK)
     check_step(step)
     made = step.storage_called["part1.x"]
-    assert made.kind == "activation"
+    assert made.kind == "crossing"
     assert step.ops[step.producer[made.id]].name == "eager1"
     assert step.ops[step.producer[step.storage_called["part0.tangent"].id]].name == "eager3"
 

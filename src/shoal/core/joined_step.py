@@ -121,8 +121,7 @@ def with_held(graph: StepGraph, held_bytes: int) -> StepGraph:
 
 def crossing(graph: StepGraph) -> tuple[Storage, ...]:
     """The storages that parts and eager code hand to one another in the forward pass."""
-    handed = {s for op in graph.ops if op.target == _RETURNS and op.phase == "forward" for s in op.reads}
-    return tuple(s for s in graph.storages if s.id in handed)
+    return tuple(s for s in graph.storages if s.kind == "crossing")
 
 
 def residences_of(part: int, graph: StepGraph, residences: Mapping[str, Residence]) -> dict[str, Residence]:
@@ -186,7 +185,6 @@ class _Joining:
         self._of: dict[Place, int] = {}  # in the joined step
         self._ops: list[Op] = []
         self._written: set[int] = set()
-        self._crossing: set[int] = set()
 
     def step(self, model: str, static_bytes: int) -> StepGraph:
         for number, part in enumerate(self._parts):
@@ -196,18 +194,13 @@ class _Joining:
         for number, part in enumerate(self._parts):
             for storage in part.graph.storages:
                 self._of[number, storage.id] = self._of[self._origin((number, storage.id))]
-        self._crossing = {
-            self._of[number, s] for number, part in enumerate(self._parts) for s in [*part.results, *self._given(part)]
-        }
         first_backward = next((i for i, (_, phase) in enumerate(self._passes) if phase == "backward"), None)
         for place, (number, phase) in enumerate(self._passes):
             self._stretch(place, "loss" if place == first_backward else phase, number)
             self._run(number, phase)
         if first_backward is None:
             self._add_op("loss", "loss", "loss", (), ())
-        kept = self._crossing
-        ops = tuple(replace(op, recomputable=op.recomputable and kept.isdisjoint(op.writes)) for op in self._ops)
-        return StepGraph(model, ops, tuple(self._storages), static_bytes)
+        return StepGraph(model, tuple(self._ops), tuple(self._storages), static_bytes)
 
     def _origin(self, place: Place) -> Place:
         seen = {place}
@@ -224,7 +217,9 @@ class _Joining:
     def _add(self, number: int, storage: Storage) -> None:
         part = self._parts[number]
         kind: StorageKind = storage.kind
-        if kind == "output" or (kind == "input" and storage.id in part.fresh):
+        if storage.id in (part.results if kind == "output" else part.fresh):
+            kind = "crossing"
+        elif kind == "output":
             kind = "activation"
         elif kind == "tangent" or (kind == "gradient" and storage.id in part.handed_on):
             kind = "activation_gradient"

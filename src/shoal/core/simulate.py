@@ -11,7 +11,7 @@ from shoal.core.step import Op, StepGraph
 from shoal.core.timeline import Moment, MomentPhase, Timeline, Transfer, TransferWay
 from shoal.errors import PlanError
 
-_CATEGORY = {"activation": "kept", "output": "kept", "gradient": "gradient"}
+_CATEGORY = {"activation": "kept", "crossing": "kept", "output": "kept", "gradient": "gradient"}
 
 
 def simulate(graph: StepGraph, residences: Mapping[str, Residence], budget_bytes: int = 0) -> Timeline:

@@ -28,6 +28,7 @@ StorageKind = Literal[
     "input",  # the batch: resident all step, its owner holds it
     "constant",  # a tensor the graph carries along: resident all step
     "activation",  # written by a forward op
+    "crossing",  # written by a forward op and handed to eager code or another graph of the model: it cannot be given up
     "output",  # written by a forward op and handed to the caller, who holds it until the step ends
     "tangent",  # the gradient of an output, made by the loss, held by autograd until the step ends
     "activation_gradient",  # written by a backward op and read by another (the papers call it an error term)
@@ -199,7 +200,7 @@ class StepGraph:
         return tuple(
             s.id
             for s in self.storages
-            if s.kind in ("activation", "output")
+            if s.kind in ("activation", "crossing", "output")
             and any(self.ops[reader].phase == "backward" for reader in self.readers[s.id])
         )
 

@@ -188,6 +188,10 @@ class PartMetering(Metering):
         if any(phase == "backward" for _, phase in self.record.passes):
             self._close(window, meter.end(paused=True))
 
+    def abandon(self) -> None:
+        """Stop metering: the backward pass of what has run is not expected any more."""
+        self._give_up()
+
     def _goes_on(self) -> bool:
         # A part that saves nothing of its own leaves no trace by which it is seen to be under way.
         return super()._goes_on() or any(

@@ -9,6 +9,7 @@ for each of its runs.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -177,6 +178,8 @@ class PartedSteps:
                 raise
         finally:
             self.metering.arguments = []
+        gc.collect()  # what the forward pass has saved hangs on frames of its traceback
+        self.metering.abandon()
         before.restore()
         self._keeps_little = True
         self.forget()
