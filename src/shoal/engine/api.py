@@ -33,13 +33,14 @@ from shoal.core.sizes import format_bytes
 from shoal.engine.backend import compile_step
 from shoal.engine.lossy_report import LossyReport
 from shoal.engine.lossy_report import lossy_report as report_on
-from shoal.engine.options import CompileOptions, check_optimizer
+from shoal.engine.options import CompileOptions
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.lowlevel.torch_state import active_ddp_module, in_trace, in_transform
 from shoal.memory.budget import budget_bytes
-from shoal.memory.static_memory import StaticMemory, distinct_bytes, optimizer_state_bytes
+from shoal.memory.optimizer_state import declared_optimizer, reject_copy
+from shoal.memory.static_memory import StaticMemory, distinct_bytes
 from shoal.offload.policy import AUTO
 
 log = logging.getLogger("shoal")
@@ -51,7 +52,7 @@ def compile(
     budget: int | str | None = None,
     *,
     planner: str | planners.Planner = "joint",
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
     kernels: str = "eager",
     plan: Plan | None = None,
     offload_to: str | Path | None = AUTO,
@@ -83,7 +84,10 @@ def compile(
         planner: "joint" (default), "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", or a
             function (StepGraph, Hardware, budget_bytes) → Plan, whose plans are validated by
             `shoal.core.validate` before they run.
-        optimizer: the optimizer that will train the model, so that its state counts, also before its first step.
+        optimizer: the optimizer that will train the model, so that its state counts, also before its first step. Where
+            there is none yet, a name: "sgd", "sgd-momentum", "adam", "adamw", "adamw-amsgrad", "rmsprop", "adagrad" or
+            another one of `shoal.memory.optimizer_state.NAMES`. The one that steps then counts as it is, and a
+            difference is said.
         kernels: what runs the planned graphs: "eager" (PyTorch's kernels, no compiler needed) or "inductor".
         plan: a saved plan to use as it is instead of planning; see `shoal.plan`. It is validated likewise, and
             compared with `budget` where that is given too.
@@ -160,16 +164,17 @@ def compile(
         allow=allow,
         has_plan=plan is not None,
     )
-    check_optimizer(optimizer)
+    declared = declared_optimizer(optimizer)
+    reject_copy(declared, network.parameters())
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan is a {type(plan).__name__}; expected a Plan: load a file with Plan.load(path)")
     leaves = options.offloading(device.type)
     status = Status(options.budget_bytes)
     status.describes(network, _under_plan, options.lossy)
-    session = Session(status, options, StaticMemory(network, optimizer), name or type(network).__name__, plan, leaves)
+    session = Session(status, options, StaticMemory(network, declared), name or type(network).__name__, plan, leaves)
     weakref.finalize(network, session.close)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
-        _reject_hopeless(network, optimizer, session)
+        _reject_hopeless(network, session)
     caller = _Caller(network, session, options.kernels)
     forget = weakref.WeakMethod(caller.forget)
     session.on_repair = lambda: (method := forget()) and method()
@@ -283,11 +288,11 @@ def _reject_function_transforms() -> None:
         )
 
 
-def _reject_hopeless(model: nn.Module, optimizer: torch.optim.Optimizer | None, session: Session) -> None:
+def _reject_hopeless(model: nn.Module, session: Session) -> None:
     budget_bytes = session.status.budget_bytes or 0
     parameter_bytes = distinct_bytes(model.parameters())
     gradient_bytes = distinct_bytes(p for p in model.parameters() if p.requires_grad)
-    state_bytes = optimizer_state_bytes(optimizer) if optimizer is not None else 0
+    state_bytes = session.static.state_bytes()
     floor_bytes = parameter_bytes + gradient_bytes + state_bytes + distinct_bytes(model.buffers())
     if budget_bytes < floor_bytes:
         raise BudgetError(

@@ -35,6 +35,7 @@ from shoal.kernels.encoded_activation import measured_errors
 from shoal.lowlevel.torch_internals import eager_kernels
 from shoal.memory.budget import budget_bytes
 from shoal.memory.limit import no_memory_limit
+from shoal.memory.optimizer_state import reject_copy
 from shoal.memory.static_memory import StaticMemory
 from shoal.transforms.split.split import CUTS_ARGUMENT
 
@@ -51,8 +52,9 @@ def backend(
     """`torch.compile(model, backend="shoal", options={"budget": "2GiB"})`.
 
     Options: `budget`, `planner`, `kernels`, `optimizer`, `offload_to`, `host_budget`, `lossy` and `allow`, as of
-    `shoal.compile`. Without a budget everything is kept. The model has to come as one graph. `shoal.compile` does the
-    same and also reports in `model.shoal`.
+    `shoal.compile`; each may be text, as hosts that copy their options need it: {"budget": "80%", "optimizer":
+    "adamw"}. Where there is no budget, SHOAL_BUDGET of the environment counts; without that too, everything is kept.
+    The model has to come as one graph. `shoal.compile` does the same and also reports in `model.shoal`.
     """
     with refusals():
         return _compile_as_asked(gm, example_inputs, options or {}, mode)
@@ -64,10 +66,12 @@ def _compile_as_asked(
     devices = {value.device.type: value.device for value in example_inputs if isinstance(value, torch.Tensor)}
     device = devices.get("cuda") or torch.device("cpu")
     options, optimizer = CompileOptions.of_backend({**given, "budget": budget_bytes(given.get("budget"), device)}, mode)
+    parameters = [value for value in example_inputs if isinstance(value, torch.nn.Parameter)]
+    reject_copy(optimizer, parameters)
     session = Session(
         Status(options.budget_bytes),
         options,
-        StaticMemory(optimizer=optimizer),
+        StaticMemory(optimizer=optimizer, parameters=parameters),
         offloading=options.offloading(device.type),
     )
     return compile_step(session, options.kernels, gm, example_inputs)

@@ -95,7 +95,7 @@ class _Keywords(TypedDict, total=False):
     hardware: str | Hardware | None
     allow: str | Collection[str] | None
     planner: str | planners.Planner
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | str | None
     offload_to: str | Path | None
     host_budget: int | str | None
     lossy: str | Mapping[str, Any] | None
@@ -117,7 +117,7 @@ def frontier(
     hardware: str | Hardware | None = None,
     allow: str | Collection[str] | None = None,
     planner: str | planners.Planner = "joint",
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
     offload_to: str | Path | None = AUTO,
     host_budget: int | str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
@@ -139,7 +139,7 @@ def frontier(
         model: the network.
         example: as for `shoal.plan`; or an int → that, which is `make_example` of `shoal.fit`.
         budget: where you stand, in bytes as for `shoal.plan`: one more point, and a line in the charts; with a
-            function, what every batch has to fit in.
+            function, what every batch has to fit in. None for SHOAL_BUDGET of the environment, if that is set.
         hardware, allow, planner, optimizer, offload_to, host_budget, lossy: as for `shoal.plan`.
         points: how many budgets, 2 to 100; with a function about how many batches, beside those around the best.
         max_batch: with a function, the batch to stop at; 65,536 if None.

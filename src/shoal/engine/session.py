@@ -138,6 +138,15 @@ class Session:
         for step in self._in_force:
             step.basis = step.basis and step.basis.with_static(more_bytes)
         self._adapt(self.loop)
+        budget_bytes, predicted_bytes = self.status.budget_bytes, self.status.predicted_peak_bytes or 0
+        if self.on_repair is None and budget_bytes is not None and predicted_bytes > budget_bytes:
+            log.warning(
+                "%s: with it the predicted peak is %s, over the budget of %s; a plain torch.compile backend cannot "
+                "plan again: declare it in options, as an optimizer or by its name",
+                self.name or "model",
+                format_bytes(predicted_bytes),
+                format_bytes(budget_bytes),
+            )
 
     def _adapt(self, loop: LoopMemory) -> None:
         """Count this in the plans in force; plan anew where one exceeds the budget."""
