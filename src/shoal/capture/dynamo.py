@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -25,9 +26,10 @@ from torch._dynamo.exc import (
     UserError,
 )
 from torch._dynamo.pgo import get_code_state
-from torch._dynamo.utils import get_compilation_metrics
+from torch._dynamo.utils import get_compilation_metrics, get_metrics_context
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
+from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
 from shoal.transforms.split.split import CUTS_ARGUMENT, SplitModule
 
@@ -148,11 +150,30 @@ def _origin(failure: BaseException) -> BaseException:
 
 def _last_difference() -> str:
     """The guard that failed when a call was last captured anew, as Dynamo words it: "args[1] == 2.0"."""
-    metrics = get_compilation_metrics()
-    reasons = [metric.recompile_reason for metric in metrics if metric.recompile_reason]
+    now = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")  # of a capture under way
+    before = [metric.recompile_reason for metric in get_compilation_metrics() if metric.recompile_reason]
+    reasons = [*before, *([now] if now else [])]
     if not reasons:
         return "something that Dynamo does not name"
     return re.sub(r"^\d+/\d+: |\s+(# |\(HINT).*", "", reasons[-1].strip().splitlines()[0])
+
+
+def _why_again(guard: str) -> str:
+    """What a guard of Dynamo's that failed says of a call.
+
+    >>> _why_again("tensor 'args[0]' size mismatch at index 0. expected 8, actual 6")
+    'size 0 of args[0] is 6, was 8'
+    >>> _why_again("model.scale == 2.0")
+    'model.scale == 2.0 no longer holds'
+    """
+    sizes = re.fullmatch(r"tensor '(.+)' size mismatch at index (\d+)\. expected (\d+), actual (\d+)", guard)
+    return f"size {sizes[2]} of {sizes[1]} is {sizes[4]}, was {sizes[3]}" if sizes else f"{guard} no longer holds"
+
+
+def _capturing_seconds() -> float:
+    """How long Dynamo has been at the capture that is under way."""
+    began_ns = getattr(get_metrics_context(), "_start_time_ns", None)
+    return max(0.0, (time.time_ns() - began_ns) / 1e9) if began_ns else 0.0
 
 
 def plain_call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -215,11 +236,16 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
     )
 
 
-def capturing(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+def capturing(
+    model: nn.Module, backend: Callable[..., Any], name: str, record: Callable[[Preparation], object]
+) -> Callable[..., Any]:
     """The model's call as it is to be called under `settings`: captured for each shape, and compiled by `backend`.
 
     A number that changes from one call to the next becomes an input of the graph; a size never does. The cuts of a
     network that is split at drawn ones are told to be inputs, and nothing else is.
+
+    Args:
+        name, record: as of `preparing`, for what is captured after the first call.
     """
 
     captures = 0
@@ -234,7 +260,8 @@ def capturing(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., An
                 _last_difference(),
             )
         _forget_sizes()
-        with refusals():
+        why = _why_again(_last_difference()) if captures > 1 else ""
+        with refusals(), preparing(name, why=why, begun_seconds=_capturing_seconds(), record=record):
             return backend(gm, example_inputs)
 
     dynamic = False if _draws(model) else None

@@ -28,7 +28,7 @@ from shoal.capture.dynamo import (
 )
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
-from shoal.core.progress import doing, preparing
+from shoal.core.progress import preparing
 from shoal.core.sizes import format_bytes
 from shoal.engine.backend import compile_step
 from shoal.engine.lossy_report import LossyReport
@@ -246,13 +246,19 @@ class _Caller:
                 planned = self._planned.get(kind)
                 if planned is not None:
                     return planned(*args, **kwargs, **drawn_for(model, args))
-                with preparing(self.session.name):
-                    doing("capturing")
-                    planned = self._planned[kind] = capturing(model, self._backend())
+                name, record = self.session.name, self.session.status.prepared
+                with preparing(name, why=self._why(accumulating), record=record):
+                    planned = self._planned[kind] = capturing(model, self._backend(), name, record)
                     return planned(*args, **kwargs, **drawn_for(model, args))
         except ModelRaised as failure:
             plain_call(model, *args, **kwargs)  # raises as the plain model does
             raise CaptureError(f"the model cannot be captured as one graph: {failure.reason}") from None
+
+    def _why(self, accumulating: bool) -> str:
+        """Why the model is captured anew although nothing of what it is called with has changed; "" the first time."""
+        if not self._planned:
+            return "it is planned anew" if self.session.status.preparations else ""
+        return "there are gradients before the step" if accumulating else "global hooks or gradients have changed"
 
     def _backend(self) -> Callable[..., Any]:
         session, kernels = (

@@ -87,13 +87,12 @@ def compile_step(
     places, aten_only = InputPlaces.of(gm), kernels == "inductor"
 
     def captured(graph: fx.GraphModule) -> Captured:
-        doing("capturing")
         return joint_step(graph, example_inputs, places, name=session.name, aten_only=aten_only)
 
     def compiled(graph: fx.GraphModule, form: Form) -> Callable[..., Any]:
         step = PlannedStep(session, run_graphs, places, form, aten_only=aten_only)
         with eager_kernels():
-            doing("capturing")
+            doing("capture", str(form.variant))
             return aot_autograd(
                 fw_compiler=step.compile_forward,
                 bw_compiler=step.compile_backward,
@@ -101,8 +100,10 @@ def compile_step(
                 partition_fn=step.partition,
             )(graph, example_inputs)
 
-    with preparing(session.name):
-        return once_differentiable(compile_chosen(session, gm, example_inputs, captured, compiled))
+    with preparing(session.name, record=session.status.prepared):
+        step = once_differentiable(compile_chosen(session, gm, example_inputs, captured, compiled))
+        doing("first run")
+        return step
 
 
 class PlannedStep:
@@ -157,7 +158,7 @@ class PlannedStep:
         self.n_tangents = sum(storage.kind == "tangent" for storage in captured.graph.storages)
         self.errors_unknown = bool(self.plan.encoded)
         transfers = self.session.carry(self.plan, captured.device)
-        doing("writing the graphs of its plan")
+        doing("plan", "writing its graphs")
         return lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
 
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -203,7 +203,6 @@ class Session:
             BudgetError: no plan fits.
             PlanError: the ready plan belongs to another step.
         """
-        doing(f"planning {planning.n_ops} ops")
         try:
             return planning.plan(self.loop, self.status.plans), self.loop
         except BudgetError as refused:
@@ -226,6 +225,7 @@ class Session:
             PlanError: the ready plan belongs to another step.
         """
         started = time.perf_counter()
+        doing("plan", f"{len(captured.graph.ops)} ops, {form.variant}")
         made, self.loop = form.planned_for(captured) or self.try_to_plan(self.planning(captured, device))
         captured, plan = made.captured, made.plan
         check_own_plan(plan.captured_graph, plan.graph, plan.residences, self.status.budget_bytes or 0)
