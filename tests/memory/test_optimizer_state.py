@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from shoal.errors import InputError
+from shoal.lowlevel import allocations
 from shoal.memory.optimizer_state import (
     NAMES,
     NamedOptimizer,
     declared_optimizer,
     optimizer_state_bytes,
     reject_copy,
+    step_scratch_bytes,
 )
 from shoal.memory.static_memory import distinct_bytes
 from tests.memory.test_static_memory import network, take_step
@@ -54,7 +56,7 @@ BY_NAME: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "rmsprop-momentum": lambda p: torch.optim.RMSprop(p, momentum=0.5),
     "rprop": torch.optim.Rprop,
     "sgd": torch.optim.SGD,
-    "sgd-momentum": lambda p: torch.optim.SGD(p, momentum=0.5, nesterov=True),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, momentum=0.5),
 }
 
 
@@ -132,6 +134,25 @@ def test_steps_are_counted_where_the_options_put_them(options: dict[str, Any]) -
     assert optimizer_state_bytes(optimizer) == moments + (
         counters if options in ({"fused": True}, {"capturable": True}) else 0
     )
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_step_allocates_and_frees_is_told_as_it_is(name: str, foreach: bool) -> None:
+    model = network()
+    optimizer = BY_NAME[name](model.parameters())
+    optimizer.param_groups[0]["foreach"] = foreach
+    told_bytes = step_scratch_bytes(optimizer, "cpu")
+    take_step(model, optimizer)
+    _, changes = allocations.record(optimizer.step)
+    small_bytes = 16  # a step's number
+    assert 0 <= allocations.peak_bytes(changes) - max(0, sum(changes)) - told_bytes <= small_bytes
+    named = NamedOptimizer(name).made_for(model.parameters())
+    assert named is not None and step_scratch_bytes(named, "cuda" if foreach else "cpu") == told_bytes
+
+
+def test_a_fused_step_takes_nothing_beside_its_state() -> None:
+    assert step_scratch_bytes(torch.optim.AdamW(network().parameters(), fused=True), "cuda") == 0
 
 
 def test_a_name_is_read_as_it_may_be_written() -> None:

@@ -175,6 +175,7 @@ def compile(
     weakref.finalize(network, session.close)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
         _reject_hopeless(network, session)
+        session.check_optimizer_step()
     caller = _Caller(network, session, options.kernels)
     forget = weakref.WeakMethod(caller.forget)
     session.on_repair = lambda: (method := forget()) and method()

@@ -121,6 +121,8 @@ class Session:
             return
         self.metering.gradients_are_used = True
         news = static.stepped(optimizer)
+        if news:
+            self.check_optimizer_step()
         if not news or not self.status.plans or self.ready_plan is not None:
             return
         more_bytes = static.state_bytes() - self._state_bytes
@@ -145,6 +147,23 @@ class Session:
                 "plan again: declare it in options, as an optimizer or by its name",
                 self.name or "model",
                 format_bytes(predicted_bytes),
+                format_bytes(budget_bytes),
+            )
+
+    def check_optimizer_step(self) -> None:
+        """Say where an optimizer's own step, which comes between the steps that are planned, passes the budget."""
+        budget_bytes = self.status.budget_bytes
+        if budget_bytes is None:
+            return
+        in_use_bytes, own_bytes = self.static.optimizer_step_bytes()
+        if own_bytes and in_use_bytes > budget_bytes:
+            log.warning(
+                "%s: the optimizer's step takes %s, %s of it for itself beside parameters, gradients and state; that "
+                "is over the budget of %s, and no plan changes it: make the optimizer with fused=True, where it has "
+                "that, or foreach=False",
+                self.name or "model",
+                format_bytes(in_use_bytes),
+                format_bytes(own_bytes),
                 format_bytes(budget_bytes),
             )
 

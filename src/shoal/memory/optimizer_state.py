@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from shoal.core.sizes import format_bytes
 from shoal.errors import InputError, brief
@@ -40,6 +43,12 @@ class NamedOptimizer:
     """An optimizer that will train a model and is not made yet: a class of `torch.optim` by one of `NAMES`."""
 
     name: str
+
+    def made_for(self, parameters: Iterable[torch.Tensor]) -> optim.Optimizer | None:
+        """One over parameters on the meta device, as large as these; None where none is trained."""
+        kind, options = _KINDS[self.name]
+        trained = [_on_meta(p.shape, p.dtype) for p in parameters if p.requires_grad]
+        return kind(trained, **options) if trained else None
 
     def state_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
         """Device bytes of its state once it has trained these parameters.
@@ -127,6 +136,71 @@ def optimizer_state_bytes(optimizer: optim.Optimizer) -> int:
             new_groups.append({**group, "params": [_on_meta(p.shape, p.dtype) for p in new]})
             devices += [p.device for p in new]
     return present_bytes + _bytes_after_one_step(type(optimizer), new_groups, devices)
+
+
+def step_scratch_bytes(optimizer: optim.Optimizer, device_type: str) -> int:
+    """Device bytes that each step of the optimizer allocates and frees again, beside its state.
+
+    An optimizer that is asked for neither `foreach` nor `fused` is of the first kind on CUDA, which computes with
+    copies of all parameters at once, and goes from parameter to parameter on the CPU. 0 where it cannot be told.
+
+    >>> model = torch.nn.Linear(10, 10, bias=False)
+    >>> step_scratch_bytes(torch.optim.AdamW(model.parameters(), foreach=True), "cpu")
+    400
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            continue
+        shadows = [_on_meta(p.shape, p.dtype) for p in group["params"] if p.requires_grad]
+        for parameter in shadows:
+            parameter.grad = torch.empty_like(parameter)
+        foreach = group.get("foreach")
+        how = {"foreach": device_type == "cuda" if foreach is None else foreach, "capturable": False, "fused": False}
+        if shadows:
+            groups.append({**group, **{name: how[name] for name in how if name in group}, "params": shadows})
+    if not groups:
+        return 0
+    try:
+        shadow = type(optimizer)(groups)  # type: ignore[call-arg]
+        shadow.step()
+        held = [p for group in groups for p in group["params"]]
+        with _NewBytes([*held, *(p.grad for p in held), *(list(shadow.state[p].values()) for p in held)]) as new:
+            shadow.step()
+    except Exception:  # an unusual class
+        return 0
+    return new.peak_bytes
+
+
+class _NewBytes(TorchFunctionMode):
+    """Counts what functions of PyTorch return that was not there before.
+
+    Args:
+        held: what was, on the meta device.
+
+    Attributes:
+        peak_bytes: most bytes of the rest that were alive at once.
+    """
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._held = {storage._cdata for storage in _storages(held)}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if storage._cdata not in self._held:
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self._alive.values()))
+        return result
+
+
+def _storages(*values: Any) -> list[torch.UntypedStorage]:
+    tensors = (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
+    return [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "meta"]
 
 
 def _on_meta(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:

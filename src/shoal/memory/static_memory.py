@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.step import StepGraph
-from shoal.memory.optimizer_state import Declared, NamedOptimizer, optimizer_state_bytes
+from shoal.memory.optimizer_state import Declared, NamedOptimizer, optimizer_state_bytes, step_scratch_bytes
 
 
 class StaticMemory:
@@ -115,6 +115,21 @@ class StaticMemory:
             return there_bytes
         taken = {id(p) for optimizer in optimizers for p in _parameters_of(optimizer)}
         return there_bytes + self._named.state_bytes(p for p in self._trained() if id(p) not in taken)
+
+    def optimizer_step_bytes(self) -> tuple[int, int]:
+        """Bytes in use while an optimizer steps, and how many of them that step allocates and frees again."""
+        model, optimizers = self._alive()
+        trained = [p for p in self._trained() if p.requires_grad]
+        if not trained:
+            return 0, 0
+        named = self._named.made_for(trained) if self._named is not None and not optimizers else None
+        own_bytes = max(
+            (step_scratch_bytes(one, trained[0].device.type) for one in (*optimizers, named) if one is not None),
+            default=0,
+        )
+        held = trained if model is None else [*model.parameters(), *model.buffers()]
+        gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
+        return distinct_bytes(held) + gradient_bytes + self.state_bytes() + own_bytes, own_bytes
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that the step accumulates into."""
