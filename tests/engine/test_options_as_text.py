@@ -228,10 +228,10 @@ def test_the_backend_says_where_an_optimizer_that_steps_was_not_counted(caplog: 
 def test_an_optimizer_in_options_that_were_copied_is_refused() -> None:
     net = network()
     options = {"budget": "1GiB", "optimizer": torch.optim.SGD(net.parameters(), momentum=0.9)}
-    with pytest.raises(InputError, match="^optimizer= is SGD over a copy of this model's parameters") as refused:
+    with pytest.raises(InputError, match="^optimizer= is SGD over other parameters.*='sgd-momentum'$") as refused:
         train_step(torch.compile(net, backend=backend, options=copy.deepcopy(options)))
     assert "\n" not in str(refused.value)
-    with pytest.raises(InputError, match="the options were copied"):
+    with pytest.raises(InputError, match="the model, or the options, were copied"):
         shoal.compile(net, **copy.deepcopy(options))
     for allowed in (options, copy.deepcopy({**options, "optimizer": "sgd-momentum"})):
         train_step(torch.compile(net, backend=backend, options=allowed))

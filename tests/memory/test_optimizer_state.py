@@ -178,8 +178,15 @@ def test_what_is_no_optimizer_is_refused(given: Any, said: str) -> None:
 def test_a_copy_is_refused_and_everything_else_is_not() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(InputError, match="optimizer= is AdamW over a copy of this model's parameters, .*='adamw'$"):
+    with pytest.raises(
+        InputError,
+        match=r"^optimizer= is AdamW over other parameters of the .*\(copy.deepcopy\); .*: optimizer='adamw'$",
+    ):
         reject_copy(copy.deepcopy({"optimizer": optimizer})["optimizer"], model.parameters())
+    with pytest.raises(InputError, match="optimizer='rmsprop-centered'$"):
+        reject_copy(torch.optim.RMSprop(network().parameters(), centered=True), model.parameters())
+    with pytest.raises(InputError, match=r"over model.parameters\(\)$"):
+        reject_copy(torch.optim.ASGD(network().parameters()), model.parameters())
     for known in (optimizer, torch.optim.SGD([model[3].bias]), NamedOptimizer("adam"), None):
         reject_copy(known, model.parameters())
     reject_copy(torch.optim.SGD(nn.Linear(3, 3).parameters()), model.parameters())  # of a model beside this one

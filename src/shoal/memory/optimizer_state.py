@@ -104,11 +104,23 @@ def reject_copy(optimizer: Declared | None, parameters: Iterable[torch.Tensor]) 
         return
     if Counter((p.shape, p.dtype) for p in own) - Counter((p.shape, p.dtype) for p in held):
         return
+    name = _name_of(optimizer)
     raise InputError(
-        f"optimizer= is {type(optimizer).__name__} over a copy of this model's parameters, which takes "
-        f"{format_bytes(sum(p.nbytes for p in held))} and is never trained: the options were copied (copy.deepcopy); "
-        f"give its name, such as optimizer='{type(optimizer).__name__.lower()}'"
+        f"optimizer= is {type(optimizer).__name__} over other parameters of the same shapes "
+        f"({format_bytes(sum(p.nbytes for p in held))}): the model, or the options, were copied (copy.deepcopy); make "
+        f"it over model.parameters(){f', or give its name: optimizer={name!r}' if name else ''}"
     )
+
+
+def _name_of(optimizer: optim.Optimizer) -> str:
+    """The name that stands for an optimizer, of `NAMES`; "" where none does."""
+    group = optimizer.param_groups[0]
+    alike = [
+        name
+        for name, (kind, options) in _KINDS.items()
+        if type(optimizer) is kind and all(group.get(option) for option in options)
+    ]
+    return max(alike, key=lambda name: len(_KINDS[name][1]), default="")
 
 
 def optimizer_state_bytes(optimizer: optim.Optimizer) -> int:
