@@ -68,6 +68,32 @@ def test_it_says_why_a_step_was_prepared_again(trained: Any) -> None:
     assert re.search(r"again in \d+\.\d s: size 0 of args\[0\] is 2, was 3", str(trained.shoal))
 
 
+def test_a_reason_is_that_of_this_call_and_not_of_the_last_capture() -> None:
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.doubled = nn.Linear(8, 8), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(2 * x if self.doubled else x)
+
+    model: Any = shoal.compile(Switched(), BUDGET, planner=keep_nothing)
+
+    def step(batch: int) -> str:
+        with costs_that_do_not_matter():
+            model(torch.randn(batch, 8)).sum().backward()
+        model.zero_grad()
+        return str(model.shoal.preparations[-1].why)
+
+    assert step(2) == ""
+    assert step(3) == "size 0 of args[0] is 3, was 2"
+    model.doubled = True
+    assert "model.doubled" in step(3)
+    assert step(2) == "something besides its tensors has changed (TORCH_LOGS=recompiles says what)"
+    model.layer.bias.requires_grad_(False)
+    assert step(2) == "requires_grad of model.layer.bias is no longer 1"
+
+
 def test_gradients_that_are_there_are_a_reason_too() -> None:
     model = shoal.compile(network(), BUDGET, planner=keep_nothing)
     with costs_that_do_not_matter():

@@ -163,11 +163,25 @@ def _why_again(guard: str) -> str:
 
     >>> _why_again("tensor 'args[0]' size mismatch at index 0. expected 8, actual 6")
     'size 0 of args[0] is 6, was 8'
+    >>> _why_again("tensor 'model._modules['a']' requires_grad mismatch. expected requires_grad=1. Guard")
+    'requires_grad of model.a is no longer 1'
     >>> _why_again("model.scale == 2.0")
     'model.scale == 2.0 no longer holds'
     """
-    sizes = re.fullmatch(r"tensor '(.+)' size mismatch at index (\d+)\. expected (\d+), actual (\d+)", guard)
-    return f"size {sizes[2]} of {sizes[1]} is {sizes[4]}, was {sizes[3]}" if sizes else f"{guard} no longer holds"
+    guard = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", guard)
+    found = re.match(
+        r"tensor '(.+?)' ([\w ]+) mismatch(?: at index (\d+))?\. expected (?:\w+=)?(\w+)(?:, actual (\w+))?", guard
+    )
+    if found is None:
+        return f"{guard} no longer holds"
+    name, what, index, was, now = found.groups()
+    subject = f"{what}{f' {index}' if index else ''} of {name}"
+    return f"{subject} is no longer {was}" if now is None else f"{subject} is {now}, was {was}"
+
+
+def _tensors(inputs: Sequence[Any]) -> str:
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    return str(sorted(str((tuple(t.shape), t.dtype, t.device, t.requires_grad)) for t in tensors))
 
 
 def _capturing_seconds() -> float:
@@ -249,6 +263,7 @@ def capturing(
     """
 
     captures = 0
+    seen: set[str] = set()
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         nonlocal captures
@@ -260,7 +275,11 @@ def capturing(
                 _last_difference(),
             )
         _forget_sizes()
-        why = _why_again(_last_difference()) if captures > 1 else ""
+        guard = _last_difference() if captures > 1 else ""
+        why = _why_again(guard) if guard else ""
+        if guard.startswith("tensor ") and _tensors(example_inputs) in seen:  # it is the last capture that had others
+            why = "something besides its tensors has changed (TORCH_LOGS=recompiles says what)"
+        seen.add(_tensors(example_inputs))
         with refusals(), preparing(name, why=why, begun_seconds=_capturing_seconds(), record=record):
             return backend(gm, example_inputs)
 

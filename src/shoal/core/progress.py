@@ -87,13 +87,10 @@ def preparing(
         yield
         preparation.at("first run")
         record(preparation)
-    except BaseException:
-        if line is not None:
-            line.stop()
-        raise
     finally:
         _current.reset(token)
-    was_shown = line is not None and line.stop()
+        preparation._line = None  # a record may outlive it
+        was_shown = line is not None and line.stop()
     if was_shown:
         console.print(escape(str(preparation)), highlight=False, soft_wrap=True)
     else:
