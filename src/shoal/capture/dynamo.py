@@ -277,7 +277,8 @@ def capturing(
         _forget_sizes()
         guard = _last_difference() if captures > 1 else ""
         why = _why_again(guard) if guard else ""
-        if guard.startswith("tensor ") and _tensors(example_inputs) in seen:  # it is the last capture that had others
+        is_of_tensors = guard.startswith("tensor ") or ".size()" in guard
+        if is_of_tensors and _tensors(example_inputs) in seen:  # it is the last capture that had others
             why = "something besides its tensors has changed (TORCH_LOGS=recompiles says what)"
         seen.add(_tensors(example_inputs))
         with refusals(), preparing(name, why=why, begun_seconds=_capturing_seconds(), record=record):

@@ -248,18 +248,18 @@ class _Caller:
                 if planned is not None:
                     return planned(*args, **kwargs, **drawn_for(model, args))
                 name, record = self.session.name, self.session.status.prepared
-                with preparing(name, why=self._why(accumulating), record=record):
+                with preparing(name, why=self._why(kind), record=record):
                     planned = self._planned[kind] = capturing(model, self._backend(), name, record)
                     return planned(*args, **kwargs, **drawn_for(model, args))
         except ModelRaised as failure:
             plain_call(model, *args, **kwargs)  # raises as the plain model does
             raise CaptureError(f"the model cannot be captured as one graph: {failure.reason}") from None
 
-    def _why(self, accumulating: bool) -> str:
+    def _why(self, kind: tuple[Any, ...]) -> str:
         """Why the model is captured anew although nothing of what it is called with has changed; "" the first time."""
         if not self._planned:
             return "it is planned anew" if self.session.status.preparations else ""
-        return "there are gradients before the step" if accumulating else "global hooks or gradients have changed"
+        return "there are gradients before the step" if kind[0] else "global hooks or gradients have changed"
 
     def _backend(self) -> Callable[..., Any]:
         session, kernels = (
