@@ -190,4 +190,5 @@ def test_a_copy_is_refused_and_everything_else_is_not() -> None:
     for known in (optimizer, torch.optim.SGD([model[3].bias]), NamedOptimizer("adam"), None):
         reject_copy(known, model.parameters())
     reject_copy(torch.optim.SGD(nn.Linear(3, 3).parameters()), model.parameters())  # of a model beside this one
+    reject_copy(torch.optim.SGD(network().double().parameters()), model.parameters())  # masters
     reject_copy(optimizer, [])

@@ -102,7 +102,8 @@ def reject_copy(optimizer: Declared | None, parameters: Iterable[torch.Tensor]) 
     own = [p for p in parameters if p.requires_grad]
     if not own or {id(p) for p in held} & {id(p) for p in own}:
         return
-    if Counter((p.shape, p.dtype) for p in own) - Counter((p.shape, p.dtype) for p in held):
+    alike = (Counter((p.shape, p.dtype, p.device) for p in parameters) for parameters in (own, held))
+    if next(alike) - next(alike):  # such as masters in another dtype or on the host
         return
     name = _name_of(optimizer)
     raise InputError(
