@@ -197,7 +197,7 @@ def test_a_broken_budget_and_a_false_name_are_found(monkeypatch: pytest.MonkeyPa
     """Counted by other means than Shoal's own meter, which is switched off."""
     layers = (Layer("conv", "plain", 3), Layer("act", "gelu"), Layer("conv", "plain"), Layer("act", "gelu"))
     comparison = Comparison(Network(layers, size=16))
-    monkeypatch.setattr(backend, "_METERED_STEPS", 0)
+    monkeypatch.setattr(backend, "STEPS_TO_METER", 0)
     lower = backend.lower
     monkeypatch.setattr(backend, "lower", lambda captured, residences, **how: lower(captured, {}, **how))  # keep all
     findings, ran = comparison.findings(Setting("joint", "least", "device"))

@@ -79,6 +79,15 @@ def test_a_file_gets_nothing(at_once: None, capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_block_in_which_nothing_is_done_is_no_preparation(
+    terminal: io.StringIO, at_once: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    noted: list[Preparation] = []
+    with caplog.at_level(logging.INFO, "shoal"), preparing("ResNet", record=noted.append):
+        time.sleep(0.05)
+    assert (terminal.getvalue(), caplog.messages, noted) == ("", [], [])
+
+
 def test_an_error_ends_the_line(terminal: io.StringIO, at_once: None) -> None:
     noted: list[Preparation] = []
     with pytest.raises(ValueError, match="wrong"), preparing("ResNet", record=noted.append):

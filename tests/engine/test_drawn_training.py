@@ -183,7 +183,7 @@ def test_evaluation_is_of_the_unsplit_network() -> None:
 def test_the_budget_holds_at_the_corners_of_all_draws(
     planner: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_METERED_STEPS", 1000)
+    monkeypatch.setattr(backend, "STEPS_TO_METER", 1000)
     ours = split(classifier(3, 16, 16), 0.9, stochastic=0.3, join="1")
     (x,) = images(1, 8, 3, 40, 40)
     budget = int(share * shoal.plan(ours, x).predicted_peak_bytes) + 2048  # for what the loop holds

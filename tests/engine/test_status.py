@@ -108,6 +108,28 @@ def test_gradients_that_are_there_are_a_reason_too() -> None:
     assert [one.why for one in model.shoal.preparations] == ["", "there are gradients before the step"]
 
 
+def test_a_model_that_breaks_says_where_and_is_prepared_in_three_parts() -> None:
+    class Breaking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.one(x)
+            torch._dynamo.graph_break()
+            return self.two(x)
+
+    model: Any = shoal.compile(Breaking(), BUDGET)
+    with costs_that_do_not_matter():
+        for _ in range(4):
+            model(torch.randn(2, 8)).sum().backward()
+            model.zero_grad()
+    assert [one.why for one in model.shoal.preparations][:2] == ["", "its graphs have been measured"]
+    assert len(model.shoal.preparations) <= 4, "a step that runs as planned is not prepared"
+    assert "\nbreaks          " in str(model.shoal) and "test_status.py" in str(model.shoal)
+    assert model.shoal.metrics()["shoal/measured_peak_bytes"] == model.shoal.measured_peak_bytes
+
+
 def test_every_second_before_a_step_belongs_to_a_stage(trained: Any) -> None:
     status = trained.shoal
     for preparation in status.preparations:

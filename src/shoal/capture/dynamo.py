@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -72,13 +73,26 @@ class ModelRaised(Exception):
         self.reason = reason
 
 
+class GraphBreak(CaptureError):
+    """The model is not one graph, though it may be several; `reason` and `place` say what ends the first one."""
+
+    def __init__(self, reason: str, place: str) -> None:
+        super().__init__(
+            f"the model cannot be captured as one graph: {reason} at {place}; take data-dependent control flow, "
+            "printing and calls into other libraries out of forward(), or compile the submodule that is free of them"
+        )
+        self.reason = reason
+        self.place = place
+
+
 @contextmanager
 def one_graph() -> Iterator[None]:
     """Around a call that Dynamo is to capture: its errors become ours.
 
     Raises:
         ShoalError: what the backend raised, as it was.
-        CaptureError: the model is not one graph, or differs too often from one call to the next.
+        GraphBreak: the model is not one graph.
+        CaptureError: it differs too often from one call to the next.
         ModelRaised: the model raises an exception of its own.
     """
     try:
@@ -108,7 +122,7 @@ def one_graph() -> Iterator[None]:
 
 
 def _is_models_own(failure: Unsupported) -> bool:
-    return isinstance(failure.__cause__, ObservedException) or str(failure.msg).startswith("Data-dependent assertion")
+    return isinstance(failure.__cause__, ObservedException)
 
 
 def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) -> CaptureError:
@@ -129,10 +143,7 @@ def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) 
             "a module of the model has a backward hook (register_full_backward_hook or its pre-hook), which cannot be "
             "part of a planned step; remove it, or use a forward hook, or a hook on a parameter (Tensor.register_hook)"
         )
-    return CaptureError(
-        f"the model cannot be captured as one graph: {what} at {_place(failure)}; take data-dependent control flow, "
-        "printing and calls into other libraries out of forward(), or compile the submodule that is free of them"
-    )
+    return GraphBreak(what, _place(failure))
 
 
 def _place(failure: Unsupported | UserError) -> str:
@@ -241,7 +252,7 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
     return config.patch(
         optimize_ddp=False,  # DDP's own splitting of the graph would give every bucket the whole budget
         recompile_limit=MOST_CAPTURES,
-        accumulated_recompile_limit=4 * MOST_CAPTURES,
+        accumulated_recompile_limit=64 * MOST_CAPTURES,
         fail_on_recompile_limit_hit=True,
         suppress_errors=False,
         allow_unspec_int_on_nn_module=True,  # a counter of the model's may become an input of the step
@@ -286,6 +297,53 @@ def capturing(
 
     dynamic = False if _draws(model) else None
     return torch.compile(call_of(model), backend=compile_graph, fullgraph=True, dynamic=dynamic)
+
+
+def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's call as it is to be called under `settings`, where it is not one graph: `backend` compiles each.
+
+    Between its graphs the model runs eagerly, as under `torch.compile`. What that would leave out of all graphs, the
+    containers of torch.nn in a function that Dynamo gives up, is captured too.
+    """
+    for module in _outermost_containers(model):
+        object.__setattr__(module, "_compiled_call_impl", _entered(module))
+
+    def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        _forget_sizes()
+        with refusals():
+            return backend(gm, example_inputs)
+
+    # Functions between breaks are other models', too, such as those of torch.nn: their graphs are counted apart.
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+    return torch.compile(call_of(model), backend=compile_graph, **apart)  # type: ignore[call-overload]
+
+
+def _outermost_containers(module: nn.Module) -> Iterator[nn.Module]:
+    """Containers of torch.nn that no other one holds. Dynamo takes their calls into a graph, but begins none there."""
+    for child in module.children():
+        if not type(child).__module__.startswith("torch.nn.") or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _outermost_containers(child)
+        elif next(child.children(), None) is not None and child._compiled_call_impl is None:
+            yield child
+
+
+def _entered(module: nn.Module) -> Callable[..., Any]:
+    """The module's call as a function of ours, where Dynamo may begin a graph."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return type(module)._call_impl(module, *args, **kwargs)
+
+    return call
+
+
+def break_after(gm: fx.GraphModule) -> str:
+    """What ends a graph of Dynamo's, in words; "" where it ends with its function."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    place = f"{frame.filename}:{frame.lineno} ({frame.line})" if frame else "an unknown line"
+    return f"{place}: {reason.reason.splitlines()[0]}"
 
 
 def _forget_sizes() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.files import write_json
+from shoal.core.joined_step import STRETCH, crossing
 from shoal.core.lossy import LossyOptions
 from shoal.core.order import reordered
 from shoal.core.records import read_json, read_object, read_value
@@ -59,6 +60,7 @@ class Plan:
         variant: in which form the step is computed.
         candidates: the forms that were considered; empty where there was no choice.
         captured_order: names of the ops in the order in which they were captured; empty where they run in that order.
+        breaks: where the model breaks into several graphs, of which this step is joined, and why.
     """
 
     graph: StepGraph
@@ -76,6 +78,7 @@ class Plan:
     variant: Variant = WHOLE
     candidates: tuple[Candidate, ...] = field(default=(), compare=False)
     captured_order: tuple[str, ...] = ()
+    breaks: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def captured_graph(self) -> StepGraph:
@@ -192,6 +195,7 @@ class Plan:
             f"kept            {len(self.kept)} saved storages, {format_bytes(sum(s.nbytes for s in self.kept))}",
             f"recomputed      {len(self.recomputed)} storages, {format_bytes(sum(s.nbytes for s in self.recomputed))}",
             *([f"order           {self.order}"] if self.order else []),
+            *self._describe_breaks(),
             *self._describe_transfers(),
             *self._describe_encodings(),
             *self._describe_stops(),
@@ -231,6 +235,19 @@ class Plan:
             f"{moved} of {len(self.graph.ops)} ops run earlier or later than captured: the peak of {what} is "
             f"{format_bytes(now_bytes)} instead of {format_bytes(before_bytes)}"
         )
+
+    def _describe_breaks(self) -> list[str]:
+        if not self.breaks:
+            return []
+        stretches = [op for op in self.graph.ops if op.target == STRETCH]
+        graphs = sum(op.phase == "forward" for op in stretches)
+        crossing_bytes = sum(s.nbytes for s in crossing(self.graph))
+        used_bytes = max((op.workspace_bytes for op in stretches), default=0)
+        return [
+            f"graphs          {graphs}, with eager code between them; {format_bytes(crossing_bytes)} cross it and are "
+            f"kept; it uses up to {format_bytes(used_bytes)}; broken at",
+            *(f"  {place}" for place in self.breaks),
+        ]
 
     def _describe_transfers(self) -> list[str]:
         if not self.offloaded or self.graph.link is None:
@@ -334,6 +351,7 @@ class Plan:
                 "variant": asdict(self.variant),
                 "candidates": [asdict(one) for one in self.candidates],
                 "captured_order": list(self.captured_order),
+                "breaks": list(self.breaks),
                 "step": self.graph.to_json(),
                 "exact_step": self.exact_graph and self.exact_graph.to_json(),
             },
@@ -396,6 +414,7 @@ def _plan_of(value: Any) -> Plan:
         variant=read(Variant, "variant"),
         candidates=read(tuple[Candidate, ...], "candidates"),
         captured_order=read_value(tuple[str, ...], value.get("captured_order"), "captured_order"),
+        breaks=read_value(tuple[str, ...], value.get("breaks", []), "breaks"),
     )
     if min(plan.budget_bytes, plan.planning_seconds) < 0:
         raise PlanError(f"{plan.budget_bytes=} and {plan.planning_seconds=}: expected 0 or more")

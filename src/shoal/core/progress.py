@@ -1,7 +1,7 @@
 """What a long preparation is doing, for who waits for a first step: stages, and one line on stderr that shows them.
 
 `preparing` encloses the preparation, `doing` says what it does now. Nothing is written where stderr is not a terminal,
-nor by a preparation that ends within two seconds.
+nor by a preparation that ends within two seconds. A block in which nothing is done is none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Preparation:
     model: str
     why: str = ""
     stages: dict[str, float] = field(default_factory=dict)
-    _stage: Stage = "capture"
+    _stage: Stage | None = None
     _since: float = field(default_factory=perf_counter)
     _line: _Line | None = None
 
@@ -52,8 +52,23 @@ class Preparation:
     def at(self, stage: Stage) -> None:
         """This stage begins, or goes on."""
         now = perf_counter()
-        self.stages[self._stage] = self.stages.get(self._stage, 0.0) + now - self._since
+        before = self._stage or "capture"
+        self.stages[before] = self.stages.get(before, 0.0) + now - self._since
         self._stage, self._since = stage, now
+
+    def end(self) -> bool:
+        """Take the line away; whether it was ever there."""
+        line, self._line = self._line, None  # a record may outlive it
+        return line is not None and line.stop()
+
+    def show(self, stage: Stage, what: str, done: float, total: float | None) -> bool:
+        """What is done now; whether there is a line to show it."""
+        if self._stage is None and (console := Console(stderr=True)).is_terminal:
+            self._line = _Line(console, self.model)
+        self.at(stage)
+        if self._line is not None:
+            self._line.write(stage, what, done, total)
+        return self._line is not None
 
     def __str__(self) -> str:
         parts = ", ".join(f"{stage} {self.stages[stage]:.1f} s" for stage in STAGES if stage in self.stages)
@@ -79,22 +94,20 @@ def preparing(
     if _current.get() is not None:
         yield
         return
-    console = Console(stderr=True)
     preparation = Preparation(model, why, _since=perf_counter() - begun_seconds)
-    line = preparation._line = _Line(console, model) if console.is_terminal else None
     token = _current.set(preparation)
     try:
         yield
-        preparation.at("first run")
-        record(preparation)
     finally:
         _current.reset(token)
-        preparation._line = None  # a record may outlive it
-        was_shown = line is not None and line.stop()
-    if was_shown:
-        console.print(escape(str(preparation)), highlight=False, soft_wrap=True)
-    else:
-        log.info("%s", preparation)
+        was_shown = preparation.end()
+    if preparation.stages:
+        preparation.at("first run")
+        record(preparation)
+        if was_shown:
+            Console(stderr=True).print(escape(str(preparation)), highlight=False, soft_wrap=True)
+        else:
+            log.info("%s", preparation)
 
 
 def doing(stage: Stage, what: str = "", *, done: float = 0.0, total: float | None = None) -> bool:
@@ -106,12 +119,7 @@ def doing(stage: Stage, what: str = "", *, done: float = 0.0, total: float | Non
         done, total: how much of the stage, in any unit that goes with the time; None where that is not known.
     """
     preparation = _current.get()
-    if preparation is None:
-        return False
-    preparation.at(stage)
-    if preparation._line is not None:
-        preparation._line.write(stage, what, done, total)
-    return preparation._line is not None
+    return preparation is not None and preparation.show(stage, what, done, total)
 
 
 class _Line:

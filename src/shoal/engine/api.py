@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal import planners
 from shoal.capture.dynamo import (
     OWN_BUDGET,
+    GraphBreak,
     ModelRaised,
     capturing,
     drawn_for,
@@ -28,12 +29,13 @@ from shoal.capture.dynamo import (
 )
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
-from shoal.core.progress import preparing
+from shoal.core.progress import doing, preparing
 from shoal.core.sizes import format_bytes
 from shoal.engine.backend import compile_step
 from shoal.engine.lossy_report import LossyReport
 from shoal.engine.lossy_report import lossy_report as report_on
 from shoal.engine.options import CompileOptions
+from shoal.engine.parts import PartedSteps
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, CaptureError, InputError
@@ -61,6 +63,7 @@ def compile(
     split: str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
     allow: str | Collection[str] | None = None,
+    strict: bool = False,
     name: str | None = None,
     inner: str | None = None,
 ) -> Module:
@@ -74,9 +77,9 @@ def compile(
     without Shoal.
 
     Args:
-        model: the network. Its forward pass has to be one graph (no data-dependent control flow). In distributed
-            data parallel, give either the model before it is wrapped or the wrapper: the budget is each rank's, and
-            the buckets of gradients count in it.
+        model: the network. Its forward pass is one graph, or several with eager code between them. In distributed data
+            parallel, give either the model before it is wrapped or the wrapper: the budget is each rank's, and the
+            buckets of gradients count in it.
         budget: device bytes at the peak of a step, forward and backward: an int of bytes or a text such as "2GiB";
             "auto" for what the device has left, less 5 %; "80%" for that share of its memory. Parameters, gradients,
             optimizer state, buffers, the batch and workspaces count. None: SHOAL_BUDGET of the environment; where that
@@ -115,6 +118,10 @@ def compile(
             "lossy" is all, "keep" none. None: SHOAL_ALLOW of the environment, else "exact" (with kernels="inductor",
             or a planner other than "joint": "bitwise"). The forms that were considered are listed in
             `model.shoal.plan.explain()`.
+        strict: whether the model has to be one graph. By default, where PyTorch cannot capture it as one (a `print`, a
+            branch on a tensor's value, a call into another library), it is planned as several graphs with eager code
+            between them: the first step runs with little kept and is measured, then all graphs are planned as one step.
+            What crosses eager code is kept.
         name: the model's name in tables and errors; by default its class.
         inner: the earlier name of `kernels`.
 
@@ -128,7 +135,8 @@ def compile(
         CodecError: `lossy` names no codec for activations.
         BudgetError: here, where parameters and gradients alone are over the budget; at the first training step,
             before anything is run, where no plan fits.
-        CaptureError: at a training step, where the model is not one graph, or differs too often from step to step.
+        CaptureError: at a training step, where nothing of the model can be captured (with `strict`: where it is not one
+            graph), or it differs too often from step to step.
         PlanError: at the first training step, where `plan`, or what a planner of your own returned, is of another
             step, breaks a rule, or passes the budget.
 
@@ -176,7 +184,7 @@ def compile(
     if status.budget_bytes is not None:
         _reject_hopeless(network, session)
         session.check_optimizer_step()
-    caller = _Caller(network, session, options.kernels)
+    caller = _Caller(network, session, options.kernels, strict=strict)
     forget = weakref.WeakMethod(caller.forget)
     session.on_repair = lambda: (method := forget()) and method()
     for compiled in (network, model):
@@ -204,10 +212,12 @@ class _Caller:
     function that is compiled around the model, a training step runs outside of Dynamo's graphs.
     """
 
-    def __init__(self, model: nn.Module, session: Session, kernels: str) -> None:
+    def __init__(self, model: nn.Module, session: Session, kernels: str, *, strict: bool = False) -> None:
         self.model = model
         self.session = session
         self.kernels = kernels
+        self._may_break = not strict and session.ready_plan is None
+        self._parts: PartedSteps | None = None
         self._planned: dict[Any, Callable[..., Any]] = {}
         self._logging: Collection[Callable[..., Any]] = ()
 
@@ -223,6 +233,8 @@ class _Caller:
     def forget(self) -> None:
         """Plan anew from the next step on."""
         self._planned.clear()
+        if self._parts is not None:
+            self._parts.forget()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
@@ -244,16 +256,33 @@ class _Caller:
             self._logging = logging_functions()
         try:
             with settings(self._logging), one_graph():
+                if self._parts is not None:
+                    return self._parts.call(model, kind, args, kwargs)
                 planned = self._planned.get(kind)
                 if planned is not None:
                     return planned(*args, **kwargs, **drawn_for(model, args))
                 name, record = self.session.name, self.session.status.prepared
                 with preparing(name, why=self._why(kind), record=record):
+                    doing("capture")
                     planned = self._planned[kind] = capturing(model, self._backend(), name, record)
                     return planned(*args, **kwargs, **drawn_for(model, args))
+        except GraphBreak as broken:
+            if not self._may_break or drawn_for(model, args):
+                raise
+            log.warning(
+                "%s is not one graph: %s at %s; its graphs are planned as one step, and what crosses between them is "
+                "kept (model.shoal.plan.explain() tells where it breaks; strict=True refuses)",
+                self.session.name,
+                broken.reason,
+                broken.place,
+            )
+            self._planned.clear()
+            self._parts = PartedSteps(self.session, self.kernels, f"{broken.place}: {broken.reason}")
         except ModelRaised as failure:
             plain_call(model, *args, **kwargs)  # raises as the plain model does
             raise CaptureError(f"the model cannot be captured as one graph: {failure.reason}") from None
+        with settings(self._logging), one_graph():
+            return self._parts.call(model, kind, args, kwargs)
 
     def _why(self, kind: tuple[Any, ...]) -> str:
         """Why the model is captured anew although nothing of what it is called with has changed; "" the first time."""

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
-from shoal.capture.dynamo import refusals
+from shoal.capture.dynamo import break_after, refusals
 from shoal.capture.lower import lower
 from shoal.capture.pieces import in_pieces
 from shoal.capture.step_reader import capture
@@ -39,7 +39,7 @@ from shoal.memory.optimizer_state import reject_copy
 from shoal.memory.static_memory import StaticMemory
 from shoal.transforms.split.split import CUTS_ARGUMENT
 
-_METERED_STEPS = 2  # of each plan: the first, and one with everything warm
+STEPS_TO_METER = 2  # of each plan: the first, and one with everything warm
 
 
 def backend(
@@ -82,7 +82,7 @@ def compile_step(
 ) -> Callable[..., Any]:
     """Plan and lower the step of one Dynamo graph."""
     _reject_graph_break(gm)
-    _make_static(gm)
+    make_static(gm)
     run_graphs = compiler(kernels)
     places, aten_only = InputPlaces.of(gm), kernels == "inductor"
 
@@ -90,15 +90,7 @@ def compile_step(
         return joint_step(graph, example_inputs, places, name=session.name, aten_only=aten_only)
 
     def compiled(graph: fx.GraphModule, form: Form) -> Callable[..., Any]:
-        step = PlannedStep(session, run_graphs, places, form, aten_only=aten_only)
-        with eager_kernels():
-            doing("capture", str(form.variant))
-            return aot_autograd(
-                fw_compiler=step.compile_forward,
-                bw_compiler=step.compile_backward,
-                inference_compiler=run_graphs,
-                partition_fn=step.partition,
-            )(graph, example_inputs)
+        return PlannedStep(session, run_graphs, places, form, aten_only=aten_only).compile(graph, example_inputs)
 
     with preparing(session.name, record=session.status.prepared):
         step = once_differentiable(compile_chosen(session, gm, example_inputs, captured, compiled))
@@ -122,10 +114,21 @@ class PlannedStep:
         self.device = torch.device("cpu")
         self.n_outputs = self.n_tangents = 0
         self.results: tuple[int, ...] = ()
-        self.steps_to_meter = _METERED_STEPS
+        self.steps_to_meter = STEPS_TO_METER
         self.errors_unknown = False
         self.fingerprint = ""  # of the step as captured
         self.departures: dict[str, Departure] = {}
+
+    def compile(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What runs a graph of Dynamo's: its training step as planned, or only its forward pass."""
+        with eager_kernels():
+            doing("capture", str(self.form.variant))
+            return aot_autograd(
+                fw_compiler=self.compile_forward,
+                bw_compiler=self.compile_backward,
+                inference_compiler=self.run_graphs,
+                partition_fn=self.partition,
+            )(graph, example_inputs)
 
     def partition(
         self,
@@ -151,7 +154,7 @@ class PlannedStep:
         self.fingerprint = captured.graph.fingerprint
         captured = self.session.in_traced_layouts(captured)
         with unset_fake_temporarily():
-            captured = self.session.make_plan(captured, captured.device, self, self.form)
+            captured = self.make_plan(captured)
         assert self.plan is not None
         self.device = captured.device
         self.n_outputs, self.results = num_fwd_outputs, captured.results
@@ -160,6 +163,10 @@ class PlannedStep:
         transfers = self.session.carry(self.plan, captured.device)
         doing("plan", "writing its graphs")
         return lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
+
+    def make_plan(self, captured: Captured) -> Captured:
+        """Set `plan` and `basis`; the step as it is under the plan."""
+        return self.session.make_plan(captured, captured.device, self, self.form)
 
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.aten_only:  # Inductor's code holds strides against the trace itself
@@ -202,18 +209,15 @@ class PlannedStep:
 
 
 def _reject_graph_break(gm: fx.GraphModule) -> None:
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if reason is not None and reason.graph_break:
-        frame = reason.user_stack[-1] if reason.user_stack else None
-        place = f"{frame.filename}:{frame.lineno} ({frame.line})" if frame else "an unknown line"
+    if broken := break_after(gm):
         raise CaptureError(
-            f"the model is not one graph: it breaks at {place}: {reason.reason.splitlines()[0]}; take that line out of "
-            "the model, or compile the part of the model around it; logging is left out by shoal.compile, and here by "
+            f"the model is not one graph: it breaks at {broken}; use shoal.compile, which plans several graphs as one "
+            "step, or take that line out of the model; logging is left out by shoal.compile, and here by "
             "torch._dynamo.config.ignore_logging_functions"
         )
 
 
-def _make_static(gm: fx.GraphModule) -> None:
+def make_static(gm: fx.GraphModule) -> None:
     """Ask for the number behind each symbolic size: Dynamo then guards on it, and every shape gets its own plan.
 
     The cuts that `shoal.split` draws stay symbols: one plan is for all of them. So do numbers that shape no tensor,

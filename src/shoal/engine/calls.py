@@ -22,19 +22,32 @@ class Call:
             where it saved nothing of this call's own.
         of_output: whether that is an output, which the caller may hold for longer.
         outputs: what was handed to the caller, by place among the forward graph's outputs.
+        number: of the model's call that it is a part of.
     """
 
     witness: WeakStorage | None
     of_output: bool
     outputs: Mapping[int, WeakStorage]
+    number: int
 
 
 class Calls:
-    """Every call of one model that is not over."""
+    """Every call of one model that is not over. A call of a model that is several graphs has several forward passes.
+
+    Attributes:
+        number: of the model's call that is made.
+    """
 
     def __init__(self) -> None:
+        self.number = 0
+        self._announced = False
         self._under_way: list[Call] = []
         self._last: Call | None = None
+
+    def begins(self) -> None:
+        """The model is called. Where nobody says so, every forward pass is taken for a call."""
+        self.number += 1
+        self._announced = True
 
     def started(
         self, arguments: Iterable[int], outputs: Sequence[object], n_outputs: int, watched: Iterable[int]
@@ -48,6 +61,8 @@ class Calls:
             watched: places of the results whose fate is of interest.
         """
         given = set(arguments)
+        if not self._announced:
+            self.number += 1
 
         def own(places: Iterable[int]) -> dict[int, WeakStorage]:
             tensors = ((place, outputs[place]) for place in places)
@@ -57,7 +72,7 @@ class Calls:
         results = own(watched)
         saved = own(range(n_outputs, len(outputs)))
         witness = max((saved or results).values(), key=lambda held: held.nbytes, default=None)
-        self._last = Call(witness, not saved, results)
+        self._last = Call(witness, not saved, results, self.number)
         self._under_way.append(self._last)
 
     def goes_back(self, arguments: Iterable[int]) -> Call | None:
@@ -74,7 +89,7 @@ class Calls:
     def under_way(self) -> int:
         """How many calls are."""
         self._under_way = [c for c in self._under_way if c.witness is not None and c.witness.is_alive]
-        return len(self._under_way)
+        return len({call.number for call in self._under_way})
 
     @property
     def any_started(self) -> bool:

@@ -116,16 +116,23 @@ class Metering:
             self._give_up()
             raise
         window.tangents_stayed |= any(tangent.is_alive for tangent in tangents)
-        if self.calls.under_way():
+        if self._goes_on():
             meter.pause()
-            return gradients
-        window.measured = meter.end()
+        else:
+            self._close(window, meter.end())
+        return gradients
+
+    def _goes_on(self) -> bool:
+        """Whether the window has more passes to come."""
+        return bool(self.calls.under_way())
+
+    def _close(self, window: Window, measured: Measured | None) -> None:
+        window.measured = measured
         self._window = None
-        if window.measured is not None:
+        if measured is not None:
             for metered in window.steps:
                 metered.steps_to_meter -= 1
             self._learn(window)
-        return gradients
 
     def _begin_forward(self, step: Metered, arguments: Sequence[Any]) -> None:
         window, meter = self._window, self._meter

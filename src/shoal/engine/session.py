@@ -51,6 +51,7 @@ class Session:
             plans cannot be changed.
         loop: the memory that the training loop holds, as far as it is known.
         metering: runs the steps and measures the memory that they use.
+        state_bytes: of the optimizers' state, as the plans in force count it.
     """
 
     status: Status
@@ -62,8 +63,8 @@ class Session:
     on_repair: Callable[[], None] | None = None
     loop: LoopMemory = field(default_factory=LoopMemory)
     metering: Metering = field(init=False)
+    state_bytes: int = 0
     _learnt_bytes: dict[str, int] = field(default_factory=dict)
-    _state_bytes: int = 0
     _improved: bool = False
     _in_force: weakref.WeakSet[Metered] = field(default_factory=weakref.WeakSet)
     _departures: dict[str, dict[str, Departure]] = field(default_factory=dict)  # by the step's fingerprint as captured
@@ -82,6 +83,7 @@ class Session:
         Returns:
             Whether the step accumulates onto gradients that are there.
         """
+        self.metering.calls.begins()
         static = self.static
         there = static.gradients()
         used = bool(there) and self.metering.gradients_are_used
@@ -125,7 +127,7 @@ class Session:
             self.check_optimizer_step()
         if not news or not self.status.plans or self.ready_plan is not None:
             return
-        more_bytes = static.state_bytes() - self._state_bytes
+        more_bytes = static.state_bytes() - self.state_bytes
         if not more_bytes:
             return
         log.warning(
@@ -134,9 +136,9 @@ class Session:
             self.name or "model",
             news,
             format_bytes(static.state_bytes()),
-            format_bytes(self._state_bytes),
+            format_bytes(self.state_bytes),
         )
-        self._state_bytes += more_bytes
+        self.state_bytes += more_bytes
         for step in self._in_force:
             step.basis = step.basis and step.basis.with_static(more_bytes)
         self._adapt(self.loop)
@@ -204,7 +206,7 @@ class Session:
 
     def planning(self, captured: Captured, device: torch.device) -> StepPlanning:
         """The step, profiled here and ready to be planned."""
-        self._state_bytes = self.static.state_bytes()
+        self.state_bytes = self.static.state_bytes()
         return StepPlanning(
             captured,
             device,
@@ -287,8 +289,8 @@ class Session:
                 f"gradients of an earlier step take {format_bytes(gradient_bytes)}: call optimizer.zero_grad() "
                 "before the forward pass unless you accumulate them"
             )
-        if self._state_bytes:
-            return error.with_hint(f"the optimizer's state takes {format_bytes(self._state_bytes)}")
+        if self.state_bytes:
+            return error.with_hint(f"the optimizer's state takes {format_bytes(self.state_bytes)}")
         if not self.static.has_optimizer:
             return error.with_hint("the optimizer's state is not counted yet: declare it with optimizer=")
         return error

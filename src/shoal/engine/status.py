@@ -82,6 +82,7 @@ class Status:
             f"{_milliseconds(plan.plain_seconds)}",
             f"computed        {plan.variant}",
             *([f"order           {plan.order}"] if plan.order else []),
+            *([f"breaks          {'; '.join(plan.breaks)}"] if plan.breaks else []),
             f"repairs         {self.repairs or 'none'}",
             f"prepared in     {sum(by_stage.values()):.1f} s: "
             + ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in by_stage.items() if seconds),

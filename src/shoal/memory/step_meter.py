@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shoal.core.joined_step import Interval
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
 from shoal.memory.limit import MemoryLimit, memory_limit
@@ -73,6 +74,9 @@ class StepMeter:
     A step may have several forward and backward passes, in any order: `go_on` begins another forward pass, and `pause`
     ends each of them.
 
+    `intervals` holds what was in use before the first pass, then what each pass and each stretch between two passes
+    used, in order; empty where that could not be measured.
+
     On CUDA it reads the caching allocator's peak. On the CPU the counting allocator of `shoal.memory.limit` counts what
     the step allocates; the bytes of the tensors that existed before are added. Without a C++ compiler, PyTorch's
     profiler records the allocations of the two graphs, and what lies between them is not measured.
@@ -80,6 +84,7 @@ class StepMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.intervals: list[Interval] = []
         self._entered = ExitStack()
         self._counter: MemoryLimit | None = None
         self._running = False
@@ -119,7 +124,22 @@ class StepMeter:
                 return False
             self._record()
         self._running = True
+        before_bytes = self.in_use_bytes()
+        self.intervals = [Interval(before_bytes, before_bytes)] if self._counter is not None else []
         return True
+
+    def is_fresh(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage was allocated since the step began, as far as that can be told."""
+        return self._counter is not None and self._counter.is_fresh(tensor)
+
+    def in_use_bytes(self) -> int:
+        """Device bytes in use now, between two passes; 0 if that cannot be measured."""
+        if self._counter is None:
+            return 0
+        if self.device.type == "cuda":
+            return self._counter.live_bytes
+        passing_bytes = sum(held.nbytes for held in self._passing if held.is_alive)
+        return self._before_bytes + passing_bytes + self._counter.fresh_peak_bytes
 
     def pause(self) -> None:
         """End a forward or backward pass."""
@@ -138,12 +158,17 @@ class StepMeter:
             now_bytes = self._before_bytes + self._passing_bytes + self._counter.fresh_peak_bytes
             self._before_backward_bytes = max(self._before_backward_bytes, now_bytes)
 
-    def end(self) -> Measured | None:
-        """End the last backward pass. Returns what the step used, or None if it was not measured from start to end."""
-        if not self._running or self._part != "backward":
+    def end(self, *, paused: bool = False) -> Measured | None:
+        """End the last backward pass. Returns what the step used, or None if it was not measured from start to end.
+
+        Args:
+            paused: whether that pass has been ended by `pause`.
+        """
+        if not self._running or self._part != ("loss" if paused else "backward"):
             self.abandon()
             return None
-        self._close_part()
+        if not paused:
+            self._close_part()
         self.abandon()
         peaks = self._peaks
         return Measured(
@@ -189,6 +214,7 @@ class StepMeter:
         elif self.device.type == "cuda":
             self._note(self._counter.peak_bytes)
             self._counter.reset_fresh_peak()
+            self.intervals.append(Interval(self._counter.peak_bytes, self.in_use_bytes()))
             return
         else:
             peak_bytes = self._counter.fresh_peak_bytes
@@ -198,6 +224,8 @@ class StepMeter:
         if self._part == "loss":
             passing_bytes = sum(held.nbytes for held in self._passing if held.is_alive)
         self._note(self._before_bytes + passing_bytes + peak_bytes)
+        if self._counter is not None:
+            self.intervals.append(Interval(self._before_bytes + passing_bytes + peak_bytes, self.in_use_bytes()))
 
     def _note(self, peak_bytes: int) -> None:
         self._peaks[self._part] = max(self._peaks.get(self._part, 0), peak_bytes)

@@ -28,7 +28,7 @@ from tests.engine.training_laws import (
 )
 
 
-def test_a_batch_norm_with_a_cumulative_average_is_refused_as_not_one_graph() -> None:
+def test_a_batch_norm_with_a_cumulative_average_is_refused_as_no_graph_at_all() -> None:
     planned = shoal.compile(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=None)), budget=ROOMY)
     with pytest.raises(CaptureError, match=r"batchnorm.py:\d+"):
         planned(torch.randn(2, 3, 8, 8))
@@ -68,11 +68,11 @@ class Printing(Branching):
 @pytest.mark.parametrize(
     ("model", "line", "text"), [(Branching, 2, "if y.sum() > 0:"), (Printing, 2, "torch._dynamo.graph_break()")]
 )
-def test_a_model_that_is_not_one_graph_is_refused_with_the_line_that_breaks_it(
+def test_a_model_that_has_to_be_one_graph_and_is_not_is_refused_with_the_line_that_breaks_it(
     model: type[nn.Module], line: int, text: str
 ) -> None:
     number = inspect.getsourcelines(model.forward)[1] + line
-    planned = shoal.compile(model(), budget=ROOMY)
+    planned = shoal.compile(model(), budget=ROOMY, strict=True)
     with pytest.raises(CaptureError, match=re.escape(f"{Path(__file__).name}:{number} ({text})")) as caught:
         planned(torch.randn(2, 3, 8, 8))
     assert "\n" not in str(caught.value)

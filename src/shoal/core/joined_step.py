@@ -1,0 +1,296 @@
+"""One step out of the steps of several parts: a model that breaks into graphs, with eager code between them.
+
+Parts run their forward passes one after another, and their backward passes likewise. Joined, they are one `StepGraph`:
+an op or storage of a part is called "part0.name", what one part hands to another is one storage, and every stretch of
+eager code is an op, with what was measured to be in use beside the parts' own storages. What crosses a stretch is kept:
+the stretch cannot be run again, and the part behind it may save what it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Literal
+
+from shoal.core.residence import Recompute, Residence
+from shoal.core.simulate import simulate
+from shoal.core.step import RESIDENT, Op, Phase, StepGraph, Storage, StorageKind
+
+STRETCH = "eager"  # the target of its op
+HELD = "held_until_the_loss"
+_OWN: frozenset[str] = frozenset({"activation", "activation_gradient"})
+Place = tuple[int, int]  # a part, and a storage of its graph
+Pass = tuple[int, Literal["forward", "backward"]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of one captured part.
+
+    Attributes:
+        graph: its own step, with costs.
+        results: what the caller of the part gets, among its outputs; the others are new values of buffers.
+        same: storage → a storage of another part that is the same memory: a parameter that both read, a result of an
+            earlier part that this one is given, a gradient that a later part has made.
+        fresh: inputs that eager code made during the step.
+        handed_on: gradients that no optimizer gets: of inputs that are no leaves, and of parameters of which another
+            part has made a gradient that this one is added to.
+    """
+
+    graph: StepGraph
+    results: Collection[int]
+    same: Mapping[int, Place] = field(default_factory=dict)
+    fresh: Collection[int] = ()
+    handed_on: Collection[int] = ()
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What was measured while a pass of a part or a stretch of eager code ran.
+
+    Attributes:
+        peak_bytes: most device bytes in use meanwhile.
+        end_bytes: in use when it ended.
+    """
+
+    peak_bytes: int
+    end_bytes: int
+
+
+def label(part: int) -> str:
+    """What the names of a part's ops and storages begin with."""
+    return f"part{part}."
+
+
+def are_in_order(passes: Sequence[Pass]) -> bool:
+    """Whether all forward passes came before all backward passes, and none twice."""
+    phases = [phase for phase, _ in groupby(phase for _, phase in passes)]
+    return phases in (["forward"], ["forward", "backward"]) and len(set(passes)) == len(passes)
+
+
+def joined_step(model: str, parts: Sequence[Part], passes: Sequence[Pass], static_bytes: int = 0) -> StepGraph:
+    """The step of all parts, with stretches of eager code that take nothing yet.
+
+    Args:
+        model: its name.
+        parts: in the order of their forward passes.
+        passes: in the order in which they ran, `are_in_order`. A part may have no backward pass.
+        static_bytes: as of `StepGraph`.
+    """
+    return _Joining(parts, passes).step(model, static_bytes)
+
+
+def with_measured(graph: StepGraph, residences: Mapping[str, Residence], intervals: Sequence[Interval]) -> StepGraph:
+    """The step with what eager code uses: `graph` takes what was measured, where it was run under `residences`.
+
+    What is in use beside the parts' own storages, such as what eager ops save, does not depend on the residences.
+
+    Args:
+        graph: of `joined_step`.
+        residences: under which it was measured.
+        intervals: what was in use before the first pass, then of every pass and every stretch between two, in order.
+    """
+    in_use = {
+        moment.op: moment.total_bytes - moment.workspace_bytes
+        for moment in simulate(graph, residences).moments
+        if moment.phase != "recompute"
+    }
+    storages, ops = list(graph.storages), list(graph.ops)
+    stretches = [op for op in ops if _is_stretch(op)]
+    ends = [*(op.id - 1 for op in stretches[1:]), len(ops) - 1]
+    for stretch, end, measured in zip(stretches, ends, intervals[::2], strict=True):
+        kind: StorageKind = "activation" if stretch.phase == "forward" else "activation_gradient"
+        standing_bytes = max(0, measured.end_bytes - in_use[stretch.name])
+        workspace_bytes = max(0, measured.peak_bytes - in_use[stretch.name] - standing_bytes)
+        ops[stretch.id] = replace(ops[stretch.id], workspace_bytes=workspace_bytes)
+        if standing_bytes:
+            _hold(ops, storages, f"{stretch.name}_holds", standing_bytes, kind, stretch.id, end)
+    return replace(graph, ops=tuple(ops), storages=tuple(storages))
+
+
+def with_held(graph: StepGraph, held_bytes: int) -> StepGraph:
+    """The step with what the training loop holds of the one before, until the loss is known."""
+    if not held_bytes:
+        return graph
+    storages, ops = list(graph.storages), list(graph.ops)
+    loss = next(op.id for op in ops if op.phase == "loss")
+    _hold(ops, storages, HELD, held_bytes, "activation", 0, loss)
+    return replace(graph, ops=tuple(ops), storages=tuple(storages))
+
+
+def crossing(graph: StepGraph) -> tuple[Storage, ...]:
+    """The storages that parts and eager code hand to one another in the forward pass."""
+    handed = {s for op in graph.ops if op.target == _RETURNS and op.phase == "forward" for s in op.reads}
+    return tuple(s for s in graph.storages if s.id in handed)
+
+
+def residences_of(part: int, graph: StepGraph, residences: Mapping[str, Residence]) -> dict[str, Residence]:
+    """The residences of one part, by its own names.
+
+    A plan of the joined step may recompute a storage before an op of another part that runs earlier. The part itself
+    can do so from its own first backward op on.
+
+    Args:
+        part: its number.
+        graph: the joined step.
+        residences: of the joined step.
+    """
+    prefix = label(part)
+    own = {op.name: op.id for op in graph.ops if op.phase == "backward" and op.name.startswith(prefix)}
+    first = min(own, key=own.__getitem__, default="")
+    found: dict[str, Residence] = {}
+    for name, residence in residences.items():
+        if not name.startswith(prefix):
+            continue
+        if isinstance(residence, Recompute):
+            before = tuple(dict.fromkeys(op if op in own else first for op in residence.before))
+            residence = Recompute(tuple(op.removeprefix(prefix) for op in before if op))
+        found[name.removeprefix(prefix)] = residence
+    return found
+
+
+def joined_residences(residences: Iterable[Mapping[str, Residence]]) -> dict[str, Residence]:
+    """The inverse: the residences of every part, in order, as those of the joined step."""
+    found: dict[str, Residence] = {}
+    for part, own in enumerate(residences):
+        for name, residence in own.items():
+            if isinstance(residence, Recompute):
+                residence = Recompute(tuple(label(part) + op for op in residence.before))
+            found[label(part) + name] = residence
+    return found
+
+
+_RETURNS = "returns"
+
+
+def _is_stretch(op: Op) -> bool:
+    return op.target == STRETCH or op.phase == "loss"
+
+
+def _hold(
+    ops: list[Op], storages: list[Storage], name: str, nbytes: int, kind: StorageKind, first: int, last: int
+) -> None:
+    """Let the op `first` write a storage that `last` is the last to read."""
+    held = Storage(len(storages), name, nbytes, kind, "", (nbytes,), "uint8", (name,))
+    storages.append(held)
+    ops[first] = replace(ops[first], writes=(*ops[first].writes, held.id))
+    ops[last] = replace(ops[last], reads=(*ops[last].reads, held.id)) if last != first else ops[last]
+
+
+class _Joining:
+    def __init__(self, parts: Sequence[Part], passes: Sequence[Pass]) -> None:
+        self._parts = parts
+        self._passes = passes
+        self._storages: list[Storage] = []
+        self._of: dict[Place, int] = {}  # in the joined step
+        self._ops: list[Op] = []
+        self._written: set[int] = set()
+        self._crossing: set[int] = set()
+
+    def step(self, model: str, static_bytes: int) -> StepGraph:
+        for number, part in enumerate(self._parts):
+            for storage in part.graph.storages:
+                if storage.id not in part.same:
+                    self._add(number, storage)
+        for number, part in enumerate(self._parts):
+            for storage in part.graph.storages:
+                self._of[number, storage.id] = self._of[self._origin((number, storage.id))]
+        self._crossing = {
+            self._of[number, s] for number, part in enumerate(self._parts) for s in [*part.results, *self._given(part)]
+        }
+        first_backward = next((i for i, (_, phase) in enumerate(self._passes) if phase == "backward"), None)
+        for place, (number, phase) in enumerate(self._passes):
+            self._stretch(place, "loss" if place == first_backward else phase, number)
+            self._run(number, phase)
+        if first_backward is None:
+            self._add_op("loss", "loss", "loss", (), ())
+        kept = self._crossing
+        ops = tuple(replace(op, recomputable=op.recomputable and kept.isdisjoint(op.writes)) for op in self._ops)
+        return StepGraph(model, ops, tuple(self._storages), static_bytes)
+
+    def _origin(self, place: Place) -> Place:
+        seen = {place}
+        while (nearer := self._parts[place[0]].same.get(place[1])) is not None and nearer not in seen:
+            seen.add(nearer)
+            place = nearer
+        return place
+
+    def _given(self, part: Part) -> list[int]:
+        """What a part is given by others."""
+        inputs = (s.id for s in part.graph.storages if s.kind == "input")
+        return [s for s in inputs if s in part.same or s in part.fresh]
+
+    def _add(self, number: int, storage: Storage) -> None:
+        part = self._parts[number]
+        kind: StorageKind = storage.kind
+        if kind == "output" or (kind == "input" and storage.id in part.fresh):
+            kind = "activation"
+        elif kind == "tangent" or (kind == "gradient" and storage.id in part.handed_on):
+            kind = "activation_gradient"
+        place = self._of[number, storage.id] = len(self._storages)
+        name, tensors = label(number) + storage.name, tuple(label(number) + t for t in storage.tensors)
+        self._storages.append(replace(storage, id=place, name=name, kind=kind, tensors=tensors))
+
+    def _stretch(self, place: int, phase: Phase, number: int) -> None:
+        """The eager code before a pass makes what the pass is given and nothing before has written."""
+        given = "tangent" if phase != "forward" else "input"
+        places = [self._of[number, s.id] for s in self._parts[number].graph.storages if s.kind == given]
+        writes = [s for s in dict.fromkeys(places) if s not in self._written and self._storages[s].kind not in RESIDENT]
+        name = "loss" if phase == "loss" else f"{STRETCH}{place}"
+        self._add_op(name, "loss" if phase == "loss" else STRETCH, phase, (), writes)
+
+    def _run(self, number: int, phase: Phase) -> None:
+        part = self._parts[number]
+        own = {s.id: s for s in part.graph.storages}
+        of = {s: self._of[number, s] for s in own}
+        for op in part.graph.ops:
+            if op.phase != phase:
+                continue
+            reads, writes = _distinct(of[s] for s in op.reads), _distinct(of[s] for s in op.writes)
+            self._written.update(writes)
+            again = op.again and replace(
+                op.again,
+                reads=_distinct(of[s] for s in op.again.reads),
+                overwrites=_taken_over(op.again.overwrites, own, of),
+            )
+            overwrites = _taken_over(op.overwrites, own, of)
+            self._ops.append(
+                replace(
+                    op,
+                    id=len(self._ops),
+                    name=label(number) + op.name,
+                    reads=reads,
+                    writes=writes,
+                    overwrites=overwrites,
+                    again=again,
+                )
+            )
+        self._add_op(f"{label(number)}{phase}.{_RETURNS}", _RETURNS, phase, self._held(number, phase), ())
+
+    def _held(self, number: int, phase: Phase) -> list[int]:
+        """What is there until the pass returns: its arguments, and its results."""
+        part = self._parts[number]
+        storages = part.graph.storages
+        if phase == "forward":
+            held = [*(s.id for s in storages if s.kind == "output"), *part.results, *self._given(part)]
+        else:
+            read = {s for op in part.graph.ops if op.phase == "backward" for s in op.reads}
+            held = [s for s in self._given(part) if s in read]
+            held += [s.id for s in storages if s.kind == "tangent" or s.id in part.handed_on]
+        places = dict.fromkeys(self._of[number, s] for s in held)
+        return [s for s in places if s in self._written and self._storages[s].kind not in RESIDENT]
+
+    def _add_op(self, name: str, target: str, phase: Phase, reads: Iterable[int], writes: Iterable[int]) -> None:
+        op = Op(len(self._ops), name, target, phase, "", tuple(reads), tuple(writes), recomputable=False)
+        self._written.update(op.writes)
+        self._ops.append(op)
+
+
+def _distinct(storages: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(storages))
+
+
+def _taken_over(storage: int, own: Mapping[int, Storage], of: Mapping[int, int]) -> int:
+    """What a part has from others, or gives to them, is also held by them."""
+    return of[storage] if storage in own and own[storage].kind in _OWN else -1

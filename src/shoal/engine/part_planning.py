@@ -1,0 +1,242 @@
+"""One plan for the parts of a step: their steps joined, with what was measured between them, planned and shared out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from shoal.core.hardware import Hardware
+from shoal.core.joined_step import (
+    Interval,
+    Part,
+    Pass,
+    are_in_order,
+    joined_residences,
+    joined_step,
+    residences_of,
+    with_held,
+    with_measured,
+)
+from shoal.core.plan import Plan
+from shoal.core.residence import Residence
+from shoal.core.simulate import simulate
+from shoal.core.sizes import format_bytes
+from shoal.core.step import StepGraph
+from shoal.core.validate_plan import check_own_plan
+from shoal.cost.measure import measure
+from shoal.engine.options import CompileOptions
+from shoal.engine.overlapping import plan_overlapping
+from shoal.engine.part_metering import Record
+from shoal.engine.step_planning import allowed
+from shoal.errors import BudgetError
+from shoal.planners import Planner
+from shoal.planners import get as planner_called
+from shoal.planners.infeasible import infeasible
+from shoal.planners.joint import joint
+from shoal.planners.limits import DEFAULT
+from shoal.planners.smallest_plan import smallest_plan
+
+_ROOMY = 0.5  # of the budget: so much may be in use before the whole step is known, and everything be kept
+_ROUNDS = 4  # of planning, where the shares of the parts take more than the plan of the whole
+_Shares = tuple[Mapping[str, Residence], ...]
+
+
+def first_share(
+    graph: StepGraph, in_use_bytes: int, budget_bytes: int, *, keeps_little: bool
+) -> Mapping[str, Residence]:
+    """Under which residences a part runs before its whole step is planned: everything kept, or as little as can be.
+
+    Args:
+        graph: the part's step.
+        in_use_bytes: device bytes in use now; parameters and the part's inputs are among them.
+        budget_bytes: of the whole step.
+        keeps_little: whether nothing is kept, however much room there is.
+
+    Raises:
+        BudgetError: the part does not fit beside what is in use.
+    """
+
+    def peak_bytes(residences: Mapping[str, Residence]) -> int:
+        return in_use_bytes + simulate(graph, residences).peak_bytes - graph.resident_bytes
+
+    if not keeps_little and peak_bytes({}) <= _ROOMY * budget_bytes:
+        return {}
+    limits, hardware = replace(DEFAULT, order=False), measure("cpu")
+    everything_bytes = 4 * sum(s.nbytes for s in graph.storages)
+    least = smallest_plan(_with_loss(graph, everything_bytes), hardware, 1, limits).residences
+    if peak_bytes(least) <= budget_bytes:
+        return least
+    room_bytes = budget_bytes - in_use_bytes + graph.resident_bytes
+    found: Mapping[str, Residence] | None = None
+    most_bytes, least_bytes = room_bytes, 0  # beside what it saves, while later parts run
+    aside_bytes = 0
+    for _ in range(_ROUNDS):
+        try:
+            found = joint(_with_loss(graph, aside_bytes), hardware, room_bytes, limits=limits).residences
+            least_bytes = aside_bytes
+        except BudgetError as error:
+            if found is None:
+                needed_bytes = (error.least_feasible_bytes or room_bytes) + budget_bytes - room_bytes
+                raise BudgetError(
+                    f"no plan of {graph.model or 'this model'} fits in {format_bytes(budget_bytes)}: one of its graphs "
+                    f"needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) with what is in use when it runs, and "
+                    "others may need more; give more bytes",
+                    budget_bytes=budget_bytes,
+                ) from None
+            most_bytes = aside_bytes
+        aside_bytes = (least_bytes + most_bytes) // 2
+    assert found is not None
+    return found
+
+
+def _with_loss(graph: StepGraph, workspace_bytes: int) -> StepGraph:
+    """While later parts run, what this one saved waits: it is to leave them so many bytes."""
+    ops = (replace(op, workspace_bytes=workspace_bytes) if op.phase == "loss" else op for op in graph.ops)
+    return replace(graph, ops=tuple(ops), link=None)
+
+
+@dataclass(frozen=True)
+class MeasuredParts:
+    """A step of several parts as it was metered.
+
+    Attributes:
+        parts, passes: as of `joined_step`.
+        shares: residences of each part.
+        intervals: as of `with_measured`.
+        device: where it runs.
+    """
+
+    parts: tuple[Part, ...]
+    passes: tuple[Pass, ...]
+    shares: _Shares
+    intervals: tuple[Interval, ...]
+    device: torch.device
+
+    @staticmethod
+    def of_last_call(record: Record, intervals: Sequence[Interval]) -> MeasuredParts | None:
+        """The last call of a record; None where its passes are not in order, or others ran between them."""
+        last = record.of_last_call()
+        places = [place for place, (number, _) in enumerate(record.passes) if number in last]
+        passes = [record.passes[place] for place in places]
+        if places != list(range(places[0], places[-1] + 1)) or not are_in_order(passes):
+            return None
+        if len(intervals) != 2 * len(record.passes):
+            intervals = [Interval(0, 0)] * (2 * len(record.passes))
+        begin = intervals[2 * places[0]].end_bytes
+        number_of = {number: place for place, number in enumerate(last)}
+        parts = [record.runs[number].part() for number in last]
+        own = [
+            replace(part, same={s: (number_of[n], of) for s, (n, of) in part.same.items() if n in number_of})
+            for part in parts
+        ]
+        return MeasuredParts(
+            tuple(own),
+            tuple((number_of[number], phase) for number, phase in passes),
+            tuple(record.runs[number].step.share for number in last),
+            (Interval(begin, begin), *intervals[2 * places[0] + 1 : 2 * places[-1] + 2]),
+            record.runs[last[0]].step.device,
+        )
+
+    def graph(self, model: str) -> StepGraph:
+        """The step, with what eager code was measured to use. Its static memory is not known here."""
+        bare = joined_step(model, self.parts, self.passes)
+        in_use_bytes = self.intervals[0].end_bytes
+        as_measured = replace(bare, static_bytes=max(0, in_use_bytes - bare.resident_bytes))
+        return replace(with_measured(as_measured, joined_residences(self.shares), self.intervals), static_bytes=0)
+
+
+@dataclass(frozen=True)
+class PartedStep:
+    """A planned step of several parts.
+
+    Attributes:
+        graph: the step with what eager code uses, without static memory and what the loop holds.
+        plan: its plan.
+        shares: of the parts.
+        at_once: how many calls before a backward pass it is planned for.
+    """
+
+    graph: StepGraph
+    plan: Plan
+    shares: _Shares
+
+
+def plan_parts(
+    measured: MeasuredParts,
+    options: CompileOptions,
+    model: str,
+    *,
+    static_bytes: int,
+    held_bytes: int = 0,
+    calls_at_once: int = 1,
+    fixed: bool = False,
+) -> PartedStep:
+    """The plan of a step of several parts, and the share that each has in it.
+
+    Args:
+        measured: the step.
+        options: what the plan is to be.
+        model: its name.
+        static_bytes: as of `StepGraph`.
+        held_bytes: what the training loop holds of the step before, until the loss is known.
+        calls_at_once: how many calls come before a backward pass.
+        fixed: whether the parts keep the shares under which they were measured.
+
+    Raises:
+        BudgetError: no plan fits.
+    """
+    started = time.perf_counter()
+    bare = measured.graph(model)
+    graph = replace(with_held(bare, held_bytes), static_bytes=static_bytes)
+    hardware, budget_bytes = measure(measured.device), options.budget_bytes or 0
+    planner: Planner
+    if fixed:
+        planner = partial(_as_measured, measured.shares)
+    elif options.budget_bytes is None:
+        planner = planner_called("keep_all")
+    else:
+        planner = allowed(options.means - {"order"}, options.planner)
+    shares: dict[int, _Shares] = {}
+
+    def make(others_bytes: int) -> Plan:
+        step = replace(graph, static_bytes=graph.static_bytes + others_bytes)
+        first: Plan | None = None
+        aim_bytes = budget_bytes
+        for _ in range(_ROUNDS):
+            plan = planner(step, hardware, aim_bytes)
+            first = first or plan
+            shares[others_bytes] = tuple(
+                residences_of(part, step, plan.residences) for part in range(len(measured.parts))
+            )
+            residences = joined_residences(shares[others_bytes])
+            over_bytes = simulate(step, residences).peak_bytes - budget_bytes
+            if not budget_bytes or over_bytes <= 0:
+                break
+            aim_bytes -= over_bytes
+        else:
+            raise BudgetError(
+                f"no plan of {model or 'this model'} fits in {format_bytes(budget_bytes)} with its graphs apart; the "
+                f"best found needs {format_bytes(budget_bytes + over_bytes)} ({budget_bytes + over_bytes} bytes); give "
+                "that much",
+                budget_bytes=budget_bytes,
+                least_feasible_bytes=budget_bytes + over_bytes,
+            )
+        return replace(
+            plan, residences=residences, budget_bytes=budget_bytes, lower_bound_seconds=first.lower_bound_seconds
+        )
+
+    aside_bytes, plan = plan_overlapping(calls_at_once, budget_bytes, make)
+    check_own_plan(plan.captured_graph, plan.graph, plan.residences, budget_bytes)
+    plan = replace(plan, planning_seconds=time.perf_counter() - started, options=options.to_json())
+    return PartedStep(bare, plan, shares[aside_bytes])
+
+
+def _as_measured(shares: _Shares, graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+    plan = Plan(graph, joined_residences(shares), "parts", hardware.name, budget_bytes)
+    if budget_bytes and plan.predicted_peak_bytes > budget_bytes:
+        raise infeasible(plan, budget_bytes)
+    return plan

@@ -1,0 +1,196 @@
+"""Parts joined into one step: what crosses is one storage and stays, what was measured comes out again."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.core.joined_step import (
+    HELD,
+    STRETCH,
+    Interval,
+    Part,
+    Pass,
+    are_in_order,
+    crossing,
+    joined_residences,
+    joined_step,
+    residences_of,
+    with_held,
+    with_measured,
+)
+from shoal.core.residence import Recompute
+from shoal.core.simulate import simulate
+from shoal.core.step import Op, StepGraph, Storage, StorageKind
+from shoal.core.validate_plan import check_plan
+from shoal.core.validate_step import check_step
+from shoal.planners.just_in_time import just_in_time
+from shoal.planners.recompute_choice import recompute_choice
+
+X, WEIGHT, HIDDEN, Y, TANGENT, OF_HIDDEN, OF_X, OF_WEIGHT = range(8)
+FORWARD_AND_BACK: tuple[Pass, ...] = ((0, "forward"), (1, "forward"), (1, "backward"), (0, "backward"))
+
+
+def layer_of_two_ops(nbytes: int, weight_bytes: int = 7) -> StepGraph:
+    """x → hidden → y, where the backward pass reads x, hidden and the weight."""
+    kinds: list[tuple[str, int, StorageKind]] = [
+        ("x", nbytes, "input"),
+        ("weight", weight_bytes, "parameter"),
+        ("hidden", nbytes, "activation"),
+        ("y", nbytes, "output"),
+        ("tangent", nbytes, "tangent"),
+        ("of_hidden", nbytes, "activation_gradient"),
+        ("of_x", nbytes, "gradient"),
+        ("of_weight", weight_bytes, "gradient"),
+    ]
+    storages = [
+        Storage(i, name, size, kind, "", (size,), "uint8", (name,)) for i, (name, size, kind) in enumerate(kinds)
+    ]
+    ops = [
+        Op(0, "first", "first", "forward", "", (X, WEIGHT), (HIDDEN,), seconds=1.0, workspace_bytes=3),
+        Op(1, "second", "second", "forward", "", (HIDDEN,), (Y,), seconds=1.0),
+        Op(2, "loss", "loss", "loss", "", (Y,), (TANGENT,)),
+        Op(3, "second_back", "second_back", "backward", "", (TANGENT, HIDDEN), (OF_HIDDEN,), seconds=1.0),
+        Op(4, "first_back", "first_back", "backward", "", (OF_HIDDEN, X, WEIGHT), (OF_X, OF_WEIGHT), seconds=1.0),
+    ]
+    return StepGraph("layer", tuple(ops), tuple(storages))
+
+
+def two_layers(nbytes: int = 100, **changes: object) -> StepGraph:
+    first = Part(layer_of_two_ops(nbytes), {Y}, {TANGENT: (1, OF_X)})
+    second = Part(layer_of_two_ops(nbytes), {Y}, {X: (0, Y)}, handed_on={OF_X})
+    return joined_step("two layers", [first, second], FORWARD_AND_BACK, **changes)
+
+
+def test_it_is_a_step_that_makes_sense() -> None:
+    step = two_layers(static_bytes=11)
+    check_step(step)
+    assert step.static_bytes == 11
+    assert [op.name for op in step.ops if op.phase == "forward"] == [
+        "eager0",
+        "part0.first",
+        "part0.second",
+        "part0.forward.returns",
+        "eager1",
+        "part1.first",
+        "part1.second",
+        "part1.forward.returns",
+    ]
+    assert [op.name for op in step.ops if op.phase == "backward"] == [
+        "part1.second_back",
+        "part1.first_back",
+        "part1.backward.returns",
+        "eager3",
+        "part0.second_back",
+        "part0.first_back",
+        "part0.backward.returns",
+    ]
+
+
+def test_what_crosses_is_one_storage_which_is_kept() -> None:
+    step = two_layers()
+    assert [s.name for s in crossing(step)] == ["part0.y", "part1.y"]
+    assert "part1.x" not in step.storage_called
+    choice = recompute_choice(step)
+    assert {step.storages[s].name for s in choice.candidates} == {"part0.hidden", "part1.hidden"}
+
+
+def test_everything_kept_takes_what_both_layers_as_one_network_take() -> None:
+    # In use when the loss is known: x, two weights, two hidden, y of both; then the gradient of y comes.
+    moments = {moment.op: moment for moment in simulate(two_layers(100), {}).moments}
+    assert moments["loss"].total_bytes == 100 + 2 * 7 + 2 * 100 + 100 + 100
+    # part0.x, its hidden, the gradient of its y, and of hidden; both weights and the gradient of the second one
+    assert moments["part0.second_back"].total_bytes == 4 * 100 + 2 * 7 + 7
+
+
+def test_a_gradient_that_a_part_hands_on_dies_with_the_part_that_reads_it() -> None:
+    step = two_layers(100)
+    assert step.storage_called["part1.of_x"].kind == "activation_gradient"
+    assert step.storage_called["part0.of_x"].kind == "gradient"
+    readers = [step.ops[op].name for op in step.readers[step.storage_called["part1.of_x"].id]]
+    assert readers == ["part1.backward.returns", "part0.second_back", "part0.backward.returns"]
+
+
+def test_a_weight_of_two_parts_is_counted_once_and_their_gradients_are_added_up() -> None:
+    first = Part(layer_of_two_ops(100), {Y}, {TANGENT: (1, OF_X)}, handed_on={OF_WEIGHT})
+    second = Part(layer_of_two_ops(100), {Y}, {X: (0, Y), WEIGHT: (0, WEIGHT)}, handed_on={OF_X})
+    step = joined_step("tied", [first, second], FORWARD_AND_BACK)
+    check_step(step)
+    assert step.resident_bytes == 100 + 7
+    assert [s.name for s in step.storages if s.kind == "gradient"] == ["part0.of_x", "part1.of_weight"]
+
+
+def test_what_eager_code_makes_begins_in_its_stretch() -> None:
+    first = Part(layer_of_two_ops(100), {Y})
+    second = Part(layer_of_two_ops(100), {Y}, fresh={X}, handed_on={OF_X})
+    step = joined_step("eager between", [first, second], FORWARD_AND_BACK)
+    check_step(step)
+    made = step.storage_called["part1.x"]
+    assert made.kind == "activation"
+    assert step.ops[step.producer[made.id]].name == "eager1"
+    assert step.ops[step.producer[step.storage_called["part0.tangent"].id]].name == "eager3"
+
+
+def test_a_part_that_does_not_go_back_has_no_backward_ops() -> None:
+    first = Part(layer_of_two_ops(100), {Y})
+    second = Part(layer_of_two_ops(100), {Y}, {X: (0, Y)})
+    step = joined_step("one back", [first, second], [(0, "forward"), (1, "forward"), (0, "backward")])
+    check_step(step)
+    assert not any(op.name.startswith("part1.") for op in step.ops if op.phase == "backward")
+
+
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)), min_size=8, max_size=8), st.booleans())
+def test_what_was_measured_is_what_the_step_takes(measured: list[tuple[int, int]], nothing_is_kept: bool) -> None:
+    """Eager code takes at least what the model says is in use: what is measured lies above it."""
+    bare = two_layers(100)
+    residences = just_in_time(bare, ()) if nothing_is_kept else {}
+    in_use = {m.op: m.total_bytes for m in simulate(bare, residences).moments if m.phase != "recompute"}
+    stretches = [op.name for op in bare.ops if op.target in (STRETCH, "loss")]
+    intervals = []
+    for place, (more, peak) in enumerate(measured):
+        least = in_use[stretches[place // 2]]
+        intervals.append(Interval(least + more + peak, least + more))
+    step = with_measured(bare, residences, intervals)
+    check_step(step)
+    check_plan(step, residences)
+    found = {m.op: m.total_bytes for m in simulate(step, residences).moments if m.phase != "recompute"}
+    assert [found[name] for name in stretches] == [interval.peak_bytes for interval in intervals[::2]]
+    for name, interval, op in zip(
+        stretches,
+        intervals[::2],
+        ("part0.first", "part1.first", "part1.second_back", "part0.second_back"),
+        strict=True,
+    ):
+        assert found[op] - in_use[op] == interval.end_bytes - in_use[name]
+
+
+def test_what_the_loop_holds_is_in_use_until_the_loss_is_known() -> None:
+    before = {m.op: m.total_bytes for m in simulate(two_layers(), {}).moments}
+    after = {m.op: m.total_bytes for m in simulate(with_held(two_layers(), 50), {}).moments}
+    more = {name: after[name] - before[name] for name in before}
+    backward = {op.name for op in two_layers().ops if op.phase == "backward"}
+    assert {more[name] for name in backward} == {0}
+    assert {more[name] for name in before.keys() - backward} == {50}
+    assert with_held(two_layers(), 50).storage_called[HELD].nbytes == 50
+
+
+def test_residences_are_shared_out_and_joined_again() -> None:
+    step = two_layers()
+    residences = just_in_time(step, ())
+    shares = [residences_of(part, step, residences) for part in (0, 1)]
+    assert all(share["hidden"] == Recompute(("second_back",)) for share in shares)
+    assert joined_residences(shares) == residences
+
+
+def test_a_recomputation_before_an_op_of_another_part_happens_in_the_part_s_own_backward_pass() -> None:
+    early = {"part0.hidden": Recompute(("part1.first_back",))}
+    share = residences_of(0, two_layers(), early)
+    assert share == {"hidden": Recompute(("second_back",))}
+    check_plan(two_layers(), joined_residences([share, {}]))
+
+
+def test_forward_passes_come_first_and_none_twice() -> None:
+    assert are_in_order(FORWARD_AND_BACK)
+    assert are_in_order(FORWARD_AND_BACK[:2])
+    assert not are_in_order([(0, "forward"), (0, "backward"), (1, "forward"), (1, "backward")])
+    assert not are_in_order([*FORWARD_AND_BACK, (0, "backward")])

@@ -1,0 +1,296 @@
+"""Models that are several graphs: the same training as plain PyTorch, inside one budget over all of them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shoal
+from shoal.core.step import StepGraph
+from shoal.errors import BudgetError, CaptureError
+from shoal.memory.limit import memory_limit
+from tests.engine.training_laws import (
+    assert_same_training,
+    blocks,
+    costs_that_do_not_matter,
+    images,
+    needs_compiler,
+    train,
+)
+
+Between = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+class Chain(nn.Module):
+    """Three stages and a head, and something between them that Dynamo may not capture."""
+
+    def __init__(self, between: Between, stages: list[nn.Module] | None = None, channels: int = 4) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages or blocks(3, channels, channels, channels))
+        self.between = between
+        self.head = nn.Linear(channels, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.then(self.stages[0](x))
+        x = self.then(self.stages[1](x))
+        return self.head(self.then(self.stages[2](x)).mean((2, 3)))
+
+    def then(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.between(x)
+        return x if made is None else made
+
+
+class Looping(Chain):
+    """Dynamo gives a function up whose loop breaks, and captures what that calls."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = self.then(stage(x))
+        return self.head(x.mean((2, 3)))
+
+
+class Tied(Chain):
+    """Two graphs with the same weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.then(self.stages[0](x))
+        x = self.then(self.stages[1](x))
+        x = self.then(self.stages[1](x))
+        return self.head(self.stages[2](x).mean((2, 3)))
+
+
+class Skipping(Chain):
+    """What one graph makes is read by all later ones, and returned."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = self.then(self.stages[0](x))
+        second = self.then(self.stages[1](first))
+        third = self.then(self.stages[2](first + second))
+        return {"classes": self.head((first + third).mean((2, 3))), "first": first}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.lstm = nn.Conv1d(3, 8, 3, padding=1), nn.LSTM(8, 8, batch_first=True)
+        self.after = nn.Sequential(nn.Conv1d(8, 8, 3), nn.ReLU(), nn.Conv1d(8, 5, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.before(x.flatten(2)).sigmoid()
+        torch._dynamo.graph_break()
+        y, _ = self.lstm(y.transpose(1, 2))
+        torch._dynamo.graph_break()
+        return self.after(y.transpose(1, 2))
+
+
+def breaks(x: torch.Tensor) -> None:
+    torch._dynamo.graph_break()
+
+
+def prints(x: torch.Tensor) -> None:
+    print(end="")
+
+
+def scales_by_its_mean(x: torch.Tensor) -> torch.Tensor:
+    return x * (1 + x.mean().item())
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x if x.sum() > 0 else 3 * x
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def computes_eagerly(x: torch.Tensor) -> torch.Tensor:
+    return (x.sigmoid() * x).tanh()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def changes_in_place(x: torch.Tensor) -> torch.Tensor:
+    return (x + 1).mul_(1.5)
+
+
+def dropping(inputs: int, channels: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(inputs, channels, 3, padding=1), nn.Dropout(0.3), nn.Sigmoid())
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "break": lambda: Chain(breaks),
+    "print": lambda: Chain(prints),
+    "branch": lambda: Chain(branches),
+    "eager ops": lambda: Chain(computes_eagerly),
+    "in place": lambda: Chain(changes_in_place),
+    "loop": lambda: Looping(prints),
+    "tied": lambda: Tied(breaks),
+    "skip": lambda: Skipping(breaks),
+    "dropout": lambda: Chain(breaks, [dropping(3, 4), dropping(4, 4), dropping(4, 4)]),
+    "lstm": Recurrent,
+}
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_parts_of_a_model_train_as_plain_pytorch(network: str) -> None:
+    planned = assert_same_training(NETWORKS[network](), images(3, 2, 3, 8, 8))
+    assert planned.shoal.plan.breaks
+    assert _parts(planned.shoal.plan.graph) >= 2
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"batches_a_step": 2},
+        {"backwards": 2},
+        {"around_forward": lambda: torch.autocast("cpu", torch.bfloat16)},
+    ],
+    ids=["accumulation", "backward twice", "autocast"],
+)
+def test_they_do_in_every_loop(how: dict[str, Any]) -> None:
+    assert_same_training(Chain(prints), images(4, 2, 3, 8, 8), **how)
+
+
+def test_a_last_short_batch_has_parts_and_a_plan_of_its_own() -> None:
+    planned = assert_same_training(
+        Chain(breaks), [*images(2, 3, 3, 8, 8), *images(1, 2, 3, 8, 8), *images(1, 3, 3, 8, 8)]
+    )
+    assert [_batch(plan.graph) for plan in planned.shoal.plans] == [3, 2]
+
+
+def test_a_number_that_changes_between_graphs_is_no_new_graph() -> None:
+    """The mean is another number in every step."""
+    assert_same_training(Chain(scales_by_its_mean), images(5, 2, 3, 8, 8))
+
+
+def test_evaluation_runs_as_without_shoal() -> None:
+    plain, planned = Chain(breaks), Chain(breaks)
+    planned.load_state_dict(plain.state_dict())
+    shoal.compile(planned, budget="1GiB")
+    (x,) = images(1, 2, 3, 8, 8)
+    assert torch.equal(plain.eval()(x), planned.eval()(x))
+    assert not planned.shoal.plans
+
+
+def test_steps_that_go_different_ways_have_plans_of_their_own() -> None:
+    class Choosing(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stages[0](x)
+            if self.between(x):
+                return self.head(self.stages[1](x).mean((2, 3)))
+            return self.head(self.stages[2](x).mean((2, 3)))
+
+    turns = iter([True, True, False, False, True, False, True, False] * 2)
+    chosen = torch.compiler.disable(lambda x: next(turns))
+    planned = assert_same_training(Choosing(chosen), images(8, 2, 3, 8, 8))
+    assert len(planned.shoal.plans) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize(("between", "share"), [(prints, 0.65), (computes_eagerly, 0.8)], ids=["print", "eager ops"])
+def test_one_budget_holds_for_all_parts(between: Between, share: float) -> None:
+    """Measured by a counter around whole steps; the plan's prediction is as near as that of one graph."""
+    model = Looping(between, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8, 8)], channels=8)
+    plain_bytes, _ = _peaks(copy.deepcopy(model))
+    budget = int(share * plain_bytes)
+    shoal.compile(model, budget=budget, allow="recompute")
+    first, later = _peaks(model)
+    assert first <= budget
+    assert later <= budget
+    status = model.shoal
+    assert status.repairs == 0
+    assert status.plan.recomputed
+    assert abs(status.predicted_peak_bytes - status.measured_peak_bytes) <= 0.02 * budget
+
+
+@needs_compiler
+def test_two_calls_before_a_backward_pass_share_the_budget() -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        (model(x).square().mean() + model(x.flip(0)).square().mean()).backward()
+
+    model = Looping(prints, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8, 8)], channels=8)
+    plain_bytes, _ = _peaks(copy.deepcopy(model), step)
+    budget = int(0.7 * plain_bytes)
+    shoal.compile(model, budget=budget, allow="recompute")
+    _, later = _peaks(model, step)
+    assert later <= budget
+
+
+def test_a_budget_in_which_no_step_fits_is_refused_before_anything_is_lost() -> None:
+    model = Looping(prints, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8, 8)], channels=8)
+    before = copy.deepcopy(model.state_dict())
+    shoal.compile(model, budget=200_000)
+    with costs_that_do_not_matter(), pytest.raises(BudgetError, match="one of its graphs needs") as caught:
+        model(*images(1, 8, 3, 32, 32))
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_where_nothing_can_be_captured_nothing_is_promised() -> None:
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Conv2d(3, 4, 3)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(x)
+
+    with pytest.raises(CaptureError, match="no graph of Opaque can be captured"):
+        shoal.compile(Opaque(), budget="1GiB")(*images(1, 2, 3, 8, 8))
+
+
+def test_where_it_breaks_is_said_once_and_explained(caplog: pytest.LogCaptureFixture) -> None:
+    model = shoal.compile(Chain(prints), budget="1GiB")
+    with caplog.at_level(logging.WARNING, "shoal"), costs_that_do_not_matter():
+        train(model, images(3, 2, 3, 8, 8))
+    (said,) = [record.getMessage() for record in caplog.records if "is not one graph" in record.getMessage()]
+    assert "test_parts.py" in said
+    explained = model.shoal.plan.explain()
+    assert "eager code between them" in explained
+    assert "test_parts.py" in explained
+
+
+def test_nothing_of_a_batch_is_kept() -> None:
+    model = shoal.compile(Looping(prints), budget="1GiB")
+    with costs_that_do_not_matter():
+        for (x,) in (images(1, 2, 3, 8, 8), images(1, 2, 3, 8, 8)):
+            F.relu(model(x)).sum().backward()
+    held = x.untyped_storage()
+    reference = torch.multiprocessing.reductions.StorageWeakRef(held)
+    del x, held
+    gc.collect()
+    assert reference.expired()
+
+
+def _parts(graph: StepGraph) -> int:
+    return len({op.name.split(".")[0] for op in graph.ops if op.name.startswith("part")})
+
+
+def _batch(graph: StepGraph) -> int:
+    return next(s.shape[0] for s in graph.storages if s.kind == "input")
+
+
+def _mean_square(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def _peaks(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None] = _mean_square) -> tuple[int, int]:
+    """Device bytes of the first step and of later ones: what the step allocates, the batch, and what the model has."""
+    (x,) = images(1, 8, 3, 32, 32)
+    own_bytes = sum(t.nbytes for t in [x, *model.parameters(), *model.buffers()])
+    peaks = []
+    for _ in range(4):
+        gc.collect()
+        with memory_limit(None) as meter:
+            before_bytes = meter.live_bytes
+            meter.reset_peak()
+            step(model, x)
+            peaks.append(meter.peak_bytes - before_bytes + own_bytes)
+        for parameter in model.parameters():
+            parameter.grad = None
+    return peaks[0], max(peaks[1:])
