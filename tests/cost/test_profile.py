@@ -292,6 +292,24 @@ def test_a_spent_time_budget_still_times_every_op():
     assert profile(nodes, budget_seconds=0).seconds.keys() == nodes.keys()
 
 
+def test_a_first_step_is_told_how_far_it_is_by_the_sizes_of_ops(monkeypatch):
+    told: list[tuple[str, str, float, float | None]] = []
+
+    def doing(stage: str, what: str = "", *, done: float = 0.0, total: float | None = None) -> bool:
+        told.append((stage, what, done, total))
+        return True
+
+    monkeypatch.setattr("shoal.cost.profile.doing", doing)
+    profile(nodes_of(lambda x: (x.sum() + 1).relu(), torch.randn(100)), cache=False)
+    # One more than the numbers that each reads and writes.
+    assert told == [
+        ("profile", "", 0.0, None),
+        ("profile", "op 1 of 3: aten.sum.default", 0, 102 + 3 + 3),
+        ("profile", "op 2 of 3: aten.add.Tensor", 102, 102 + 3 + 3),
+        ("profile", "op 3 of 3: aten.relu.default", 105, 102 + 3 + 3),
+    ]
+
+
 def test_the_bar_shows_on_stderr_only_when_asked_or_on_a_terminal(capfd):
     nodes = python_node(late_result, 1)
     profile(nodes, cache=False)

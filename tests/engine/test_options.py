@@ -15,6 +15,7 @@ from shoal.core.means import BITWISE
 from shoal.core.presets import get as preset
 from shoal.engine.options import CompileOptions, OffloadOptions
 from shoal.errors import InputError, ShoalError
+from shoal.memory.optimizer_state import NamedOptimizer
 from tests.engine.training_laws import keep_nothing
 
 WRITTEN: dict[str, Any] = {
@@ -40,6 +41,7 @@ def test_the_mapping_of_a_backend_means_the_same_as_keywords() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     assert CompileOptions.of_backend(WRITTEN) == (MEANT, None)
     assert CompileOptions.of_backend({**WRITTEN, "optimizer": optimizer}) == (MEANT, optimizer)
+    assert CompileOptions.of_backend({**WRITTEN, "optimizer": "SGD"}) == (MEANT, NamedOptimizer("sgd"))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_what_a_backend_does_not_know_is_refused() -> None:
     with pytest.raises(InputError, match="has no modes"):
         CompileOptions.of_backend({}, "max-autotune")
     with pytest.raises(InputError, match="expected a torch.optim.Optimizer"):
-        CompileOptions.of_backend({"optimizer": "sgd"})
+        CompileOptions.of_backend({"optimizer": {"lr": 0.1}})
 
 
 def test_a_link_is_rehearsed_on_the_cpu_alone() -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -294,3 +295,14 @@ def _peaks(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None] = _
         for parameter in model.parameters():
             parameter.grad = None
     return peaks[0], max(peaks[1:])
+
+
+@needs_compiler
+@pytest.mark.usefixtures("real_machine")
+def test_what_profiling_a_graph_takes_is_no_part_of_the_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))  # nothing is known of any op
+    model: Any = shoal.compile(Chain(lambda x: torch._dynamo.graph_break()), 2**20)
+    for batch in images(3, 2, 3, 8, 8):
+        model(batch).sum().backward()
+        model.zero_grad()
+    assert model.shoal.plan is not None

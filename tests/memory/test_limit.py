@@ -188,6 +188,23 @@ def test_a_suspended_limit_bounds_nothing_and_counts_no_peak() -> None:
         assert w.peak_bytes == before + kept.nbytes
 
 
+@needs_compiler
+def test_a_suspended_limit_counts_no_peak_of_what_is_fresh_either() -> None:
+    with memory_limit(None) as w:
+        w.start_fresh()
+        early = floats(300)
+        early_bytes = early.nbytes
+        del early
+        with no_memory_limit():
+            floats(MiB)
+        assert w.fresh_peak_bytes == early_bytes
+        with no_memory_limit():
+            kept = floats(1000)
+        assert w.fresh_peak_bytes == kept.nbytes
+        w.reset_fresh_peak()
+        assert w.fresh_peak_bytes == kept.nbytes, "it is still in use"
+
+
 def test_suspending_without_a_limit_does_nothing() -> None:
     with no_memory_limit():
         floats(10)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from shoal.errors import InputError
 from shoal.report.batch_page import render
-from shoal.report.batch_svg import render_batch_svg
+from shoal.report.batch_svg import render_svg
 from tests.report.made_up_frontier import made_up_batches
 from tests.report.test_frontier_drawings import SVG, circles
 from tests.report.test_page import HOSTILE, _Page
@@ -24,7 +24,7 @@ def texts(svg: str) -> list[str]:
 
 
 def test_the_image_has_every_batch_in_its_place_and_form() -> None:
-    svg = render_batch_svg(made_up_batches())
+    svg = render_svg(made_up_batches())
     kinds, across, down = zip(*circles(svg), strict=True)
     assert kinds == ("whole", "whole", "whole", "fused", "patches")
     assert (across[2] - across[1]) / (across[4] - across[1]) == pytest.approx(16 / 48, abs=0.01)
@@ -40,24 +40,24 @@ def test_the_image_has_every_batch_in_its_place_and_form() -> None:
 
 
 def test_plain_pytorch_ends_where_it_no_longer_fits() -> None:
-    svg = render_batch_svg(made_up_batches())
+    svg = render_svg(made_up_batches())
     titles = [title.text for title in ElementTree.fromstring(svg).iter(f"{SVG}title")]
     assert "plain PyTorch: 32 images fit" in titles
     frontier = made_up_batches()
     nowhere = replace(frontier, points=tuple(replace(p, plain_peak_bytes=2000) for p in frontier.points))
-    assert "images fit" not in render_batch_svg(nowhere)
+    assert "images fit" not in render_svg(nowhere)
     assert "Plain PyTorch fits with none of these batches." in _Page(render(nowhere)).words
 
 
 def test_one_batch_is_an_image_and_a_page_too() -> None:
     frontier = replace(made_up_batches(), points=made_up_batches().points[1:2], unfit=())
-    svg = render_batch_svg(frontier)
+    svg = render_svg(frontier)
     assert len(circles(svg)) == 1 and "nan" not in svg and "inf" not in svg
     assert "no more were tried" in _Page(render(frontier)).words
 
 
 def test_hostile_names_are_text() -> None:
-    assert {element.tag for element in ElementTree.fromstring(render_batch_svg(made_up_batches(HOSTILE))).iter()} == {
+    assert {element.tag for element in ElementTree.fromstring(render_svg(made_up_batches(HOSTILE))).iter()} == {
         f"{SVG}{tag}" for tag in ("svg", "style", "rect", "text", "circle", "title", "path", "polygon", "polyline")
     }
     page = _Page(render(made_up_batches(HOSTILE)))
@@ -74,8 +74,8 @@ def test_the_page_loads_nothing_and_says_every_batch() -> None:
         assert words in page.words
     assert "needs 2.000 KiB" not in page.words  # what is larger still says nothing more
     data = json.loads(next(body for body in page.bodies["script"] if body.startswith("{")))
-    assert data["batch"] == [2, 16, 32, 48, 64] and data["best"] == 3 and data["too_many"] == 65
-    assert data["percent"]["recomputed"] == [0, 0, 0, 25, 25] and data["plain"][3:] == [None, None]
+    assert data["batch"] == [2, 16, 32, 48, 64] and data["best"] == 3 and data["edge"] == 65
+    assert data["uses"]["recomputed"] == [0, 0, 0, 25, 25] and data["plain"][3:] == [None, None]
 
 
 def test_the_table_marks_the_best() -> None:
@@ -89,7 +89,7 @@ def test_the_table_marks_the_best() -> None:
 def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     frontier = made_up_batches()
     assert frontier.save_html(tmp_path / "a.html").read_text() == render(frontier)
-    assert frontier.save_svg(tmp_path / "a.svg").read_text() == render_batch_svg(frontier)
+    assert frontier.save_svg(tmp_path / "a.svg").read_text() == render_svg(frontier)
     read = json.loads(frontier.save(tmp_path / "a.json").read_text())
     assert (read["best_batch"], read["largest_batch"], read["too_many"]) == (48, 64, 65)
     assert read["points"][3]["images_per_second"] == pytest.approx(200)

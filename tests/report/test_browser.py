@@ -82,26 +82,34 @@ def test_the_page_draws_and_hovers_without_an_error(report: Report, plan: Plan, 
         assert words in shown
 
 
-def test_the_page_of_a_frontier_draws_and_hovers_without_an_error(tmp_path: Path) -> None:
-    page = frontier_page.render(made_up_frontier())
-    hover = HOVER.replace("memory-chart", "frontier-chart").replace("7", "4").replace("PEAK", "1")
-    document, console = browse(tmp_path, with_script(page, hover))
+@pytest.mark.parametrize(
+    ("page", "curve", "point", "words"),
+    [
+        (
+            lambda: frontier_page.render(made_up_frontier()),
+            "4",
+            "1",
+            ("600 B", "peak 600 B", "+25.0 % of plain", "overlapping patches", "12.5 ms"),
+        ),
+        (
+            lambda: batch_page.render(made_up_batches()),
+            "5",
+            "3",
+            ("48 images", "the best", "peak 1000 B", "batch norm fused (bnff)", "200"),
+        ),
+    ],
+    ids=["budgets", "batches"],
+)
+def test_the_page_of_a_frontier_draws_and_hovers_without_an_error(
+    page: Callable[[], str], curve: str, point: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    hover = HOVER.replace("memory-chart", "points-chart").replace("7", curve).replace("PEAK", point)
+    document, console = browse(tmp_path, with_script(page(), hover))
     assert console == "" and "data-error" not in document
-    for chart in ("frontier-chart", "uses-chart"):
+    for chart in ("points-chart", "uses-chart"):
         assert re.search(rf'id="{chart}"[^>]*>.*?<svg class="main-svg"', document, re.DOTALL), chart
-    for words in ("600 B", "peak 600 B", "+25.0 % of plain", "overlapping patches", "12.5 ms"):
-        assert words in hover_text(document)
-
-
-def test_the_page_of_batches_draws_and_hovers_without_an_error(tmp_path: Path) -> None:
-    page = batch_page.render(made_up_batches())
-    hover = HOVER.replace("memory-chart", "batches-chart").replace("7", "5").replace("PEAK", "3")
-    document, console = browse(tmp_path, with_script(page, hover))
-    assert console == "" and "data-error" not in document
-    for chart in ("batches-chart", "uses-chart"):
-        assert re.search(rf'id="{chart}"[^>]*>.*?<svg class="main-svg"', document, re.DOTALL), chart
-    for words in ("48 images", "the best", "peak 1000 B", "batch norm fused (bnff)", "200"):
-        assert words in hover_text(document)
+    for word in words:
+        assert word in hover_text(document)
 
 
 # Moves a mouse over the lane of a direction, in the middle of its copy COPY.

@@ -32,6 +32,13 @@ def test_plain_pytorch_stands_at_the_ops_it_shares_with_the_plan(plan: Plan, rep
     assert [plan.timeline.moments[i].op for i in plain["at"]] == [op.name for op in plan.graph.ops]
 
 
+def test_plain_pytorch_is_drawn_beside_a_plan_that_runs_its_ops_in_another_order(plan: Plan) -> None:
+    first, second, *rest = plan.timeline.moments
+    swapped = replace(plan.timeline, moments=(second, first, *rest))
+    plain, in_order = (chart_data(Report(timeline, plan=plan))["plain"] for timeline in (swapped, plan.timeline))
+    assert plain == in_order and plain["at"][:2] == [0, 1]
+
+
 def test_plain_pytorch_stands_at_its_ops_where_the_device_waits_in_between(offload_plan: Plan) -> None:
     plain = chart_data(Report(offload_plan.timeline, plan=offload_plan))["plain"]
     assert [offload_plan.timeline.moments[i].op for i in plain["at"]] == [op.name for op in offload_plan.graph.ops]

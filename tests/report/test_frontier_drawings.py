@@ -74,7 +74,7 @@ def test_the_page_loads_nothing_and_says_every_point() -> None:
         assert words in page.words
     data = json.loads(next(body for body in page.bodies["script"] if body.startswith("{")))
     assert data["budget"] == [400, 600, 800, 1000] and data["kind"] == ["whole", "patches", "whole", "fused"]
-    assert data["bytes"]["recomputed"] == [300, 150, 150, 0] and data["told"] == 700
+    assert data["uses"]["recomputed"] == [300, 150, 150, 0] and data["edge"] == 700
 
 
 def test_a_budget_that_nothing_fits_is_told() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -26,9 +27,10 @@ from torch._dynamo.exc import (
     UserError,
 )
 from torch._dynamo.pgo import get_code_state
-from torch._dynamo.utils import get_compilation_metrics
+from torch._dynamo.utils import get_compilation_metrics, get_metrics_context
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
+from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
 from shoal.transforms.split.split import CUTS_ARGUMENT, SplitModule
 
@@ -159,11 +161,44 @@ def _origin(failure: BaseException) -> BaseException:
 
 def _last_difference() -> str:
     """The guard that failed when a call was last captured anew, as Dynamo words it: "args[1] == 2.0"."""
-    metrics = get_compilation_metrics()
-    reasons = [metric.recompile_reason for metric in metrics if metric.recompile_reason]
+    now = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")  # of a capture under way
+    before = [metric.recompile_reason for metric in get_compilation_metrics() if metric.recompile_reason]
+    reasons = [*before, *([now] if now else [])]
     if not reasons:
         return "something that Dynamo does not name"
     return re.sub(r"^\d+/\d+: |\s+(# |\(HINT).*", "", reasons[-1].strip().splitlines()[0])
+
+
+def _why_again(guard: str) -> str:
+    """What a guard of Dynamo's that failed says of a call.
+
+    >>> _why_again("tensor 'args[0]' size mismatch at index 0. expected 8, actual 6")
+    'size 0 of args[0] is 6, was 8'
+    >>> _why_again("tensor 'model._modules['a']' requires_grad mismatch. expected requires_grad=1. Guard")
+    'requires_grad of model.a is no longer 1'
+    >>> _why_again("model.scale == 2.0")
+    'model.scale == 2.0 no longer holds'
+    """
+    guard = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", guard)
+    found = re.match(
+        r"tensor '(.+?)' ([\w ]+) mismatch(?: at index (\d+))?\. expected (?:\w+=)?(\w+)(?:, actual (\w+))?", guard
+    )
+    if found is None:
+        return f"{guard} no longer holds"
+    name, what, index, was, now = found.groups()
+    subject = f"{what}{f' {index}' if index else ''} of {name}"
+    return f"{subject} is no longer {was}" if now is None else f"{subject} is {now}, was {was}"
+
+
+def _tensors(inputs: Sequence[Any]) -> str:
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    return str(sorted(str((tuple(t.shape), t.dtype, t.device, t.requires_grad)) for t in tensors))
+
+
+def _capturing_seconds() -> float:
+    """How long Dynamo has been at the capture that is under way."""
+    began_ns = getattr(get_metrics_context(), "_start_time_ns", None)
+    return max(0.0, (time.time_ns() - began_ns) / 1e9) if began_ns else 0.0
 
 
 def plain_call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -226,14 +261,20 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
     )
 
 
-def capturing(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+def capturing(
+    model: nn.Module, backend: Callable[..., Any], name: str, record: Callable[[Preparation], object]
+) -> Callable[..., Any]:
     """The model's call as it is to be called under `settings`: captured for each shape, and compiled by `backend`.
 
     A number that changes from one call to the next becomes an input of the graph; a size never does. The cuts of a
     network that is split at drawn ones are told to be inputs, and nothing else is.
+
+    Args:
+        name, record: as of `preparing`, for what is captured after the first call.
     """
 
     captures = 0
+    seen: set[str] = set()
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         nonlocal captures
@@ -245,7 +286,13 @@ def capturing(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., An
                 _last_difference(),
             )
         _forget_sizes()
-        with refusals():
+        guard = _last_difference() if captures > 1 else ""
+        why = _why_again(guard) if guard else ""
+        is_of_tensors = guard.startswith("tensor ") or ".size()" in guard
+        if is_of_tensors and _tensors(example_inputs) in seen:  # it is the last capture that had others
+            why = "something besides its tensors has changed (TORCH_LOGS=recompiles says what)"
+        seen.add(_tensors(example_inputs))
+        with refusals(), preparing(name, why=why, begun_seconds=_capturing_seconds(), record=record):
             return backend(gm, example_inputs)
 
     dynamic = False if _draws(model) else None

@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from shoal.capture.captured import Captured
 from shoal.capture.op_counts import target_name
@@ -193,11 +194,13 @@ def _cuda_workspace(run: Callable[[], Any]) -> int:
 
 @contextmanager
 def _bar(nodes: Mapping[str, fx.Node], show: bool | None) -> Iterator[Callable[[str], None]]:
-    if show is None and doing("timing ops"):
-        number = count(1)
+    if show is None and doing("profile"):
+        sizes = [_elems(node) for node in nodes.values()]  # what a run takes goes about with them
+        before = zip(count(1), accumulate(sizes, initial=0), strict=False)
 
         def say(target: str) -> None:
-            doing(f"timing op {next(number)} of {len(nodes)}, {target}")
+            number, done = next(before)
+            doing("profile", f"op {number} of {len(nodes)}: {target}", done=done, total=sum(sizes))
 
         yield say
         return
@@ -219,6 +222,12 @@ def _bar(nodes: Mapping[str, fx.Node], show: bool | None) -> Iterator[Callable[[
 
         yield advance
         bar.update(task, completed=len(nodes), description="")
+
+
+def _elems(node: fx.Node) -> int:
+    values = tree_leaves([node.meta.get("val"), [operand.meta.get("val") for operand in node.all_input_nodes]])
+    counts = [value.numel() for value in values if isinstance(value, torch.Tensor)]
+    return 1 + sum(n for n in counts if isinstance(n, int))  # a symbol must stay one
 
 
 def _readable(entries: Mapping[str, Any]) -> dict[str, tuple[float, int]]:

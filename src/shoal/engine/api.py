@@ -34,14 +34,15 @@ from shoal.core.sizes import format_bytes
 from shoal.engine.backend import compile_step
 from shoal.engine.lossy_report import LossyReport
 from shoal.engine.lossy_report import lossy_report as report_on
-from shoal.engine.options import CompileOptions, check_optimizer
+from shoal.engine.options import CompileOptions
 from shoal.engine.parts import PartedSteps
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.lowlevel.torch_state import active_ddp_module, in_trace, in_transform
 from shoal.memory.budget import budget_bytes
-from shoal.memory.static_memory import StaticMemory, distinct_bytes, optimizer_state_bytes
+from shoal.memory.optimizer_state import declared_optimizer, reject_copy
+from shoal.memory.static_memory import StaticMemory, distinct_bytes
 from shoal.offload.policy import AUTO
 
 log = logging.getLogger("shoal")
@@ -53,7 +54,7 @@ def compile(
     budget: int | str | None = None,
     *,
     planner: str | planners.Planner = "joint",
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
     kernels: str = "eager",
     plan: Plan | None = None,
     offload_to: str | Path | None = AUTO,
@@ -86,7 +87,10 @@ def compile(
         planner: "joint" (default), "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", or a
             function (StepGraph, Hardware, budget_bytes) → Plan, whose plans are validated by
             `shoal.core.validate` before they run.
-        optimizer: the optimizer that will train the model, so that its state counts, also before its first step.
+        optimizer: the optimizer that will train the model, so that its state counts, also before its first step. Where
+            there is none yet, a name: "sgd", "sgd-momentum", "adam", "adamw", "adamw-amsgrad", "rmsprop", "adagrad" or
+            another one of `shoal.memory.optimizer_state.NAMES`. The one that steps then counts as it is, and a
+            difference is said.
         kernels: what runs the planned graphs: "eager" (PyTorch's kernels, no compiler needed) or "inductor".
         plan: a saved plan to use as it is instead of planning; see `shoal.plan`. It is validated likewise, and
             compared with `budget` where that is given too.
@@ -168,16 +172,18 @@ def compile(
         allow=allow,
         has_plan=plan is not None,
     )
-    check_optimizer(optimizer)
+    declared = declared_optimizer(optimizer)
+    reject_copy(declared, network.parameters())
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan is a {type(plan).__name__}; expected a Plan: load a file with Plan.load(path)")
     leaves = options.offloading(device.type)
     status = Status(options.budget_bytes)
     status.describes(network, _under_plan, options.lossy)
-    session = Session(status, options, StaticMemory(network, optimizer), name or type(network).__name__, plan, leaves)
+    session = Session(status, options, StaticMemory(network, declared), name or type(network).__name__, plan, leaves)
     weakref.finalize(network, session.close)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
-        _reject_hopeless(network, optimizer, session)
+        _reject_hopeless(network, session)
+        session.check_optimizer_step()
     caller = _Caller(network, session, options.kernels, strict=strict)
     forget = weakref.WeakMethod(caller.forget)
     session.on_repair = lambda: (method := forget()) and method()
@@ -255,9 +261,10 @@ class _Caller:
                 planned = self._planned.get(kind)
                 if planned is not None:
                     return planned(*args, **kwargs, **drawn_for(model, args))
-                with preparing(self.session.name):
-                    doing("capturing")
-                    planned = self._planned[kind] = capturing(model, self._backend())
+                name, record = self.session.name, self.session.status.prepared
+                with preparing(name, why=self._why(kind), record=record):
+                    doing("capture")
+                    planned = self._planned[kind] = capturing(model, self._backend(), name, record)
                     return planned(*args, **kwargs, **drawn_for(model, args))
         except GraphBreak as broken:
             if not self._may_break or drawn_for(model, args):
@@ -276,6 +283,12 @@ class _Caller:
             raise CaptureError(f"the model cannot be captured as one graph: {failure.reason}") from None
         with settings(self._logging), one_graph():
             return self._parts.call(model, kind, args, kwargs)
+
+    def _why(self, kind: tuple[Any, ...]) -> str:
+        """Why the model is captured anew although nothing of what it is called with has changed; "" the first time."""
+        if not self._planned:
+            return "it is planned anew" if self.session.status.preparations else ""
+        return "there are gradients before the step" if kind[0] else "global hooks or gradients have changed"
 
     def _backend(self) -> Callable[..., Any]:
         session, kernels = (
@@ -311,11 +324,11 @@ def _reject_function_transforms() -> None:
         )
 
 
-def _reject_hopeless(model: nn.Module, optimizer: torch.optim.Optimizer | None, session: Session) -> None:
+def _reject_hopeless(model: nn.Module, session: Session) -> None:
     budget_bytes = session.status.budget_bytes or 0
     parameter_bytes = distinct_bytes(model.parameters())
     gradient_bytes = distinct_bytes(p for p in model.parameters() if p.requires_grad)
-    state_bytes = optimizer_state_bytes(optimizer) if optimizer is not None else 0
+    state_bytes = session.static.state_bytes()
     floor_bytes = parameter_bytes + gradient_bytes + state_bytes + distinct_bytes(model.buffers())
     if budget_bytes < floor_bytes:
         raise BudgetError(

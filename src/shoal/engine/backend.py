@@ -35,6 +35,7 @@ from shoal.kernels.encoded_activation import measured_errors
 from shoal.lowlevel.torch_internals import eager_kernels
 from shoal.memory.budget import budget_bytes
 from shoal.memory.limit import no_memory_limit
+from shoal.memory.optimizer_state import reject_copy
 from shoal.memory.static_memory import StaticMemory
 from shoal.transforms.split.split import CUTS_ARGUMENT
 
@@ -51,8 +52,9 @@ def backend(
     """`torch.compile(model, backend="shoal", options={"budget": "2GiB"})`.
 
     Options: `budget`, `planner`, `kernels`, `optimizer`, `offload_to`, `host_budget`, `lossy` and `allow`, as of
-    `shoal.compile`. Without a budget everything is kept. The model has to come as one graph. `shoal.compile` does the
-    same and also reports in `model.shoal`.
+    `shoal.compile`; each may be text, as hosts that copy their options need it: {"budget": "80%", "optimizer":
+    "adamw"}. Where there is no budget, SHOAL_BUDGET of the environment counts; without that too, everything is kept.
+    The model has to come as one graph. `shoal.compile` does the same and also reports in `model.shoal`.
     """
     with refusals():
         return _compile_as_asked(gm, example_inputs, options or {}, mode)
@@ -64,10 +66,12 @@ def _compile_as_asked(
     devices = {value.device.type: value.device for value in example_inputs if isinstance(value, torch.Tensor)}
     device = devices.get("cuda") or torch.device("cpu")
     options, optimizer = CompileOptions.of_backend({**given, "budget": budget_bytes(given.get("budget"), device)}, mode)
+    parameters = [value for value in example_inputs if isinstance(value, torch.nn.Parameter)]
+    reject_copy(optimizer, parameters)
     session = Session(
         Status(options.budget_bytes),
         options,
-        StaticMemory(optimizer=optimizer),
+        StaticMemory(optimizer=optimizer, parameters=parameters),
         offloading=options.offloading(device.type),
     )
     return compile_step(session, options.kernels, gm, example_inputs)
@@ -83,14 +87,15 @@ def compile_step(
     places, aten_only = InputPlaces.of(gm), kernels == "inductor"
 
     def captured(graph: fx.GraphModule) -> Captured:
-        doing("capturing")
         return joint_step(graph, example_inputs, places, name=session.name, aten_only=aten_only)
 
     def compiled(graph: fx.GraphModule, form: Form) -> Callable[..., Any]:
         return PlannedStep(session, run_graphs, places, form, aten_only=aten_only).compile(graph, example_inputs)
 
-    with preparing(session.name):
-        return once_differentiable(compile_chosen(session, gm, example_inputs, captured, compiled))
+    with preparing(session.name, record=session.status.prepared):
+        step = once_differentiable(compile_chosen(session, gm, example_inputs, captured, compiled))
+        doing("first run")
+        return step
 
 
 class PlannedStep:
@@ -117,7 +122,7 @@ class PlannedStep:
     def compile(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs a graph of Dynamo's: its training step as planned, or only its forward pass."""
         with eager_kernels():
-            doing("capturing")
+            doing("capture", str(self.form.variant))
             return aot_autograd(
                 fw_compiler=self.compile_forward,
                 bw_compiler=self.compile_backward,
@@ -156,7 +161,7 @@ class PlannedStep:
         self.n_tangents = sum(storage.kind == "tangent" for storage in captured.graph.storages)
         self.errors_unknown = bool(self.plan.encoded)
         transfers = self.session.carry(self.plan, captured.device)
-        doing("writing the graphs of its plan")
+        doing("plan", "writing its graphs")
         return lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
 
     def make_plan(self, captured: Captured) -> Captured:

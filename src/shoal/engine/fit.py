@@ -63,14 +63,14 @@ class Fit:
 def fit(
     model: nn.Module,
     make_example: Callable[[int], torch.Tensor | Sequence[Any]],
-    budget: int | str,
+    budget: int | str | None = None,
     *,
     first: int = 16,
     max_batch: int = MAX_IMAGES,
     hardware: str | Hardware | None = None,
     allow: str | Collection[str] | None = None,
     planner: str | planners.Planner = "joint",
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
     offload_to: str | Path | None = AUTO,
     host_budget: int | str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
@@ -89,7 +89,8 @@ def fit(
             the side of an image: whatever needs more bytes the larger it is. On the "meta" device it takes no memory.
             Where `hardware` is named it may be asked for up to 16 times the batch tried, never above `max_batch`: steps
             in between follow from those.
-        budget: device bytes at the peak of the step, as for `shoal.plan`.
+        budget: device bytes at the peak of the step, as for `shoal.plan`. None for SHOAL_BUDGET of the environment; one
+            of the two must be there.
         first: the batch to begin with.
         max_batch: the batch to stop at.
         hardware, allow, planner, optimizer, offload_to, host_budget, lossy, name: as for `shoal.plan`.

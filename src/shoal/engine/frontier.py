@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral
@@ -15,7 +16,7 @@ from torch import fx, nn
 
 from shoal import planners
 from shoal.capture.capture_step import in_dynamo
-from shoal.core.files import write_json
+from shoal.core.files import write_json, write_text
 from shoal.core.frontier import BatchFrontierData, FrontierData
 from shoal.core.hardware import Hardware
 from shoal.engine.plans_by_batch import MakeExample, PlansByBatch, positive
@@ -30,13 +31,16 @@ from shoal.offload.policy import AUTO
 _MAX_POINTS = 100
 
 
-@dataclass(frozen=True)
-class Frontier(FrontierData):
-    """Step time against bytes, of one model's step: plain data, and ways to look at it."""
+class _Shown(ABC):
+    """Ways to look at plain data."""
 
+    @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dump`."""
-        return asdict(self)
+
+    @abstractmethod
+    def _drawings(self) -> tuple[Callable[[Any], Table], Callable[[Any], str], Callable[[Any], str]]:
+        """What makes a table, a page and an image of it; imported once it is drawn."""
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON, whole or not at all."""
@@ -44,25 +48,33 @@ class Frontier(FrontierData):
 
     def table(self) -> Table:
         """The points as a table, for `rich.print`."""
-        from shoal.report.frontier_table import table  # what draws it is imported once it is drawn
-
-        return table(self)
+        return self._drawings()[0](self)
 
     def save_html(self, path: str | Path) -> Path:
         """Write it as one self-contained HTML page, whole or not at all."""
-        from shoal.report.frontier_page import save_html
-
-        return save_html(self, path)
+        return write_text(path, self._drawings()[1](self))
 
     def save_svg(self, path: str | Path) -> Path:
         """Write the chart as an SVG image that stands on light and dark pages, whole or not at all."""
-        from shoal.report.frontier_svg import save_svg
-
-        return save_svg(self, path)
+        return write_text(path, self._drawings()[2](self))
 
 
 @dataclass(frozen=True)
-class BatchFrontier(BatchFrontierData):
+class Frontier(FrontierData, _Shown):
+    """Step time against bytes, of one model's step: plain data, and ways to look at it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dump`."""
+        return asdict(self)
+
+    def _drawings(self) -> tuple[Callable[[Any], Table], Callable[[Any], str], Callable[[Any], str]]:
+        from shoal.report import frontier_page, frontier_svg, frontier_table
+
+        return frontier_table.table, frontier_page.render, frontier_svg.render_svg
+
+
+@dataclass(frozen=True)
+class BatchFrontier(BatchFrontierData, _Shown):
     """Images per second against batch inside one budget, of one model: plain data, and ways to look at it."""
 
     def to_json(self) -> dict[str, Any]:
@@ -72,27 +84,10 @@ class BatchFrontier(BatchFrontierData):
             row["images_per_second"] = point.images_per_second
         return figures | {"best_batch": self.best.batch, "largest_batch": self.largest.batch, "too_many": self.too_many}
 
-    def save(self, path: str | Path) -> Path:
-        """Write it as JSON, whole or not at all."""
-        return write_json(path, self.to_json())
+    def _drawings(self) -> tuple[Callable[[Any], Table], Callable[[Any], str], Callable[[Any], str]]:
+        from shoal.report import batch_page, batch_svg, batch_table
 
-    def table(self) -> Table:
-        """The points as a table, for `rich.print`."""
-        from shoal.report.batch_table import table  # what draws it is imported once it is drawn
-
-        return table(self)
-
-    def save_html(self, path: str | Path) -> Path:
-        """Write it as one self-contained HTML page, whole or not at all."""
-        from shoal.report.batch_page import save_html
-
-        return save_html(self, path)
-
-    def save_svg(self, path: str | Path) -> Path:
-        """Write the chart as an SVG image that stands on light and dark pages, whole or not at all."""
-        from shoal.report.batch_svg import save_svg
-
-        return save_svg(self, path)
+        return batch_table.table, batch_page.render, batch_svg.render_svg
 
 
 class _Keywords(TypedDict, total=False):
@@ -100,7 +95,7 @@ class _Keywords(TypedDict, total=False):
     hardware: str | Hardware | None
     allow: str | Collection[str] | None
     planner: str | planners.Planner
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | str | None
     offload_to: str | Path | None
     host_budget: int | str | None
     lossy: str | Mapping[str, Any] | None
@@ -122,7 +117,7 @@ def frontier(
     hardware: str | Hardware | None = None,
     allow: str | Collection[str] | None = None,
     planner: str | planners.Planner = "joint",
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
     offload_to: str | Path | None = AUTO,
     host_budget: int | str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
@@ -144,7 +139,7 @@ def frontier(
         model: the network.
         example: as for `shoal.plan`; or an int → that, which is `make_example` of `shoal.fit`.
         budget: where you stand, in bytes as for `shoal.plan`: one more point, and a line in the charts; with a
-            function, what every batch has to fit in.
+            function, what every batch has to fit in. None for SHOAL_BUDGET of the environment, if that is set.
         hardware, allow, planner, optimizer, offload_to, host_budget, lossy: as for `shoal.plan`.
         points: how many budgets, 2 to 100; with a function about how many batches, beside those around the best.
         max_batch: with a function, the batch to stop at; 65,536 if None.

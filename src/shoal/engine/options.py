@@ -11,8 +11,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shoal import codecs, planners
 from shoal.core import presets
 from shoal.core.hardware import Hardware
@@ -22,6 +20,7 @@ from shoal.core.sizes import parse_bytes
 from shoal.cost.measure import measure
 from shoal.engine import graph_runner
 from shoal.errors import CodecError, InputError, brief
+from shoal.memory.optimizer_state import Declared, declared_optimizer
 from shoal.offload.policy import AUTO, Offloading, offloading, rehearsed
 
 log = logging.getLogger("shoal")
@@ -170,6 +169,8 @@ class CompileOptions:
                     f"{keyword}= needs {needed!r}, which allow={brief(allow)} leaves out; add it to allow="
                 )
             means |= {needed} if there is not None else frozenset()
+        if offload.to not in (AUTO, None) and allow is None:  # a keyword goes before SHOAL_ALLOW
+            means |= {"offload"}
         if offload.to not in (AUTO, None) and "offload" not in means and budget_bytes is not None and not has_plan:
             raise InputError(
                 f"offload_to={offload.to!r} needs 'offload', which allow={brief(allow)} leaves out; add it, or leave "
@@ -188,9 +189,7 @@ class CompileOptions:
         return options
 
     @classmethod
-    def of_backend(
-        cls, options: Mapping[str, Any], mode: str | None = None
-    ) -> tuple[CompileOptions, torch.optim.Optimizer | None]:
+    def of_backend(cls, options: Mapping[str, Any], mode: str | None = None) -> tuple[CompileOptions, Declared | None]:
         """What `options=` and `mode=` of `torch.compile(backend="shoal")` stand for, and the optimizer among them.
 
         Raises:
@@ -203,8 +202,7 @@ class CompileOptions:
         given = dict(options)
         if unknown := sorted(given.keys() - {*_OF_A_BACKEND, "inner"}, key=str):
             raise InputError(f"options {unknown} are unknown; there are {', '.join(_OF_A_BACKEND)}")
-        optimizer = given.pop("optimizer", None)
-        check_optimizer(optimizer)
+        optimizer = declared_optimizer(given.pop("optimizer", None))
         return cls.of(**given), optimizer
 
     @property
@@ -258,6 +256,11 @@ def _means(
     if allow is None:
         return EXACT if planner == _ENCODING_PLANNER and kernels == "eager" else BITWISE
     means = means_of(allow, named)
+    if planner != _ENCODING_PLANNER and "encode" in means and budget_bytes is not None:
+        raise InputError(
+            f"{named}={brief(allow)} may encode, which needs planner={_ENCODING_PLANNER!r}; {_named(planner)} does not "
+            "look for what to encode: leave out one of the two"
+        )
     if kernels == "inductor" and (ours := means & {"fuse", "encode"}) and budget_bytes is not None:
         raise InputError(
             f"{named}={brief(allow)}: {', '.join(sorted(ours))} need kernels='eager', whose ops Inductor does not "
@@ -268,12 +271,6 @@ def _means(
 
 def _named(planner: str | planners.Planner) -> str:
     return repr(planner) if isinstance(planner, str) else getattr(planner, "__name__", "yours")
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Raise InputError for what is neither an optimizer nor None."""
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
 
 
 def lossy_options(

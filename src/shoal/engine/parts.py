@@ -165,7 +165,9 @@ class PartedSteps:
         before = _Snapshot(model) if not self._planned and not self._keeps_little else None
         self.metering.arguments = [a for a in tree_leaves((args, dict(kwargs))) if isinstance(a, torch.Tensor)]
         try:
-            with preparing(self.session.name):
+            status = self.session.status
+            why = "its graphs are compiled anew" if status.preparations else ""
+            with preparing(self.session.name, why=why, record=status.prepared):
                 outputs = run(*args, **kwargs)
             if self._node.part is None and self.session.status.budget_bytes is not None:
                 raise CaptureError(
@@ -288,8 +290,8 @@ class PartedSteps:
         session.state_bytes = self._state_bytes = session.static.state_bytes()
         for nodes, known in self._measured.items():
             try:
-                with preparing(session.name):
-                    doing("planning")
+                with preparing(session.name, why="its graphs have been measured", record=session.status.prepared):
+                    doing("plan")
                     planned = self._planned[nodes] = known.plan(session, self._learnt_bytes, self._held_bytes)
             except BudgetError as error:
                 if known.fixed and not self._branches:

@@ -28,7 +28,7 @@ def plan(
     *,
     hardware: str | Hardware | None = None,
     planner: str | planners.Planner = "joint",
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
     offload_to: str | Path | None = AUTO,
     host_budget: int | str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
@@ -45,11 +45,12 @@ def plan(
         model: the network; it is planned as if in training mode and left as it is.
         example: the forward pass's argument, or a tuple of its arguments. Only shapes and dtypes matter.
         budget: device bytes at the peak of the step, an int or a text such as "2GiB"; "auto" and "80%" as for
-            `shoal.compile`, of the memory of `hardware` where that is given. None keeps everything.
+            `shoal.compile`, of the memory of `hardware` where that is given. None: SHOAL_BUDGET of the environment;
+            where that is not set, everything is kept.
         hardware: a preset's name ("p100-nvlink", see `shoal hardware`) or a `Hardware`: times come from its rates
             (roofline), and kernels that are for the CPU alone are left out. None: the ops are profiled on this machine.
         planner: as for `shoal.compile`.
-        optimizer: the optimizer whose state counts.
+        optimizer: the optimizer whose state counts, or its name, as for `shoal.compile`.
         offload_to: as for `shoal.compile`; "auto" allows host memory where `hardware` is given or the model is on CUDA.
         host_budget: most bytes there; None for no limit where `hardware` is given, else as for `shoal.compile`.
         lossy, allow: as for `shoal.compile`.

@@ -27,7 +27,7 @@ from shoal.engine.search.max_batch import largest_fitting
 from shoal.engine.search.scaled_step import NotLinear, scaled_step
 from shoal.engine.search.variants import PatchWork, Variants, fused_forms
 from shoal.errors import InputError, brief
-from shoal.memory.static_memory import distinct_bytes, optimizer_state_bytes
+from shoal.memory.static_memory import StaticMemory, distinct_bytes
 
 _SMALLEST = 4  # batch whose step stands for others: that of one image is often of another form
 _APART = 4
@@ -101,7 +101,7 @@ class PlansByBatch:
         model, optimizer = self._pricing.model, self._pricing.optimizer
         fixed_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
         fixed_bytes += distinct_bytes(p for p in model.parameters() if p.requires_grad)
-        fixed_bytes += optimizer_state_bytes(optimizer) if optimizer is not None else 0
+        fixed_bytes += StaticMemory(model, optimizer).state_bytes()
         return largest_fitting(
             plan, fixed_bytes, self.budget_bytes, first=first, max_batch=self._max_batch, trying=trying
         )

@@ -25,12 +25,13 @@ from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
-from shoal.engine.options import CompileOptions, check_optimizer
+from shoal.engine.options import CompileOptions
 from shoal.engine.search.best_variant import Priced
 from shoal.engine.search.choose_encoded import choose_encoded
 from shoal.engine.step_planning import allowed, limited_step
 from shoal.errors import InputError
 from shoal.memory.budget import budget_bytes as allowed_bytes
+from shoal.memory.optimizer_state import Declared, declared_optimizer
 from shoal.memory.static_memory import StaticMemory
 
 
@@ -52,7 +53,7 @@ class Pricing:
     options: CompileOptions
     budget_bytes: int | None
     target: Hardware | None
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Declared | None
 
     @classmethod
     def of(
@@ -61,7 +62,7 @@ class Pricing:
         budget: int | str | None,
         *,
         hardware: str | Hardware | None,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | str | None,
         name: str | None,
         many_budgets: bool = False,
         **keywords: Any,
@@ -79,10 +80,10 @@ class Pricing:
         target = presets.get(hardware) if isinstance(hardware, str) else hardware
         here = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
         whole = here if target is None else target.device.memory_bytes
-        budget_bytes = allowed_bytes(budget, whole, of_environment=False)
+        budget_bytes = allowed_bytes(budget, whole)
         options = CompileOptions.of(budget=MAX_BYTES if many_budgets else budget_bytes, **keywords)
-        check_optimizer(optimizer)
-        return cls(model, name or type(model).__name__, options, budget_bytes, target, optimizer)
+        declared = declared_optimizer(optimizer)
+        return cls(model, name or type(model).__name__, options, budget_bytes, target, declared)
 
     def prices(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[fx.GraphModule], Priced[None]]:
         """What prices a form of a step.

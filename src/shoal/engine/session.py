@@ -123,6 +123,8 @@ class Session:
             return
         self.metering.gradients_are_used = True
         news = static.stepped(optimizer)
+        if news:
+            self.check_optimizer_step()
         if not news or not self.status.plans or self.ready_plan is not None:
             return
         more_bytes = static.state_bytes() - self.state_bytes
@@ -140,6 +142,32 @@ class Session:
         for step in self._in_force:
             step.basis = step.basis and step.basis.with_static(more_bytes)
         self._adapt(self.loop)
+        budget_bytes, predicted_bytes = self.status.budget_bytes, self.status.predicted_peak_bytes or 0
+        if self.on_repair is None and budget_bytes is not None and predicted_bytes > budget_bytes:
+            log.warning(
+                "%s: with it the predicted peak is %s, over the budget of %s; a plain torch.compile backend cannot "
+                "plan again: declare it in options, as an optimizer or by its name",
+                self.name or "model",
+                format_bytes(predicted_bytes),
+                format_bytes(budget_bytes),
+            )
+
+    def check_optimizer_step(self) -> None:
+        """Say where an optimizer's own step, which comes between the steps that are planned, passes the budget."""
+        budget_bytes = self.status.budget_bytes
+        if budget_bytes is None:
+            return
+        in_use_bytes, own_bytes = self.static.optimizer_step_bytes()
+        if own_bytes and in_use_bytes > budget_bytes:
+            log.warning(
+                "%s: the optimizer's step takes %s, %s of it for itself beside parameters, gradients and state; that "
+                "is over the budget of %s, and no plan changes it: make the optimizer with fused=True, where it has "
+                "that, or foreach=False",
+                self.name or "model",
+                format_bytes(in_use_bytes),
+                format_bytes(own_bytes),
+                format_bytes(budget_bytes),
+            )
 
     def _adapt(self, loop: LoopMemory) -> None:
         """Count this in the plans in force; plan anew where one exceeds the budget."""
@@ -196,7 +224,6 @@ class Session:
             BudgetError: no plan fits.
             PlanError: the ready plan belongs to another step.
         """
-        doing(f"planning {planning.n_ops} ops")
         try:
             return planning.plan(self.loop, self.status.plans), self.loop
         except BudgetError as refused:
@@ -219,6 +246,7 @@ class Session:
             PlanError: the ready plan belongs to another step.
         """
         started = time.perf_counter()
+        doing("plan", f"{len(captured.graph.ops)} ops, {form.variant}")
         made, self.loop = form.planned_for(captured) or self.try_to_plan(self.planning(captured, device))
         captured, plan = made.captured, made.plan
         check_own_plan(plan.captured_graph, plan.graph, plan.residences, self.status.budget_bytes or 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +14,22 @@ from torch import nn
 
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
+from shoal.core.progress import STAGES, Preparation
+from shoal.core.sizes import format_bytes
+from shoal.core.step import Storage
 from shoal.core.variant import Variant
+from shoal.core.version import __version__
 from shoal.engine.lossy_report import Loss, LossyReport, lossy_report
 from shoal.errors import InputError
+from shoal.transforms.split.split import SplitModule
+
+_RESIDENCES = ("kept", "recomputed", "offloaded", "encoded")
+_COLUMNS = ("input", "static", "predicted peak", "step ms", "added ms", *_RESIDENCES, "computed")
 
 
-@dataclass
+@dataclass(repr=False)
 class Status:
-    """The plans of a compiled model, and what was measured under them; `model.shoal`.
+    """The plans of a compiled model, and what was measured under them; `model.shoal`. Printed, it is a summary.
 
     Attributes:
         budget_bytes: the budget. None: everything is kept and the peak is only reported.
@@ -30,6 +40,7 @@ class Status:
         encoded: by step, the storages that its plan encodes. They depend on times measured here; what an earlier run
             encoded, put here before the first step, is encoded again, so that the run continues with the same numbers.
         variants: by the shapes of the inputs, the form in which the step is computed; likewise.
+        preparations: how each step was prepared, and why again, in order.
     """
 
     budget_bytes: int | None
@@ -39,6 +50,7 @@ class Status:
     repairs: int = 0
     encoded: dict[str, tuple[str, ...]] = field(default_factory=dict)
     variants: dict[str, Variant] = field(default_factory=dict)
+    preparations: list[Preparation] = field(default_factory=list, compare=False)
     _model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _compiled: Callable[[nn.Module, Plan], nn.Module] | None = field(default=None, repr=False, compare=False)
     _lossy: LossyOptions | None = field(default=None, repr=False, compare=False)
@@ -49,6 +61,152 @@ class Status:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """None, as a copy: plans are made anew where a saved model is compiled."""
         return type(None), ()
+
+    def __repr__(self) -> str:
+        return f"<shoal: {len(self.plans)} plans, {_size(self.budget_bytes, 'no budget')}>"
+
+    def __str__(self) -> str:
+        plan = self.plan
+        if plan is None:
+            return f"{_size(self.budget_bytes, 'no budget')}; no training step has been planned yet"
+        predicted, plain = self.predicted_peak_bytes or 0, plan.plain_peak_bytes
+        share = f", {predicted / self.budget_bytes:.1%} of the budget".replace("%", " %") if self.budget_bytes else ""
+        slower = f"{plan.added_seconds / plan.plain_seconds:+.1%}".replace("%", " %") if plan.plain_seconds else "+0 %"
+        by_stage = {stage: self.stage_seconds(stage) for stage in STAGES}
+        lines = [
+            plan.graph.model or "model",
+            f"budget          {_size(self.budget_bytes, 'none')}",
+            f"predicted peak  {format_bytes(predicted)}{share}; plain PyTorch {format_bytes(plain)}",
+            f"measured peak   {_size(self.measured_peak_bytes, 'no step was measured yet')}",
+            f"predicted step  {_milliseconds(plan.predicted_seconds)}, {slower} of plain PyTorch's "
+            f"{_milliseconds(plan.plain_seconds)}",
+            f"computed        {plan.variant}",
+            *([f"order           {plan.order}"] if plan.order else []),
+            *([f"breaks          {'; '.join(plan.breaks)}"] if plan.breaks else []),
+            f"repairs         {self.repairs or 'none'}",
+            f"prepared in     {sum(by_stage.values()):.1f} s: "
+            + ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in by_stage.items() if seconds),
+            *(f"  again in {one.seconds:.1f} s: {one.why}" for one in self.preparations if one.why),
+        ]
+        rows = [_COLUMNS, *(_row(each) for each in self.plans)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        return "\n".join(lines)
+
+    def prepared(self, preparation: Preparation) -> None:
+        """Note how a step was prepared."""
+        self.preparations.append(preparation)
+
+    def stage_seconds(self, stage: str) -> float:
+        """The seconds of one stage of `shoal.core.progress.STAGES`, over all preparations."""
+        return sum(preparation.stages.get(stage, 0.0) for preparation in self.preparations)
+
+    def metrics(self) -> dict[str, int | float]:
+        """The figures as one flat dictionary, for TensorBoard, Weights & Biases and others; in bytes and seconds.
+
+        What is not known yet is left out, such as everything of a plan before the first training step. Of several plans
+        it is the largest step's.
+
+        Returns:
+            "shoal/budget_bytes"; "shoal/predicted_peak_bytes" and "shoal/measured_peak_bytes", the highest of all
+            plans; "shoal/plain_peak_bytes" and "shoal/plain_seconds", the predicted step with everything kept;
+            "shoal/predicted_seconds", "shoal/added_seconds", and "shoal/lower_bound_seconds" of what is added;
+            "shoal/kept_bytes", "shoal/recomputed_bytes", "shoal/offloaded_bytes" and "shoal/encoded_bytes" of saved
+            storages; how many "shoal/plans" are in force, how often a step was prepared ("shoal/preparations") and
+            planned again because it was over the budget ("shoal/repairs"); "shoal/planning_seconds", and by stage
+            "shoal/capture_seconds", "shoal/profile_seconds", "shoal/plan_seconds" and "shoal/first_run_seconds".
+
+        Example:
+            >>> import shoal
+            >>> model = shoal.compile(nn.Linear(8, 8), budget="1MiB")
+            >>> model(torch.randn(2, 8)).sum().backward()
+            >>> found = model.shoal.metrics()
+            >>> found["shoal/budget_bytes"], found["shoal/measured_peak_bytes"] <= found["shoal/predicted_peak_bytes"]
+            (1048576, True)
+        """
+        plan = self.plan
+        found: dict[str, int | float | None] = {
+            "budget_bytes": self.budget_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "measured_peak_bytes": self.measured_peak_bytes,
+            "plans": len(self.plans),
+            "preparations": len(self.preparations),
+            "repairs": self.repairs,
+            "planning_seconds": self.planning_seconds,
+            **{f"{stage.replace(' ', '_')}_seconds": self.stage_seconds(stage) for stage in STAGES},
+        }
+        if plan is not None:
+            found |= {
+                "plain_peak_bytes": plan.plain_peak_bytes,
+                "plain_seconds": plan.plain_seconds,
+                "predicted_seconds": plan.predicted_seconds,
+                "added_seconds": plan.added_seconds,
+                "lower_bound_seconds": plan.lower_bound_seconds,
+                **{f"{name}_bytes": _bytes(getattr(plan, name)) for name in _RESIDENCES},
+            }
+        return {f"shoal/{name}": value for name, value in found.items() if value is not None}
+
+    def report(
+        self,
+        path: str | Path,
+        *,
+        losses: Iterable[float] = (),
+        accuracies: Iterable[float] = (),
+        title: str = "",
+        settings: Mapping[str, Any] | None = None,
+        outcome: Mapping[str, Any] | None = None,
+        plan: Plan | None = None,
+    ) -> Path:
+        """Write the page that `shoal train` writes: the memory over the step, its peak, the largest storages, losses.
+
+        Args:
+            path: of the HTML file, which needs nothing else; an earlier one is replaced.
+            losses: one for each training step, for a curve.
+            accuracies: in 0..1, one for each evaluation, for a curve.
+            title: of the page; by default the model's name.
+            settings, outcome: what else to show, by name: learning rate, test accuracy.
+            plan: the step to show; by default the largest.
+
+        Returns:
+            The path.
+
+        Raises:
+            InputError: no training step was planned yet, or the file cannot be written.
+
+        Example:
+            >>> import shoal
+            >>> model = shoal.compile(nn.Linear(8, 8), budget="1MiB")
+            >>> loss = model(torch.randn(2, 8)).square().mean()
+            >>> loss.backward()
+            >>> model.shoal.report("run.html", losses=[loss.item()], settings={"lr": 0.1}).name
+            'run.html'
+        """
+        shown = plan or self.plan
+        if shown is None:
+            raise InputError("there is nothing to report yet; take a training step first")
+        from shoal.report import Report, save_html  # what draws a page is imported once one is drawn
+
+        model = None if self._model is None else self._model()
+        images = next((storage.shape for storage in shown.graph.storages if storage.kind == "input"), ())
+        patches = model.patch_map(images[2:]) if isinstance(model, SplitModule) and images else None
+        about = {"input": _input(shown), "shoal": __version__, "torch": torch.__version__}
+        about |= {"python": platform.python_version(), "threads": str(torch.get_num_threads())}
+        return save_html(
+            Report(
+                shown.timeline,
+                shown,
+                self.measured_peak_bytes,
+                tuple(float(loss) for loss in losses),
+                tuple(float(accuracy) for accuracy in accuracies),
+                title,
+                about | {name: str(value) for name, value in (settings or {}).items()},
+                {name: str(value) for name, value in (outcome or {}).items()},
+                patches,
+            ),
+            path,
+        )
 
     def describes(
         self,
@@ -112,3 +270,33 @@ class Status:
             raise InputError("this status is of no model that is still there; compile one with shoal.compile")
         options = lossy or self._lossy or "dynamic_tree"
         return lossy_report(model, example, options, compiled=self._compiled, loss=loss, plan=plan)
+
+
+def _row(plan: Plan) -> tuple[str, ...]:
+    residences = (getattr(plan, name) for name in _RESIDENCES)
+    return (
+        _input(plan),
+        format_bytes(plan.graph.resident_bytes),
+        format_bytes(plan.predicted_peak_bytes),
+        f"{1e3 * plan.predicted_seconds:.1f}",
+        f"{1e3 * plan.added_seconds:+.1f}",
+        *(f"{len(storages)}: {format_bytes(_bytes(storages))}" if storages else "-" for storages in residences),
+        str(plan.variant),
+    )
+
+
+def _input(plan: Plan) -> str:
+    shapes = (storage.shape for storage in plan.graph.storages if storage.kind == "input")
+    return ", ".join(" x ".join(map(str, shape)) or "a number" for shape in shapes) or "none"
+
+
+def _bytes(storages: Iterable[Storage]) -> int:
+    return sum(storage.nbytes for storage in storages)
+
+
+def _size(nbytes: int | None, otherwise: str) -> str:
+    return otherwise if nbytes is None else format_bytes(nbytes)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"

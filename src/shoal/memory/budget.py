@@ -35,15 +35,17 @@ def budget_bytes(budget: int | str | None, device: torch.device | int, *, of_env
     >>> budget_bytes("25%", 1 << 34), budget_bytes("auto", 1 << 34), budget_bytes("2GiB", 1 << 34)
     (4294967296, 16320875724, 2147483648)
     """
+    name = "budget"
     if budget is None and of_environment:
-        budget = os.environ.get("SHOAL_BUDGET") or None
+        name, budget = "SHOAL_BUDGET", os.environ.get("SHOAL_BUDGET") or None
     if budget is None:
         return None
     if isinstance(budget, str) and budget.strip().lower() == "auto":
         left_bytes = _left_bytes(device)
         found_bytes = int((1 - MARGIN) * left_bytes)
         log.info(
-            "budget 'auto': %s, which is what is left (%s) less %.0f %%",
+            "%s 'auto': %s, which is what is left (%s) less %.0f %%",
+            name,
             format_bytes(found_bytes),
             format_bytes(left_bytes),
             100 * MARGIN,
@@ -52,9 +54,9 @@ def budget_bytes(budget: int | str | None, device: torch.device | int, *, of_env
     if isinstance(budget, str) and (percent := _PERCENT.fullmatch(budget)):
         share = float(percent.group(1)) / 100
         if not 0 < share <= 1:
-            raise InputError(f"budget={brief(budget)}: expected a share of the device's memory, more than 0 to 100%")
+            raise InputError(f"{name}={brief(budget)}: expected a share of the device's memory, more than 0 to 100%")
         return int(share * _all_bytes(device))
-    return parse_bytes(budget)
+    return parse_bytes(budget, name)
 
 
 def _left_bytes(device: torch.device | int) -> int:

@@ -3,6 +3,7 @@
 // It takes the place of torch's CPU allocator and hands every request on to it, so memory looks to the profiler as it
 // always does. Sizes are those requested, as the profiler reports them.
 
+#include <algorithm>
 #include <atomic>
 #include <array>
 #include <cstdint>
@@ -169,7 +170,11 @@ LIMIT_API void limit_start_fresh() {
   c.fresh.store(0);
   c.fresh_peak.store(0);
 }
-LIMIT_API void limit_reset_fresh_peak() { counters().fresh_peak.store(counters().fresh.load()); }
+// Never less than what is in use.
+LIMIT_API void limit_set_fresh_peak(std::int64_t peak) {
+  Counters& c = counters();
+  c.fresh_peak.store(std::max(peak, c.fresh.load()));
+}
 LIMIT_API std::int64_t limit_fresh_peak() { return counters().fresh_peak.load(); }
 // Whether a block was given out since limit_start_fresh.
 LIMIT_API int limit_is_fresh(void* data) {

@@ -35,7 +35,7 @@ class _Memory(Protocol):
     def set_limit(self, limit_bytes: int) -> None: ...
     def start_fresh(self) -> None: ...
     def fresh_peak_bytes(self) -> int: ...
-    def reset_fresh_peak(self) -> None: ...
+    def set_fresh_peak(self, peak_bytes: int) -> None: ...
     def is_fresh(self, address: int) -> bool: ...
     def live_bytes(self) -> int: ...
     def peak_bytes(self) -> int: ...
@@ -85,7 +85,7 @@ class MemoryLimit:
 
     def reset_fresh_peak(self) -> None:
         """Reset `fresh_peak_bytes` to what is in use now."""
-        self._memory.reset_fresh_peak()
+        self._memory.set_fresh_peak(0)
 
     def is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether `fresh_peak_bytes` counts the tensor's storage."""
@@ -147,7 +147,7 @@ def memory_limit(limit_bytes: int | str | None, device: str | torch.device = "cp
 
 @contextmanager
 def no_memory_limit() -> Iterator[None]:
-    """Suspend all limits inside the block, and leave its peak out of `peak_bytes`. Without a limit it does nothing.
+    """Suspend all limits inside the block, and leave its peak out of the counts. Without a limit it does nothing.
 
     For what is not part of a training step: planning it, and profiling its ops.
     """
@@ -156,13 +156,14 @@ def no_memory_limit() -> Iterator[None]:
         yield
         return
     memory = _active[-1]._memory
-    peak_bytes = memory.peak_bytes()
+    peak_bytes, fresh_peak_bytes = memory.peak_bytes(), memory.fresh_peak_bytes()
     _suspended += 1
     _enforce(memory)
     try:
         yield
     finally:
         _suspended -= 1
+        memory.set_fresh_peak(fresh_peak_bytes)
         memory.set_peak(max(peak_bytes, memory.live_bytes()))
         _enforce(memory)
 
@@ -204,13 +205,13 @@ class _CudaMemory:
 
     def start_fresh(self) -> None:
         self._stale_bytes = self.live_bytes()
-        self.reset_fresh_peak()
+        self.set_fresh_peak(0)
 
     def fresh_peak_bytes(self) -> int:
         return self.peak_bytes() - self._stale_bytes
 
-    def reset_fresh_peak(self) -> None:
-        self.set_peak(self.live_bytes())
+    def set_fresh_peak(self, peak_bytes: int) -> None:
+        self.set_peak(max(self._stale_bytes + peak_bytes, self.live_bytes()))
 
     def is_fresh(self, address: int) -> bool:
         return True  # the allocator's own peak counts every block
@@ -234,7 +235,7 @@ class _CpuMemory:
         library.limit_is_fresh.argtypes = [ctypes.c_void_p]
         for name in ("limit_live", "limit_peak", "limit_fresh_peak"):
             getattr(library, name).restype = ctypes.c_int64
-        for name in ("limit_set_bytes", "limit_set_peak"):
+        for name in ("limit_set_bytes", "limit_set_peak", "limit_set_fresh_peak"):
             getattr(library, name).argtypes = [ctypes.c_int64]
             getattr(library, name).restype = None
         self._library = library
@@ -254,8 +255,8 @@ class _CpuMemory:
     def fresh_peak_bytes(self) -> int:
         return int(self._library.limit_fresh_peak())
 
-    def reset_fresh_peak(self) -> None:
-        self._library.limit_reset_fresh_peak()
+    def set_fresh_peak(self, peak_bytes: int) -> None:
+        self._library.limit_set_fresh_peak(peak_bytes)
 
     def is_fresh(self, address: int) -> bool:
         return bool(self._library.limit_is_fresh(address))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.step import StepGraph
+from shoal.memory.optimizer_state import Declared, NamedOptimizer, optimizer_state_bytes, step_scratch_bytes
 
 
 class StaticMemory:
@@ -18,15 +18,24 @@ class StaticMemory:
 
     Args:
         model: its parameters and buffers count even if a step does not read them.
-        optimizer: its state counts from now on; that of other optimizers from their first step on.
+        optimizer: its state counts from now on; that of other optimizers from their first step on. One that has only a
+            name yet counts for every parameter that is to be trained, until an optimizer that has it steps.
+        parameters: where there is no model, those that are trained, as far as they are known.
 
     Attributes:
         gradients_pass: gradients from before a step are freed before its backward pass, so they do not count.
     """
 
-    def __init__(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Declared | None = None,
+        parameters: Iterable[torch.Tensor] = (),
+    ) -> None:
         self._model = None if model is None else weakref.ref(model)
-        self._optimizers = [] if optimizer is None else [weakref.ref(optimizer)]
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._named = optimizer if isinstance(optimizer, NamedOptimizer) else None
+        self._optimizers = [weakref.ref(optimizer)] if isinstance(optimizer, torch.optim.Optimizer) else []
         self.gradients_pass = False
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
 
@@ -36,11 +45,10 @@ class StaticMemory:
 
     def trains(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer is registered here, or has a parameter of the model."""
-        model, optimizers = self._alive()
-        if any(optimizer is known for known in optimizers):
+        if any(optimizer is known for known in self._alive()[1]):
             return True
-        own = set() if model is None else set(map(id, model.parameters()))
-        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        own = set(map(id, self._trained()))
+        return any(id(p) in own for p in _parameters_of(optimizer))
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> str:
         """Register an optimizer that `trains` this model and has stepped.
@@ -53,14 +61,14 @@ class StaticMemory:
         _, optimizers = self._alive()
         if any(optimizer is known for known in optimizers):
             return ""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        own = {id(p) for p in _parameters_of(optimizer)}
         idle = [
-            known
-            for known in optimizers
-            if not known.state and own.issuperset(id(p) for group in known.param_groups for p in group["params"])
+            known for known in optimizers if not known.state and own.issuperset(id(p) for p in _parameters_of(known))
         ]
         self._optimizers = [weakref.ref(known) for known in optimizers if known not in idle] + [weakref.ref(optimizer)]
         declared = f"{type(idle[0]).__name__} was declared, but " if idle else ""
+        if self._named is not None:
+            declared = f"{self._named.name!r} was declared, and "
         return f"{declared}{type(optimizer).__name__} has stepped"
 
     def tensors(self) -> list[torch.Tensor]:
@@ -96,12 +104,32 @@ class StaticMemory:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether any optimizer is registered."""
-        return bool(self._alive()[1])
+        """Whether any optimizer is registered, or declared by name."""
+        return self._named is not None or bool(self._alive()[1])
 
     def state_bytes(self) -> int:
         """Bytes of the optimizers' state, including what their first step will allocate."""
-        return sum(map(optimizer_state_bytes, self._alive()[1]))
+        optimizers = self._alive()[1]
+        there_bytes = sum(map(optimizer_state_bytes, optimizers))
+        if self._named is None:
+            return there_bytes
+        taken = {id(p) for optimizer in optimizers for p in _parameters_of(optimizer)}
+        return there_bytes + self._named.state_bytes(p for p in self._trained() if id(p) not in taken)
+
+    def optimizer_step_bytes(self) -> tuple[int, int]:
+        """Bytes in use while an optimizer steps, and how many of them that step allocates and frees again."""
+        model, optimizers = self._alive()
+        trained = [p for p in self._trained() if p.requires_grad]
+        if not trained:
+            return 0, 0
+        named = self._named.made_for(trained) if self._named is not None and not optimizers else None
+        own_bytes = max(
+            (step_scratch_bytes(one, trained[0].device.type) for one in (*optimizers, named) if one is not None),
+            default=0,
+        )
+        held = trained if model is None else [*model.parameters(), *model.buffers()]
+        gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
+        return distinct_bytes(held) + gradient_bytes + self.state_bytes() + own_bytes, own_bytes
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that the step accumulates into."""
@@ -121,68 +149,22 @@ class StaticMemory:
             exchanged = [p for p in exchanged if p.grad is None]
         return sum(p.numel() * p.element_size() for p in exchanged) + getattr(wrapper, "hook_bytes", 0)
 
+    def _trained(self) -> list[torch.Tensor]:
+        model, _ = self._alive()
+        if model is not None:
+            return list(model.parameters())
+        return [parameter for reference in self._parameters if (parameter := reference()) is not None]
+
     def _alive(self) -> tuple[nn.Module | None, list[torch.optim.Optimizer]]:
         model = self._model() if self._model is not None else None
         return model, [known for reference in self._optimizers if (known := reference()) is not None]
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`, on whatever device (also "meta")."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
-
-
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Device bytes of the optimizer's state once it has stepped.
-
-    State that exists is counted. For parameters without state, an optimizer of the same class takes one step on meta
-    tensors, which shows what it would allocate.
-
-    >>> model = torch.nn.Linear(10, 10, bias=False)
-    >>> optimizer_state_bytes(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    400
-    """
-    present_bytes = 0
-    new_groups = []
-    for group in optimizer.param_groups:
-        new = []
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            if state:
-                present_bytes += sum(_device_bytes(value, parameter.device) for value in state.values())
-            elif parameter.requires_grad:
-                new.append(parameter)
-        if new:
-            new_groups.append({**group, "params": new})
-    return present_bytes + _bytes_after_one_step(optimizer, new_groups)
-
-
-def _bytes_after_one_step(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> int:
-    if not groups:
-        return 0
-    shadows = []
-    real_devices = []
-    for group in groups:
-        parameters = [torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        real_devices += [p.device for p in group["params"]]
-        shadows.append({**group, "params": parameters, "foreach": False, "fused": False})
-    try:
-        shadow = type(optimizer)(shadows)  # type: ignore[call-arg]
-        shadow.step()
-    except Exception:  # an unusual class: count one copy of its parameters
-        return sum(p.numel() * p.element_size() for group in shadows for p in group["params"])
-    stepped = [parameter for group in shadow.param_groups for parameter in group["params"]]
-    return sum(
-        _device_bytes(value, real_device)
-        for parameter, real_device in zip(stepped, real_devices, strict=True)
-        for value in shadow.state.get(parameter, {}).values()
-    )
-
-
-def _device_bytes(value: object, device: torch.device) -> int:
-    """Bytes of an entry of an optimizer's state; step counters on the CPU do not count on another device."""
-    if isinstance(value, torch.Tensor) and (value.device.type in (device.type, "meta") or value.dim() > 0):
-        return value.numel() * value.element_size()
-    return 0

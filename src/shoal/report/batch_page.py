@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from shoal.core.files import write_text
 from shoal.core.frontier import BatchFrontierData, BatchPoint
 from shoal.core.sizes import format_bytes
-from shoal.report.batch_table import COLUMNS, described, rate, rows
+from shoal.report.batch_table import COLUMNS, described, rate, row, rows
 from shoal.report.frontier_svg import NARROWEST, kind_of
-from shoal.report.page import plotly, template
+from shoal.report.page import page
 from shoal.report.words import Tile, format_percent, format_seconds
 
 
 def render(frontier: BatchFrontierData) -> str:
-    """The page as text, with everything that it needs, including plotly.js (4.8 MB)."""
-    return template("batches.html").render(
+    """The page as text, with everything that it needs."""
+    return page(
+        "batches.html",
         name=f"{frontier.model}, times for {frontier.hardware}",
         headline=f"{described(frontier.best)} inside {format_bytes(frontier.budget_bytes)}",
         lede=_lede(frontier),
         tiles=_tiles(frontier),
         columns=COLUMNS,
         rows=rows(frontier),
-        best=str(frontier.best.batch),
+        marked=row(frontier, frontier.best),
         means=", ".join(frontier.means) or "none",
         planning=format_seconds(frontier.planning_seconds),
-        chart=_chart(frontier),
-        plotly=plotly(),
+        charts=_charts(frontier),
     )
-
-
-def save_html(frontier: BatchFrontierData, path: str | Path) -> Path:
-    """Write the page, whole or not at all.
-
-    Raises:
-        InputError: the folder does not exist, is not writable, or the disk is full.
-    """
-    return write_text(path, render(frontier))
 
 
 def _lede(frontier: BatchFrontierData) -> str:
@@ -75,7 +64,7 @@ def _of(point: BatchPoint, best: BatchPoint) -> str:
     return f"{format_percent(point.images_per_second / best.images_per_second)} of the best"
 
 
-def _chart(frontier: BatchFrontierData) -> dict[str, Any]:
+def _charts(frontier: BatchFrontierData) -> dict[str, Any]:
     points = frontier.points
     residences = ("kept", "recomputed", "offloaded", "encoded")
     return {
@@ -87,8 +76,8 @@ def _chart(frontier: BatchFrontierData) -> dict[str, Any]:
         "step": [format_seconds(point.seconds) for point in points],
         "variant": [str(point.variant) for point in points],
         "kind": [kind_of(point.variant) for point in points],
-        "percent": {name: [100 * point.share(getattr(point, name)) for point in points] for name in residences},
+        "uses": {name: [100 * point.share(getattr(point, name)) for point in points] for name in residences},
         "best": points.index(frontier.best),
-        "too_many": frontier.too_many,
+        "edge": frontier.too_many,
         "narrowest": NARROWEST,
     }

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from html import escape
-from pathlib import Path
 
-from shoal.core.files import write_text
 from shoal.core.frontier import BatchFrontierData
 from shoal.core.sizes import format_bytes
 from shoal.report.batch_table import described, title
@@ -27,7 +25,7 @@ from shoal.report.frontier_svg import (
 _FLOOR, _END = HEIGHT - BOTTOM, WIDTH - RIGHT
 
 
-def render_batch_svg(frontier: BatchFrontierData) -> str:
+def render_svg(frontier: BatchFrontierData) -> str:
     """The image as text. Points are drawn where they are, with straight lines in between."""
     points, best = frontier.points, frontier.best
     x = Axis(min(1, points[0].batch), frontier.too_many or points[-1].batch, LEFT, _END, (("images", 1),))
@@ -80,12 +78,3 @@ def render_batch_svg(frontier: BatchFrontierData) -> str:
             f"<title>{escape(about)}</title></circle>"
         )
     return image(title(frontier), filter(None, parts))
-
-
-def save_svg(frontier: BatchFrontierData, path: str | Path) -> Path:
-    """Write the image, whole or not at all.
-
-    Raises:
-        InputError: the folder does not exist, is not writable, or the disk is full.
-    """
-    return write_text(path, render_batch_svg(frontier))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from rich.markup import escape
 from rich.table import Table
 
 from shoal.core.frontier import BatchFrontierData, BatchPoint
 from shoal.core.sizes import format_bytes
-from shoal.report.frontier_table import milliseconds
+from shoal.report.frontier_table import grid, milliseconds
 
 COLUMNS = (
     "batch", "images/s", "of best %", "step ms", "bound images/s", "plain images/s", "predicted peak", "kept %",
@@ -17,9 +16,9 @@ COLUMNS = (
 
 def rows(frontier: BatchFrontierData) -> list[tuple[str, ...]]:
     """A row for each batch, also for those that have no plan; `COLUMNS` heads them."""
-    planned = [(point.batch, _row(frontier, point)) for point in frontier.points]
+    planned = [(point.batch, row(frontier, point)) for point in frontier.points]
     unfit = [(batch, (str(batch), *"-" * (len(COLUMNS) - 2), reason)) for batch, reason in shown_unfit(frontier)]
-    return [row for _, row in sorted(planned + unfit)]
+    return [cells for _, cells in sorted(planned + unfit)]
 
 
 def shown_unfit(frontier: BatchFrontierData) -> list[tuple[int, str]]:
@@ -30,13 +29,7 @@ def shown_unfit(frontier: BatchFrontierData) -> list[tuple[int, str]]:
 
 def table(frontier: BatchFrontierData) -> Table:
     """The batches, for `rich.print`; the best is bold."""
-    grid = Table(title=escape(title(frontier)), title_justify="left")
-    for heading in COLUMNS:
-        grid.add_column(heading, justify="left" if heading == "computed" else "right")
-    best = str(frontier.best.batch)
-    for row in rows(frontier):
-        grid.add_row(*map(escape, row), style="bold" if row[0] == best else None)
-    return grid
+    return grid(title(frontier), COLUMNS, rows(frontier), row(frontier, frontier.best))
 
 
 def title(frontier: BatchFrontierData) -> str:
@@ -63,7 +56,8 @@ def rate(images_per_second: float) -> str:
     return f"{images_per_second:.{digits}f}"
 
 
-def _row(frontier: BatchFrontierData, point: BatchPoint) -> tuple[str, ...]:
+def row(frontier: BatchFrontierData, point: BatchPoint) -> tuple[str, ...]:
+    """A batch under `COLUMNS`."""
     plain = point.plain_images_per_second
     shares = (point.share(storages) for storages in (point.kept, point.recomputed, point.offloaded, point.encoded))
     return (

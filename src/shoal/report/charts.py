@@ -55,12 +55,15 @@ def _memory(timeline: Timeline) -> dict[str, Any]:
 
 
 def _plain(report: Report) -> dict[str, Any] | None:
-    """Plain PyTorch's curve; `at` is where its ops stand among the moments of the timeline."""
+    """Plain PyTorch's curve; `at` is where its first, second, ... op stands among the moments of the timeline.
+
+    The plan may run the same ops in another order.
+    """
     if report.plan is None:
         return None
     moments = report.plan.plain_timeline.moments
     at = [i for i, moment in enumerate(report.timeline.moments) if moment.phase not in ("recompute", "stall")]
-    if [report.timeline.moments[i].op for i in at] != [moment.op for moment in moments]:
+    if sorted(report.timeline.moments[i].op for i in at) != sorted(moment.op for moment in moments):
         return None  # the timeline is of another step than the plan
     return {
         "start": [round(moment.start_seconds, 9) for moment in moments],

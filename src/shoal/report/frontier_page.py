@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from shoal.core.files import write_text
 from shoal.core.frontier import FrontierData, FrontierPoint
 from shoal.core.sizes import format_bytes
 from shoal.report.frontier_svg import NARROWEST, kind_of
-from shoal.report.frontier_table import COLUMNS, described_added, rows
-from shoal.report.page import plotly, template
+from shoal.report.frontier_table import COLUMNS, described_added, row, rows
+from shoal.report.page import page
 from shoal.report.words import Tile, format_percent, format_seconds
 
 
 def render(frontier: FrontierData) -> str:
-    """The page as text, with everything that it needs, including plotly.js (4.8 MB)."""
-    return template("frontier.html").render(
+    """The page as text, with everything that it needs."""
+    return page(
+        "frontier.html",
         name=f"{frontier.model}, times for {frontier.hardware}",
         headline=_headline(frontier),
         lede=_lede(frontier),
         tiles=_tiles(frontier),
         columns=COLUMNS,
         rows=rows(frontier),
-        inside=[point == frontier.inside_budget for point in frontier.points],
+        marked=None if frontier.inside_budget is None else row(frontier, frontier.inside_budget),
         left_out=frontier.left_out,
         means=", ".join(frontier.means) or "none",
         planning=format_seconds(frontier.planning_seconds),
-        chart=_chart(frontier),
-        plotly=plotly(),
+        charts=_charts(frontier),
     )
-
-
-def save_html(frontier: FrontierData, path: str | Path) -> Path:
-    """Write the page, whole or not at all.
-
-    Raises:
-        InputError: the folder does not exist, is not writable, or the disk is full.
-    """
-    return write_text(path, render(frontier))
 
 
 def _headline(frontier: FrontierData) -> str:
@@ -82,7 +71,7 @@ def _tiles(frontier: FrontierData) -> list[Tile]:
     return tiles
 
 
-def _chart(frontier: FrontierData) -> dict[str, Any]:
+def _charts(frontier: FrontierData) -> dict[str, Any]:
     points = frontier.points
     residences = ("kept", "recomputed", "offloaded", "encoded")
     return {
@@ -94,8 +83,8 @@ def _chart(frontier: FrontierData) -> dict[str, Any]:
         "added": [described_added(frontier.added_share(point)) for point in points],
         "variant": [str(point.variant) for point in points],
         "kind": [kind_of(point.variant) for point in points],
-        "bytes": {name: [getattr(point, name).nbytes for point in points] for name in residences},
+        "uses": {name: [getattr(point, name).nbytes for point in points] for name in residences},
         "plain": {"bytes": frontier.plain_peak_bytes, "seconds": frontier.plain_seconds},
         "narrowest": NARROWEST,
-        "told": frontier.budget_bytes,
+        "edge": frontier.budget_bytes,
     }

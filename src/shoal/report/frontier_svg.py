@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 from html import escape
-from pathlib import Path
 
-from shoal.core.files import write_text
 from shoal.core.frontier import FrontierData
 from shoal.core.sizes import format_bytes
 from shoal.core.variant import Variant
@@ -109,15 +107,6 @@ def image(words: str, parts: Iterable[str]) -> str:
     )
     card = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="12" style="fill: var(--card)"/>'
     return "\n".join([head, f"<style>{STYLE}</style>", card, *parts, "</svg>"]) + "\n"
-
-
-def save_svg(frontier: FrontierData, path: str | Path) -> Path:
-    """Write the image, whole or not at all.
-
-    Raises:
-        InputError: the folder does not exist, is not writable, or the disk is full.
-    """
-    return write_text(path, render_svg(frontier))
 
 
 def _is_drawn(frontier: FrontierData) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from rich.markup import escape
 from rich.table import Table
 
@@ -16,17 +18,23 @@ COLUMNS = (
 
 def rows(frontier: FrontierData) -> list[tuple[str, ...]]:
     """A row for each point, by increasing budget; `COLUMNS` heads them."""
-    return [_row(frontier, point) for point in frontier.points]
+    return [row(frontier, point) for point in frontier.points]
 
 
 def table(frontier: FrontierData) -> Table:
     """The points, for `rich.print`; the fastest inside the user's budget is bold."""
-    grid = Table(title=escape(title(frontier)), title_justify="left")
-    for heading in COLUMNS:
-        grid.add_column(heading, justify="left" if heading == "computed" else "right")
-    for point, row in zip(frontier.points, rows(frontier), strict=True):
-        grid.add_row(*map(escape, row), style="bold" if point == frontier.inside_budget else None)
-    return grid
+    inside = frontier.inside_budget
+    return grid(title(frontier), COLUMNS, rows(frontier), None if inside is None else row(frontier, inside))
+
+
+def grid(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]], marked: tuple[str, ...] | None) -> Table:
+    """Rows under their headings, figures to the right and the last column to the left; the marked one is bold."""
+    table = Table(title=escape(title), title_justify="left")
+    for heading in columns:
+        table.add_column(heading, justify="left" if heading == columns[-1] else "right")
+    for cells in rows:
+        table.add_row(*map(escape, cells), style="bold" if cells == marked else None)
+    return table
 
 
 def title(frontier: FrontierData) -> str:
@@ -45,7 +53,8 @@ def described_added(share: float) -> str:
     return f"{percent:+.1f} %"
 
 
-def _row(frontier: FrontierData, point: FrontierPoint) -> tuple[str, ...]:
+def row(frontier: FrontierData, point: FrontierPoint) -> tuple[str, ...]:
+    """A point under `COLUMNS`."""
     return (
         format_bytes(point.budget_bytes),
         f"{100 * point.budget_bytes / frontier.plain_peak_bytes:.1f}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -19,15 +20,15 @@ from shoal.report.words import fillings, glossary, headline, lede, name_of, outc
 def render(report: Report) -> str:
     """The page as text.
 
-    It contains everything it needs, including plotly.js (4.8 MB); a content security policy keeps it from loading
-    anything else.
+    It contains everything it needs; a content security policy keeps it from loading anything else.
 
     Raises:
         InputError: the timeline has no moments.
     """
     if not report.timeline.moments:
         raise InputError("the timeline has no moments, so there is nothing to draw; expected at least one op")
-    return template("report.html").render(
+    return page(
+        "report.html",
         name=name_of(report),
         headline=headline(report),
         lede=lede(report),
@@ -43,7 +44,6 @@ def render(report: Report) -> str:
         glossary=glossary(report),
         patches=patch_drawing(report),
         charts=chart_data(report),
-        plotly=plotly(),
     )
 
 
@@ -70,9 +70,18 @@ def save_html(report: Report, path: str | Path) -> Path:
     return write_text(path, render(report))
 
 
+def page(template: str, **contents: Any) -> str:
+    """A page of the folder `templates`, with everything that it needs, including plotly.js (4.8 MB).
+
+    Args:
+        template: its file, which extends `page.html`.
+        contents: what that and `page.html` name.
+    """
+    return _environment().get_template(template).render(plotly=_plotly(), **contents)
+
+
 @cache
-def template(name: str) -> jinja2.Template:
-    """A page of the folder `templates`."""
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("shoal.report"),
         autoescape=True,
@@ -84,12 +93,11 @@ def template(name: str) -> jinja2.Template:
         "sort_keys": False,
         "separators": (",", ":"),
     }  # keep the order of the stack
-    return environment.get_template(name)
+    return environment
 
 
 @cache
-def plotly() -> str:
-    """plotly.js, to stand inside a page."""
+def _plotly() -> str:
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())

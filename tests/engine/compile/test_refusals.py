@@ -94,7 +94,7 @@ def test_a_budget_that_is_no_number_of_bytes_is_refused(budget: Any) -> None:
         ({"kernels": "tvm"}, "kernels='tvm' is unknown"),
         ({"kernels": None}, "kernels=None is unknown"),
         ({"planner": 3}, "planner"),
-        ({"optimizer": "adam"}, "optimizer"),
+        ({"optimizer": "adamix"}, "optimizer"),
         ({"plan": "plan.json"}, "plan"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from json import dumps
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,6 @@ import shoal.app.models
 from shoal.app.cli import flags
 from shoal.app.cli.console import app, errors_reported, output, search_shown
 from shoal.app.training.batch_norm_form import in_form
-from shoal.app.training.optimizers import optimizer_of
 from shoal.app.training.results import check_writable
 from shoal.core import presets
 from shoal.engine.frontier import BatchFrontier, Frontier
@@ -36,7 +36,7 @@ def frontier(
     ] = 10,
     hardware: flags.Preset = None,
     planner: flags.Planner = "joint",
-    optimizer: flags.StateOf = "sgd",
+    optimizer: flags.StateOf = "sgd-momentum",
     lossy: flags.Lossy = None,
     allow: flags.Allow = None,
     batch_norm: flags.BatchNorm = None,
@@ -69,7 +69,7 @@ def frontier(
                 hardware=target,
                 allow=allow,
                 planner=planner,
-                optimizer=None if optimizer == "none" else optimizer_of(optimizer, network),
+                optimizer=None if optimizer == "none" else optimizer,
                 lossy=lossy,
                 points=points,
                 name=model,
@@ -96,7 +96,7 @@ def _images(batch: str, budget: str | None) -> int | None:
         InputError: it is neither, or auto without --budget.
     """
     if batch.strip().lower() == "auto":
-        if budget is None:
+        if budget is None and not os.environ.get("SHOAL_BUDGET"):
             raise InputError("--batch auto needs a budget that all batches have to fit in, such as --budget 1GiB")
         return None
     if not batch.strip().isdecimal():

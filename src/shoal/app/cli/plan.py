@@ -16,7 +16,6 @@ from shoal import Plan
 from shoal.app.cli import flags
 from shoal.app.cli.console import app, errors_reported, patch_grid, search_shown
 from shoal.app.training.batch_norm_form import described, in_form
-from shoal.app.training.optimizers import optimizer_of
 from shoal.app.training.results import check_writable, save_plan
 from shoal.core import presets
 from shoal.core.hardware import Hardware
@@ -35,7 +34,7 @@ def plan(
     image: flags.Pixels = 224,
     hardware: flags.Preset = None,
     planner: flags.Planner = "joint",
-    optimizer: flags.StateOf = "sgd",
+    optimizer: flags.StateOf = "sgd-momentum",
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="Also find the largest batch that fits, by planning.")
     ] = False,
@@ -72,13 +71,12 @@ def plan(
             network = divided
         elif halo is not None or stochastic is not None:
             raise InputError("nothing is split; give --split too, such as --split 0.5")
-        owner = None if optimizer == "none" else optimizer_of(optimizer, network)
         figures: dict[str, Any] = {"model": model, "hardware": hardware, "budget_bytes": within_bytes}
         failure: BudgetError | None = None
         options: dict[str, Any] = {
             "hardware": target,
             "planner": planner,
-            "optimizer": owner,
+            "optimizer": None if optimizer == "none" else optimizer,
             "lossy": lossy,
             "allow": allow,
             "name": model,

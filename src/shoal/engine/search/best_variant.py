@@ -19,6 +19,7 @@ import torch
 
 from shoal.capture.layered import Refused
 from shoal.core.plan import Plan
+from shoal.core.progress import doing
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
@@ -123,6 +124,7 @@ def captured_form(variants: Forms[Graph], price: Callable[[Graph], Cost], varian
     Raises:
         Refused: the step does not have that form, or cannot be traced in it: then it is computed in another one.
     """
+    doing("capture", str(variant))
     try:
         graph = variants.graph(variant)
         return graph, price(graph)
@@ -187,6 +189,7 @@ class _Search(Generic[Graph, Made]):
 
     def _try(self, bound_seconds: float, form: _Form[Graph, Made]) -> None:
         variant, priced = form.variant, form.priced
+        doing("plan", f"{len(priced.graph.ops)} ops, {variant}")
         kept = simulate(priced.graph, {})
         row = Candidate(
             variant,

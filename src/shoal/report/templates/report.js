@@ -1,7 +1,4 @@
-"use strict";
-(() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const step = data.memory;
+const step = data.memory;
   const moments = step.start.length;
   const categories = Object.keys(step.bytes);
   const totals = step.start.map((_, i) => categories.reduce((sum, name) => sum + step.bytes[name][i], 0));
@@ -12,12 +9,8 @@
   // Plotly reads markup in texts; names of ops and layers are shown as they are.
   const plainText = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const text = (column, i) => plainText(step.texts[step[column][i]]);
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-  const units = (largest, steps) => steps.findLast(([, size]) => largest >= size) ?? steps[0];
-  const byteUnits = [["B", 1], ["KiB", 2 ** 10], ["MiB", 2 ** 20], ["GiB", 2 ** 30], ["TiB", 2 ** 40]];
   const speedUnits = [["B/s", 1], ["kB/s", 1e3], ["MB/s", 1e6], ["GB/s", 1e9]]; // powers of ten, the unit of data sheets
-  const timeUnits = [["µs", 1e-6], ["ms", 1e-3], ["s", 1]];
   const show = (value, steps) => {
     const [unit, size] = units(Math.abs(value), steps);
     const scaled = value / size;
@@ -196,9 +189,7 @@
     });
 
     const layout = {
-      ...base(),
-      ...size(chart, 680, linked ? 400 : 330),
-      margin: { l: 8, r: 8, t: 26, b: 8 },
+      ...base(size(chart, 680, linked ? 400 : 330), { l: 8, r: 8, t: 26, b: 8 }),
       hovermode: "x",
       hoverdistance: -1,
       bargap: 0,
@@ -303,19 +294,9 @@
     return drawn;
   }
 
-  const line = () => ({ gridcolor: colour("rule"), linecolor: colour("rule"), zeroline: false, automargin: true, color: colour("soft") });
-  const family = getComputedStyle(document.body).fontFamily;
-  const base = () => ({
-    paper_bgcolor: colour("card"),
-    plot_bgcolor: colour("card"),
-    showlegend: false,
-    font: { family, size: 12.5, color: colour("soft") },
-    hoverlabel: { bgcolor: colour("card"), bordercolor: colour("rule"), align: "left", font: { family, color: colour("text"), size: 12.5 } },
-  });
-  const config = { displaylogo: false, displayModeBar: false };
   // On paper nothing tells a chart how wide it is; the widths given here fit A4 and Letter.
   const size = (element, width, height) =>
-    onPaper ? { width, height } : { width: element.clientWidth, height: element.clientHeight };
+    onPaper ? { width, height } : sizeOf(element);
 
   function curve(id, x, y, title, suffix, axisTitle) {
     const element = document.getElementById(id);
@@ -331,11 +312,8 @@
       hovertemplate: `${axisTitle} %{x}<br>${title} <b>%{y:.4~g}${suffix}</b><extra></extra>`,
     };
     return Plotly.react(element, [trace], {
-      ...base(),
-      ...size(element, 325, 210),
-      margin: { l: 8, r: 12, t: 30, b: 8 },
+      ...base(size(element, 325, 210), { l: 8, r: 12, t: 30, b: 8 }),
       title: { text: title, x: 0, xanchor: "left", xref: "paper", yref: "container", y: 0.97, font: { size: 13.5, color: colour("text") } },
-      dragmode: false,
       xaxis: { ...line(), showgrid: false, title: { text: axisTitle, standoff: 6 }, nticks: 6, ...(x.length < 6 ? { dtick: 1 } : {}) },
       yaxis: { ...line(), ticksuffix: suffix, nticks: 5, rangemode: suffix ? "normal" : "tozero" },
     }, config);
@@ -358,7 +336,6 @@
     document.querySelector("input[value=op]").checked = true;
     document.querySelector("input[value=time]").disabled = true;
   }
-  {% include "redraw.js" %}
   for (const input of document.querySelectorAll("input[name=axis]")) input.addEventListener("change", redraw);
   const print = (paper) => () => {
     onPaper = paper;
@@ -366,4 +343,3 @@
   };
   addEventListener("beforeprint", print(true));
   addEventListener("afterprint", print(false));
-})();

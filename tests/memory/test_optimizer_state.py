@@ -1,0 +1,194 @@
+"""The state of an optimizer is counted to the byte before its first step as after it, also by its name alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.errors import InputError
+from shoal.lowlevel import allocations
+from shoal.memory.optimizer_state import (
+    NAMES,
+    NamedOptimizer,
+    declared_optimizer,
+    optimizer_state_bytes,
+    reject_copy,
+    step_scratch_bytes,
+)
+from shoal.memory.static_memory import distinct_bytes
+from tests.memory.test_static_memory import network, take_step
+
+Parameters = Iterable[Any]
+OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "Nesterov": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    "Adam": lambda p: torch.optim.Adam(p),
+    "AMSGrad": lambda p: torch.optim.AdamW(p, amsgrad=True, foreach=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.1, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+}
+# How many copies of its parameters each keeps, from its paper.
+COPIES = {"SGD": 0, "momentum": 1, "Nesterov": 1, "Adam": 2, "AMSGrad": 3, "RMSprop": 3, "Adadelta": 2}
+
+
+# What a script would write for each name.
+BY_NAME: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
+    "adadelta": torch.optim.Adadelta,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adam-amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "adamax": torch.optim.Adamax,
+    "adamw": torch.optim.AdamW,
+    "adamw-amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rmsprop": torch.optim.RMSprop,
+    "rmsprop-centered": lambda p: torch.optim.RMSprop(p, centered=True),
+    "rmsprop-momentum": lambda p: torch.optim.RMSprop(p, momentum=0.5),
+    "rprop": torch.optim.Rprop,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": lambda p: torch.optim.SGD(p, momentum=0.5),
+}
+
+
+def held_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return distinct_bytes(v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_an_optimizer_counts_before_its_first_step_as_after_it(name: str) -> None:
+    model = network()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    foretold = optimizer_state_bytes(optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    take_step(model, optimizer)
+    assert foretold == held_bytes(optimizer) == optimizer_state_bytes(optimizer)
+    if name in COPIES:
+        numbers_per_parameter = 4 * len(list(model.parameters()))  # in which some count their steps
+        assert 0 <= foretold - COPIES[name] * sum(p.nbytes for p in model.parameters()) <= 2 * numbers_per_parameter
+
+
+@pytest.mark.parametrize("name", ["momentum", "Adam"])
+def test_groups_frozen_parameters_and_late_ones_count_what_they_will_have(name: str) -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = OPTIMIZERS[name]([{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.5}])
+    foretold = optimizer_state_bytes(optimizer)
+    take_step(model, optimizer)
+    assert foretold == held_bytes(optimizer)
+    optimizer.add_param_group({"params": model[1].parameters()})
+    foretold = optimizer_state_bytes(optimizer)
+    take_step(model, optimizer)
+    assert foretold == held_bytes(optimizer)
+
+
+def test_an_optimizer_of_no_known_making_counts_one_copy_of_its_parameters() -> None:
+    class Peculiar(torch.optim.Optimizer):
+        def __init__(self, params: Any, *, must_be_given: int) -> None:
+            super().__init__(params, {})
+
+        def step(self, closure: Any = None) -> None:
+            return None
+
+    model = network()
+    optimizer = Peculiar(model.parameters(), must_be_given=1)
+    assert optimizer_state_bytes(optimizer) == sum(p.nbytes for p in model.parameters())
+
+
+def test_asking_changes_neither_the_generator_nor_the_gradients() -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    state = torch.get_rng_state()
+    optimizer_state_bytes(optimizer)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_counts_what_that_optimizer_holds_after_a_step(name: str) -> None:
+    model = network()
+    model[3].bias.requires_grad_(False)
+    foretold = NamedOptimizer(name).state_bytes(model.parameters())
+    optimizer = BY_NAME[name](p for p in model.parameters() if p.requires_grad)
+    take_step(model, optimizer)
+    assert foretold == held_bytes(optimizer)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"capturable": True}, {"foreach": True}, {}])
+def test_steps_are_counted_where_the_options_put_them(options: dict[str, Any]) -> None:
+    with torch.device("meta"):  # stands for any device that is not the CPU
+        model = nn.Linear(10, 10)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0].update(options)
+    moments, counters = 2 * (400 + 40), 2 * 4
+    assert optimizer_state_bytes(optimizer) == moments + (
+        counters if options in ({"fused": True}, {"capturable": True}) else 0
+    )
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_step_allocates_and_frees_is_told_as_it_is(name: str, foreach: bool) -> None:
+    model = network()
+    optimizer = BY_NAME[name](model.parameters())
+    optimizer.param_groups[0]["foreach"] = foreach
+    told_bytes = step_scratch_bytes(optimizer, "cpu")
+    take_step(model, optimizer)
+    _, changes = allocations.record(optimizer.step)
+    small_bytes = 16  # a step's number
+    assert 0 <= allocations.peak_bytes(changes) - max(0, sum(changes)) - told_bytes <= small_bytes
+    named = NamedOptimizer(name).made_for(model.parameters())
+    assert named is not None and step_scratch_bytes(named, "cuda" if foreach else "cpu") == told_bytes
+
+
+def test_a_fused_step_takes_nothing_beside_its_state() -> None:
+    assert step_scratch_bytes(torch.optim.AdamW(network().parameters(), fused=True), "cuda") == 0
+
+
+def test_a_name_is_read_as_it_may_be_written() -> None:
+    assert declared_optimizer("AdamW") == declared_optimizer(" adamw ") == NamedOptimizer("adamw")
+    assert declared_optimizer("SGD_momentum") == NamedOptimizer("sgd-momentum")
+    made = torch.optim.SGD(network().parameters())
+    assert declared_optimizer(made) is made and declared_optimizer(None) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("adamv", "optimizer='adamv': no optimizer is called that; did you mean 'adam"),
+        ("lbfgs", "optimizer='lbfgs': no optimizer is called that; .*there are adadelta, .*sgd-momentum$"),
+        (7, "optimizer is a int; expected a torch.optim.Optimizer, or a name such as 'adamw'$"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(given: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        declared_optimizer(given)
+
+
+def test_a_copy_is_refused_and_everything_else_is_not() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(
+        InputError,
+        match=r"^optimizer= is AdamW over other parameters of the .*\(copy.deepcopy\); .*: optimizer='adamw'$",
+    ):
+        reject_copy(copy.deepcopy({"optimizer": optimizer})["optimizer"], model.parameters())
+    with pytest.raises(InputError, match="optimizer='rmsprop-centered'$"):
+        reject_copy(torch.optim.RMSprop(network().parameters(), centered=True), model.parameters())
+    with pytest.raises(InputError, match=r"over model.parameters\(\)$"):
+        reject_copy(torch.optim.ASGD(network().parameters()), model.parameters())
+    for known in (optimizer, torch.optim.SGD([model[3].bias]), NamedOptimizer("adam"), None):
+        reject_copy(known, model.parameters())
+    reject_copy(torch.optim.SGD(nn.Linear(3, 3).parameters()), model.parameters())  # of a model beside this one
+    reject_copy(torch.optim.SGD(network().double().parameters()), model.parameters())  # masters
+    reject_copy(optimizer, [])
