@@ -231,6 +231,16 @@ def test_a_budget_in_which_no_step_fits_is_refused_before_anything_is_lost() -> 
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_after_a_refusal_the_next_model_is_planned_and_metered() -> None:
+    with pytest.raises(BudgetError), costs_that_do_not_matter():
+        shoal.compile(Chain(breaks), budget=10_000)(*images(1, 8, 3, 32, 32))
+    model = shoal.compile(Chain(breaks), budget="1GiB")
+    with costs_that_do_not_matter():
+        train(model, images(1, 2, 3, 8, 8))
+    assert model.shoal.plans
+    assert model.shoal.measured_peak_bytes
+
+
 def test_where_nothing_can_be_captured_nothing_is_promised() -> None:
     class Opaque(nn.Module):
         def __init__(self) -> None:

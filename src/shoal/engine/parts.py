@@ -176,12 +176,15 @@ class PartedSteps:
                 )
             return outputs
         except BudgetError:
+            self.metering.abandon()
             if before is None:
                 raise
+        except BaseException:
+            self.metering.abandon()
+            raise
         finally:
             self.metering.arguments = []
         gc.collect()  # what the forward pass has saved hangs on frames of its traceback
-        self.metering.abandon()
         before.restore()
         self._keeps_little = True
         self.forget()
