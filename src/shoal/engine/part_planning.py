@@ -60,6 +60,8 @@ def first_share(
         BudgetError: the part does not fit beside what is in use.
     """
 
+    graph = _with_loss(graph, 0)  # what comes between the passes of a part is not known yet
+
     def peak_bytes(residences: Mapping[str, Residence]) -> int:
         return in_use_bytes + simulate(graph, residences).peak_bytes - graph.resident_bytes
 
