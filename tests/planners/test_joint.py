@@ -17,7 +17,8 @@ from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.cost.roofline import roofline
 from shoal.errors import BudgetError
-from shoal.planners.chain import chain
+from shoal.planners.chain import chain, smallest_peak
+from shoal.planners.infeasible import fewest_bytes
 from shoal.planners.integer_program import solve
 from shoal.planners.joint import joint
 from shoal.planners.just_in_time import just_in_time
@@ -122,6 +123,15 @@ def test_it_is_never_slower_than_the_chain_planner(build: object, share: float) 
     ours = joint(graph, HERE, budget_bytes)
     tolerance_seconds = 0.003 * ours.plain_seconds
     assert ours.added_seconds <= theirs + tolerance_seconds
+
+
+@given(steps())
+def test_no_plan_needs_fewer_bytes_than_its_ops_alone(graph: StepGraph) -> None:
+    with pytest.raises(BudgetError) as refused:
+        joint(graph, HERE, 1)
+    fewest = fewest_bytes(graph)
+    assert graph.resident_bytes <= fewest <= refused.value.least_feasible_bytes
+    assert fewest <= smallest_peak(graph, HERE).predicted_peak_bytes
 
 
 def test_what_fits_as_it_is_stays_as_it_is() -> None:
