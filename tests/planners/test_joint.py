@@ -17,15 +17,17 @@ from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.cost.roofline import roofline
 from shoal.errors import BudgetError
-from shoal.planners.chain import chain
-from shoal.planners.integer_program import solve
+from shoal.planners.chain import chain, smallest_peak
+from shoal.planners.infeasible import fewest_bytes
+from shoal.planners.integer_program import relaxed_choices, solve
 from shoal.planners.joint import joint
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
-from shoal.planners.limits import Limits
+from shoal.planners.limits import Guard, Limits
 from shoal.planners.local_search import local_search
 from shoal.planners.papers.sqrt import sqrt
 from shoal.planners.recompute_choice import recompute_choice
+from shoal.planners.simulated import as_chosen
 from tests.joint_graphs import captured_step
 from tests.random_steps import conv_bn_relu_chain, densenet_like, resnet_like, steps, unet_like
 
@@ -122,6 +124,26 @@ def test_it_is_never_slower_than_the_chain_planner(build: object, share: float) 
     ours = joint(graph, HERE, budget_bytes)
     tolerance_seconds = 0.003 * ours.plain_seconds
     assert ours.added_seconds <= theirs + tolerance_seconds
+
+
+@given(steps())
+def test_no_plan_needs_fewer_bytes_than_its_ops_alone(graph: StepGraph) -> None:
+    with pytest.raises(BudgetError) as refused:
+        joint(graph, HERE, 1)
+    fewest = fewest_bytes(graph)
+    assert graph.resident_bytes <= fewest <= refused.value.least_feasible_bytes
+    assert fewest <= smallest_peak(graph, HERE).predicted_peak_bytes
+
+
+def test_a_relaxed_program_keeps_all_where_there_is_room_and_chooses_where_the_budget_has_none() -> None:
+    graph = resnet_like((1, 2, 1, 1))
+    choice, limits = recompute_choice(graph), Limits()
+    plain_seconds = sum(op.seconds for op in graph.ops)
+    for budget_bytes in (plain_peak_bytes(graph), 1):
+        chosen = relaxed_choices(choice, budget_bytes, limits, Guard(600))
+        seconds = [as_chosen(choice, one).seconds for one in chosen]
+        assert chosen and len(set(chosen)) == len(chosen)
+        assert (max(seconds) == pytest.approx(plain_seconds)) == (budget_bytes > 1)
 
 
 def test_what_fits_as_it_is_stays_as_it_is() -> None:

@@ -203,14 +203,21 @@ def _with_frees(
     moved = (transfers.fetches, transfers.awaits, transfers.offloads, transfers.releases)
     # The residence frees what is offloaded, not its last reader.
     stays_forward = stays | offloaded.keys()
+    new_run, add = tuple.__new__, runs.append  # planners call this often: no more calls than needed
     for place in range(len(sequence) - 1, -1, -1):
         op_id, again, writes = sequence[place]
         op = ops[op_id].second if again else ops[op_id]
+        reads = op.reads
         stay = stays if place >= n_forward else stays_forward
-        frees = [s for s in writes if s not in read_later and s not in stay]
-        read_later.difference_update(writes)
+        frees: list[int] = []
+        for s in writes:
+            if s not in read_later:
+                if s not in stay:
+                    frees.append(s)
+            else:
+                read_later.discard(s)
         takes_over = -1
-        for storage in op.reads:
+        for storage in reads:
             if storage not in read_later and storage not in stay:
                 frees.append(storage)
                 if storage == op.overwrites and op.writes[0] in writes:
@@ -219,13 +226,13 @@ def _with_frees(
                     held = storage not in offloaded and graph.producer.get(storage, n_forward) < n_forward
                     if place < n_forward or not held or place >= returns.get(storage, len(sequence)):
                         takes_over = storage
-        read_later.update(op.reads)
+        read_later.update(reads)
         dead = tuple(dict.fromkeys(frees)) if len(frees) > 1 else tuple(frees)
         if not offloaded:
-            runs.append(Run(op_id, again, writes, dead, takes_over))
+            add(new_run(Run, (op_id, again, writes, dead, takes_over, (), (), (), ())))
             continue
         here = [tuple(kind.get(place, ())) for kind in moved]
-        runs.append(Run(op_id, again, writes, dead, takes_over, *here))
+        add(Run(op_id, again, writes, dead, takes_over, *here))
         read_later.difference_update(here[0])
     runs.reverse()
     return tuple(runs)

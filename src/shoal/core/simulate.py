@@ -48,8 +48,9 @@ def _play(graph: StepGraph, runs: Iterable[Run], record: _Record | None) -> tupl
     totals = []
     now = 0.0
     links: LinkQueue | None = None
+    ops = graph.ops
     for run in runs:
-        op = run.of(graph)
+        op = ops[run.op].second if run.again else ops[run.op]
         if run.fetches or run.offloads:
             links = links or LinkQueue(graph)
         if links is not None:
@@ -71,7 +72,9 @@ def _play(graph: StepGraph, runs: Iterable[Run], record: _Record | None) -> tupl
             in_use += storages[storage].nbytes
         if run.takes_over >= 0:
             in_use -= storages[run.takes_over].nbytes
-        workspace_bytes = op.workspace_bytes + dropped_bytes(graph, run, op)
+        workspace_bytes = op.workspace_bytes
+        if run.again:
+            workspace_bytes += dropped_bytes(graph, run, op)
         totals.append(in_use + workspace_bytes)
         if record is not None:
             record.run(run, op, now, workspace_bytes)

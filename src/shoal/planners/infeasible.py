@@ -6,7 +6,7 @@ from shoal.core.plan import Plan
 from shoal.core.schedule import schedule
 from shoal.core.simulate import dropped_bytes
 from shoal.core.sizes import format_bytes
-from shoal.core.step import RESIDENT, StepGraph
+from shoal.core.step import RESIDENT, Op, StepGraph
 from shoal.errors import BudgetError
 
 LARGEST = 3
@@ -53,6 +53,19 @@ def infeasible(least: Plan, budget_bytes: int) -> BudgetError:
         layer=op.layer,
         largest=largest,
     )
+
+
+def fewest_bytes(graph: StepGraph) -> int:
+    """What every plan of the step needs, whatever it keeps, however its ops are ordered: a lower bound of all peaks.
+
+    Each op needs what it reads and writes, and all gradients are there in the end.
+    """
+
+    def needed_bytes(op: Op) -> int:
+        held = {s for s in (*op.reads, *op.writes) if graph.storages[s].kind not in RESIDENT} - {op.overwrites}
+        return op.workspace_bytes + sum(graph.storages[s].nbytes for s in held)
+
+    return max(_floor_bytes(graph), graph.resident_bytes + max(map(needed_bytes, graph.ops), default=0))
 
 
 def _advice(graph: StepGraph, peak_bytes: int, floor_bytes: int) -> str:

@@ -33,6 +33,7 @@ from shoal.planners.link_rows import add_link_rows
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 
 _WINDOW = 48  # a storage may be back at most so many demands early
+_ROUNDING = 1e-4  # of the solver: a program with just the room that it needs must not be infeasible
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,30 @@ def solve(
     return _Program(choice, budget_bytes, early).run(start, whole, gap, limits, guard or Guard(limits.guard_seconds))
 
 
+def relaxed_choices(choice: RecomputeChoice, budget_bytes: int, limits: Limits, guard: Guard) -> list[Chosen]:
+    """What linear programs choose whose room is the budget, or where that is too little for them, the least they need.
+
+    They get that and some shares more (`Limits.more_room`), and each storage is where most of it is. None of these
+    choices has to fit: they are starts for `local_search`, which recomputes more than once.
+    """
+    least = _Program(choice, None, early=True)
+    found = least.program.run(
+        whole=False,
+        gap=limits.gap,
+        max_nodes=1,
+        max_simplex_iterations=limits.max_simplex_iterations,
+        time_limit_seconds=guard.left_seconds / 4,
+    )
+    if found.values is None or least.peak is None:
+        return []
+    room_bytes = max(budget_bytes, math.ceil(found.values[least.peak] * least.unit_bytes * (1 + _ROUNDING)))
+    solved = [
+        solve(choice, int(room_bytes * (1 + share)), whole=False, limits=limits, guard=guard)
+        for share in limits.more_room
+    ]
+    return list(dict.fromkeys(solution.chosen for solution in solved if solution.chosen is not None))
+
+
 def lower_bound(graph: StepGraph, budget_bytes: int, limits: Limits, guard: Guard) -> Solution:
     """The relaxation below every plan in this order of ops, which must leave every storage its choice."""
     if not limits.lower_bound:
@@ -121,6 +146,7 @@ class _Program:
         self.minimises_peak = budget_bytes is None
         self.saved = frozenset(choice.graph.saved).intersection(choice.candidates)
         self.back: dict[tuple[int, int], int] = {}
+        self.peak: int | None = None  # the variable that is the peak in units, where that is minimised
         self._add_reruns()
         if early:
             self._add_back_early()
@@ -169,7 +195,7 @@ class _Program:
     def _add_memory(self, budget_bytes: int | None) -> None:
         choice, program = self.choice, self.program
         storages = choice.graph.storages
-        peak = None if budget_bytes else program.variable(program.unit_cost * 1e3, upper=math.inf)
+        peak = self.peak = None if budget_bytes else program.variable(program.unit_cost * 1e3, upper=math.inf)
         for number, row in enumerate(choice.rows):
             fixed_bytes = row.fixed_bytes if self.early else row.min_bytes
             room = 0.0 if peak is not None else 1.0

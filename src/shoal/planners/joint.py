@@ -11,9 +11,10 @@ Without a link to the host, inside a budget that keeping everything does not fit
    but for the scratch of the reruns; so each solution is simulated, and where its peak is over the budget the program
    is solved again with the difference set aside.
 3. *Dynamic program* (`chain`), where that plan is far from the bound or there is none: it may recompute several times.
-4. *Local search* (`local_search`), further off: it also recomputes earlier than it must.
-
-5. *On demand* (`on_demand`), in tight budgets: everything right before what reads it, and held where there is room.
+4. *Local search* (`local_search`), further off: it starts from what linear programs with more room choose, recomputes
+   more than once, and earlier than it must.
+5. *On demand* (`on_demand`), in tight budgets: everything right before what reads it, and held where there is room. The
+   local search is tried in the order of that plan too, which has room for the most.
 
 `fill_slack` then keeps more where one of these leaves room. With a link, a storage may also wait on the host. The
 program models the link as divisible bandwidth, so its relaxed solutions are starts for `iterated_search`, which places
@@ -36,6 +37,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import reduce
 
 from shoal.core.hardware import Hardware
 from shoal.core.order import op_names
@@ -46,15 +48,16 @@ from shoal.errors import BudgetError
 from shoal.planners.chain import chain
 from shoal.planners.fill_slack import fill_slack
 from shoal.planners.infeasible import infeasible
-from shoal.planners.integer_program import Chosen, Solution, lower_bound, solve
+from shoal.planners.integer_program import Chosen, Solution, lower_bound, relaxed_choices, solve
 from shoal.planners.iterated_search import IteratedSearch
+from shoal.planners.just_in_time import just_in_time
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.local_search import local_search
-from shoal.planners.on_demand import hold_longer, plans_on_demand
+from shoal.planners.on_demand import hold_longer, narrow, plans_on_demand
 from shoal.planners.papers.hmms import hmms, within_limit
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 from shoal.planners.simulated import Simulated, as_chosen, everything_away, in_lower_order, simulated
-from shoal.planners.smallest_plan import smallest_peaks, smallest_plan
+from shoal.planners.smallest_plan import smallest_plan
 
 
 def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Limits = DEFAULT) -> Plan:
@@ -218,8 +221,11 @@ class _Search:
             return best, bound_seconds
         found, stopped = plans_on_demand(replace(graph, link=None), self._limits)
         self._guard.note(*stopped)
-        held = [self.held_longer(one) for one in found if one.peak_bytes <= self._budget_bytes]
-        fastest = min(held, key=lambda one: one.seconds, default=None)
+        held: list[Simulated | None] = [self.held_longer(one) for one in found if one.peak_bytes <= self._budget_bytes]
+        lowest = found[0].graph
+        if best is None or self._plain_seconds + self.bound(lowest).bound_seconds < best.seconds:
+            held.append(self._local_searches(recompute_choice(lowest)))
+        fastest = reduce(_faster, held, None)
         if fastest is None or (best is not None and fastest.seconds >= best.seconds):
             return best, bound_seconds
         return self._filled(fastest), self.bound(replace(fastest.graph, link=graph.link)).bound_seconds
@@ -236,7 +242,12 @@ class _Search:
         limits = self._limits
         best = self._filled(self._program(choice))
         if limits.chain and self._is_off(best, bound_seconds, limits.close_enough):
-            best = _faster(best, self._filled(self._dynamic_program(choice.graph)))
+            found = self._dynamic_program(choice.graph)
+            if found is not None and self._is_off(found, 0.0, limits.far_slower):
+                found = self.held_longer(found)  # there is too much for `fill_slack` to take back bit by bit
+            else:
+                found = self._filled(found)
+            best = _faster(best, found)
         if limits.local_search and self._is_off(best, bound_seconds, limits.far_off):
             best = _faster(best, self._local_searches(choice))
         return best, bound_seconds
@@ -311,15 +322,17 @@ class _Search:
         return simulated(graph, plan.residences)
 
     def _local_searches(self, choice: RecomputeChoice) -> Simulated | None:
-        """The fastest of what local search makes of the plans with the smallest peaks that are known."""
-        graph = choice.graph
-        effort = self._effort("local search", self._limits.local_search_ops)
-        found = [
-            local_search(graph, start, self._budget_bytes, self._limits, effort)
-            for start in smallest_peaks(choice, self._hardware, self._limits, self._guard)
-        ]
-        filled = [self._filled(simulated(graph, r)) for r in found if r is not None]
-        return min((one for one in filled if one is not None), key=lambda one: one.seconds, default=None)
+        """The fastest of what local search makes of what linear programs choose, or else of what is narrow kept."""
+        graph, limits = choice.graph, self._limits
+        effort = self._effort("local search", limits.local_search_ops)
+
+        def searched(start: Mapping[str, Residence]) -> Simulated | None:
+            found = local_search(graph, start, self._budget_bytes, limits, effort)
+            return self._filled(simulated(graph, found)) if found is not None else None
+
+        chosen = relaxed_choices(choice, self._budget_bytes, limits, self._guard) if limits.integer_program else []
+        best = reduce(_faster, (searched(as_chosen(choice, one).residences) for one in chosen), None)
+        return best or searched(just_in_time(graph, narrow(choice, limits.narrow_share)))
 
     def _filled(self, found: Simulated | None) -> Simulated | None:
         """The plan with more kept where it leaves room."""

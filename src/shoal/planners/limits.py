@@ -34,13 +34,16 @@ class Limits:
         max_simplex_iterations: of each linear program.
         max_peak_entries: of the program for the smallest peak, nodes times non-zero entries: a large program gets fewer
             nodes, and none of the solver's sub-programs, which are limited by time alone.
-        gap, gap_with_link, gap_of_smallest_peak: relative gaps at which a mixed-integer program is solved well enough:
-            of a step without a link, with one, and of the program for the smallest peak.
+        gap, gap_with_link: relative gaps at which a mixed-integer program is solved well enough: of a step without a
+            link, and with one.
         max_solves: how often the program is solved again with less room, until its exact peak fits.
         set_aside: shares of the largest storage by which the budget of a linear program is reduced, each a start for
             the iterated search: a copy frees nothing until it has ended.
         close_enough, far_off: of the plain step's time. Nearer to the lower bound than `close_enough` nothing else is
-            tried; `local_search` is for plans further off than `far_off`.
+            tried; `local_search` is for plans further off than `far_off`. A plan of `chain` that is slower than the
+            plain step by more than `far_slower` is not filled bit by bit.
+        more_room: room beyond the budget, as shares of it, that linear programs get; the local search starts from what
+            they choose.
         narrow_share: a storage this much smaller than the largest result on the way to it is kept for the smallest
             peak.
         lower_peak_share: the peak that the search for the smallest peak asks for next, as a share of the last.
@@ -80,11 +83,12 @@ class Limits:
     max_peak_entries: int = 10_000_000
     gap: float = 0.002
     gap_with_link: float = 0.005
-    gap_of_smallest_peak: float = 0.005
     max_solves: int = 5
     set_aside: tuple[float, ...] = (0.5, 1.0, 0.25, 0.0)
     close_enough: float = 0.002
     far_off: float = 0.03
+    far_slower: float = 1.0
+    more_room: tuple[float, ...] = (0.0, 0.01, 0.02, 0.04, 0.08)
     narrow_share: float = 1 / 3
     lower_peak_share: float = 0.98
 

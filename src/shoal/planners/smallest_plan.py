@@ -11,9 +11,10 @@ from shoal.core.hardware import Hardware
 from shoal.core.order import op_names
 from shoal.core.plan import Plan
 from shoal.core.residence import Residence
+from shoal.core.sizes import MAX_BYTES
 from shoal.core.step import StepGraph
 from shoal.planners.chain import smallest_peak
-from shoal.planners.integer_program import Chosen, lower_bound, solve
+from shoal.planners.integer_program import Chosen, lower_bound, relaxed_choices, solve
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.limits import Effort, Guard, Limits
 from shoal.planners.local_search import local_search
@@ -25,14 +26,17 @@ from shoal.planners.transfer_places import with_offloads
 
 def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limits: Limits) -> Plan:
     """The plan with the smallest peak that is known in whatever order, or the first one found that fits."""
-    guard = Guard(limits.guard_seconds)
-    searched = _smallest_in_either_order(graph, hardware, budget_bytes, limits, guard)
-    if not limits.on_demand or searched.predicted_peak_bytes <= budget_bytes:
-        return searched
+    on_demand = _least_on_demand(graph, hardware, limits) if limits.on_demand else None
+    if on_demand is not None and on_demand.predicted_peak_bytes <= budget_bytes:
+        return on_demand
+    below_bytes = on_demand.predicted_peak_bytes if on_demand is not None else MAX_BYTES
+    searched = _smallest_in_either_order(graph, hardware, budget_bytes, below_bytes, limits)
+    return searched if on_demand is None or searched.predicted_peak_bytes < below_bytes else on_demand
+
+
+def _least_on_demand(graph: StepGraph, hardware: Hardware, limits: Limits) -> Plan:
     found, stopped = plans_on_demand(replace(graph, link=None), limits)
     least = found[0]
-    if least.peak_bytes >= searched.predicted_peak_bytes:
-        return searched
     return Plan(
         replace(least.graph, link=graph.link),
         least.residences,
@@ -44,29 +48,31 @@ def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limit
 
 
 def _smallest_in_either_order(
-    graph: StepGraph, hardware: Hardware, budget_bytes: int, limits: Limits, guard: Guard
+    graph: StepGraph, hardware: Hardware, budget_bytes: int, below_bytes: int, limits: Limits
 ) -> Plan:
+    guard = Guard(limits.guard_seconds)
     choice = recompute_choice(graph)
     ordered = in_lower_order(as_chosen(choice, Chosen(frozenset(choice.candidates))), limits, guard)
     if ordered is None:
-        return _smallest(graph, hardware, limits)
-    least = _smallest(ordered.graph, hardware, limits)
+        return _smallest(graph, hardware, below_bytes, limits)
+    least = _smallest(ordered.graph, hardware, below_bytes, limits)
     least = replace(least, captured_order=op_names(graph))
-    least_bytes = least.predicted_peak_bytes
+    least_bytes = min(least.predicted_peak_bytes, below_bytes)
     if least_bytes <= budget_bytes or math.isinf(lower_bound(graph, least_bytes, limits, guard).bound_seconds):
         return least
-    return min(least, _smallest(graph, hardware, limits), key=lambda plan: plan.predicted_peak_bytes)
+    return min(least, _smallest(graph, hardware, least_bytes, limits), key=lambda plan: plan.predicted_peak_bytes)
 
 
 @lru_cache(maxsize=4)  # one answer for every budget that does not fit
-def _smallest(graph: StepGraph, hardware: Hardware, limits: Limits) -> Plan:
-    """The plan with the smallest peak that is known.
+def _smallest(graph: StepGraph, hardware: Hardware, below_bytes: int, limits: Limits) -> Plan:
+    """The plan with the smallest peak that is known in this order.
 
     It is what local search makes of the smallest ones, a step of 2 % at a time, or one that offloads as much as it can.
+    A plan with a peak of `below_bytes` is known already: the local search is for less.
     """
     guard = Guard(limits.guard_seconds)
     search = _smallest_with_link if graph.link is not None else _lowered
-    least = search(graph, hardware, limits, guard)
+    least = search(graph, hardware, below_bytes, limits, guard)
     guard.note(*least.stopped_early)
     if (ordered := in_lower_order(simulated(graph, least.residences), limits, guard)) is not None:
         least = replace(least, graph=ordered.graph, residences=ordered.residences, captured_order=op_names(graph))
@@ -74,14 +80,14 @@ def _smallest(graph: StepGraph, hardware: Hardware, limits: Limits) -> Plan:
     return replace(least, stopped_early=tuple(guard.stopped))
 
 
-def _lowered(graph: StepGraph, hardware: Hardware, limits: Limits, guard: Guard) -> Plan:
-    starts = smallest_peaks(recompute_choice(graph), hardware, limits, guard)
+def _lowered(graph: StepGraph, hardware: Hardware, below_bytes: int, limits: Limits, guard: Guard) -> Plan:
+    starts = _starts(recompute_choice(graph), hardware, limits, guard)
     plans = [Plan(graph, start, "joint", hardware.name) for start in starts]
     least = min(plans, key=lambda plan: plan.predicted_peak_bytes)
     effort = Effort("search for the smallest peak", limits.smallest_peak_ops, guard)
     for start in plans if limits.local_search else ():
         while not effort.is_spent:
-            aim_bytes = int(limits.lower_peak_share * least.predicted_peak_bytes)
+            aim_bytes = min(int(limits.lower_peak_share * least.predicted_peak_bytes), below_bytes - 1)
             lower = local_search(graph, start.residences, aim_bytes, limits, effort)
             if lower is None:
                 break
@@ -89,9 +95,9 @@ def _lowered(graph: StepGraph, hardware: Hardware, limits: Limits, guard: Guard)
     return least
 
 
-def _smallest_with_link(graph: StepGraph, hardware: Hardware, limits: Limits, guard: Guard) -> Plan:
+def _smallest_with_link(graph: StepGraph, hardware: Hardware, below_bytes: int, limits: Limits, guard: Guard) -> Plan:
     choice = recompute_choice(graph)
-    alone = _smallest(replace(graph, link=None), hardware, limits)
+    alone = _smallest(replace(graph, link=None), hardware, below_bytes, limits)
     plans = [replace(alone, graph=replace(alone.graph, link=graph.link))]
     chosen_ones = [everything_away(choice)]
     if limits.integer_program:
@@ -106,24 +112,12 @@ def _smallest_with_link(graph: StepGraph, hardware: Hardware, limits: Limits, gu
     return min(there_is_room, key=lambda plan: plan.predicted_peak_bytes)
 
 
-def smallest_peaks(
-    choice: RecomputeChoice, hardware: Hardware, limits: Limits, guard: Guard
-) -> list[Mapping[str, Residence]]:
-    """Plans with small peaks: of the dynamic program, of the integer program, and by a rule of thumb."""
+def _starts(choice: RecomputeChoice, hardware: Hardware, limits: Limits, guard: Guard) -> list[Mapping[str, Residence]]:
+    """Plans with small peaks: of the dynamic program, of the program with the least room, and by a rule of thumb."""
     found: list[Mapping[str, Residence]] = []
     if limits.chain:
         found.append(smallest_peak(choice.graph, hardware).residences)
     if limits.integer_program:
-        chosen, stopped = _of_smallest_peak(choice.graph, limits)
-        guard.note(*stopped)
-        if chosen is not None:
-            found.append(as_chosen(choice, chosen).residences)
+        least_room = replace(limits, more_room=(0.0,))
+        found += [as_chosen(choice, one).residences for one in relaxed_choices(choice, 1, least_room, guard)]
     return [*found, just_in_time(choice.graph, narrow(choice, limits.narrow_share))]
-
-
-@lru_cache(maxsize=4)  # asked for by the search inside the budget, and by that for the smallest peak
-def _of_smallest_peak(graph: StepGraph, limits: Limits) -> tuple[Chosen | None, tuple[str, ...]]:
-    """What the integer program for the smallest peak chooses, and what the time limit ended early."""
-    guard = Guard(limits.guard_seconds)
-    solution = solve(recompute_choice(graph), None, gap=limits.gap_of_smallest_peak, limits=limits, guard=guard)
-    return solution.chosen, tuple(guard.stopped)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.capture.layered import Refused
 from shoal.core.plan import Plan
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.backend import backend
+from shoal.engine.search.best_variant import Priced, best_variant
+from shoal.engine.search.variants import PatchWork
 from shoal.errors import BudgetError, CaptureError, InputError, PlanError
 from shoal.transforms.fuse.fuse_graph import fuse_graph
 from shoal.transforms.split.split import split
 from tests.engine.training_laws import blocks
+from tests.random_steps import conv_bn_relu_chain
 
 IMAGES = (2, 3, 64, 64)
 FUSED = Variant(fuse="bnff")
@@ -239,8 +244,52 @@ def test_where_nothing_fits_the_least_of_all_forms_is_told_and_works() -> None:
     assert shoal.plan(model, torch.empty(IMAGES), least, allow="bitwise, exact_split").predicted_peak_bytes <= least
 
 
-def test_more_means_never_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.engine.search.best_variant.least_peak_bytes", lambda graph: -len(graph.ops))  # misleads
+class Refusing:
+    """Forms of which each needs another number of bytes, with what plans them."""
+
+    def __init__(self, **needed_bytes: int) -> None:
+        self.needed_bytes = {Variant(fuse="" if name == "whole" else name): need for name, need in needed_bytes.items()}
+        self.asked: list[Variant] = []
+
+    def fused(self) -> Iterator[Variant]:
+        return (variant for variant in self.needed_bytes if variant != WHOLE)
+
+    def split(self) -> Iterator[Variant]:
+        return iter(())
+
+    def work(self, variant: Variant) -> PatchWork:
+        raise Refused(f"{variant} is not on patches")
+
+    def graph(self, variant: Variant) -> Variant:
+        return variant
+
+    def price(self, variant: Variant) -> Priced[None]:
+        def plan(budget_bytes: int) -> tuple[None, Plan]:
+            self.asked.append(variant)
+            raise BudgetError("no plan fits", least_feasible_bytes=self.needed_bytes[variant])
+
+        step = conv_bn_relu_chain(2 + len(self.asked) + list(self.needed_bytes).index(variant))
+        return Priced(replace(step, static_bytes=1000), plan)
+
+
+def test_the_least_of_every_form_is_told_whichever_it_is() -> None:
+    for least in ("whole", "bnff", "icf"):
+        forms = Refusing(**{name: 10**9 - (name == least) for name in ("whole", "bnff", "icf")})
+        with pytest.raises(BudgetError) as refused:
+            best_variant(forms, forms.price, 1, "")
+        assert refused.value.least_feasible_bytes == 10**9 - 1
+        assert ("computed otherwise" in str(refused.value)) == (least != "whole")
+        assert sorted(map(str, forms.asked)) == sorted(map(str, forms.needed_bytes))
+
+
+def test_a_form_whose_ops_alone_need_more_than_another_form_is_not_asked() -> None:
+    forms = Refusing(whole=1001, bnff=1, icf=1)
+    with pytest.raises(BudgetError) as refused:
+        best_variant(forms, forms.price, 1, "")
+    assert forms.asked == [WHOLE] and refused.value.least_feasible_bytes == 1001
+
+
+def test_more_means_never_need_more() -> None:
     model = nn.Sequential(*blocks(3, 16, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten())  # fused, it needs more
     assert least_bytes(model, allow="recompute, fuse") <= least_bytes(model, allow="recompute")
 

@@ -27,7 +27,8 @@ from shoal.core.variant import WHOLE, Candidate, Pieces, Variant
 from shoal.engine.search.scaled_step import NotLinear
 from shoal.engine.search.variants import Forms, Graph, PatchWork
 from shoal.errors import BudgetError
-from shoal.planners.joint import least_peak_bytes, least_seconds
+from shoal.planners.infeasible import fewest_bytes
+from shoal.planners.joint import least_seconds
 
 log = logging.getLogger("shoal")
 
@@ -152,6 +153,7 @@ class _Search(Generic[Graph, Made]):
         self._forms: dict[str, _Form[Graph, Made]] = {}  # by the step's fingerprint
         self._best: Best[Graph, Made] | None = None
         self._unfit: list[_Form[Graph, Made]] = []
+        self._refused: dict[Variant, BudgetError] = {}
         self._n_ops = 0
 
     def consider(self, variants: Iterable[Variant]) -> None:
@@ -208,8 +210,7 @@ class _Search(Generic[Graph, Made]):
             try:
                 made, plan = priced.plan(self._budget_bytes)
             except BudgetError as error:
-                least_bytes = error.least_feasible_bytes
-                row = replace(row, outcome=f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit")
+                row = replace(row, outcome=self._refuse(variant, error))
                 self._unfit.append(form)
             else:
                 seconds, peak_bytes = plan.predicted_seconds, plan.predicted_peak_bytes
@@ -266,15 +267,33 @@ class _Search(Generic[Graph, Made]):
         return Best(whole, form.graph, made, plan) if seconds < best.plan.predicted_seconds else best
 
     def _nearest(self) -> Best[Graph, Made]:
-        """What needs least of what seems to and of the model's own form: its error says how much that is."""
-        seems = min(self._unfit, key=lambda form: least_peak_bytes(form.priced.graph))
-        refused: dict[Variant, BudgetError] = {}
-        for form in (seems, next(form for form in self._unfit if form.variant == WHOLE)):
-            if form.variant not in refused:
-                try:
-                    return Best(form.variant, form.graph, *form.priced.plan(self._budget_bytes))
-                except BudgetError as error:
-                    refused[form.variant] = error
-        variant, nearest = min(refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
-        hint = f"computed otherwise than the model says it ({variant}), which needs least of what was tried"
+        """The fastest of the forms that fit after all, which their bounds did not expect; else what needs least of all.
+
+        A form that no plan can compute in fewer bytes than are known to be enough is not asked.
+        """
+        fitting: list[Best[Graph, Made]] = []
+        for form in self._unfit:
+            floor_bytes = 0 if form.priced.encodes else fewest_bytes(form.priced.graph)
+            if form.variant in self._refused or floor_bytes >= self._enough_bytes(fitting):
+                continue
+            try:
+                fitting.append(Best(form.variant, form.graph, *form.priced.plan(self._budget_bytes)))
+            except BudgetError as error:
+                self._refuse(form.variant, error)
+        if fitting:
+            return min(fitting, key=lambda best: best.plan.predicted_seconds)
+        variant, nearest = min(self._refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
+        hint = f"computed otherwise than the model says it ({variant}), which needs least of all forms"
         raise nearest if variant == WHOLE else nearest.with_hint(hint)
+
+    def _enough_bytes(self, fitting: list[Best[Graph, Made]]) -> float:
+        """More than the budget where a form fits in it; else the least that any form was found to need."""
+        if fitting:
+            return self._budget_bytes + 1
+        return min((error.least_feasible_bytes or math.inf for error in self._refused.values()), default=math.inf)
+
+    def _refuse(self, variant: Variant, error: BudgetError) -> str:
+        """Note what a form needs; in words."""
+        self._refused[variant] = error
+        least_bytes = error.least_feasible_bytes
+        return f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit"
