@@ -6,7 +6,7 @@
 
 Each kind trains for four steps beside plain PyTorch, with the same numbers drawn. The gradients of every step are held
 against it: equal bit for bit, or the largest difference in units of the tensor's largest value. The bytes in use are
-counted around a whole step by PyTorch's memory events, not by Shoal's own meter. A kind whose library does not import is
+counted around a whole step by PyTorch's memory events, not by Shoal's own meter. A kind whose library is missing is
 skipped.
 """
 

@@ -90,6 +90,7 @@ class StepMeter:
         self._running = False
         self._recording = False
         self._before_bytes = 0
+        self._fresh_peak_bytes = 0  # before the counter's was last reset, of the part that is open
         self._there: set[int] = set()
         self._passing: tuple[WeakStorage, ...] = ()
         self._passing_bytes = 0
@@ -109,6 +110,7 @@ class StepMeter:
         """
         self.abandon()
         self._peaks = {}
+        self._fresh_peak_bytes = 0
         self._before_backward_bytes = 0
         self._part = "forward"
         resident = list(resident)
@@ -133,11 +135,13 @@ class StepMeter:
         return self._counter is not None and self._counter.is_fresh(tensor)
 
     def in_use_bytes(self) -> int:
-        """Device bytes in use now, between two passes; 0 if that cannot be measured."""
+        """Device bytes in use now; 0 if that cannot be measured."""
         if self._counter is None:
             return 0
         if self.device.type == "cuda":
             return self._counter.live_bytes
+        self._fresh_peak_bytes = max(self._fresh_peak_bytes, self._counter.fresh_peak_bytes)
+        self._counter.reset_fresh_peak()
         passing_bytes = sum(held.nbytes for held in self._passing if held.is_alive)
         return self._before_bytes + passing_bytes + self._counter.fresh_peak_bytes
 
@@ -217,8 +221,9 @@ class StepMeter:
             self.intervals.append(Interval(self._counter.peak_bytes, self.in_use_bytes()))
             return
         else:
-            peak_bytes = self._counter.fresh_peak_bytes
+            peak_bytes = max(self._fresh_peak_bytes, self._counter.fresh_peak_bytes)
             self._counter.reset_fresh_peak()
+            self._fresh_peak_bytes = 0
         # A storage that is freed during the loss was alive when the forward pass ended, and counts there.
         passing_bytes = self._passing_bytes
         if self._part == "loss":
@@ -226,6 +231,7 @@ class StepMeter:
         self._note(self._before_bytes + passing_bytes + peak_bytes)
         if self._counter is not None:
             self.intervals.append(Interval(self._before_bytes + passing_bytes + peak_bytes, self.in_use_bytes()))
+            self._fresh_peak_bytes = 0
 
     def _note(self, peak_bytes: int) -> None:
         self._peaks[self._part] = max(self._peaks.get(self._part, 0), peak_bytes)
