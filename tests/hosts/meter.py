@@ -1,0 +1,71 @@
+"""The peak of training steps under a host, by PyTorch's own memory events: shares no code with `memory/step_meter`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from shoal.lowlevel import allocations
+
+_RECORD_FROM = 3  # steps: in those before it Shoal profiles ops and plans, beside which nothing else can record
+_MARK_BYTES = 4321  # an allocation that nothing else makes
+
+
+class HostMeter:
+    """Most bytes in use between the ends of two optimizer steps, from the fifth step on, whoever runs the loop.
+
+    They are the tensors that were there before the recording began and still are, but for the data set: parameters,
+    buffers, the optimizer's state, whatever the host or Shoal holds; and all that was allocated and not freed since:
+    batches, activations, gradients, the optimizer's own temporaries.
+
+    Args:
+        data: tensors of the data set, which a host would read from a disk.
+    """
+
+    def __init__(self, data: Iterable[torch.Tensor] = ()) -> None:
+        self.peak_bytes = 0
+        self.steps = 0
+        self._data = {t.untyped_storage()._cdata for t in data}
+        self._there: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._lasting_bytes = 0
+
+    def __enter__(self) -> HostMeter:
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+        if self.steps < _RECORD_FROM:
+            return
+        changes = allocations.stop()
+        if self.steps > _RECORD_FROM + 1:
+            counted = list(accumulate(changes))
+            self.peak_bytes = self._lasting_bytes + max(counted[changes.index(_MARK_BYTES) + 2 :])
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
+            return  # Shoal tries out how much state there will be
+        self.steps += 1
+        if self.steps == _RECORD_FROM:
+            self._there = self._allocated()
+            allocations.start()
+        elif self.steps == _RECORD_FROM + 1:  # the last batch and its loss have been dropped
+            torch.empty(_MARK_BYTES, dtype=torch.uint8)
+            self._lasting_bytes = sum(nbytes for held, nbytes in self._there.values() if not held.expired())
+
+    def _allocated(self) -> dict[int, tuple[StorageWeakRef, int]]:
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+        tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == "cpu"}
+        return {
+            key: (StorageWeakRef(storage), storage.nbytes())
+            for key, storage in storages.items()
+            if storage.resizable() and key not in self._data  # memory that is mapped from elsewhere is not
+        }
