@@ -66,26 +66,26 @@ def holds_to(
     budget_share: float,
     train: Callable[[int | None], nn.Module],
     data: Iterable[torch.Tensor] = (),
-    ahead_bytes: int = 0,
+    beside_bytes: int = 0,
 ) -> tuple[Run, int]:
     """Train plainly, then inside that share of what this took: the same bits, and never a byte over the budget.
 
     Args:
         train: trains a new model inside a budget, None for plain PyTorch, and returns it.
         data: the data set's tensors.
-        ahead_bytes: of the next batch, where the host reads it before it runs a step: that waits in host memory, which
-            on the CPU is the device's as well.
+        beside_bytes: what the host holds beside the step, as its page says: such as the next batch, which some read
+            before they run a step.
 
     Returns:
         The run inside the budget, and the budget.
     """
     data = list(data)
     plain = metered(lambda: train(None), data)
-    budget = int(budget_share * (plain.peak_bytes - ahead_bytes))
+    budget = int(budget_share * (plain.peak_bytes - beside_bytes))
     planned = metered(lambda: train(budget), data)
     assert planned.steps == plain.steps >= EPOCHS * BATCHES
     assert planned.state.keys() == plain.state.keys()
     assert not [name for name, value in plain.state.items() if not np.array_equal(value, planned.state[name])]
-    print(f"plain {plain.peak_bytes}, budget {budget}, planned {planned.peak_bytes - ahead_bytes}")
-    assert 0 < planned.peak_bytes - ahead_bytes <= budget
+    print(f"plain {plain.peak_bytes}, budget {budget}, planned {planned.peak_bytes - beside_bytes}")
+    assert 0 < planned.peak_bytes - beside_bytes <= budget
     return planned, budget
