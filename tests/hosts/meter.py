@@ -44,9 +44,9 @@ class HostMeter:
         if self.steps < _RECORD_FROM:
             return
         changes = allocations.stop()
-        if self.steps > _RECORD_FROM + 1:
-            counted = list(accumulate(changes))
-            self.peak_bytes = self._lasting_bytes + max(counted[changes.index(_MARK_BYTES) + 2 :])
+        marks = [place for place, change in enumerate(changes) if change == _MARK_BYTES]
+        if len(marks) > 1:
+            self.peak_bytes = self._lasting_bytes + max(list(accumulate(changes))[marks[0] + 2 : marks[-1]])
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
@@ -55,8 +55,9 @@ class HostMeter:
         if self.steps == _RECORD_FROM:
             self._there = self._allocated()
             allocations.start()
-        elif self.steps == _RECORD_FROM + 1:  # the last batch and its loss have been dropped
+        elif self.steps > _RECORD_FROM:
             torch.empty(_MARK_BYTES, dtype=torch.uint8)
+        if self.steps == _RECORD_FROM + 1:  # the last batch and its loss have been dropped
             self._lasting_bytes = sum(nbytes for held, nbytes in self._there.values() if not held.expired())
 
     def _allocated(self) -> dict[int, tuple[StorageWeakRef, int]]:

@@ -15,7 +15,7 @@ from tests.hosts.laws import holds_to, loader, network
 
 pytest.importorskip("mmengine", reason="mmengine is not installed: make test-hosts")
 
-from mmengine.model import BaseModel  # noqa: E402
+from mmengine.model import BaseModel
 
 BEFORE, HOOK = page.block("mmengine.md", 0), page.block("mmengine.md", 1)
 
