@@ -35,7 +35,7 @@ test: build-test
 
 # Lightning, Accelerate, Transformers, timm and others train inside a budget; see docs/hosts.
 test-hosts: build-hosts
-	$(HOSTS)/python -m pytest --numprocesses 2 --dist loadfile tests/hosts
+	$(HOSTS)/python -m pytest tests/hosts
 
 lint: build-test
 	$(BIN)/ruff check
