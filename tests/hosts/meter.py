@@ -52,6 +52,7 @@ class HostMeter:
         if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
             return  # Shoal tries out how much state there will be
         self.steps += 1
+        gc.collect()  # what a host leaves in circles goes by chance
         if self.steps == _RECORD_FROM:
             self._there = self._allocated()
             allocations.start()
@@ -61,7 +62,6 @@ class HostMeter:
             self._lasting_bytes = sum(nbytes for held, nbytes in self._there.values() if not held.expired())
 
     def _allocated(self) -> dict[int, tuple[StorageWeakRef, int]]:
-        gc.collect()
         tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
         tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == "cpu"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,17 @@ def test_an_unknown_part_is_refused_before_anything_runs(tmp_path: Path) -> None
         trainer.fit(Whole())
 
 
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Lightning makes one and leaves it, and names its ranks in the environment."""
+    before = dict(os.environ)
+    yield
+    torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.usefixtures("process_group")
 def test_a_strategy_that_wraps_the_module_takes_a_part_and_refuses_the_whole(tmp_path: Path) -> None:
     more = settings(tmp_path, strategy="ddp", devices=1)
     part = Part()
