@@ -86,6 +86,5 @@ def holds_to(
     assert planned.steps == plain.steps >= EPOCHS * BATCHES
     assert planned.state.keys() == plain.state.keys()
     assert not [name for name, value in plain.state.items() if not np.array_equal(value, planned.state[name])]
-    print(f"plain {plain.peak_bytes}, budget {budget}, planned {planned.peak_bytes - beside_bytes}")
-    assert 0 < planned.peak_bytes - beside_bytes <= budget
+    assert 0 < planned.peak_bytes - beside_bytes <= budget, f"plain: {plain.peak_bytes} bytes"
     return planned, budget

@@ -8,21 +8,22 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shoal.lowlevel import allocations
 
 _RECORD_FROM = 3  # steps: in those before it Shoal profiles ops and plans, beside which nothing else can record
+_MEASURE_FROM = 4  # by then what was there before the recording, and is dropped in each step, is gone: PyTorch's events
+# do not tell how much was freed of that
 _MARK_BYTES = 4321  # an allocation that nothing else makes
 
 
 class HostMeter:
     """Most bytes in use between the ends of two optimizer steps, from the fifth step on, whoever runs the loop.
 
-    They are the tensors that were there before the recording began and still are, but for the data set: parameters,
-    buffers, the optimizer's state, whatever the host or Shoal holds; and all that was allocated and not freed since:
-    batches, activations, gradients, the optimizer's own temporaries.
+    They are the tensors that are there when the fourth step has ended, but for the data set: parameters, gradients,
+    buffers, the optimizer's state, whatever the host or Shoal holds; and all that is allocated and not freed from then
+    on: batches, activations, gradients, the optimizer's own temporaries.
 
     Args:
         data: tensors of the data set, which a host would read from a disk.
@@ -32,8 +33,7 @@ class HostMeter:
         self.peak_bytes = 0
         self.steps = 0
         self._data = {t.untyped_storage()._cdata for t in data}
-        self._there: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._lasting_bytes = 0
+        self._there_bytes = 0
 
     def __enter__(self) -> HostMeter:
         self._hook = register_optimizer_step_post_hook(self._stepped)
@@ -46,7 +46,7 @@ class HostMeter:
         changes = allocations.stop()
         marks = [place for place, change in enumerate(changes) if change == _MARK_BYTES]
         if len(marks) > 1:
-            self.peak_bytes = self._lasting_bytes + max(list(accumulate(changes))[marks[0] + 2 : marks[-1]])
+            self.peak_bytes = self._there_bytes + max(accumulate(changes[marks[0] + 2 : marks[-1]]))
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
@@ -54,19 +54,18 @@ class HostMeter:
         self.steps += 1
         gc.collect()  # what a host leaves in circles goes by chance
         if self.steps == _RECORD_FROM:
-            self._there = self._allocated()
             allocations.start()
-        elif self.steps > _RECORD_FROM:
+        if self.steps == _MEASURE_FROM:
+            self._there_bytes = self._bytes_there()
+        if self.steps >= _MEASURE_FROM:
             torch.empty(_MARK_BYTES, dtype=torch.uint8)
-        if self.steps == _RECORD_FROM + 1:  # the last batch and its loss have been dropped
-            self._lasting_bytes = sum(nbytes for held, nbytes in self._there.values() if not held.expired())
 
-    def _allocated(self) -> dict[int, tuple[StorageWeakRef, int]]:
+    def _bytes_there(self) -> int:
         tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
         tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == "cpu"}
-        return {
-            key: (StorageWeakRef(storage), storage.nbytes())
+        return sum(
+            storage.nbytes()
             for key, storage in storages.items()
             if storage.resizable() and key not in self._data  # memory that is mapped from elsewhere is not
-        }
+        )
