@@ -53,9 +53,9 @@ class Run:
     steps: int
 
 
-def metered(train: Callable[[], nn.Module], data: Iterable[torch.Tensor] = ()) -> Run:
+def metered(train: Callable[[], nn.Module]) -> Run:
     """Let a host train, and measure it from outside."""
-    with HostMeter(data) as meter:
+    with HostMeter() as meter:
         model = train()
     named = model.state_dict().items()  # as arrays, which the next run's meter does not count
     state = {name.replace("_orig_mod.", ""): value.detach().numpy().copy() for name, value in named}
@@ -65,24 +65,21 @@ def metered(train: Callable[[], nn.Module], data: Iterable[torch.Tensor] = ()) -
 def holds_to(
     budget_share: float,
     train: Callable[[int | None], nn.Module],
-    data: Iterable[torch.Tensor] = (),
     beside_bytes: int = 0,
 ) -> tuple[Run, int]:
     """Train plainly, then inside that share of what this took: the same bits, and never a byte over the budget.
 
     Args:
         train: trains a new model inside a budget, None for plain PyTorch, and returns it.
-        data: the data set's tensors.
         beside_bytes: what the host holds beside the step, as its page says: such as the next batch, which some read
             before they run a step.
 
     Returns:
         The run inside the budget, and the budget.
     """
-    data = list(data)
-    plain = metered(lambda: train(None), data)
+    plain = metered(lambda: train(None))
     budget = int(budget_share * (plain.peak_bytes - beside_bytes))
-    planned = metered(lambda: train(budget), data)
+    planned = metered(lambda: train(budget))
     assert planned.steps == plain.steps >= EPOCHS * BATCHES
     assert planned.state.keys() == plain.state.keys()
     assert not [name for name, value in plain.state.items() if not np.array_equal(value, planned.state[name])]

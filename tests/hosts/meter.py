@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shoal.lowlevel import allocations
@@ -21,21 +21,19 @@ _MARK_BYTES = 4321  # an allocation that nothing else makes
 class HostMeter:
     """Most bytes in use between the ends of two optimizer steps, from the fifth step on, whoever runs the loop.
 
-    They are the tensors that are there when the fourth step has ended, but for the data set: parameters, gradients,
-    buffers, the optimizer's state, whatever the host or Shoal holds; and all that is allocated and not freed from then
-    on: batches, activations, gradients, the optimizer's own temporaries.
-
-    Args:
-        data: tensors of the data set, which a host would read from a disk.
+    They are the tensors that are there when the fourth step has ended, but for those from before the run, such as the
+    data set: parameters, gradients, buffers, the optimizer's state, whatever the host or Shoal holds; and all that is
+    allocated and not freed from then on: batches, activations, gradients, the optimizer's own temporaries.
     """
 
-    def __init__(self, data: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self) -> None:
         self.peak_bytes = 0
         self.steps = 0
-        self._data = {t.untyped_storage()._cdata for t in data}
+        self._before: dict[int, StorageWeakRef] = {}  # weak: no other storage gets one's number meanwhile
         self._there_bytes = 0
 
     def __enter__(self) -> HostMeter:
+        self._before = {key: StorageWeakRef(storage) for key, storage in _storages().items()}
         self._hook = register_optimizer_step_post_hook(self._stepped)
         return self
 
@@ -56,16 +54,15 @@ class HostMeter:
         if self.steps == _RECORD_FROM:
             allocations.start()
         if self.steps == _MEASURE_FROM:
-            self._there_bytes = self._bytes_there()
+            fresh = [storage for key, storage in _storages().items() if key not in self._before]
+            self._there_bytes = sum(storage.nbytes() for storage in fresh)
         if self.steps >= _MEASURE_FROM:
             torch.empty(_MARK_BYTES, dtype=torch.uint8)
 
-    def _bytes_there(self) -> int:
-        tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
-        tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == "cpu"}
-        return sum(
-            storage.nbytes()
-            for key, storage in storages.items()
-            if storage.resizable() and key not in self._data  # memory that is mapped from elsewhere is not
-        )
+
+def _storages() -> dict[int, torch.UntypedStorage]:
+    """Every block of PyTorch's allocator that a tensor known to Python uses."""
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == "cpu"}
+    return {key: storage for key, storage in storages.items() if storage.resizable()}  # others are mapped elsewhere

@@ -38,7 +38,7 @@ def test_it_trains_inside_the_budget_to_the_same_bits(code: str) -> None:
         return net
 
     data = batches.dataset.tensors
-    holds_to(0.7, train, data, batch_bytes(data))
+    holds_to(0.7, train, batch_bytes(data))
 
 
 def test_its_enum_still_does_not_know_the_backend() -> None:

@@ -22,4 +22,4 @@ def test_it_trains_inside_the_budget_to_the_same_bits(block: int) -> None:
         page.run(page.block("lightning.md", block), budget, net=net, optimizer=optimizer, batches=batches, nn=nn)
         return net
 
-    holds_to(0.7, train, batches.dataset.tensors)
+    holds_to(0.7, train)

@@ -38,4 +38,4 @@ def test_it_trains_inside_the_budget_to_the_same_bits() -> None:
         assert frozen and all(p.grad is None for p in frozen)
         return model
 
-    holds_to(0.7, train, batches.dataset.tensors)
+    holds_to(0.7, train)

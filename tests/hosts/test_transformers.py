@@ -48,4 +48,4 @@ def test_it_trains_inside_the_budget_to_the_same_bits(block: int, tmp_path: Path
         page.run(page.block("transformers.md", block), budget, **names)
         return model
 
-    holds_to(0.8, train, (pixels, labels), batch_bytes((pixels, labels)))
+    holds_to(0.8, train, batch_bytes((pixels, labels)))

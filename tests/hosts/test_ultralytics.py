@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shoal.errors import CaptureError
 from tests.hosts import page
 from tests.hosts.image_folder import write_boxes, write_images
 from tests.hosts.laws import CLASSES, batch_bytes, holds_to, images
@@ -57,11 +56,3 @@ def test_it_trains_inside_the_budget_to_the_same_bits(task: str, share: float, t
     del made
     beside_bytes = copies_bytes + batch_bytes(images(side=64))  # as the page says
     holds_to(share, lambda budget: train_by(LINES, budget, task, tmp_path), beside_bytes=beside_bytes)
-
-
-def test_a_detector_with_its_loss_inside_is_refused_with_the_line(tmp_path: Path) -> None:
-    write_boxes(tmp_path / "boxes", ("train", "val"))
-    code = LINES.replace("    trainer.args.compile = True\n", "")
-    assert code != LINES
-    with pytest.raises(CaptureError, match=r"ultralytics/utils/loss\.py:\d+"):
-        train_by(code, 2**31, "detect", tmp_path)
