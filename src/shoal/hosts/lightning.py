@@ -17,16 +17,15 @@ from shoal.engine.status import Status
 from shoal.errors import BudgetError, InputError
 from shoal.memory.budget import budget_bytes
 
-_LOGGED = ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "repairs")
-
 
 class ShoalBudget(Callback):
     """Train inside `budget` device bytes, with the optimizer that Lightning makes counted from the start.
 
     It replaces `shoal.compile` by hand, which comes before there is an optimizer. What is compiled is the call of the
-    module, `self(x)` in its `training_step`, or of one part of it. Peaks go to the trainer's loggers whenever they
-    change, as `shoal/measured_peak_bytes` and the like. To Lightning's batch-size finder, a batch that no plan fits is
-    out of memory: `Tuner.scale_batch_size` and `BatchSizeFinder` find the largest one inside the budget.
+    module, `self(x)` in its `training_step`, or of one part of it. What `model.shoal.metrics()` tells goes to the
+    trainer's loggers whenever it changes, such as `shoal/measured_peak_bytes`. To Lightning's batch-size finder, a
+    batch that no plan fits is out of memory: `Tuner.scale_batch_size` and `BatchSizeFinder` find the largest one inside
+    the budget.
 
     Args:
         budget: device bytes at the peak of a step, as for `shoal.compile`.
@@ -69,7 +68,7 @@ class ShoalBudget(Callback):
             raise InputError("optimizer= is what Lightning makes in configure_optimizers; leave it out")
         self._budget, self._part, self._options = budget, part, options
         self._compiled: nn.Module | None = None
-        self._logged: dict[str, int] = {}
+        self._logged: dict[str, int | float] = {}
         self._batches = 0
 
     @property
@@ -104,11 +103,11 @@ class ShoalBudget(Callback):
                 f"training_step of {type(pl_module).__name__} never called {called}, which the budget is for; give "
                 "ShoalBudget the part= that it calls"
             )
-        found = {name: value for name in _LOGGED if (value := getattr(status, name)) is not None}
+        found = status.metrics()
         if found != self._logged:
             self._logged = found
             for logger in trainer.loggers:
-                logger.log_metrics({f"shoal/{name}": value for name, value in found.items()}, trainer.global_step)
+                logger.log_metrics(found, trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The module's own step again, where training never started."""
