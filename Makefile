@@ -15,7 +15,10 @@ DEMO := $(BIN)/shoal train --model resnet18_cifar --data digits --batch 128 --ep
 FUZZ_SEED ?= 1
 FUZZ_CASES ?= 4000
 
-.PHONY: demo test lint sanitize build-demo build-test clean
+# The trainers of others have an environment of their own.
+HOSTS := .venv-hosts/bin
+
+.PHONY: demo test test-hosts lint sanitize build-demo build-test build-hosts clean
 
 demo: build-demo
 	@echo "== Plain PyTorch inside a wall of $(DEMO_BUDGET): it must run out of memory =="
@@ -29,6 +32,10 @@ demo: build-demo
 
 test: build-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Lightning, Accelerate, Transformers, timm and others train inside a budget; see docs/hosts.
+test-hosts: build-hosts
+	$(HOSTS)/python -m pytest tests/hosts
 
 lint: build-test
 	$(BIN)/ruff check
@@ -50,6 +57,16 @@ build-demo: $(VENV)/.demo
 build-test: $(VENV)/.test
 	@$(PIP) install --no-deps --no-build-isolation --force-reinstall .
 
+build-hosts: .venv-hosts/.hosts
+	@$(HOSTS)/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation --force-reinstall .
+
+.venv-hosts/.hosts: requirements/hosts.txt requirements/build.txt requirements/demo.txt
+	@echo "Installing requirements/hosts.txt into .venv-hosts ..."
+	@$(PYTHON) -m venv .venv-hosts
+	@$(HOSTS)/python -m pip --disable-pip-version-check -qq install --no-deps -r $< || { \
+	  echo "make test-hosts: the hosts could not be installed, see pip's line above; no test has run" >&2; exit 1; }
+	@touch $@
+
 $(VENV)/.%: requirements/%.txt requirements/build.txt requirements/demo.txt | $(BIN)/python
 	@echo "Installing requirements/$*.txt into $(VENV) ..."
 	@$(PIP) install -r $<
@@ -59,4 +76,4 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf build dist $(VENV)
+	rm -rf build dist $(VENV) .venv-hosts

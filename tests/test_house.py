@@ -25,7 +25,7 @@ FLOORS = (
     ("cost",),
     ("engine", "distributed"),
     ("shoal",),
-    ("app",),
+    ("app", "hosts"),
     ("__main__",),
 )
 FOLDERS = tuple(folder for floor in FLOORS for folder in floor)
