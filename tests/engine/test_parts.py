@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,16 @@ def test_where_it_breaks_is_said_once_and_explained(caplog: pytest.LogCaptureFix
     explained = model.shoal.plan.explain()
     assert "eager code between them" in explained
     assert "test_parts.py" in explained
+
+
+def test_the_model_is_freed_with_its_last_reference() -> None:
+    model = shoal.compile(Looping(prints), budget="1GiB")
+    with costs_that_do_not_matter():
+        train(model, images(2, 2, 3, 8, 8))
+    left = weakref.ref(model)
+    del model
+    gc.collect()
+    assert left() is None
 
 
 def test_nothing_of_a_batch_is_kept() -> None:

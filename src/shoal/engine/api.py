@@ -257,7 +257,7 @@ class _Caller:
         try:
             with settings(self._logging), one_graph():
                 if self._parts is not None:
-                    return self._parts.call(model, kind, args, kwargs)
+                    return self._parts.call(model, self._planned, kind, args, kwargs)
                 planned = self._planned.get(kind)
                 if planned is not None:
                     return planned(*args, **kwargs, **drawn_for(model, args))
@@ -282,7 +282,7 @@ class _Caller:
             plain_call(model, *args, **kwargs)  # raises as the plain model does
             raise CaptureError(f"the model cannot be captured as one graph: {failure.reason}") from None
         with settings(self._logging), one_graph():
-            return self._parts.call(model, kind, args, kwargs)
+            return self._parts.call(model, self._planned, kind, args, kwargs)
 
     def _why(self, kind: tuple[Any, ...]) -> str:
         """Why the model is captured anew although nothing of what it is called with has changed; "" the first time."""

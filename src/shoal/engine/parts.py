@@ -132,7 +132,8 @@ class PartedSteps:
         self.run_graphs, self.aten_only = compiler(kernels), kernels == "inductor"
         self.metering = PartMetering(session.static, self.learn)
         self._broken = broken
-        self._begin: dict[Any, tuple[_Node, Callable[..., Any]]] = {}
+        self._begin: dict[Any, _Node] = {}
+        self._times_forgotten = 0
         self._node = _Node()
         self._measured: dict[tuple[_Node, ...], _Measured] = {}
         self._planned: dict[tuple[_Node, ...], PartedStep] = {}
@@ -143,11 +144,19 @@ class PartedSteps:
         session.metering = self.metering
         self.metering.calls.begins()
 
-    def call(self, model: nn.Module, kind: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self,
+        model: nn.Module,
+        captured: dict[Any, Callable[..., Any]],
+        kind: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """Call the model for a training step.
 
         Args:
-            model: the network. It is not kept.
+            model: the network. It is not kept: Dynamo keeps this object for good.
+            captured: the model's calls as Dynamo knows them, filled in here and kept by who keeps the model.
             kind: what decides, beside shapes, over how the step is captured.
             args, kwargs: the call's.
 
@@ -159,9 +168,10 @@ class PartedSteps:
         if self._refused is not None:
             raise self._refused
         self._count_what_changed()
-        if kind not in self._begin:
-            self._begin[kind] = _Node(), capturing_parts(model, self._compile_graph)
-        self._node, run = self._begin[kind]
+        this = kind, self._times_forgotten
+        if this not in captured:
+            captured[this] = capturing_parts(model, self._compile_graph)
+        run, self._node = captured[this], self._begin.setdefault(kind, _Node())
         before = _Snapshot(model) if not self._planned and not self._keeps_little else None
         self.metering.arguments = [a for a in tree_leaves((args, dict(kwargs))) if isinstance(a, torch.Tensor)]
         try:
@@ -188,11 +198,12 @@ class PartedSteps:
         before.restore()
         self._keeps_little = True
         self.forget()
-        return self.call(model, kind, args, kwargs)
+        return self.call(model, captured, kind, args, kwargs)
 
     def forget(self) -> None:
         """Capture and plan anew from the next step on."""
         self._begin.clear()
+        self._times_forgotten += 1
         self._measured.clear()
         self._planned.clear()
         self._refused = None
