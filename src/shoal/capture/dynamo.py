@@ -95,9 +95,9 @@ class TooManyCaptures(CaptureError):
 
     def __init__(self, captures: int, difference: str) -> None:
         super().__init__(
-            f"the model was called with more than {captures} different shapes or settings, and each needs a plan of its "
-            f"own; what differed last: {difference}; keep it the same, pad or crop the batches to fewer shapes, or give "
-            "the model a tensor in place of a number that varies"
+            f"the model was called with more than {captures} different shapes or settings that each need a plan of "
+            f"their own; what differed last: {difference}; keep it the same, pad or crop the batches to fewer shapes, "
+            "or give a tensor in place of a number that varies"
         )
         self.captures, self.difference = captures, difference
 

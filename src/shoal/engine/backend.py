@@ -83,6 +83,7 @@ def compile_step(
 ) -> Callable[..., Any]:
     """Plan and lower the step of one Dynamo graph."""
     _reject_graph_break(gm)
+    session.status.captures += 1
     run_graphs = compiler(kernels)
     places, aten_only = InputPlaces.of(gm), kernels == "inductor"
 

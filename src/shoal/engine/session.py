@@ -190,14 +190,7 @@ class Session:
 
     def start_over(self, reached: TooManyCaptures) -> None:
         """Forget every captured step: there are as many as there may be. Each is captured again when it comes."""
-        log.warning(
-            "%s: the model was called with more than %d different shapes or settings that each need a plan of their "
-            "own; the plans so far are dropped and made again as they are needed. What differed last: %s; keep it the "
-            "same, pad or crop the batches to fewer shapes, or give a tensor in place of a number that varies",
-            self.name or "model",
-            reached.captures,
-            reached.difference,
-        )
+        log.warning("%s: %s; all its plans are dropped, and made again as needed", self.name or "model", reached)
         self._plan_anew()
 
     def _plan_anew(self) -> None:
