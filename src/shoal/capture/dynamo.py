@@ -85,6 +85,23 @@ class GraphBreak(CaptureError):
         self.place = place
 
 
+class TooManyCaptures(CaptureError):
+    """Dynamo captures no more graphs of a model's call.
+
+    Attributes:
+        captures: how many there are.
+        difference: what asked for one more, as Dynamo words it.
+    """
+
+    def __init__(self, captures: int, difference: str) -> None:
+        super().__init__(
+            f"the model was called with more than {captures} different shapes or settings that each need a plan of "
+            f"their own; what differed last: {difference}; keep it the same, pad or crop the batches to fewer shapes, "
+            "or give a tensor in place of a number that varies"
+        )
+        self.captures, self.difference = captures, difference
+
+
 @contextmanager
 def one_graph() -> Iterator[None]:
     """Around a call that Dynamo is to capture: its errors become ours.
@@ -92,8 +109,8 @@ def one_graph() -> Iterator[None]:
     Raises:
         ShoalError: what the backend raised, as it was.
         GraphBreak: the model is not one graph.
-        CaptureError: it differs too often from one call to the next.
         ModelRaised: the model raises an exception of its own.
+        TooManyCaptures: there are as many graphs of it as there may be, and none is of this call.
     """
     try:
         yield
@@ -114,11 +131,7 @@ def one_graph() -> Iterator[None]:
             raise ModelRaised(f"an exception is raised at {_place(failure)}") from None
         raise _capture_error(failure) from None
     except FailOnRecompileLimitHit:
-        raise CaptureError(
-            f"the model was called with more than {MOST_CAPTURES} different shapes or settings, and each needs a plan "
-            f"of its own; what differed last: {_last_difference()}; keep it the same, pad or crop the batches to fewer "
-            "shapes, or give the model a tensor in place of a number that varies"
-        ) from None
+        raise TooManyCaptures(MOST_CAPTURES, _last_difference()) from None
 
 
 def _is_models_own(failure: Unsupported) -> bool:
@@ -222,14 +235,12 @@ def call_of(model: nn.Module) -> Callable[..., Any]:
             "whole model, with depth= or join= to say how far, or compile that part by itself"
         )
 
-    _forget_sizes()  # of an earlier capture of this model
-
     def call(*args: Any, **kwargs: Any) -> Any:
         return plain_call(model, *args, **kwargs)
 
     # Dynamo keeps and counts its graphs by code object: one of its own, so that no model uses up another's. What it has
     # seen change between calls it keeps by the code's name: else another model's numbers would be taken for changed.
-    name = f"call_{_number_of.setdefault(model, next(_numbers))}"
+    name = _name_of(model)
     return FunctionType(call.__code__.replace(co_name=name), call.__globals__, name, None, call.__closure__)
 
 
@@ -256,6 +267,7 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
         fail_on_recompile_limit_hit=True,
         suppress_errors=False,
         allow_unspec_int_on_nn_module=True,  # a counter of the model's may become an input of the step
+        allow_ignore_mark_dynamic=True,  # a guard of the step's own may narrow a size that the caller marked
         skip_nnmodule_hook_guards=False,  # else a hook that comes or goes between steps is not noticed
         ignore_logging_functions=config.ignore_logging_functions.union(logging_functions),
     )
@@ -264,10 +276,10 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
 def capturing(
     model: nn.Module, backend: Callable[..., Any], name: str, record: Callable[[Preparation], object]
 ) -> Callable[..., Any]:
-    """The model's call as it is to be called under `settings`: captured for each shape, and compiled by `backend`.
+    """The model's call as it is to be called under `settings`: captured as often as its guards ask, by `backend`.
 
-    A number that changes from one call to the next becomes an input of the graph; a size never does. The cuts of a
-    network that is split at drawn ones are told to be inputs, and nothing else is.
+    A number or a size that changes from one call to the next becomes an input of the graph. The cuts of a network that
+    is split at drawn ones are told to be inputs, and nothing else is.
 
     Args:
         name, record: as of `preparing`, for what is captured after the first call.
@@ -285,7 +297,6 @@ def capturing(
                 captures,
                 _last_difference(),
             )
-        _forget_sizes()
         guard = _last_difference() if captures > 1 else ""
         why = _why_again(guard) if guard else ""
         is_of_tensors = guard.startswith("tensor ") or ".size()" in guard
@@ -309,7 +320,7 @@ def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[.
         object.__setattr__(module, "_compiled_call_impl", _entered(module))
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        _forget_sizes()
+        forget_sizes()
         with refusals():
             return backend(gm, example_inputs)
 
@@ -346,13 +357,24 @@ def break_after(gm: fx.GraphModule) -> str:
     return f"{place}: {reason.reason.splitlines()[0]}"
 
 
-def _forget_sizes() -> None:
-    """Let Dynamo forget the tensors that our calls had: of a size that it sees change it would make a symbol."""
-    for code in get_code_state().values():
+def forget_sizes(model: nn.Module | None = None) -> None:
+    """Let Dynamo forget the tensors that a model was called with: a size that it sees change becomes a symbol.
+
+    Args:
+        model: the model; None for all of ours.
+    """
+    name = None if model is None else _name_of(model)
+    for code_id, code in get_code_state().items():
         seen = code.automatic_dynamic
-        for name in [name for name, entry in seen.items() if isinstance(entry.size, tuple)]:
-            if name.startswith(_OUR_SOURCES):
-                del seen[name]
+        if name in (None, code_id.name):
+            for source in [source for source, entry in seen.items() if isinstance(entry.size, tuple)]:
+                if source.startswith(_OUR_SOURCES):
+                    del seen[source]
+
+
+def _name_of(model: nn.Module) -> str:
+    """What the code of a model's call is called."""
+    return f"call_{_number_of.setdefault(model, next(_numbers))}"
 
 
 def global_hooks() -> tuple[int, ...]:

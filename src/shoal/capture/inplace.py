@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shoal.capture.symbolic_sizes import at_numbers, expression_of
 from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.batch_norm import backward_ as batch_norm_backward_
 from shoal.kernels.batch_norm import normalise, normalise_
@@ -105,8 +106,12 @@ def _same_block(operand: Any, result: Any) -> bool:
         isinstance(operand, torch.Tensor)
         and isinstance(result, torch.Tensor)
         and operand.dtype == result.dtype
-        and operand.shape == result.shape
-        and operand.stride() == result.stride()
-        and operand.storage_offset() == 0
-        and operand.untyped_storage().nbytes() == result.untyped_storage().nbytes()
+        and _block_of(operand) == _block_of(result)
+        and at_numbers((operand.storage_offset(),), {}) == (0,)
     )
+
+
+def _block_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, strides and storage; equal ones are so whatever symbolic sizes stand for, and no guard is added."""
+    sizes = (tensor.dim(), *tensor.shape, *tensor.stride(), tensor.untyped_storage().nbytes())
+    return tuple(expression_of(size) if isinstance(size, torch.SymInt) else size for size in sizes)

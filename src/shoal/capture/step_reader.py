@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,11 +97,13 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], options: 
     others = [read(with_numbers(joint, largest)) for largest in largest_numbers(joint.graph)] if numbers else []
     node = {node.name: node for node in joint.graph.nodes}
     outputs: Any = joint.graph.output_node().args[0]
+    node_of = {op: node[one.name] for op, one in reader.node_of.items()}
+    storage_of = {node[one.name]: storage for one, storage in reader.storage_of.items()}
     return Captured(
-        at_largest(step, [graph for graph, _ in others]),
+        _same_in_all(at_largest(step, [graph for graph, _ in others]), node_of, storage_of) if numbers else step,
         joint,
-        {op: node[one.name] for op, one in reader.node_of.items()},
-        {node[one.name]: storage for one, storage in reader.storage_of.items()},
+        node_of,
+        storage_of,
         tuple(outputs[:n_forward_outputs]),
         tuple(outputs[n_forward_outputs:]),
         _device(reader.storage_of),
@@ -110,6 +113,20 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], options: 
         else {},
         options,
     )
+
+
+def _same_in_all(step: StepGraph, node_of: Mapping[str, fx.Node], storage_of: Mapping[fx.Node, int]) -> StepGraph:
+    """The step without writing over what has the result's size only at the numbers that it was read with."""
+
+    def kept(op: Op) -> Op:
+        node = node_of.get(op.name)
+        if node is None:
+            return op
+        there = {storage_of.get(operand) for operand in inplace.operands(node)}
+        again = op.again if op.again is None or op.again.overwrites in there else replace(op.again, overwrites=-1)
+        return replace(op, overwrites=op.overwrites if op.overwrites in there else -1, again=again)
+
+    return replace(step, ops=tuple(map(kept, step.ops)))
 
 
 def _device(nodes: Iterable[fx.Node]) -> torch.device:
@@ -335,6 +352,10 @@ class _Reader:
 
 
 def storage_bytes(value: torch.Tensor) -> int:
-    """What the device's allocator counts for the storage of a tensor: CUDA hands out blocks of 512 bytes."""
-    nbytes = int(value.untyped_storage().nbytes())
-    return -(-nbytes // 512) * 512 if value.device.type == "cuda" else nbytes
+    """What the device's allocator counts for the storage of a tensor."""
+    return allocated_bytes(int(value.untyped_storage().nbytes()), value.device)
+
+
+def allocated_bytes(nbytes: int, device: torch.device) -> int:
+    """What a device's allocator counts for so many bytes: CUDA hands out blocks of 512 bytes."""
+    return -(-nbytes // 512) * 512 if device.type == "cuda" else nbytes

@@ -9,7 +9,8 @@ largest for what a step takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -20,10 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from shoal.errors import CaptureError
+from shoal.transforms.split.split import CUTS_ARGUMENT
 
 Size = int | torch.SymInt
+_MOST_LOOKED_AT = 4096  # choices of numbers, for one storage
+_SIZE_OF_A_TENSOR = ".size()["  # in the names that Dynamo gives
 Numbers = Mapping[Any, int]  # by symbol, of sympy
 
 
@@ -47,7 +52,7 @@ def write_constants_out(graph: fx.Graph) -> None:
                 node.meta["val"] = tree_map(_settled, node.meta["val"])
             continue
         value: Any = node.meta["val"]
-        exact = _expression(value)
+        exact = expression_of(value)
         if not exact.free_symbols:
             _replace(graph, node, _plain(value, exact))
         elif unbounded := [s for s in exact.free_symbols & shaping if not _has_bounds(s, value.node.shape_env)]:
@@ -57,11 +62,20 @@ def write_constants_out(graph: fx.Graph) -> None:
             )
 
 
+def is_input_size(symbol: Any, shape_env: Any) -> bool:
+    """Whether a symbol is the size of a tensor that the model is called with, and no cut that is drawn."""
+    names = [source.name for source in shape_env.var_to_sources.get(symbol, ())]
+    return any(_SIZE_OF_A_TENSOR in name and CUTS_ARGUMENT not in name for name in names)
+
+
 def usual(value: Size) -> int:
-    """A size with every symbol halfway between its least and its most; one that has no most, as it was captured."""
+    """A size with every symbol halfway between its least and its most, and the sizes of inputs at their most.
+
+    A symbol that has no most is as it was captured.
+    """
     if not isinstance(value, torch.SymInt):
         return value
-    expression = _expression(value)
+    expression = expression_of(value)
     return int(expression.xreplace(_halfway(expression.free_symbols, value.node.shape_env)))
 
 
@@ -70,14 +84,15 @@ def usual_numbers(graph: fx.Graph) -> Numbers:
     found: dict[Any, int] = {}
     for node in graph.nodes:
         if is_size(node):
-            found |= _halfway(_expression(node.meta["val"]).free_symbols, node.meta["val"].node.shape_env)
+            found |= _halfway(expression_of(node.meta["val"]).free_symbols, node.meta["val"].node.shape_env)
     return found
 
 
 def largest_numbers(graph: fx.Graph) -> list[Numbers]:
     """Few choices of all numbers, such that each tensor of the graph has its largest storage in one of them.
 
-    Storages are products of patch lengths, and those are linear in the symbols: the largest lies at bounds.
+    Raises:
+        CaptureError: it cannot be told how large a storage can be.
     """
     chosen: list[dict[Any, int]] = []
     for needed in _largest_of_each(graph):
@@ -116,12 +131,20 @@ def with_numbers(joint: fx.GraphModule, numbers: Numbers) -> fx.Graph:
 def numbers_of(graph: fx.Graph, arguments: Sequence[Any]) -> Numbers:
     """What the symbols of a graph's inputs stand for where it is called with these arguments."""
     inputs = zip(graph.find_nodes(op="placeholder"), arguments, strict=True)
-    return {_expression(node.meta["val"]): number for node, number in inputs if is_size(node)}
+    return {expression_of(node.meta["val"]): number for node, number in inputs if is_size(node)}
+
+
+def call_sizes(graph: fx.Graph) -> Callable[[Sequence[Any]], tuple[int, ...]]:
+    """What tells, from the arguments of a call of the graph, the numbers that shape its tensors; () where none vary."""
+    shaping = _symbols_in_shapes(graph)
+    inputs = enumerate(graph.find_nodes(op="placeholder"))
+    places = [place for place, node in inputs if is_size(node) and expression_of(node.meta["val"]) in shaping]
+    return lambda arguments: tuple(arguments[place] for place in places)
 
 
 def at_numbers(sizes: Sequence[Size], numbers: Numbers) -> tuple[int, ...] | None:
     """The sizes with numbers for their symbols; None where a symbol has none."""
-    values = [size if isinstance(size, int) else _expression(size).xreplace(numbers) for size in sizes]
+    values = [size if isinstance(size, int) else expression_of(size).xreplace(numbers) for size in sizes]
     if any(not isinstance(value, int) and value.free_symbols for value in values):
         return None
     return tuple(map(int, values))
@@ -132,13 +155,13 @@ def as_arguments(graph: fx.Graph, sizes: Sequence[Size]) -> list[int | fx.Node]:
 
     The nodes go where the graph's cursor is.
     """
-    symbols = {_expression(node.meta["val"]): node for node in graph.find_nodes(op="placeholder") if is_size(node)}
+    symbols = {expression_of(node.meta["val"]): node for node in graph.find_nodes(op="placeholder") if is_size(node)}
     tracer = fx.proxy.GraphAppendingTracer(graph)
 
     def computed(size: Size) -> int | fx.Node:
         if not isinstance(size, torch.SymInt):
             return size
-        expression = _expression(size)
+        expression = expression_of(size)
         known = {symbol: fx.Proxy(symbols[symbol], tracer) for symbol in expression.free_symbols}
         node: fx.Node = sympy_interp(PythonReferenceAnalysis, known, expression).node
         _value_of(node)
@@ -155,7 +178,8 @@ def _value_of(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
-def _expression(value: Any) -> Any:
+def expression_of(value: Any) -> Any:
+    """What a symbolic number is, of sympy, after all that is guarded."""
     return value.node.shape_env.simplify(value.node.expr)
 
 
@@ -182,14 +206,15 @@ def _halfway(symbols: Iterable[Any], shape_env: Any) -> dict[Any, int]:
 
 
 def _middle(symbol: Any, shape_env: Any) -> int:
-    if _has_bounds(symbol, shape_env):
-        return sum(_bounds(symbol, shape_env)) // 2
-    return int(shape_env.backed_var_to_val[symbol])
+    if not _has_bounds(symbol, shape_env):
+        return int(shape_env.backed_var_to_val[symbol])
+    least, most = _bounds(symbol, shape_env)
+    return most if is_input_size(symbol, shape_env) else (least + most) // 2
 
 
 def _symbols_in_shapes(graph: fx.Graph) -> set[Any]:
     tensors = (t for node in graph.nodes for t in tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor))
-    return {symbol for tensor in tensors for size in _symbolic(tensor) for symbol in _expression(size).free_symbols}
+    return {symbol for tensor in tensors for size in _symbolic(tensor) for symbol in expression_of(size).free_symbols}
 
 
 def _largest_of_each(graph: fx.Graph) -> Iterator[dict[Any, int]]:
@@ -199,20 +224,48 @@ def _largest_of_each(graph: fx.Graph) -> Iterator[dict[Any, int]]:
             if not isinstance(tensor, torch.Tensor):
                 continue
             nbytes = tensor.untyped_storage().nbytes()
-            if not isinstance(nbytes, torch.SymInt) or (expression := _expression(nbytes)) in seen:
+            if not isinstance(nbytes, torch.SymInt) or (expression := expression_of(nbytes)) in seen:
                 continue
             seen.add(expression)
-            symbols = sorted(expression.free_symbols, key=str)
-            corners = product(*(_bounds(symbol, nbytes.node.shape_env) for symbol in symbols))
-            choices = [dict(zip(symbols, corner, strict=True)) for corner in corners]
-            if choices[0]:
-                yield max(choices, key=lambda choice: int(expression.xreplace(choice)))
+            if expression.free_symbols:
+                spans = {s: _bounds(s, nbytes.node.shape_env) for s in sorted(expression.free_symbols, key=str)}
+                yield largest_at(expression, spans)
+
+
+def largest_at(expression: Any, spans: Mapping[Any, tuple[int, int]]) -> dict[Any, int]:
+    """The numbers at which an expression is largest, each within its span.
+
+    They are looked for among the ends of the spans, and the answer is proven: by the expression's form, by interval
+    arithmetic, or by looking at every number there is.
+
+    Raises:
+        CaptureError: it cannot be told.
+    """
+    corners = [dict(zip(spans, corner, strict=True)) for corner in product(*spans.values())]
+    best = max(corners, key=lambda choice: int(expression.xreplace(choice)))
+    most = int(expression.xreplace(best))
+    if _is_linear_in_each(expression, spans):
+        return best
+    bound = bound_sympy(expression, {symbol: ValueRanges(*span) for symbol, span in spans.items()}).upper
+    if bound == most:
+        return best
+    if math.prod(most - least + 1 for least, most in spans.values()) > _MOST_LOOKED_AT:
+        raise CaptureError(f"it cannot be told how large a storage of {expression} bytes can be")
+    every = product(*(range(least, most + 1) for least, most in spans.values()))
+    choices = (dict(zip(spans, numbers, strict=True)) for numbers in every)
+    return max(choices, key=lambda choice: int(expression.xreplace(choice)))
+
+
+def _is_linear_in_each(expression: Any, symbols: Iterable[Any]) -> bool:
+    """Whether an expression changes by the same amount with each step of a symbol, so that an end is the largest."""
+    polynomial = expression.as_poly(*symbols)
+    return polynomial is not None and max(polynomial.degree_list()) <= 1
 
 
 def _number(value: Any, numbers: Numbers) -> Any:
     if not isinstance(value, py_sym_types):
         return value
-    return _plain(value, _expression(value).xreplace(numbers))
+    return _plain(value, expression_of(value).xreplace(numbers))
 
 
 def _plain(value: Any, exact: Any) -> float:
@@ -235,7 +288,7 @@ def _settled(value: Any) -> Any:
     """A tensor whose symbolic sizes all have one number only, with those numbers; anything else as it is."""
     if not isinstance(value, torch.Tensor) or not _varies(value):
         return value
-    return value if any(_expression(size).free_symbols for size in _symbolic(value)) else _with_numbers(value, {})
+    return value if any(expression_of(size).free_symbols for size in _symbolic(value)) else _with_numbers(value, {})
 
 
 def _varies(value: torch.Tensor) -> bool:

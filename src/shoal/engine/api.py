@@ -19,8 +19,10 @@ from shoal.capture.dynamo import (
     OWN_BUDGET,
     GraphBreak,
     ModelRaised,
+    TooManyCaptures,
     capturing,
     drawn_for,
+    forget_sizes,
     global_hooks,
     logging_functions,
     one_graph,
@@ -71,10 +73,11 @@ def compile(
 
     It replaces `torch.compile(model)`, `torch.utils.checkpoint` by hand and guessing at batch sizes. The model is
     changed in place, as `model.compile()` does: parameters, buffers, hooks, the names in `state_dict` and the function
-    that it computes stay. The first training step of each input shape is captured in the forms that are allowed, its
-    ops are profiled and the fastest plan is made; the first steps are measured, and where one is over the budget the
-    next is planned again with what was learnt. In eval mode and under `torch.no_grad()` the model runs as it would
-    without Shoal.
+    that it computes stay. The first training step is captured in the forms that are allowed, its ops are profiled and
+    the fastest plan is made; the first steps are measured, and where one is over the budget the next is planned again
+    with what was learnt. Inputs of other sizes share one more plan, made at the largest: twice what was seen, or what
+    `torch._dynamo.mark_dynamic(x, dim, max=...)` declares, and again where a larger one comes. In eval mode and under
+    `torch.no_grad()` the model runs as it would without Shoal.
 
     Args:
         model: the network. Its forward pass is one graph, or several with eager code between them. In distributed data
@@ -136,7 +139,7 @@ def compile(
         BudgetError: here, where parameters and gradients alone are over the budget; at the first training step,
             before anything is run, where no plan fits.
         CaptureError: at a training step, where nothing of the model can be captured (with `strict`: where it is not one
-            graph), or it differs too often from step to step.
+            graph).
         PlanError: at the first training step, where `plan`, or what a planner of your own returned, is of another
             step, breaks a rule, or passes the budget.
 
@@ -220,6 +223,7 @@ class _Caller:
         self._parts: PartedSteps | None = None
         self._planned: dict[Any, Callable[..., Any]] = {}
         self._logging: Collection[Callable[..., Any]] = ()
+        forget_sizes(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any] | None:
         """The plain call of the model's copy."""
@@ -249,9 +253,18 @@ class _Caller:
         if in_trace():
             return plain_call(model, *args, **kwargs)
         _reject_function_transforms()
-        self.session.static.called_by(active_ddp_module())
-        accumulating = self.session.before_call()
+        session = self.session
+        session.static.called_by(active_ddp_module())
+        accumulating = session.before_call()
         kind = accumulating, *global_hooks()
+        try:
+            return self._train(kind, args, kwargs)
+        except TooManyCaptures as reached:
+            session.start_over(reached)
+            return self._train(kind, args, kwargs)
+
+    def _train(self, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        model = self.model
         if kind not in self._planned:
             self._logging = logging_functions()
         try:

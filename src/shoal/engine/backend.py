@@ -10,7 +10,6 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_leaves
 
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
@@ -18,18 +17,21 @@ from shoal.capture.dynamo import break_after, refusals
 from shoal.capture.lower import lower
 from shoal.capture.pieces import in_pieces
 from shoal.capture.step_reader import capture
+from shoal.capture.symbolic_sizes import Numbers, call_sizes, numbers_of
 from shoal.capture.traced_strides import Departure
+from shoal.capture.varying_sizes import bytes_at, make_static
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.engine.choose_variant import compile_chosen
 from shoal.engine.first_run import checked
 from shoal.engine.graph_runner import Compiler, compiler
 from shoal.engine.loop_memory import Basis
+from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.options import CompileOptions
 from shoal.engine.session import Session
 from shoal.engine.status import Status
-from shoal.engine.step_planning import Form
+from shoal.engine.step_planning import WHOLE_FORM, Form
 from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
 from shoal.lowlevel.torch_internals import eager_kernels
@@ -37,7 +39,6 @@ from shoal.memory.budget import budget_bytes
 from shoal.memory.limit import no_memory_limit
 from shoal.memory.optimizer_state import reject_copy
 from shoal.memory.static_memory import StaticMemory
-from shoal.transforms.split.split import CUTS_ARGUMENT
 
 STEPS_TO_METER = 2  # of each plan: the first, and one with everything warm
 
@@ -82,7 +83,7 @@ def compile_step(
 ) -> Callable[..., Any]:
     """Plan and lower the step of one Dynamo graph."""
     _reject_graph_break(gm)
-    make_static(gm)
+    session.status.captures += 1
     run_graphs = compiler(kernels)
     places, aten_only = InputPlaces.of(gm), kernels == "inductor"
 
@@ -92,8 +93,16 @@ def compile_step(
     def compiled(graph: fx.GraphModule, form: Form) -> Callable[..., Any]:
         return PlannedStep(session, run_graphs, places, form, aten_only=aten_only).compile(graph, example_inputs)
 
+    def of_this_shape() -> Callable[..., Any]:
+        return compile_chosen(session, gm, example_inputs, captured, compiled)
+
     with preparing(session.name, record=session.status.prepared):
-        step = once_differentiable(compile_chosen(session, gm, example_inputs, captured, compiled))
+        if aten_only or session.ready_plan is not None:  # Inductor's code and a given plan are for one shape
+            make_static(gm)
+            step = of_this_shape()
+        else:
+            step = compile_for_shapes(session, gm, partial(compiled, gm, WHOLE_FORM), of_this_shape)
+        step = once_differentiable(step)
         doing("first run")
         return step
 
@@ -118,6 +127,9 @@ class PlannedStep:
         self.errors_unknown = False
         self.fingerprint = ""  # of the step as captured
         self.departures: dict[str, Departure] = {}
+        self._captured: Captured | None = None  # as it was planned, where sizes vary
+        self._sizes_seen: set[tuple[int, ...]] = set()
+        self._numbers: Numbers = {}  # of the last call that was metered
 
     def compile(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs a graph of Dynamo's: its training step as planned, or only its forward pass."""
@@ -156,6 +168,7 @@ class PlannedStep:
         with unset_fake_temporarily():
             captured = self.make_plan(captured)
         assert self.plan is not None
+        self._captured = captured if captured.largest_nodes else None
         self.device = captured.device
         self.n_outputs, self.results = num_fwd_outputs, captured.results
         self.n_tangents = sum(storage.kind == "tangent" for storage in captured.graph.storages)
@@ -168,6 +181,12 @@ class PlannedStep:
         """Set `plan` and `basis`; the step as it is under the plan."""
         return self.session.make_plan(captured, captured.device, self, self.form)
 
+    def basis_in_call(self) -> Basis | None:
+        """As of `Metered`."""
+        if self.basis is None or self._captured is None or not self._numbers:
+            return self.basis
+        return self.basis.resized(bytes_at(self._captured, self._numbers))
+
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.aten_only:  # Inductor's code holds strides against the trace itself
             return self.run_graphs(module, example_inputs)
@@ -175,8 +194,15 @@ class PlannedStep:
 
     def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self._compile(module, example_inputs)
+        sizes_of = call_sizes(module.graph)
 
         def forward(arguments: list[Any]) -> Any:
+            sizes = sizes_of(arguments)
+            if sizes and sizes not in self._sizes_seen:  # another shape, under the plan of the largest
+                self._sizes_seen.add(sizes)
+                self.steps_to_meter = max(self.steps_to_meter, 1)
+            if self.steps_to_meter and sizes:
+                self._numbers = numbers_of(module.graph, arguments)
             measures = self.errors_unknown and not self.steps_to_meter
             return self.session.metering.forward(
                 self, partial(self._measure_errors, run) if measures else run, arguments
@@ -215,25 +241,3 @@ def _reject_graph_break(gm: fx.GraphModule) -> None:
             "step, or take that line out of the model; logging is left out by shoal.compile, and here by "
             "torch._dynamo.config.ignore_logging_functions"
         )
-
-
-def make_static(gm: fx.GraphModule) -> None:
-    """Ask for the number behind each symbolic size: Dynamo then guards on it, and every shape gets its own plan.
-
-    The cuts that `shoal.split` draws stay symbols: one plan is for all of them. So do numbers that shape no tensor,
-    such as a counter.
-    """
-    tensors = (value for node in gm.graph.nodes for value in tree_leaves(node.meta.get("example_value")))
-    for value in tensors:
-        if isinstance(value, torch.Tensor):
-            for size in (*value.shape, *value.stride(), value.storage_offset()):
-                if isinstance(size, torch.SymInt) and not _is_drawn(size):
-                    int(size)
-
-
-def _is_drawn(size: torch.SymInt) -> bool:
-    sources = size.node.shape_env.var_to_sources
-    return all(
-        any(CUTS_ARGUMENT in source.name for source in sources.get(symbol, ()))
-        for symbol in size.node.expr.free_symbols
-    )

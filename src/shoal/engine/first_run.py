@@ -1,8 +1,8 @@
 """The first run of a planned graph: every tensor is compared with the trace, and copied where its layout differs.
 
 Dynamo guards the strides of a step's inputs, and AOTAutograd gives those of the trace to its tangents: what comes out
-of one run comes out of the next. So the corrections that the first run needs are written into the graph, and later
-runs are as fast as if nothing had been looked at.
+of one run comes out of the next, at the same sizes. So the corrections that the first run needs are written into the
+graph, and later runs are as fast as if nothing had been looked at.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from shoal.capture.op_counts import target_name
-from shoal.capture.symbolic_sizes import Numbers, at_numbers, numbers_of
+from shoal.capture.symbolic_sizes import Numbers, at_numbers, call_sizes, numbers_of
 from shoal.capture.traced_strides import Departure, is_put_right, joint_name
 from shoal.engine.graph_runner import Compiler
 from shoal.errors import CaptureError
@@ -35,19 +35,24 @@ def checked(
         departures: gets what had to be copied, by the name of its node in the joint graph.
 
     Returns:
-        The callable. Its first run raises CaptureError where a kernel returned another shape or dtype than the trace
-        has, or a layout from which no copy leads to the traced one.
+        The callable. Its first run, and where sizes vary the first one at each, raises CaptureError where a kernel
+        returned another shape or dtype than the trace has, or a layout from which no copy leads to the traced one.
     """
     compiled: Callable[..., Any] | None = None
+    sizes_of, seen = call_sizes(module.graph), set[tuple[int, ...]]()
 
     def run(arguments: list[Any]) -> Any:
         nonlocal compiled
-        if compiled is not None:
+        sizes = sizes_of(arguments)
+        if compiled is not None and sizes in seen:
             return compiled(arguments)
+        seen.add(sizes)
         look = _Look(module, arguments)
         results = run_nodes(module, arguments, look)
         departures.update({d.node: d for d in look.departed.values() if d is not None})
-        if not (look.departed and look.numbers):  # strides that vary are looked at again in every run
+        if look.departed and look.numbers:  # strides that vary are looked at again in every run
+            seen.discard(sizes)
+        elif compiled is None:
             for node, strides in look.strides.items():
                 _write_correction(module.graph, node, strides)
             compiled = compile_graph(module, example_inputs)

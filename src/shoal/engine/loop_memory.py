@@ -77,6 +77,16 @@ class Basis:
         ordered, captured_order = now(in_order_of(self.graph, plan.graph)), op_names(now(self.graph))
         return replace(plan, graph=ordered, exact_graph=exact_graph, captured_order=captured_order)
 
+    def resized(self, nbytes: Mapping[str, int]) -> Basis:
+        """With storages of these sizes, by name: a step whose sizes vary, in one of its calls."""
+
+        def now(graph: StepGraph) -> StepGraph:
+            return replace(
+                graph, storages=tuple(replace(s, nbytes=nbytes.get(s.name, s.nbytes)) for s in graph.storages)
+            )
+
+        return replace(self, graph=now(self.graph), exact_graph=self.exact_graph and now(self.exact_graph))
+
     def with_static(self, more_bytes: int) -> Basis:
         """With so many bytes more in use all step."""
 

@@ -41,6 +41,9 @@ class Metered(Protocol):
     n_tangents: int
     results: tuple[int, ...]
 
+    def basis_in_call(self) -> Basis | None:
+        """What the plan was made for, with the sizes of the last call that was metered."""
+
 
 @dataclass(eq=False)
 class Window:

@@ -32,7 +32,8 @@ def observe_loop(window: Window, measured: Measured, loop: LoopMemory, *, gradie
     loss_shares = [loop.loss_share] if loop.learnt else []
     kept_shares = [loop.kept_share] if loop.learnt else []
     for step in window.steps:
-        plan = step.plan and step.basis and step.basis.of(step.plan, replace(seen, kept_share=0.0))
+        basis = step.basis_in_call()
+        plan = step.plan and basis and basis.of(step.plan, replace(seen, kept_share=0.0))
         at_loss = plan and next((m for m in plan.timeline.moments if m.phase == "loss"), None)
         if not plan or not at_loss or not at_loss.activation_gradient_bytes:
             continue

@@ -23,13 +23,14 @@ from torch.utils._pytree import tree_leaves
 from shoal.capture.capture_step import InputPlaces
 from shoal.capture.captured import Captured
 from shoal.capture.dynamo import break_after, capturing_parts
+from shoal.capture.varying_sizes import make_static
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.cost.profile import profile_step
-from shoal.engine.backend import STEPS_TO_METER, PlannedStep, make_static
+from shoal.engine.backend import STEPS_TO_METER, PlannedStep
 from shoal.engine.graph_runner import compiler
 from shoal.engine.metering import Window
 from shoal.engine.once_differentiable import once_differentiable
@@ -222,6 +223,7 @@ class PartedSteps:
 
     def _compile_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         make_static(gm)
+        self.session.status.captures += 1
         # Dynamo hands over the batch itself; the part is compiled again later, and must not keep that.
         inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
         part = _Part(gm, inputs, InputPlaces.of(gm), TracingContext.try_get(), break_after(gm))

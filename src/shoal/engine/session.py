@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shoal.capture.captured import Captured
+from shoal.capture.dynamo import TooManyCaptures
 from shoal.capture.traced_strides import Departure, with_copies
+from shoal.capture.varying_sizes import SizesSeen
 from shoal.core.plan import Plan
 from shoal.core.progress import doing
 from shoal.core.sizes import format_bytes
@@ -50,6 +52,7 @@ class Session:
         on_repair: called when the plans in force exceed the budget; must make the next step be planned anew. None: the
             plans cannot be changed.
         loop: the memory that the training loop holds, as far as it is known.
+        sizes: those of the inputs that the model was called with.
         metering: runs the steps and measures the memory that they use.
         state_bytes: of the optimizers' state, as the plans in force count it.
     """
@@ -62,6 +65,7 @@ class Session:
     offloading: Offloading | None = None
     on_repair: Callable[[], None] | None = None
     loop: LoopMemory = field(default_factory=LoopMemory)
+    sizes: SizesSeen = field(default_factory=SizesSeen)
     metering: Metering = field(init=False)
     state_bytes: int = 0
     _learnt_bytes: dict[str, int] = field(default_factory=dict)
@@ -184,6 +188,11 @@ class Session:
             log.info("%s: the loop holds more than was planned with; planning anew", self.name or "model")
             self._plan_anew()
 
+    def start_over(self, reached: TooManyCaptures) -> None:
+        """Forget every captured step: there are as many as there may be. Each is captured again when it comes."""
+        log.warning("%s: %s; all its plans are dropped, and made again as needed", self.name or "model", reached)
+        self._plan_anew()
+
     def _plan_anew(self) -> None:
         """Let every step be planned anew from the next call on."""
         if self.on_repair is None:
@@ -264,6 +273,12 @@ class Session:
         self.status.plans = (*others, plan)
         self.status.planning_seconds += plan.planning_seconds
         return replace(captured, graph=plan.graph)
+
+    def go_back_to(self, plans: tuple[Plan, ...]) -> None:
+        """Have these plans in force, of all that are: a step that was planned since will not run."""
+        self.status.plans = plans
+        for step in [step for step in self._in_force if all(step.plan is not plan for plan in plans)]:
+            self._in_force.discard(step)
 
     def _bytes_beside(self, graph: StepGraph) -> int:
         return self.static.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)

@@ -33,9 +33,11 @@ class Status:
 
     Attributes:
         budget_bytes: the budget. None: everything is kept and the peak is only reported.
-        plans: every plan in force, one for each shape, and one more where gradients are there before the step.
+        plans: every plan in force: of the first shape, of all other shapes up to a largest one where sizes can be
+            symbols, else of each; and as many more where gradients are there before the step.
         measured_peak_bytes: highest measured use of any metered step of the plans in force; None before the first.
         planning_seconds: capture, profiling and planning of all plans, repairs included.
+        captures: how often the model was captured: for a shape, for all shapes up to one, or anew.
         repairs: how often plans were made anew because a measured peak was over the budget.
         encoded: by step, the storages that its plan encodes. They depend on times measured here; what an earlier run
             encoded, put here before the first step, is encoded again, so that the run continues with the same numbers.
@@ -47,6 +49,7 @@ class Status:
     plans: tuple[Plan, ...] = ()
     measured_peak_bytes: int | None = None
     planning_seconds: float = 0.0
+    captures: int = 0
     repairs: int = 0
     encoded: dict[str, tuple[str, ...]] = field(default_factory=dict)
     variants: dict[str, Variant] = field(default_factory=dict)

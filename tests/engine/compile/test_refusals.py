@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,6 @@ def test_a_batch_norm_with_a_cumulative_average_is_refused_as_no_graph_at_all() 
     planned = shoal.compile(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=None)), budget=ROOMY)
     with pytest.raises(CaptureError, match=r"batchnorm.py:\d+"):
         planned(torch.randn(2, 3, 8, 8))
-
-
-def test_more_shapes_than_can_have_plans_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["shoal.capture.dynamo"], "MOST_CAPTURES", 2)
-    planned = compiled(nn.Sequential(*blocks(3, 8)))
-    with costs_that_do_not_matter():
-        train(planned, [*images(1, 2, 3, 4, 4), *images(1, 3, 3, 4, 4)])
-        with pytest.raises(
-            CaptureError,
-            match="more than 2 different shapes.*index 0. expected 3, actual 4.*pad or crop the batches",
-        ):
-            train(planned, images(1, 4, 3, 4, 4))
 
 
 class Branching(nn.Module):

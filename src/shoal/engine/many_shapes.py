@@ -1,0 +1,95 @@
+"""One capture and one plan for many shapes of a model's inputs, where the step can be captured with symbolic sizes.
+
+The first shape is captured with numbers, in the form that trains fastest. From the second on, the sizes that differ are
+symbols. The plan is made at the most that each may be: every storage of a smaller call is at most as large, so the plan
+bounds its peak. What cannot be captured so is captured shape by shape.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from shoal.capture import varying_sizes
+from shoal.engine.session import Session
+from shoal.errors import BudgetError, TransferError, brief
+
+log = logging.getLogger("shoal")
+Result = TypeVar("Result")
+_NO_ROOM = (BudgetError, TransferError, torch.OutOfMemoryError, MemoryError)
+
+
+def compile_for_shapes(
+    session: Session, gm: fx.GraphModule, symbolic: Callable[[], Result], static: Callable[[], Result]
+) -> Result:
+    """Compile a graph of Dynamo's for as many shapes of its inputs as one plan can bound.
+
+    Args:
+        session: of the model.
+        gm: the graph, with symbols for the sizes that have changed since an earlier call.
+        symbolic: compiles it with these symbols.
+        static: compiles it with numbers for all sizes.
+
+    Raises:
+        BudgetError: no plan fits: at this shape, or at the most that the user declared.
+    """
+    name, started = session.name or "model", time.perf_counter()
+    shape, sizes = varying_sizes.shape_of(gm), varying_sizes.varying(gm)
+    seen, now = session.sizes, varying_sizes.now(sizes)
+    declared = {
+        symbol: most for symbol, most in varying_sizes.declared(gm).items() if most >= now.get(symbol, most + 1)
+    }
+    # Of calls that wait for each other, each would count as the largest of them.
+    each_at_its_size = session.loop.calls_at_once > 1 and session.status.budget_bytes is not None
+    if sizes and not (seen.fixed or seen.has_its_own(shape) or each_at_its_size):
+        varying_sizes.make_static(gm, but=sizes)
+        names = varying_sizes.names_of(sizes)
+        varying_sizes.leave_out(sizes, names, seen.captured())
+        plans = session.status.plans
+        for bounds in seen.bounds(names, now):
+            most = {**bounds, **declared}
+            varying_sizes.restrict(sizes, most)
+            try:
+                made = symbolic()
+            except _NO_ROOM as error:
+                if declared:
+                    raise
+                session.go_back_to(plans)
+                log.info("%s: no plan fits at sizes up to %s: %s", name, _words(names, most), error)
+                continue
+            except Exception as error:
+                seen.fixed = f"{type(error).__name__}: {error}".splitlines()[0]
+                break
+            seen.fixed = varying_sizes.pinned(sizes)
+            if seen.fixed:
+                break
+            seen.note(shape)
+            log.info(
+                "%s: one plan for all sizes up to %s, made in %.1f s",
+                name,
+                _words(names, most),
+                time.perf_counter() - started,
+            )
+            return made
+        else:
+            seen.fixed = "no plan fits at the largest sizes so far, with symbols for them"
+        session.go_back_to(plans)
+        log.warning(
+            "%s: every shape of its inputs is captured and planned by itself, for sizes cannot be symbols: %s",
+            name,
+            brief(seen.fixed),
+        )
+    varying_sizes.make_static(gm)
+    made = static()
+    seen.note(shape)
+    seen.note_captured(shape)
+    return made
+
+
+def _words(names: Mapping[Any, str], most: Mapping[Any, int]) -> str:
+    return ", ".join(f"{names[symbol]} = {most[symbol]}" for symbol in names)
