@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -308,53 +307,6 @@ def capturing(
 
     dynamic = False if _draws(model) else None
     return torch.compile(call_of(model), backend=compile_graph, fullgraph=True, dynamic=dynamic)
-
-
-def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """The model's call as it is to be called under `settings`, where it is not one graph: `backend` compiles each.
-
-    Between its graphs the model runs eagerly, as under `torch.compile`. What that would leave out of all graphs, the
-    containers of torch.nn in a function that Dynamo gives up, is captured too.
-    """
-    for module in _outermost_containers(model):
-        object.__setattr__(module, "_compiled_call_impl", _entered(module))
-
-    def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        forget_sizes()
-        with refusals():
-            return backend(gm, example_inputs)
-
-    # Functions between breaks are other models', too, such as those of torch.nn: their graphs are counted apart.
-    apart = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
-    return torch.compile(call_of(model), backend=compile_graph, **apart)  # type: ignore[call-overload]
-
-
-def _outermost_containers(module: nn.Module) -> Iterator[nn.Module]:
-    """Containers of torch.nn that no other one holds. Dynamo takes their calls into a graph, but begins none there."""
-    for child in module.children():
-        if not type(child).__module__.startswith("torch.nn.") or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _outermost_containers(child)
-        elif next(child.children(), None) is not None and child._compiled_call_impl is None:
-            yield child
-
-
-def _entered(module: nn.Module) -> Callable[..., Any]:
-    """The module's call as a function of ours, where Dynamo may begin a graph."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return type(module)._call_impl(module, *args, **kwargs)
-
-    return call
-
-
-def break_after(gm: fx.GraphModule) -> str:
-    """What ends a graph of Dynamo's, in words; "" where it ends with its function."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
-        return ""
-    frame = reason.user_stack[-1] if reason.user_stack else None
-    place = f"{frame.filename}:{frame.lineno} ({frame.line})" if frame else "an unknown line"
-    return f"{place}: {reason.reason.splitlines()[0]}"
 
 
 def forget_sizes(model: nn.Module | None = None) -> None:

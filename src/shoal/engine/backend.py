@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
-from shoal.capture.dynamo import break_after, refusals
+from shoal.capture.dynamo import refusals
+from shoal.capture.graph_breaks import break_after
 from shoal.capture.lower import lower
 from shoal.capture.pieces import in_pieces
 from shoal.capture.step_reader import capture

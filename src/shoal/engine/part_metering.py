@@ -132,6 +132,8 @@ class PartMetering(Metering):
         self._has_gradient: set[Place] = set()
 
     def forward(self, step: MeteredPart, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
+        if self._window is None and not step.steps_to_meter:
+            return super().forward(step, run, arguments)
         fresh = [self._is_fresh(argument) for argument in arguments]
         held = [WeakStorage(a) if isinstance(a, torch.Tensor) else None for a in arguments]
         outputs = super().forward(step, run, arguments)
@@ -156,7 +158,7 @@ class PartMetering(Metering):
         return outputs
 
     def backward(self, step: MeteredPart, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
-        number = self._number_of(step, arguments) if self._window is not None else None
+        number = self._number_of(step) if self._window is not None else None
         if number is None or self._window is not self._recorded:
             return super().backward(step, run, arguments)
         this = self.record.runs[number]
@@ -226,7 +228,7 @@ class PartMetering(Metering):
                 if known is None or not known[0].is_alive:
                     self._made[held.key] = held, (number, storage)
 
-    def _number_of(self, step: MeteredPart, arguments: Sequence[Any]) -> int | None:
+    def _number_of(self, step: MeteredPart) -> int | None:
         """The run whose backward pass begins: the latest of this part that has not gone back."""
         gone = {number for number, phase in self.record.passes if phase == "backward"}
         runs = enumerate(self.record.runs)

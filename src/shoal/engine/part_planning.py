@@ -46,12 +46,13 @@ _Shares = tuple[Mapping[str, Residence], ...]
 
 
 def first_share(
-    graph: StepGraph, in_use_bytes: int, budget_bytes: int, *, keeps_little: bool
+    graph: StepGraph, device: torch.device, in_use_bytes: int, budget_bytes: int, *, keeps_little: bool
 ) -> Mapping[str, Residence]:
     """Under which residences a part runs before its whole step is planned: everything kept, or as little as can be.
 
     Args:
         graph: the part's step.
+        device: where it runs.
         in_use_bytes: device bytes in use now; parameters and the part's inputs are among them.
         budget_bytes: of the whole step.
         keeps_little: whether nothing is kept, however much room there is.
@@ -67,7 +68,7 @@ def first_share(
 
     if not keeps_little and peak_bytes({}) <= _ROOMY * budget_bytes:
         return {}
-    limits, hardware = replace(DEFAULT, order=False), measure("cpu")
+    limits, hardware = replace(DEFAULT, order=False), measure(device)
     everything_bytes = 4 * sum(s.nbytes for s in graph.storages)
     least = smallest_plan(_with_loss(graph, everything_bytes), hardware, 1, limits).residences
     if peak_bytes(least) <= budget_bytes:

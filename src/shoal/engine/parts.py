@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.capture.capture_step import InputPlaces
 from shoal.capture.captured import Captured
-from shoal.capture.dynamo import break_after, capturing_parts
+from shoal.capture.graph_breaks import break_after, capturing_parts
 from shoal.capture.varying_sizes import make_static
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
@@ -114,7 +114,9 @@ class PartStep(PlannedStep):
         with no_memory_limit():
             self.graph = profile_step(captured, captured.device)
         self.ports, self.trains = Ports.of(captured), True
-        self.share = self.node.share if self.node.share is not None else self.steps.first_share(self.graph)
+        self.share = (
+            self.node.share if self.node.share is not None else self.steps.first_share(self.graph, captured.device)
+        )
         self.plan = Plan(self.graph, self.share, "parts")
         return captured
 
@@ -167,7 +169,7 @@ class PartedSteps:
         """
         self.metering.settle()
         if self._refused is not None:
-            raise self._refused
+            raise self._refused.with_traceback(None)  # of this call, not of those before
         self._count_what_changed()
         this = kind, self._times_forgotten
         if this not in captured:
@@ -209,7 +211,7 @@ class PartedSteps:
         self._planned.clear()
         self._refused = None
 
-    def first_share(self, graph: StepGraph) -> Mapping[str, Residence]:
+    def first_share(self, graph: StepGraph, device: torch.device) -> Mapping[str, Residence]:
         """Under which residences a part runs before the step is planned.
 
         Raises:
@@ -219,7 +221,7 @@ class PartedSteps:
         if budget_bytes is None:
             return {}
         in_use_bytes = self.metering.in_use_bytes()
-        return first_share(graph, in_use_bytes, budget_bytes, keeps_little=self._keeps_little)
+        return first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=self._keeps_little)
 
     def _compile_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         make_static(gm)
