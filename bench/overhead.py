@@ -5,7 +5,7 @@
 
 All contenders take turns in one process, on the same weights and batch. `A/A` is plain PyTorch once more, the noise.
 The tiny ops are so small that the time is what PyTorch and the generated code take to call them: their row also has the
-difference in microseconds for each op of the forward pass. Gradients are first held against plain PyTorch's, bit for bit.
+difference in microseconds for each op of the forward pass. First, gradients are compared with plain PyTorch bit by bit.
 """
 
 from __future__ import annotations
