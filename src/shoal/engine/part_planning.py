@@ -27,10 +27,12 @@ from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
+from shoal.core.variant import Variant
 from shoal.cost.measure import measure
 from shoal.engine.options import CompileOptions
 from shoal.engine.overlapping import plan_overlapping
 from shoal.engine.part_metering import Record
+from shoal.engine.session import Session
 from shoal.engine.step_planning import allowed
 from shoal.errors import BudgetError
 from shoal.planners import Planner
@@ -43,6 +45,12 @@ from shoal.planners.smallest_plan import smallest_plan
 _ROOMY = 0.5  # of the budget: so much may be in use before the whole step is known, and everything be kept
 _ROUNDS = 4  # of planning, where the shares of the parts take more than the plan of the whole
 _Shares = tuple[Mapping[str, Residence], ...]
+
+
+def fits_easily(graph: StepGraph, in_use_bytes: int, budget_bytes: int) -> bool:
+    """Whether everything of a part can be kept beside what is in use, with room for parts that are not known yet."""
+    alone = _with_loss(graph, 0)
+    return in_use_bytes + simulate(alone, {}).peak_bytes - graph.resident_bytes <= _ROOMY * budget_bytes
 
 
 def first_share(
@@ -60,14 +68,13 @@ def first_share(
     Raises:
         BudgetError: the part does not fit beside what is in use.
     """
-
+    if not keeps_little and fits_easily(graph, in_use_bytes, budget_bytes):
+        return {}
     graph = _with_loss(graph, 0)  # what comes between the passes of a part is not known yet
 
     def peak_bytes(residences: Mapping[str, Residence]) -> int:
         return in_use_bytes + simulate(graph, residences).peak_bytes - graph.resident_bytes
 
-    if not keeps_little and peak_bytes({}) <= _ROOMY * budget_bytes:
-        return {}
     limits, hardware = replace(DEFAULT, order=False), measure(device)
     everything_bytes = 4 * sum(s.nbytes for s in graph.storages)
     least = smallest_plan(_with_loss(graph, everything_bytes), hardware, 1, limits).residences
@@ -236,6 +243,41 @@ def plan_parts(
     check_own_plan(plan.captured_graph, plan.graph, plan.residences, budget_bytes)
     plan = replace(plan, planning_seconds=time.perf_counter() - started, options=options.to_json())
     return PartedStep(bare, plan, shares[aside_bytes])
+
+
+@dataclass(frozen=True)
+class KnownStep:
+    """A step that was metered, to be planned as often as more is known of the loop around it.
+
+    Attributes:
+        parts: as they ran.
+        variant: their form.
+        breaks: where the model breaks.
+        fixed: whether the parts keep the shares under which they ran.
+    """
+
+    parts: MeasuredParts
+    variant: Variant
+    breaks: tuple[str, ...]
+    fixed: bool
+
+    def plan(self, session: Session, learnt_bytes: int, held_bytes: int) -> PartedStep:
+        """Its plan, with so many bytes set aside, and what the training loop holds of the step before.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        bare = self.parts.graph(session.name)
+        planned = plan_parts(
+            self.parts,
+            session.options,
+            session.name,
+            static_bytes=session.static.bytes_beside(bare) + learnt_bytes,
+            held_bytes=held_bytes,
+            calls_at_once=session.loop.calls_at_once,
+            fixed=self.fixed,
+        )
+        return replace(planned, plan=replace(planned.plan, variant=self.variant, breaks=self.breaks))
 
 
 def _as_measured(shares: _Shares, graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:

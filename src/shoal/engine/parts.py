@@ -23,19 +23,22 @@ from torch.utils._pytree import tree_leaves
 from shoal.capture.capture_step import InputPlaces
 from shoal.capture.captured import Captured
 from shoal.capture.graph_breaks import break_after, capturing_parts
+from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.capture.varying_sizes import make_static
+from shoal.core.joined_step import label
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
+from shoal.core.variant import WHOLE, Pieces
 from shoal.cost.profile import profile_step
 from shoal.engine.backend import STEPS_TO_METER, PlannedStep
 from shoal.engine.graph_runner import compiler
 from shoal.engine.metering import Window
 from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.part_metering import PartMetering, Ports
-from shoal.engine.part_planning import MeasuredParts, PartedStep, first_share, plan_parts
+from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share, fits_easily
 from shoal.engine.session import Session
 from shoal.engine.step_planning import WHOLE_FORM
 from shoal.errors import BudgetError, CaptureError
@@ -63,6 +66,7 @@ class _Node:
         part: None for where every sequence begins.
         before, after: the nodes around it. What follows a part may differ from step to step.
         share: its residences in the plan of the step; None before there is one.
+        pieces: its convolutions that are computed in pieces; None before it is compiled.
         step, run: the part as it is compiled for this place; None before.
     """
 
@@ -70,6 +74,7 @@ class _Node:
     before: _Node | None = None
     after: dict[_Part, _Node] = field(default_factory=dict)
     share: Mapping[str, Residence] | None = None
+    pieces: tuple[Pieces, ...] | None = None
     step: PartStep | None = None
     run: Callable[..., Any] | None = None
 
@@ -111,12 +116,15 @@ class PartStep(PlannedStep):
 
     def make_plan(self, captured: Captured) -> Captured:
         """Take the part's share of the plan, or for a first run what leaves most room."""
+        in_use_bytes = self.steps.metering.in_use_bytes()
         with no_memory_limit():
+            if self.node.pieces is None:
+                self.node.pieces = self.steps.pieces_of(captured, in_use_bytes)
+            captured = in_pieces(captured, self.node.pieces)
             self.graph = profile_step(captured, captured.device)
         self.ports, self.trains = Ports.of(captured), True
-        self.share = (
-            self.node.share if self.node.share is not None else self.steps.first_share(self.graph, captured.device)
-        )
+        share = self.node.share
+        self.share = self.steps.first_share(self.graph, captured.device, in_use_bytes) if share is None else share
         self.plan = Plan(self.graph, self.share, "parts")
         return captured
 
@@ -138,7 +146,7 @@ class PartedSteps:
         self._begin: dict[Any, _Node] = {}
         self._times_forgotten = 0
         self._node = _Node()
-        self._measured: dict[tuple[_Node, ...], _Measured] = {}
+        self._measured: dict[tuple[_Node, ...], KnownStep] = {}
         self._planned: dict[tuple[_Node, ...], PartedStep] = {}
         self._refused: BudgetError | None = None
         self._keeps_little = False
@@ -211,7 +219,17 @@ class PartedSteps:
         self._planned.clear()
         self._refused = None
 
-    def first_share(self, graph: StepGraph, device: torch.device) -> Mapping[str, Residence]:
+    def pieces_of(self, captured: Captured, in_use_bytes: int) -> tuple[Pieces, ...]:
+        """Which convolutions of a part to compute in pieces: none where everything can be kept."""
+        budget_bytes = self.session.status.budget_bytes
+        if budget_bytes is None or "pieces" not in self.session.options.form_means:
+            return ()
+        graph = profile_step(captured, captured.device)
+        if fits_easily(graph, in_use_bytes, budget_bytes):
+            return ()
+        return choose_pieces(captured, graph)
+
+    def first_share(self, graph: StepGraph, device: torch.device, in_use_bytes: int) -> Mapping[str, Residence]:
         """Under which residences a part runs before the step is planned.
 
         Raises:
@@ -220,7 +238,6 @@ class PartedSteps:
         budget_bytes = self.session.status.budget_bytes
         if budget_bytes is None:
             return {}
-        in_use_bytes = self.metering.in_use_bytes()
         return first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=self._keeps_little)
 
     def _compile_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -299,7 +316,11 @@ class PartedSteps:
         held = [held for held in self.metering.calls.held_of_the_last() if held.is_alive]
         self._held_bytes = max(self._held_bytes, sum(one.nbytes for one in held))
         branches = any(node.share is not None for node in nodes)  # other steps begin with the same parts
-        self._measured[nodes] = _Measured(measured, self._breaks(nodes), fixed=branches or self._branches)
+        pieces = tuple(
+            replace(cut, op=label(number) + cut.op) for number, node in enumerate(nodes) for cut in node.pieces or ()
+        )
+        variant = replace(WHOLE, pieces=pieces)
+        self._measured[nodes] = KnownStep(measured, variant, self._breaks(nodes), fixed=branches or self._branches)
         self._plan_again()
 
     def _plan_again(self) -> None:
@@ -346,28 +367,6 @@ class PartedSteps:
         """Where the model breaks, as Dynamo words it."""
         found = [node.part.broken for node in nodes if node.part is not None and node.part.broken]
         return tuple(dict.fromkeys([self._broken, *found]))
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """A step that was metered: where the model breaks in it, and whether its parts keep the shares they ran under."""
-
-    parts: MeasuredParts
-    breaks: tuple[str, ...]
-    fixed: bool
-
-    def plan(self, session: Session, learnt_bytes: int, held_bytes: int) -> PartedStep:
-        bare = self.parts.graph(session.name)
-        planned = plan_parts(
-            self.parts,
-            session.options,
-            session.name,
-            static_bytes=session.static.bytes_beside(bare) + learnt_bytes,
-            held_bytes=held_bytes,
-            calls_at_once=session.loop.calls_at_once,
-            fixed=self.fixed,
-        )
-        return replace(planned, plan=replace(planned.plan, breaks=self.breaks))
 
 
 class _Snapshot:
