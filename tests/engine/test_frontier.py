@@ -88,7 +88,7 @@ def test_with_a_function_it_is_images_per_second_by_batch_as_every_plan_by_itsel
         ({"allow": "recompute", "lossy": "dynamic_tree"}, "lossy= needs 'encode'"),
         ({"budget": "few"}, "budget='few' is not a size"),
         ({"hardware": "p1000"}, "hardware='p1000' is not a preset"),
-        ({"optimizer": "sgd"}, "optimizer is a str"),
+        ({"optimizer": 7}, "optimizer is a int; expected"),
         ({"planner": "fast"}, "fast"),
         ({"max_batch": 8}, "max_batch= is for example= that is a function"),
         ({"example": lambda batch: IMAGES}, "no budget was given; say how many bytes"),
