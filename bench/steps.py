@@ -17,7 +17,7 @@ import gc
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -150,20 +150,18 @@ def _gpt2() -> tuple[nn.Module, Step]:
     return model, step
 
 
-class _Kind(NamedTuple):
-    make: Callable[[], tuple[nn.Module, Step]]
-
+_Kind = Callable[[], tuple[nn.Module, Step]]
 
 KINDS: dict[str, _Kind] = {
-    "print in a loop": _Kind(lambda: (_Stages(_prints), _images)),
-    "print": _Kind(lambda: (_Written(_prints), _images)),
-    "item": _Kind(lambda: (_Written(_scales), _images)),
-    "branch on a value": _Kind(lambda: (_Written(_branches), _images)),
-    "library call": _Kind(lambda: (_Written(_calls_a_library), _images)),
-    "two calls": _Kind(lambda: (_Stages(_prints), _pairs)),
-    "detection": _Kind(lambda: (_Detecting(), _images)),
-    "lstm": _Kind(lambda: (_Recurrent(), _images)),
-    "gpt2 with labels": _Kind(_gpt2),
+    "print in a loop": lambda: (_Stages(_prints), _images),
+    "print": lambda: (_Written(_prints), _images),
+    "item": lambda: (_Written(_scales), _images),
+    "branch on a value": lambda: (_Written(_branches), _images),
+    "library call": lambda: (_Written(_calls_a_library), _images),
+    "two calls": lambda: (_Stages(_prints), _pairs),
+    "detection": lambda: (_Detecting(), _images),
+    "lstm": lambda: (_Recurrent(), _images),
+    "gpt2 with labels": _gpt2,
 }
 QUICK_KINDS = {name: KINDS[name] for name in ("print in a loop", "item", "lstm")}
 
@@ -192,7 +190,7 @@ def measure_all(run: Run) -> None:
 
 def _measured(run: Run, name: str, kind: _Kind, shares: list[float]) -> Iterator[dict[str, Any]]:
     torch.manual_seed(run.asked.seed)
-    plain, step = kind.make()
+    plain, step = kind()
     _take(step, plain, 0)  # what a first step alone allocates
     plain_bytes = _peak_bytes(step, plain, 0)
     for share in shares:

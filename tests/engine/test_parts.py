@@ -273,6 +273,62 @@ def test_a_budget_in_which_no_step_fits_is_refused_before_anything_is_lost() -> 
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def takes_much(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.zeros(1 << 20).sum()
+
+
+@needs_compiler
+def test_a_first_step_over_the_budget_says_so_and_what_eager_code_needs_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, (x,) = shoal.compile(Chain(takes_much), budget="3MiB"), images(1, 2, 3, 8, 8)
+    _mean_square(model, x)
+    (said,) = [record.getMessage() for record in caplog.records if "over the budget" in record.getMessage()]
+    assert "the step was not planned yet" in said
+    with pytest.raises(BudgetError, match="its peak is at eager") as caught:
+        _mean_square(model, x)
+    least = caught.value.least_feasible_bytes
+    assert least is not None and least > 1 << 22
+    budget = least + (1 << 15)  # for what capturing allocates in the first step
+    model = shoal.compile(Chain(takes_much), budget=budget)
+    for _ in range(3):
+        _mean_square(model, x)
+        model.zero_grad()
+    assert model.shoal.measured_peak_bytes <= budget
+
+
+class BackwardWithin(Chain):
+    """Sends something back before its forward pass is over, as a penalty may."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stages[0](x)
+        self.penalise(x)
+        return self.head(self.stages[1](x).mean((2, 3)))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def penalise(self, x: torch.Tensor) -> None:
+        x.square().mean().backward(retain_graph=True)
+
+
+@needs_compiler
+def test_graphs_that_run_back_in_between_are_measured_and_what_does_not_fit_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (x,) = images(1, 8, 3, 32, 32)
+    roomy = shoal.compile(BackwardWithin(breaks), budget="1GiB")
+    for _ in range(4):
+        _mean_square(roomy, x)
+    said = [record.getMessage() for record in caplog.records if "cannot be planned as one step" in record.getMessage()]
+    assert said and roomy.shoal.measured_peak_bytes
+    tight = shoal.compile(BackwardWithin(breaks), budget=int(0.9 * roomy.shoal.measured_peak_bytes))
+    with pytest.raises(BudgetError, match="do not all run forward before they run backward|one of its graphs needs"):
+        for _ in range(4):
+            _mean_square(tight, x)
+            for parameter in tight.parameters():
+                parameter.grad = None
+
+
 def test_after_a_refusal_the_next_model_is_planned_and_metered() -> None:
     with pytest.raises(BudgetError), costs_that_do_not_matter():
         shoal.compile(Chain(breaks), budget=10_000)(*images(1, 8, 3, 32, 32))

@@ -139,7 +139,7 @@ class Metering:
 
     def _begin_forward(self, step: Metered, arguments: Sequence[Any]) -> None:
         window, meter = self._window, self._meter
-        if window is not None and meter is not None and self.calls.under_way():
+        if window is not None and meter is not None and self._goes_on():
             if step not in window.steps:
                 window.steps.append(step)
             meter.go_on(self._in_use(arguments))

@@ -121,11 +121,13 @@ class PartMetering(Metering):
 
     Attributes:
         arguments: what the model was called with, while it is.
+        in_call: whether it is.
     """
 
     def __init__(self, static: Any, learn: Callable[[Window], None]) -> None:
         super().__init__(static, learn)
         self.arguments: list[torch.Tensor] = []
+        self.in_call = False
         self.record = Record()
         self._recorded: Window | None = None
         self._made: dict[int, tuple[WeakStorage, Place]] = {}
@@ -183,18 +185,22 @@ class PartMetering(Metering):
         return list(self._meter.intervals) if self._meter is not None else []
 
     def settle(self) -> None:
-        """Before a call: end a window whose last parts will not go back any more."""
+        """Before a call: end a window whose parts will not go back any more, and drop one of which none did."""
         window, meter = self._window, self._meter
         if window is None or meter is None or self.calls.under_way():
             return
         if any(phase == "backward" for _, phase in self.record.passes):
             self._close(window, meter.end(paused=True))
+        else:
+            self._give_up()
 
     def abandon(self) -> None:
         """Stop metering: the backward pass of what has run is not expected any more."""
         self._give_up()
 
     def _goes_on(self) -> bool:
+        if self.in_call:  # something is sent back before the forward pass is over
+            return True
         # A part that saves nothing of its own leaves no trace by which it is seen to be under way.
         return super()._goes_on() or any(
             (run, "backward") not in self.record.passes for run in range(len(self.record.runs))

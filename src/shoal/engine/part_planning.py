@@ -164,13 +164,10 @@ class PartedStep:
     """A planned step of several parts.
 
     Attributes:
-        graph: the step with what eager code uses, without static memory and what the loop holds.
-        plan: its plan.
+        plan: of the joined step.
         shares: of the parts.
-        at_once: how many calls before a backward pass it is planned for.
     """
 
-    graph: StepGraph
     plan: Plan
     shares: _Shares
 
@@ -200,8 +197,7 @@ def plan_parts(
         BudgetError: no plan fits.
     """
     started = time.perf_counter()
-    bare = measured.graph(model)
-    graph = replace(with_held(bare, held_bytes), static_bytes=static_bytes)
+    graph = replace(with_held(measured.graph(model), held_bytes), static_bytes=static_bytes)
     hardware, budget_bytes = measure(measured.device), options.budget_bytes or 0
     planner: Planner
     if fixed:
@@ -242,7 +238,7 @@ def plan_parts(
     aside_bytes, plan = plan_overlapping(calls_at_once, budget_bytes, make)
     check_own_plan(plan.captured_graph, plan.graph, plan.residences, budget_bytes)
     plan = replace(plan, planning_seconds=time.perf_counter() - started, options=options.to_json())
-    return PartedStep(bare, plan, shares[aside_bytes])
+    return PartedStep(plan, shares[aside_bytes])
 
 
 @dataclass(frozen=True)

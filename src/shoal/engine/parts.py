@@ -185,12 +185,15 @@ class PartedSteps:
         run, self._node = captured[this], self._begin.setdefault(kind, _Node())
         before = _Snapshot(model) if not self._planned and not self._keeps_little else None
         self.metering.arguments = [a for a in tree_leaves((args, dict(kwargs))) if isinstance(a, torch.Tensor)]
+        self.metering.in_call = True
         try:
             status = self.session.status
             why = "its graphs are compiled anew" if status.preparations else ""
             with preparing(self.session.name, why=why, record=status.prepared):
                 outputs = run(*args, **kwargs)
             if self._node.part is None and self.session.status.budget_bytes is not None:
+                if before is not None:
+                    before.restore()
                 raise CaptureError(
                     f"no graph of {self.session.name or 'the model'} can be captured, so no step can be planned: it "
                     f"breaks at {self._broken}; take that line out of the model, or give budget=None"
@@ -204,8 +207,8 @@ class PartedSteps:
             self.metering.abandon()
             raise
         finally:
-            self.metering.arguments = []
-        gc.collect()  # what the forward pass has saved hangs on frames of its traceback
+            self.metering.in_call, self.metering.arguments = False, []
+        gc.collect()  # frames of the traceback hold what the forward pass has saved
         before.restore()
         self._keeps_little = True
         self.forget()
@@ -281,11 +284,18 @@ class PartedSteps:
             return  # it took copies that are not planned yet
         nodes = tuple(step.node for step in steps if isinstance(step, PartStep))
         status.measured_peak_bytes = max(status.measured_peak_bytes or 0, measured.peak_bytes)
-        planned = self._planned.get(nodes)
+        planned, budget_bytes = self._planned.get(nodes), status.budget_bytes
         if planned is None:
-            self._plan(nodes)
+            if budget_bytes is not None and measured.peak_bytes > budget_bytes:
+                log.warning(
+                    "%s: the measured peak of %s is over the budget of %s: the step was not planned yet, because only "
+                    "its first run shows what eager code uses; the next one is",
+                    session.name or "model",
+                    format_bytes(measured.peak_bytes),
+                    format_bytes(budget_bytes),
+                )
+            self._plan(nodes, measured.peak_bytes)
             return
-        budget_bytes = status.budget_bytes
         if budget_bytes is None or measured.peak_bytes <= budget_bytes:
             return
         over_bytes = max(0, measured.peak_bytes - planned.plan.predicted_peak_bytes)
@@ -302,17 +312,18 @@ class PartedSteps:
         status.measured_peak_bytes = None
         self._plan_again()
 
-    def _plan(self, nodes: tuple[_Node, ...]) -> None:
+    def _plan(self, nodes: tuple[_Node, ...], peak_bytes: int) -> None:
         """Plan the step that was metered. What is refused is raised by the next call: this one is over."""
-        session = self.session
-        measured = MeasuredParts.of_last_call(self.metering.record, self.metering.intervals())
+        session, intervals = self.session, self.metering.intervals()
+        measured = MeasuredParts.of_last_call(self.metering.record, intervals)
         if measured is None:
+            self._keep_as_it_ran(nodes, peak_bytes)
+            return
+        if not intervals and not self._measured:
             log.warning(
-                "%s: its graphs do not all run forward before they run backward, so they are not planned as one step; "
-                "each keeps as little as it can",
+                "%s: without a C++ compiler, what eager code between its graphs uses is not counted in the budget",
                 session.name or "model",
             )
-            return
         held = [held for held in self.metering.calls.held_of_the_last() if held.is_alive]
         self._held_bytes = max(self._held_bytes, sum(one.nbytes for one in held))
         branches = any(node.share is not None for node in nodes)  # other steps begin with the same parts
@@ -322,6 +333,24 @@ class PartedSteps:
         variant = replace(WHOLE, pieces=pieces)
         self._measured[nodes] = KnownStep(measured, variant, self._breaks(nodes), fixed=branches or self._branches)
         self._plan_again()
+
+    def _keep_as_it_ran(self, nodes: tuple[_Node, ...], peak_bytes: int) -> None:
+        """A step whose parts cannot be planned together: what it took is refused or stays."""
+        budget_bytes = self.session.status.budget_bytes
+        reason = (
+            f"the graphs of {self.session.name or 'the model'} do not all run forward before they run backward, so "
+            f"they cannot be planned as one step; this one took {format_bytes(peak_bytes)} ({peak_bytes} bytes)"
+        )
+        if budget_bytes is not None and peak_bytes > budget_bytes:
+            self._refused = BudgetError(
+                f"{reason} where the budget is {format_bytes(budget_bytes)}; give that much, or call backward() after "
+                "the forward pass",
+                budget_bytes=budget_bytes,
+            )
+            return
+        log.warning("%s; its graphs keep what they kept in it", reason)
+        for node in nodes:
+            node.share = node.step.share if node.step is not None else {}
 
     def _plan_again(self) -> None:
         """Plan every step that is known, with all that is known. What is refused is raised by the next call."""
@@ -355,12 +384,8 @@ class PartedSteps:
         held_bytes = max(self._held_bytes, loop.held_gradient_bytes + (loop.held_result_bytes or 0))
         if held_bytes == self._held_bytes and self.session.state_bytes == self._state_bytes:
             return
-        more_bytes = held_bytes - self._held_bytes + self.session.state_bytes - self._state_bytes
-        self._held_bytes, self._state_bytes = held_bytes, self.session.state_bytes
-        budget_bytes = self.session.status.budget_bytes
-        if budget_bytes is None or any(
-            planned.plan.predicted_peak_bytes + more_bytes > budget_bytes for planned in self._planned.values()
-        ):
+        self._held_bytes = held_bytes
+        if self._measured:
             self._plan_again()
 
     def _breaks(self, nodes: Sequence[_Node]) -> tuple[str, ...]:
@@ -374,9 +399,9 @@ class _Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        self._devices = {buffer.device for buffer in model.parameters() if buffer.device.type == "cuda"}
+        devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
         self._states: list[tuple[torch.device | None, torch.Tensor]] = [(None, torch.get_rng_state())]
-        self._states += [(device, torch.cuda.get_rng_state(device)) for device in self._devices]
+        self._states += [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore(self) -> None:
         with torch.no_grad():
