@@ -208,9 +208,9 @@ def _is_own_backward(node: fx.Node, base: fx.Node) -> bool:
 
 def _is_mask(node: fx.Node, base: fx.Node) -> bool:
     return (
-        node.target is _aten.ne.Scalar
+        node.target is _aten._to_copy.default
+        and node.kwargs == {"dtype": torch.bool}
         and base.target is _aten.relu.default
-        and node.args == (base, 0)
         and all(user.target is from_mask and user.args[1] is node for user in node.users)
     )
 

@@ -301,7 +301,7 @@ class Plan:
     def _form(self, storage: Storage) -> str:
         """What a small storage losslessly encodes of a large one; "" where it does not."""
         target = self.graph.ops[self.graph.producer[storage.id]].target
-        if storage.dtype == "bool" and target == "aten.ne.Scalar":
+        if storage.dtype == "bool" and target == "aten._to_copy.default":
             return "a ReLU's mask, a byte a value, lossless"
         if storage.dtype == "uint8" and target == "shoal.pooling.forward":
             return "places in pooling windows, a byte each, lossless"
