@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from shoal.engine.status import Status
 from tests.hosts.meter import HostMeter
 
+ROWS = "SHOAL_HOSTS_ROWS"  # names the file that `bench.hosts` reads, a line of JSON for each comparison
 EPOCHS, BATCHES, BATCH = 2, 3, 8
+_METERED_STEPS = 3  # the first of a run, while Shoal plans and meters
 CLASSES = 4
 
 
@@ -51,6 +59,7 @@ class Run:
     state: dict[str, np.ndarray]
     peak_bytes: int
     steps: int
+    step_seconds: tuple[float, ...]
 
 
 def metered(train: Callable[[], nn.Module]) -> Run:
@@ -59,7 +68,7 @@ def metered(train: Callable[[], nn.Module]) -> Run:
         model = train()
     named = model.state_dict().items()  # as arrays, which the next run's meter does not count
     state = {name.replace("_orig_mod.", ""): value.detach().numpy().copy() for name, value in named}
-    return Run(state, meter.peak_bytes, meter.steps)
+    return Run(state, meter.peak_bytes, meter.steps, tuple(meter.step_seconds))
 
 
 def holds_to(
@@ -79,9 +88,39 @@ def holds_to(
     """
     plain = metered(lambda: train(None))
     budget = int(budget_share * (plain.peak_bytes - beside_bytes))
+    there = {id(status) for status in _statuses()}
     planned = metered(lambda: train(budget))
+    unequal = [name for name, value in plain.state.items() if not np.array_equal(value, planned.state.get(name))]
+    _write_row(
+        graphs=max((_graphs(status) for status in _statuses() if id(status) not in there), default=None),
+        budget_bytes=budget,
+        plain_peak_bytes=plain.peak_bytes - beside_bytes,
+        peak_bytes=planned.peak_bytes - beside_bytes,
+        steps=planned.steps,
+        unequal=unequal,
+        first_seconds=planned.step_seconds[0] - plain.step_seconds[0],
+        step_seconds=planned.step_seconds[_METERED_STEPS:],
+        plain_seconds=plain.step_seconds[_METERED_STEPS:],
+    )
     assert planned.steps == plain.steps >= EPOCHS * BATCHES
     assert planned.state.keys() == plain.state.keys()
-    assert not [name for name, value in plain.state.items() if not np.array_equal(value, planned.state[name])]
+    assert not unequal
     assert 0 < planned.peak_bytes - beside_bytes <= budget, f"plain: {plain.peak_bytes} bytes"
     return planned, budget
+
+
+def _statuses() -> list[Status]:
+    return [held for held in gc.get_objects() if isinstance(held, Status) and held.plans]
+
+
+def _graphs(status: Status) -> int:
+    """How many graphs the model's step is."""
+    assert status.plan is not None
+    return len({op.name.split(".")[0] for op in status.plan.graph.ops if op.name.startswith("part")}) or 1
+
+
+def _write_row(**figures: Any) -> None:
+    if file := os.environ.get(ROWS):
+        test = os.environ["PYTEST_CURRENT_TEST"].removesuffix(" (call)")
+        with Path(file).open("a") as rows:
+            rows.write(json.dumps({"test": test, **figures}) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from itertools import accumulate
 from typing import Any
 
@@ -24,17 +25,24 @@ class HostMeter:
     They are the tensors that are there when the fourth step has ended, but for those from before the run, such as the
     data set: parameters, gradients, buffers, the optimizer's state, whatever the host or Shoal holds; and all that is
     allocated and not freed from then on: batches, activations, gradients, the optimizer's own temporaries.
+
+    Attributes:
+        peak_bytes: those bytes.
+        steps: how many there were.
+        step_seconds: from the end of a step, or from where the meter was opened, to the end of the next.
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
         self.steps = 0
+        self.step_seconds: list[float] = []
         self._before: dict[int, StorageWeakRef] = {}  # weak: no other storage gets one's number meanwhile
         self._there_bytes = 0
 
     def __enter__(self) -> HostMeter:
         self._before = {key: StorageWeakRef(storage) for key, storage in _storages().items()}
         self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._since = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,6 +58,7 @@ class HostMeter:
         if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
             return  # Shoal tries out how much state there will be
         self.steps += 1
+        self.step_seconds.append(time.perf_counter() - self._since)
         gc.collect()  # what a host leaves in circles goes by chance
         if self.steps == _RECORD_FROM:
             allocations.start()
@@ -58,6 +67,7 @@ class HostMeter:
             self._there_bytes = sum(storage.nbytes() for storage in fresh)
         if self.steps >= _MEASURE_FROM:
             torch.empty(_MARK_BYTES, dtype=torch.uint8)
+        self._since = time.perf_counter()
 
 
 def _storages() -> dict[int, torch.UntypedStorage]:

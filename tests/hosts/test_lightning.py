@@ -81,7 +81,11 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("module", "code"), [(Whole, WHOLE), (Halting, WHOLE), (Part, PART), (Part, BY_HAND)])
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [(Whole, WHOLE), (Halting, WHOLE), (Part, PART), (Part, BY_HAND)],
+    ids=["whole module", "two graphs", "submodule", "submodule by hand"],
+)
 def test_it_trains_inside_the_budget_to_the_same_bits(module: type[Whole], code: str, tmp_path: Path) -> None:
     batches = loader()
 
