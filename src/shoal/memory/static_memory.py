@@ -14,7 +14,7 @@ from shoal.memory.optimizer_state import Declared, NamedOptimizer, optimizer_sta
 
 
 class StaticMemory:
-    """The bytes of a model and its optimizers. References are weak: compiled code in Dynamo's caches outlives them.
+    """The bytes of models and their optimizers. References are weak: compiled code in Dynamo's caches outlives them.
 
     Args:
         model: its parameters and buffers count even if a step does not read them.
@@ -32,12 +32,23 @@ class StaticMemory:
         optimizer: Declared | None = None,
         parameters: Iterable[torch.Tensor] = (),
     ) -> None:
-        self._model = None if model is None else weakref.ref(model)
+        self._models: list[weakref.ref[nn.Module]] = []
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        self._named = optimizer if isinstance(optimizer, NamedOptimizer) else None
-        self._optimizers = [weakref.ref(optimizer)] if isinstance(optimizer, torch.optim.Optimizer) else []
+        self._named: list[tuple[weakref.ref[nn.Module] | None, NamedOptimizer]] = []
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.gradients_pass = False
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
+        self.add(model, optimizer)
+
+    def add(self, model: nn.Module | None, optimizer: Declared | None = None) -> None:
+        """Count another model, and the optimizer that trains it; what several have in common counts once."""
+        reference = None if model is None else weakref.ref(model)
+        if reference is not None:
+            self._models.append(reference)
+        if isinstance(optimizer, NamedOptimizer):
+            self._named.append((reference, optimizer))
+        elif optimizer is not None and all(optimizer is not known for known in self._alive()[1]):
+            self._optimizers.append(weakref.ref(optimizer))
 
     def called_by(self, wrapper: DistributedDataParallel | None) -> None:
         """Set the `DistributedDataParallel` wrapper that calls the model, if any: its gradient buckets count."""
@@ -67,8 +78,9 @@ class StaticMemory:
         ]
         self._optimizers = [weakref.ref(known) for known in optimizers if known not in idle] + [weakref.ref(optimizer)]
         declared = f"{type(idle[0]).__name__} was declared, but " if idle else ""
-        if self._named is not None:
-            declared = f"{self._named.name!r} was declared, and "
+        named = [one.name for reference, one in self._named if own & set(map(id, self._trained(reference)))]
+        if named:
+            declared = f"{named[0]!r} was declared, and "
         return f"{declared}{type(optimizer).__name__} has stepped"
 
     def tensors(self) -> list[torch.Tensor]:
@@ -77,14 +89,14 @@ class StaticMemory:
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that exist."""
-        model, _ = self._alive()
-        return [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
+        models, _ = self._alive()
+        return [p.grad for model in models for p in model.parameters() if p.grad is not None]
 
     def lasting_tensors(self) -> list[torch.Tensor]:
         """`tensors` without the gradients."""
-        model, optimizers = self._alive()
+        models, optimizers = self._alive()
         tensors: list[torch.Tensor] = []
-        if model is not None:
+        for model in models:
             tensors += [*model.parameters(), *model.buffers()]
         for optimizer in optimizers:
             tensors += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
@@ -94,40 +106,44 @@ class StaticMemory:
 
     def bytes_beside(self, graph: StepGraph) -> int:
         """Bytes in use throughout the step that are not storages of its graph."""
-        model, _ = self._alive()
+        models, _ = self._alive()
         state_bytes = self.state_bytes()
-        if model is None:
+        if not models:
             return state_bytes + self.bucket_bytes()
         in_graph_bytes = sum(s.nbytes for s in graph.storages if s.kind in ("parameter", "buffer"))
-        model_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
+        model_bytes = distinct_bytes(t for model in models for t in (*model.parameters(), *model.buffers()))
         return max(0, model_bytes - in_graph_bytes) + self.gradient_bytes() + self.bucket_bytes() + state_bytes
 
     @property
     def has_optimizer(self) -> bool:
         """Whether any optimizer is registered, or declared by name."""
-        return self._named is not None or bool(self._alive()[1])
+        return bool(self._named) or bool(self._alive()[1])
 
     def state_bytes(self) -> int:
         """Bytes of the optimizers' state, including what their first step will allocate."""
         optimizers = self._alive()[1]
-        there_bytes = sum(map(optimizer_state_bytes, optimizers))
-        if self._named is None:
-            return there_bytes
+        total_bytes = sum(map(optimizer_state_bytes, optimizers))
         taken = {id(p) for optimizer in optimizers for p in _parameters_of(optimizer)}
-        return there_bytes + self._named.state_bytes(p for p in self._trained() if id(p) not in taken)
+        for reference, named in self._named:
+            left = [p for p in self._trained(reference) if id(p) not in taken]
+            total_bytes += named.state_bytes(left)
+            taken.update(map(id, left))
+        return total_bytes
 
     def optimizer_step_bytes(self) -> tuple[int, int]:
         """Bytes in use while an optimizer steps, and how many of them that step allocates and frees again."""
-        model, optimizers = self._alive()
+        models, optimizers = self._alive()
         trained = [p for p in self._trained() if p.requires_grad]
         if not trained:
             return 0, 0
-        named = self._named.made_for(trained) if self._named is not None and not optimizers else None
+        stepping: list[torch.optim.Optimizer | None] = [*optimizers]
+        if not optimizers:
+            stepping += [named.made_for(self._trained(reference)) for reference, named in self._named]
         own_bytes = max(
-            (step_scratch_bytes(one, trained[0].device.type) for one in (*optimizers, named) if one is not None),
+            (step_scratch_bytes(one, trained[0].device.type) for one in stepping if one is not None),
             default=0,
         )
-        held = trained if model is None else [*model.parameters(), *model.buffers()]
+        held = [t for model in models for t in (*model.parameters(), *model.buffers())] or trained
         gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
         return distinct_bytes(held) + gradient_bytes + self.state_bytes() + own_bytes, own_bytes
 
@@ -149,15 +165,18 @@ class StaticMemory:
             exchanged = [p for p in exchanged if p.grad is None]
         return sum(p.numel() * p.element_size() for p in exchanged) + getattr(wrapper, "hook_bytes", 0)
 
-    def _trained(self) -> list[torch.Tensor]:
-        model, _ = self._alive()
-        if model is not None:
-            return list(model.parameters())
+    def _trained(self, of: weakref.ref[nn.Module] | None = None) -> list[torch.Tensor]:
+        """The parameters of one model, or of all."""
+        models = self._alive()[0] if of is None else [model for model in [of()] if model is not None]
+        if models:
+            return list({id(p): p for model in models for p in model.parameters()}.values())
+        if of is not None:
+            return []
         return [parameter for reference in self._parameters if (parameter := reference()) is not None]
 
-    def _alive(self) -> tuple[nn.Module | None, list[torch.optim.Optimizer]]:
-        model = self._model() if self._model is not None else None
-        return model, [known for reference in self._optimizers if (known := reference()) is not None]
+    def _alive(self) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        models = [model for reference in self._models if (model := reference()) is not None]
+        return models, [known for reference in self._optimizers if (known := reference()) is not None]
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
