@@ -36,6 +36,7 @@ class Part:
         fresh: inputs that eager code made during the step.
         handed_on: gradients that no optimizer gets: of inputs that are no leaves, and of parameters of which another
             part has made a gradient that this one is added to.
+        holds_tangents: whether the gradients of its results stay until its backward pass returns.
     """
 
     graph: StepGraph
@@ -43,6 +44,7 @@ class Part:
     same: Mapping[int, Place] = field(default_factory=dict)
     fresh: Collection[int] = ()
     handed_on: Collection[int] = ()
+    holds_tangents: bool = True
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,8 @@ class _Joining:
         else:
             read = {s for op in part.graph.ops if op.phase == "backward" for s in op.reads}
             held = [s for s in self._given(part) if s in read]
-            held += [s.id for s in storages if s.kind == "tangent" or s.id in part.handed_on]
+            held += [s.id for s in storages if s.kind == "tangent" and part.holds_tangents]
+            held += [s.id for s in storages if s.id in part.handed_on]
         places = dict.fromkeys(self._of[number, s] for s in held)
         return [s for s in places if s in self._written and self._storages[s].kind not in RESIDENT]
 

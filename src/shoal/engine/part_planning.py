@@ -31,7 +31,7 @@ from shoal.core.variant import Variant
 from shoal.cost.measure import measure
 from shoal.engine.options import CompileOptions
 from shoal.engine.overlapping import plan_overlapping
-from shoal.engine.part_metering import Record
+from shoal.engine.part_record import Record
 from shoal.engine.session import Session
 from shoal.engine.step_planning import allowed
 from shoal.errors import BudgetError

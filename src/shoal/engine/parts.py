@@ -37,8 +37,9 @@ from shoal.engine.backend import STEPS_TO_METER, PlannedStep
 from shoal.engine.graph_runner import compiler
 from shoal.engine.metering import Window
 from shoal.engine.once_differentiable import once_differentiable
-from shoal.engine.part_metering import PartMetering, Ports
+from shoal.engine.part_metering import PartMetering
 from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share, fits_easily
+from shoal.engine.part_record import Ports
 from shoal.engine.session import Session
 from shoal.engine.step_planning import WHOLE_FORM
 from shoal.errors import BudgetError, CaptureError

@@ -1,0 +1,196 @@
+"""How the parts of a step ran while it was metered: in what order, and what they handed to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from shoal.capture.captured import Captured
+from shoal.core.joined_step import Part, Pass, Place
+from shoal.core.residence import Residence
+from shoal.core.step import StepGraph
+from shoal.engine.metering import Metered
+from shoal.memory.step_meter import WeakStorage
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Which storages of a part's step its graphs are given and return, by place; -1 for what is none.
+
+    Attributes:
+        inputs, outputs: of the forward graph; `results` are those outputs that the caller gets.
+        tangents: the last inputs of the backward graph.
+        gradients: its outputs, which belong to `inputs`.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    results: tuple[int, ...]
+    tangents: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+    @staticmethod
+    def of(captured: Captured) -> Ports:
+        placeholders = captured.joint.graph.find_nodes(op="placeholder")
+
+        def storages(nodes: Iterable[Any]) -> tuple[int, ...]:
+            return tuple(captured.storage_of.get(node, -1) if isinstance(node, fx.Node) else -1 for node in nodes)
+
+        outputs = storages(captured.forward_outputs)
+        return Ports(
+            storages(n for n in placeholders if not n.name.startswith("tangents")),
+            outputs,
+            tuple(outputs[place] for place in captured.results),
+            storages(n for n in placeholders if n.name.startswith("tangents")),
+            storages(captured.backward_outputs),
+        )
+
+
+class MeteredPart(Metered, Protocol):
+    """A part as it runs here.
+
+    Attributes:
+        graph: its step, with costs.
+        ports: what its graphs are given and return.
+        share: the residences under which it runs.
+    """
+
+    graph: StepGraph
+    ports: Ports
+    share: Mapping[str, Residence]
+
+
+@dataclass(eq=False)
+class PartRun:
+    """One run of a part within a step.
+
+    Attributes:
+        step: the part.
+        call: number of the model's call that it belongs to.
+        same, fresh: as of `Part`.
+        added: gradients of parameters that another run has made a gradient of before.
+        tangents: those that its backward pass was given.
+        holds_tangents: as of `Part`.
+    """
+
+    step: MeteredPart
+    call: int
+    same: dict[int, Place] = field(default_factory=dict)
+    fresh: set[int] = field(default_factory=set)
+    added: set[int] = field(default_factory=set)
+    tangents: list[WeakStorage] = field(default_factory=list)
+    holds_tangents: bool = True
+
+    def part(self) -> Part:
+        """The same as data."""
+        graph, ports = self.step.graph, self.step.ports
+        kinds = {s.id: s.kind for s in graph.storages}
+        passed = {
+            gradient
+            for given, gradient in zip(ports.inputs, ports.gradients, strict=False)
+            if gradient >= 0 and kinds.get(given) == "input" and (given in self.same or given in self.fresh)
+        }
+        results = {s for s in ports.results if s >= 0}
+        return Part(graph, results, self.same, self.fresh, passed | self.added, self.holds_tangents)
+
+
+class Record:
+    """The parts of one step as they ran while it was metered.
+
+    Attributes:
+        runs: of parts, in the order of their forward passes.
+        passes: what ran when.
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[PartRun] = []
+        self.passes: list[Pass] = []
+        self._made: dict[int, tuple[WeakStorage, Place]] = {}
+        self._has_gradient: set[Place] = set()
+
+    def of_last_call(self) -> list[int]:
+        """Which runs belong to the last call of the model."""
+        last = max((run.call for run in self.runs), default=0)
+        return [number for number, run in enumerate(self.runs) if run.call == last]
+
+    def went_forward(
+        self,
+        step: MeteredPart,
+        call: int,
+        arguments: Sequence[WeakStorage | None],
+        fresh: Sequence[bool],
+        outputs: Sequence[Any],
+    ) -> None:
+        """A part's forward pass is over.
+
+        Args:
+            step: the part.
+            call: number of the model's call.
+            arguments: what it was given; None for what is no tensor.
+            fresh: which of them were made during the step.
+            outputs: what its graph returned.
+        """
+        number = len(self.runs)
+        this = PartRun(step, call)
+        self.runs.append(this)
+        self.passes.append((number, "forward"))
+        for storage, one, is_new in zip(step.ports.inputs, arguments, fresh, strict=True):
+            if one is None or storage < 0 or storage in this.same:
+                continue
+            if not self._recall(this, storage, one):
+                self._made[one.key] = one, (number, storage)
+                if is_new:
+                    this.fresh.add(storage)
+        self._note(number, step.ports.outputs, outputs)
+
+    def goes_back(self, step: MeteredPart, arguments: Sequence[Any]) -> int | None:
+        """A part's backward pass begins; the number of its run, None where none is known that has not gone back."""
+        number = self._number_of(step)
+        if number is None:
+            return None
+        this = self.runs[number]
+        self.passes.append((number, "backward"))
+        for storage, tangent in zip(step.ports.tangents, arguments[-step.n_tangents :], strict=False):
+            if isinstance(tangent, torch.Tensor) and storage >= 0:
+                this.tangents.append(WeakStorage(tangent))
+                self._recall(this, storage, this.tangents[-1])
+        kinds = {s.id: s.kind for s in step.graph.storages}
+        for given, gradient in zip(step.ports.inputs, step.ports.gradients, strict=False):
+            if gradient >= 0 and kinds.get(given) == "parameter":
+                origin = this.same.get(given, (number, given))
+                if origin in self._has_gradient:
+                    this.added.add(gradient)
+                self._has_gradient.add(origin)
+        return number
+
+    def went_back(self, number: int, gradients: Sequence[Any]) -> None:
+        """The backward graph of a run has returned."""
+        self.runs[number].holds_tangents = any(tangent.is_alive for tangent in self.runs[number].tangents)
+        self._note(number, self.runs[number].step.ports.gradients, gradients)
+
+    def _recall(self, this: PartRun, storage: int, held: WeakStorage) -> bool:
+        """Whether the memory has been seen in this step; then it is noted whose it is."""
+        known = self._made.get(held.key)
+        if known is None or not known[0].is_alive:
+            return False
+        this.same[storage] = known[1]
+        return True
+
+    def _note(self, number: int, storages: Sequence[int], tensors: Sequence[Any]) -> None:
+        own = self.runs[number].same
+        for storage, tensor in zip(storages, tensors, strict=False):
+            if isinstance(tensor, torch.Tensor) and storage >= 0 and storage not in own:
+                held = WeakStorage(tensor)
+                known = self._made.get(held.key)
+                if known is None or not known[0].is_alive:
+                    self._made[held.key] = held, (number, storage)
+
+    def _number_of(self, step: MeteredPart) -> int | None:
+        """The run whose backward pass begins: the latest of this part that has not gone back."""
+        gone = {number for number, phase in self.passes if phase == "backward"}
+        runs = enumerate(self.runs)
+        return max((number for number, run in runs if run.step is step and number not in gone), default=None)
