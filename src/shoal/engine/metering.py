@@ -153,7 +153,7 @@ class Metering:
         passing = [*self._old_gradients, *self.calls.held_of_the_last()]
         if meter.begin(self._in_use(arguments), passing):
             self._window = Window([step])
-            _metering_now[:] = [weakref.ref(self)]
+            self._takes_the_counter()
 
     def _has_the_counter(self) -> bool:
         """Whether no other model's calls are being metered: there is one counter, and what it counts here is theirs."""
@@ -164,6 +164,9 @@ class Metering:
             return False
         other._give_up()
         return True
+
+    def _takes_the_counter(self) -> None:
+        _metering_now[:] = [weakref.ref(self)]
 
     def _note_results(self, window: Window, call: Call) -> None:
         alive = {place for place, held in call.outputs.items() if held.is_alive}

@@ -117,6 +117,7 @@ class MeasuredParts:
         parts, passes: as of `joined_step`.
         shares: residences of each part.
         intervals: as of `with_measured`.
+        begin_bytes: in use when it began.
         device: where it runs.
     """
 
@@ -124,6 +125,7 @@ class MeasuredParts:
     passes: tuple[Pass, ...]
     shares: _Shares
     intervals: tuple[Interval, ...]
+    begin_bytes: int
     device: torch.device
 
     @staticmethod
@@ -148,14 +150,14 @@ class MeasuredParts:
             tuple((number_of[number], phase) for number, phase in passes),
             tuple(record.runs[number].step.share for number in last),
             (Interval(begin, begin), *intervals[2 * places[0] + 1 : 2 * places[-1] + 2]),
+            begin,
             record.runs[last[0]].step.device,
         )
 
     def graph(self, model: str) -> StepGraph:
         """The step, with what eager code was measured to use. Its static memory is not known here."""
         bare = joined_step(model, self.parts, self.passes)
-        in_use_bytes = self.intervals[0].end_bytes
-        as_measured = replace(bare, static_bytes=max(0, in_use_bytes - bare.resident_bytes))
+        as_measured = replace(bare, static_bytes=max(0, self.begin_bytes - bare.resident_bytes))
         return replace(with_measured(as_measured, joined_residences(self.shares), self.intervals), static_bytes=0)
 
 

@@ -12,125 +12,32 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch._guards import TracingContext, tracing
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.capture.capture_step import InputPlaces
-from shoal.capture.captured import Captured
-from shoal.capture.graph_breaks import break_after, capturing_parts
-from shoal.capture.pieces import choose_pieces, in_pieces
-from shoal.capture.varying_sizes import make_static
+from shoal.capture.graph_breaks import capturing_parts
 from shoal.core.joined_step import label
-from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
-from shoal.core.variant import WHOLE, Pieces
-from shoal.cost.profile import profile_step
-from shoal.engine.backend import STEPS_TO_METER, PlannedStep
-from shoal.engine.graph_runner import compiler
+from shoal.core.variant import WHOLE
+from shoal.engine.backend import STEPS_TO_METER
 from shoal.engine.metering import Window
-from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.part_metering import PartMetering
-from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share, fits_easily
-from shoal.engine.part_record import Ports
+from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share
+from shoal.engine.part_sequence import Node, PartSequence, PartStep
 from shoal.engine.session import Session
-from shoal.engine.step_planning import WHOLE_FORM
 from shoal.errors import BudgetError, CaptureError
-from shoal.memory.limit import no_memory_limit
 
 log = logging.getLogger("shoal")
 
 
-@dataclass(eq=False)
-class _Part:
-    """A graph of Dynamo's, to be compiled for each of its runs in a step."""
-
-    graph: fx.GraphModule
-    inputs: Sequence[Any]
-    places: InputPlaces
-    context: TracingContext | None
-    broken: str
-
-
-@dataclass(eq=False)
-class _Node:
-    """A part at one place of the sequence.
-
-    Attributes:
-        part: None for where every sequence begins.
-        before, after: the nodes around it. What follows a part may differ from step to step.
-        share: its residences in the plan of the step; None before there is one.
-        pieces: its convolutions that are computed in pieces; None before it is compiled.
-        step, run: the part as it is compiled for this place; None before.
-    """
-
-    part: _Part | None = None
-    before: _Node | None = None
-    after: dict[_Part, _Node] = field(default_factory=dict)
-    share: Mapping[str, Residence] | None = None
-    pieces: tuple[Pieces, ...] | None = None
-    step: PartStep | None = None
-    run: Callable[..., Any] | None = None
-
-    def followed_by(self, part: _Part) -> _Node:
-        """The node of a part that comes next."""
-        if part not in self.after:
-            self.after[part] = _Node(part, self)
-        return self.after[part]
-
-    def path(self) -> list[_Node]:
-        """The nodes from the first part to this one."""
-        path: list[_Node] = []
-        node: _Node | None = self
-        while node is not None and node.part is not None:
-            path.append(node)
-            node = node.before
-        return path[::-1]
-
-
-class PartStep(PlannedStep):
-    """One part at one place, as AOTAutograd compiles it.
-
-    Attributes:
-        trains: whether it has a backward pass; the rest is there only then.
-        graph: its own step, with costs.
-        ports: what its graphs are given and return.
-        share: the residences under which it runs.
-    """
-
-    graph: StepGraph
-    ports: Ports
-
-    def __init__(self, steps: PartedSteps, node: _Node, places: InputPlaces) -> None:
-        super().__init__(steps.session, steps.run_graphs, places, WHOLE_FORM, aten_only=steps.aten_only)
-        self.steps = steps
-        self.node = node
-        self.trains = False
-        self.share: Mapping[str, Residence] = {}
-
-    def make_plan(self, captured: Captured) -> Captured:
-        """Take the part's share of the plan, or for a first run what leaves most room."""
-        in_use_bytes = self.steps.metering.in_use_bytes()
-        with no_memory_limit():
-            if self.node.pieces is None:
-                self.node.pieces = self.steps.pieces_of(captured, in_use_bytes)
-            captured = in_pieces(captured, self.node.pieces)
-            self.graph = profile_step(captured, captured.device)
-        self.ports, self.trains = Ports.of(captured), True
-        share = self.node.share
-        self.share = self.steps.first_share(self.graph, captured.device, in_use_bytes) if share is None else share
-        self.plan = Plan(self.graph, self.share, "parts")
-        return captured
-
-
-class PartedSteps:
+class PartedSteps(PartSequence):
     """The steps of one model that is several graphs.
 
     Args:
@@ -140,15 +47,13 @@ class PartedSteps:
     """
 
     def __init__(self, session: Session, kernels: str, broken: str) -> None:
-        self.session = session
-        self.run_graphs, self.aten_only = compiler(kernels), kernels == "inductor"
+        super().__init__(session, kernels)
         self.metering = PartMetering(session.static, self.learn)
         self._broken = broken
-        self._begin: dict[Any, _Node] = {}
+        self._begin: dict[Any, Node] = {}
         self._times_forgotten = 0
-        self._node = _Node()
-        self._measured: dict[tuple[_Node, ...], KnownStep] = {}
-        self._planned: dict[tuple[_Node, ...], PartedStep] = {}
+        self._measured: dict[tuple[Node, ...], KnownStep] = {}
+        self._planned: dict[tuple[Node, ...], PartedStep] = {}
         self._refused: BudgetError | None = None
         self._keeps_little = False
         self._branches = False
@@ -182,8 +87,8 @@ class PartedSteps:
         self._count_what_changed()
         this = kind, self._times_forgotten
         if this not in captured:
-            captured[this] = capturing_parts(model, self._compile_graph)
-        run, self._node = captured[this], self._begin.setdefault(kind, _Node())
+            captured[this] = capturing_parts(model, self.compile_graph)
+        run, self.node = captured[this], self._begin.setdefault(kind, Node())
         before = _Snapshot(model) if not self._planned and not self._keeps_little else None
         self.metering.arguments = [a for a in tree_leaves((args, dict(kwargs))) if isinstance(a, torch.Tensor)]
         self.metering.in_call = True
@@ -192,7 +97,7 @@ class PartedSteps:
             why = "its graphs are compiled anew" if status.preparations else ""
             with preparing(self.session.name, why=why, record=status.prepared):
                 outputs = run(*args, **kwargs)
-            if self._node.part is None and self.session.status.budget_bytes is not None:
+            if self.node.part is None and self.session.status.budget_bytes is not None:
                 if before is not None:
                     before.restore()
                 raise CaptureError(
@@ -223,56 +128,22 @@ class PartedSteps:
         self._planned.clear()
         self._refused = None
 
-    def pieces_of(self, captured: Captured, in_use_bytes: int) -> tuple[Pieces, ...]:
-        """Which convolutions of a part to compute in pieces: none where everything can be kept."""
-        budget_bytes = self.session.status.budget_bytes
-        if budget_bytes is None or "pieces" not in self.session.options.form_means:
-            return ()
-        graph = profile_step(captured, captured.device)
-        if fits_easily(graph, in_use_bytes, budget_bytes):
-            return ()
-        return choose_pieces(captured, graph)
+    def in_use_bytes(self) -> int:
+        return self.metering.in_use_bytes()
+
+    def reached(self, node: Node) -> None:
+        if node.run is None:
+            self.compile(node)
+        if node.share is None:
+            for earlier in node.path():
+                if earlier.step is not None:  # let the next step like this one be metered from its first part on
+                    earlier.step.steps_to_meter = max(1, earlier.step.steps_to_meter)
 
     def first_share(self, graph: StepGraph, device: torch.device, in_use_bytes: int) -> Mapping[str, Residence]:
-        """Under which residences a part runs before the step is planned.
-
-        Raises:
-            BudgetError: there is no room for the part beside what is in use.
-        """
         budget_bytes = self.session.status.budget_bytes
         if budget_bytes is None:
             return {}
         return first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=self._keeps_little)
-
-    def _compile_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        make_static(gm)
-        self.session.status.captures += 1
-        # Dynamo hands over the batch itself; the part is compiled again later, and must not keep that.
-        inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-        part = _Part(gm, inputs, InputPlaces.of(gm), TracingContext.try_get(), break_after(gm))
-        self._compile(self._node.followed_by(part))  # what is captured runs next, and its guards are still open
-
-        def run(*arguments: Any) -> Any:
-            node = self._node = self._node.followed_by(part)
-            if node.run is None:
-                self._compile(node)
-            if node.share is None:
-                for earlier in node.path():
-                    if earlier.step is not None:  # let the next step like this one be metered from its first part on
-                        earlier.step.steps_to_meter = max(1, earlier.step.steps_to_meter)
-            assert node.run is not None
-            return node.run(*arguments)
-
-        return run
-
-    def _compile(self, node: _Node) -> None:
-        part = node.part
-        assert part is not None
-        node.step = PartStep(self, node, part.places)
-        with preparing(self.session.name), tracing(part.context):
-            node.run = once_differentiable(node.step.compile(part.graph, part.inputs))
-        if not node.step.trains:
-            node.share = {}  # it does not train: nothing is decided
 
     def learn(self, window: Window) -> None:
         """Plan the step that was metered, or hold it against its plan."""
@@ -313,7 +184,7 @@ class PartedSteps:
         status.measured_peak_bytes = None
         self._plan_again()
 
-    def _plan(self, nodes: tuple[_Node, ...], peak_bytes: int) -> None:
+    def _plan(self, nodes: tuple[Node, ...], peak_bytes: int) -> None:
         """Plan the step that was metered. What is refused is raised by the next call: this one is over."""
         session, intervals = self.session, self.metering.intervals()
         measured = MeasuredParts.of_last_call(self.metering.record, intervals)
@@ -335,7 +206,7 @@ class PartedSteps:
         self._measured[nodes] = KnownStep(measured, variant, self._breaks(nodes), fixed=branches or self._branches)
         self._plan_again()
 
-    def _keep_as_it_ran(self, nodes: tuple[_Node, ...], peak_bytes: int) -> None:
+    def _keep_as_it_ran(self, nodes: tuple[Node, ...], peak_bytes: int) -> None:
         """A step whose parts cannot be planned together: what it took is refused or stays."""
         budget_bytes = self.session.status.budget_bytes
         reason = (
@@ -389,7 +260,7 @@ class PartedSteps:
         if self._measured:
             self._plan_again()
 
-    def _breaks(self, nodes: Sequence[_Node]) -> tuple[str, ...]:
+    def _breaks(self, nodes: Sequence[Node]) -> tuple[str, ...]:
         """Where the model breaks, as Dynamo words it."""
         found = [node.part.broken for node in nodes if node.part is not None and node.part.broken]
         return tuple(dict.fromkeys([self._broken, *found]))

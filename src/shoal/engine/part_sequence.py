@@ -1,0 +1,186 @@
+"""The graphs of a step in the order in which they run: captured by Dynamo, each compiled for its place in the step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+
+from shoal.capture.capture_step import InputPlaces
+from shoal.capture.captured import Captured
+from shoal.capture.graph_breaks import break_after
+from shoal.capture.pieces import choose_pieces, in_pieces
+from shoal.capture.varying_sizes import make_static
+from shoal.core.plan import Plan
+from shoal.core.progress import preparing
+from shoal.core.residence import Residence
+from shoal.core.step import StepGraph
+from shoal.core.variant import Pieces
+from shoal.cost.profile import profile_step
+from shoal.engine.backend import PlannedStep
+from shoal.engine.graph_runner import compiler
+from shoal.engine.once_differentiable import once_differentiable
+from shoal.engine.part_planning import fits_easily
+from shoal.engine.part_record import Ports
+from shoal.engine.session import Session
+from shoal.engine.step_planning import WHOLE_FORM
+from shoal.memory.limit import no_memory_limit
+
+
+@dataclass(eq=False)
+class DynamoGraph:
+    """A graph of Dynamo's, to be compiled for each of its runs in a step."""
+
+    graph: fx.GraphModule
+    inputs: Sequence[Any]
+    places: InputPlaces
+    context: TracingContext | None
+    broken: str
+
+
+@dataclass(eq=False)
+class Node:
+    """A part at one place of the sequence.
+
+    Attributes:
+        part: None for where every sequence begins.
+        before, after: the nodes around it. What follows a part may differ from step to step.
+        share: its residences in the plan of the step; None before there is one.
+        pieces: its convolutions that are computed in pieces; None before it is compiled.
+        step, run: the part as it is compiled for this place; None before.
+    """
+
+    part: DynamoGraph | None = None
+    before: Node | None = None
+    after: dict[DynamoGraph, Node] = field(default_factory=dict)
+    share: Mapping[str, Residence] | None = None
+    pieces: tuple[Pieces, ...] | None = None
+    step: PartStep | None = None
+    run: Callable[..., Any] | None = None
+
+    def followed_by(self, part: DynamoGraph) -> Node:
+        """The node of a part that comes next."""
+        if part not in self.after:
+            self.after[part] = Node(part, self)
+        return self.after[part]
+
+    def path(self) -> list[Node]:
+        """The nodes from the first part to this one."""
+        path: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.part is not None:
+            path.append(node)
+            node = node.before
+        return path[::-1]
+
+
+class PartStep(PlannedStep):
+    """One part at one place, as AOTAutograd compiles it.
+
+    Attributes:
+        trains: whether it has a backward pass; the rest is there only then.
+        graph: its own step, with costs.
+        ports: what its graphs are given and return.
+        share: the residences under which it runs.
+    """
+
+    graph: StepGraph
+    ports: Ports
+
+    def __init__(self, steps: PartSequence, node: Node, places: InputPlaces) -> None:
+        super().__init__(steps.session, steps.run_graphs, places, WHOLE_FORM, aten_only=steps.aten_only)
+        self.steps = steps
+        self.node = node
+        self.trains = False
+        self.share: Mapping[str, Residence] = {}
+
+    def make_plan(self, captured: Captured) -> Captured:
+        """Take the part's share of the plan, or for a first run what leaves most room."""
+        in_use_bytes = self.steps.in_use_bytes()
+        with no_memory_limit():
+            if self.node.pieces is None:
+                self.node.pieces = self.steps.pieces_of(captured, in_use_bytes)
+            captured = in_pieces(captured, self.node.pieces)
+            self.graph = profile_step(captured, captured.device)
+        self.ports, self.trains = Ports.of(captured), True
+        share = self.node.share
+        self.share = self.steps.first_share(self.graph, captured.device, in_use_bytes) if share is None else share
+        self.plan = Plan(self.graph, self.share, "parts")
+        return captured
+
+
+class PartSequence(ABC):
+    """Compiles the graphs of a step one after another, each for the place at which it runs.
+
+    Args:
+        session: of the model, or of several.
+        kernels: as of `shoal.compile`.
+
+    Attributes:
+        node: the part that has run last.
+    """
+
+    def __init__(self, session: Session, kernels: str) -> None:
+        self.session = session
+        self.run_graphs, self.aten_only = compiler(kernels), kernels == "inductor"
+        self.node = Node()
+
+    @abstractmethod
+    def in_use_bytes(self) -> int:
+        """Device bytes in use now, as far as they are known."""
+
+    @abstractmethod
+    def first_share(self, graph: StepGraph, device: torch.device, in_use_bytes: int) -> Mapping[str, Residence]:
+        """Under which residences a part runs before the step is planned.
+
+        Raises:
+            BudgetError: there is no room for the part beside what is in use.
+        """
+
+    @abstractmethod
+    def reached(self, node: Node) -> None:
+        """A part runs next; it is compiled after this where it is not."""
+
+    def pieces_of(self, captured: Captured, in_use_bytes: int) -> tuple[Pieces, ...]:
+        """Which convolutions of a part to compute in pieces: none where everything can be kept."""
+        budget_bytes = self.session.status.budget_bytes
+        if budget_bytes is None or "pieces" not in self.session.options.form_means:
+            return ()
+        graph = profile_step(captured, captured.device)
+        if fits_easily(graph, in_use_bytes, budget_bytes):
+            return ()
+        return choose_pieces(captured, graph)
+
+    def compile_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What runs a graph of Dynamo's, wherever in the sequence that comes."""
+        make_static(gm)
+        self.session.status.captures += 1
+        # Dynamo hands over the batch itself; the part is compiled again later, and must not keep that.
+        inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+        part = DynamoGraph(gm, inputs, InputPlaces.of(gm), TracingContext.try_get(), break_after(gm))
+        self.compile(self.node.followed_by(part))  # what is captured runs next, and its guards are still open
+
+        def run(*arguments: Any) -> Any:
+            node = self.node = self.node.followed_by(part)
+            self.reached(node)
+            if node.run is None:
+                self.compile(node)
+            assert node.run is not None
+            return node.run(*arguments)
+
+        return run
+
+    def compile(self, node: Node) -> None:
+        """Compile a part for its place, under its share of the plan where there is one."""
+        part = node.part
+        assert part is not None
+        node.step = PartStep(self, node, part.places)
+        with preparing(self.session.name), tracing(part.context):
+            node.run = once_differentiable(node.step.compile(part.graph, part.inputs))
+        if not node.step.trains:
+            node.share = {}  # it does not train: nothing is decided

@@ -1,0 +1,180 @@
+"""Follows the calls of several models as one: what ran in a turn, what it left, and what was in use meanwhile.
+
+A turn begins with a call of a model and ends before the next call at which no backward pass is outstanding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.core.joined_step import Interval
+from shoal.engine.metering import Metering, Run, Window
+from shoal.engine.part_record import MeteredPart, Record
+from shoal.memory.running_meter import RunningMeter
+from shoal.memory.static_memory import StaticMemory
+from shoal.memory.step_meter import WeakStorage
+
+_MOST_RUNS = 256  # of a turn: a result that is never sent back would make it endless
+
+
+@dataclass(eq=False)
+class Turn:
+    """Calls of models, and their backward passes.
+
+    Attributes:
+        begin_bytes: in use when it began.
+        late_bytes: of arguments of later calls that were there before the meter ran.
+        old_gradients: those that were there when it began, by the model's name.
+        record: which parts ran and what they handed to each other; None where nobody asks.
+        intervals: of the stretch before each pass, and of the pass.
+        peak_bytes: most that was in use from the first pass to the last.
+        results: of its calls.
+        called: names of the models that were called for training.
+        runs: of parts, so far.
+        went_back: whether there was a backward pass.
+        again: whether something was sent back a second time.
+        stayed: names of models whose old gradients were still there when the first backward pass began.
+        failed: whether an exception ended it.
+    """
+
+    begin_bytes: int
+    old_gradients: Mapping[str, Sequence[WeakStorage]]
+    late_bytes: int = 0
+    record: Record | None = field(default_factory=Record)
+    intervals: list[Interval] = field(default_factory=list)
+    peak_bytes: int = 0
+    results: list[WeakStorage] = field(default_factory=list)
+    called: list[str] = field(default_factory=list)
+    runs: int = 0
+    went_back: bool = False
+    again: bool = False
+    stayed: set[str] = field(default_factory=set)
+    failed: bool = False
+
+
+class TurnMetering(Metering):
+    """Runs the graphs of several models' steps.
+
+    Args:
+        static: the models' static memory.
+        device: where they run.
+        note_peak: called with the peak of a turn so far, after each pass.
+
+    Attributes:
+        turn: the one that goes on; None between two.
+    """
+
+    def __init__(self, static: StaticMemory, device: torch.device, note_peak: Callable[[int], None]) -> None:
+        super().__init__(static, lambda window: None)
+        self.turn: Turn | None = None
+        self._running = RunningMeter(device)
+        self._note_peak = note_peak
+
+    def begin(self, models: Mapping[str, nn.Module], arguments: Iterable[torch.Tensor]) -> Interval:
+        """A turn begins; what was in use since the one before.
+
+        Args:
+            models: by name.
+            arguments: of its first call.
+        """
+        meter, between = self._running, Interval(0, 0)
+        if meter.is_running:
+            between = meter.mark()
+        elif self._has_the_counter():
+            meter.start()
+            self._claim()
+        meter.restart_from([*self._static.tensors(), *arguments])
+        gradients = {
+            name: [WeakStorage(p.grad) for p in model.parameters() if p.grad is not None]
+            for name, model in models.items()
+        }
+        self.turn = Turn(meter.mark().end_bytes, gradients)
+        return between
+
+    def goes_on_with(self, arguments: Iterable[torch.Tensor]) -> None:
+        """Another call of the turn begins."""
+        if self.turn is not None:
+            self.turn.late_bytes += self._running.count(arguments)
+
+    def is_over(self) -> bool:
+        """Whether nothing of the turn is outstanding."""
+        turn = self.turn
+        if turn is None or turn.failed or turn.runs > _MOST_RUNS:
+            return True
+        turn.results = [result for result in turn.results if result.is_alive]
+        return not self.calls.under_way() and (turn.went_back or not turn.results)
+
+    def in_use_bytes(self) -> int:
+        """Device bytes in use now."""
+        return self._running.in_use_bytes()
+
+    def forward(self, step: MeteredPart, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
+        turn = self.turn
+        given = {a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)}
+        if turn is None:
+            outputs = run(arguments)
+            self.calls.started(given, outputs, step.n_outputs, step.results)
+            return outputs
+        fresh: list[bool] = []
+        held: list[WeakStorage | None] = []
+        if turn.record is not None:
+            fresh = [isinstance(a, torch.Tensor) and self._running.is_fresh(a) for a in arguments]
+            held = [WeakStorage(a) if isinstance(a, torch.Tensor) else None for a in arguments]
+        self._mark(turn)
+        outputs = self._ran(turn, run, arguments)
+        turn.runs += 1
+        self.calls.started(given, outputs, step.n_outputs, step.results)
+        self._mark(turn)
+        if turn.record is not None:
+            turn.record.went_forward(step, self.calls.number, held, fresh, outputs)
+        return outputs
+
+    def backward(self, step: MeteredPart, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
+        self.gradients_are_used = False
+        call = self.calls.goes_back({a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)})
+        turn = self.turn
+        if turn is None:
+            return run(arguments)
+        if not turn.went_back:
+            turn.went_back = True
+            turn.stayed = {name for name, old in turn.old_gradients.items() if any(one.is_alive for one in old)}
+        number = turn.record.goes_back(step, arguments) if turn.record is not None else None
+        turn.again |= call is None or (number is None and turn.record is not None)
+        self._mark(turn)
+        gradients = self._ran(turn, run, arguments)
+        if number is not None and turn.record is not None:
+            turn.record.went_back(number, gradients)
+        self._mark(turn)
+        self._note_peak(turn.peak_bytes)
+        return gradients
+
+    def close(self) -> None:
+        """Meter nothing any more."""
+        self._give_up()
+
+    def _ran(self, turn: Turn, run: Run, arguments: list[Any]) -> Any:
+        try:
+            return run(arguments)
+        except BaseException:
+            turn.failed = True
+            raise
+
+    def _mark(self, turn: Turn) -> None:
+        measured = self._running.mark()
+        turn.intervals.append(measured)
+        if len(turn.intervals) > 1:
+            turn.peak_bytes = max(turn.peak_bytes, measured.peak_bytes)
+
+    def _claim(self) -> None:
+        """There is one counter: other models' calls are not metered while these are under way."""
+        self._window = Window()
+        self._takes_the_counter()
+
+    def _give_up(self) -> None:
+        self._window = None
+        self._running.close()

@@ -1,0 +1,107 @@
+"""The device bytes in use from one moment to the next, counted as long as the meter runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+import torch
+
+from shoal.core.joined_step import Interval
+from shoal.memory.limit import MemoryLimit, memory_limit
+from shoal.memory.static_memory import distinct_bytes
+
+
+class RunningMeter:
+    """Counts what is in use and tells, at each `mark`, the peak since the one before.
+
+    What is allocated while it runs is counted by the allocator: on CUDA by the caching allocator, on the CPU by the
+    counting one of `shoal.memory.limit`. What was there before it ran is counted as it is named.
+
+    >>> meter = RunningMeter(torch.device("cpu"))
+    >>> meter.start()
+    >>> x = torch.empty(100)
+    >>> meter.restart_from([x])
+    >>> y = torch.empty(50)
+    >>> del y
+    >>> meter.mark()
+    Interval(peak_bytes=600, end_bytes=400)
+    >>> meter.close()
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._entered = ExitStack()
+        self._counter: MemoryLimit | None = None
+        self._before_bytes = 0
+        self._peak_bytes = 0
+        self._there: set[int] = set()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it counts."""
+        return self._counter is not None
+
+    def start(self) -> None:
+        """Count from here on.
+
+        Raises:
+            InputError: there is no C++ compiler, on the CPU.
+        """
+        if self._counter is None:
+            self._counter = self._entered.enter_context(memory_limit(None, self.device))
+            self._counter.start_fresh()
+            self._before_bytes, self._there = 0, set()
+
+    def restart_from(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Of what was there before the meter ran, count these tensors and nothing else."""
+        self._before_bytes, self._there = 0, set()
+        self.count(tensors)
+
+    def count(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Count these tensors too; how many bytes of theirs were not counted yet."""
+        counter = self._counter
+        if counter is None or self.device.type == "cuda":
+            return 0
+        new = [t for t in tensors if t.device.type in ("cpu", "meta") and not self._is_counted(counter, t)]
+        self._there.update(t.untyped_storage()._cdata for t in new)
+        new_bytes = distinct_bytes(new)
+        self._before_bytes += new_bytes
+        return new_bytes
+
+    def is_fresh(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage was allocated since the meter runs, as far as that can be told."""
+        return self._counter is not None and self._counter.is_fresh(tensor)
+
+    def in_use_bytes(self) -> int:
+        """Device bytes in use now; 0 where it does not run."""
+        counter = self._counter
+        if counter is None:
+            return 0
+        if self.device.type == "cuda":
+            return counter.live_bytes
+        self._peak_bytes = max(self._peak_bytes, self._before_bytes + counter.fresh_peak_bytes)
+        counter.reset_fresh_peak()
+        return self._before_bytes + counter.fresh_peak_bytes
+
+    def mark(self) -> Interval:
+        """What was in use since the last mark, and what is now."""
+        counter = self._counter
+        if counter is None:
+            return Interval(0, 0)
+        if self.device.type == "cuda":
+            measured = Interval(counter.peak_bytes, counter.live_bytes)
+            counter.reset_peak()
+            return measured
+        end_bytes = self.in_use_bytes()
+        measured = Interval(max(self._peak_bytes, end_bytes), end_bytes)
+        self._peak_bytes = 0
+        return measured
+
+    def close(self) -> None:
+        """Count no longer."""
+        self._counter = None
+        self._entered.close()
+
+    def _is_counted(self, counter: MemoryLimit, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._there or counter.is_fresh(tensor)
