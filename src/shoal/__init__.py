@@ -11,6 +11,7 @@ from shoal.engine.api import compile
 from shoal.engine.fit import fit
 from shoal.engine.frontier import frontier
 from shoal.engine.plan import plan
+from shoal.engine.shared_budget import Budget
 from shoal.errors import BudgetError, CaptureError, CodecError, InputError, PlanError, ShoalError, TransferError
 from shoal.offload.eager import offload_activations
 from shoal.transforms.fuse.fuse_batchnorm import fuse_batchnorm
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from shoal import distributed
 
 __all__ = [
+    "Budget",
     "BudgetError",
     "CaptureError",
     "CodecError",

@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -36,12 +35,14 @@ from shoal.core.sizes import format_bytes
 from shoal.engine.backend import compile_step
 from shoal.engine.lossy_report import LossyReport
 from shoal.engine.lossy_report import lossy_report as report_on
+from shoal.engine.model_call import ModelCall, reject_function_transforms
 from shoal.engine.options import CompileOptions
 from shoal.engine.parts import PartedSteps
 from shoal.engine.session import Session
+from shoal.engine.shared_budget import Budget, reject_member
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, CaptureError, InputError
-from shoal.lowlevel.torch_state import active_ddp_module, in_trace, in_transform
+from shoal.lowlevel.torch_state import active_ddp_module, in_trace
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer, reject_copy
 from shoal.memory.static_memory import StaticMemory, distinct_bytes
@@ -53,7 +54,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 def compile(
     model: Module,
-    budget: int | str | None = None,
+    budget: int | str | Budget | None = None,
     *,
     planner: str | planners.Planner = "joint",
     optimizer: torch.optim.Optimizer | str | None = None,
@@ -86,7 +87,8 @@ def compile(
         budget: device bytes at the peak of a step, forward and backward: an int of bytes or a text such as "2GiB";
             "auto" for what the device has left, less 5 %; "80%" for that share of its memory. Parameters, gradients,
             optimizer state, buffers, the batch and workspaces count. None: SHOAL_BUDGET of the environment; where that
-            is not set, everything is kept and the peak is only reported.
+            is not set, everything is kept and the peak is only reported. Or a `shoal.Budget`, which several models
+            share.
         planner: "joint" (default), "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", or a
             function (StepGraph, Hardware, budget_bytes) → Plan, whose plans are validated by
             `shoal.core.validate` before they run.
@@ -161,6 +163,24 @@ def compile(
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     _reject_compiled(network)
+    if isinstance(budget, Budget):
+        given = {
+            "offload_to": offload_to not in (AUTO, None),
+            "host_budget": host_budget is not None,
+            "rehearse": rehearse is not None,
+            "split": split is not None,
+            "lossy": lossy is not None,
+            "plan": plan is not None,
+            "strict": strict,
+        }
+        budget.add(
+            model,
+            declared_optimizer(optimizer),
+            {"planner": planner, "kernels": kernels, "inner": inner, "allow": allow},
+            [keyword for keyword, is_given in given.items() if is_given],
+            name,
+        )
+        return model
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     options = CompileOptions.of(
         budget=budget_bytes(budget, device, of_environment=plan is None),
@@ -190,10 +210,7 @@ def compile(
     caller = _Caller(network, session, options.kernels, strict=strict)
     forget = weakref.WeakMethod(caller.forget)
     session.on_repair = lambda: (method := forget()) and method()
-    for compiled in (network, model):
-        object.__setattr__(compiled, "shoal", status)
-    object.__setattr__(network, "_compiled_call_impl", caller)
-    object.__setattr__(network, "_call_impl", caller)  # what `model.compile()` compiles, and Dynamo looks for
+    caller.install(network, model, status=status)
     return model
 
 
@@ -208,7 +225,7 @@ def _under_plan(model: nn.Module, plan: Plan) -> nn.Module:
     return compile(model, plan=plan, offload_to=None)
 
 
-class _Caller:
+class _Caller(ModelCall):
     """Stands in for the model's call: training steps run planned, everything else as it was.
 
     Gradients that are there when a step starts (accumulation) take room, so such steps have plans of their own. In a
@@ -216,7 +233,7 @@ class _Caller:
     """
 
     def __init__(self, model: nn.Module, session: Session, kernels: str, *, strict: bool = False) -> None:
-        self.model = model
+        super().__init__(model)
         self.session = session
         self.kernels = kernels
         self._may_break = not strict and session.ready_plan is None
@@ -224,15 +241,6 @@ class _Caller:
         self._planned: dict[Any, Callable[..., Any]] = {}
         self._logging: Collection[Callable[..., Any]] = ()
         forget_sizes(model)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any] | None:
-        """The plain call of the model's copy."""
-        copied = memo.get(id(self.model))
-        return None if copied is None else MethodType(type(copied)._call_impl, copied)
-
-    def __reduce__(self) -> Any:
-        """The plain call of the model as it is loaded: an attribute that it has before its state is there."""
-        return getattr, (self.model, "_call_impl")
 
     def forget(self) -> None:
         """Plan anew from the next step on."""
@@ -252,7 +260,7 @@ class _Caller:
         model = self.model
         if in_trace():
             return plain_call(model, *args, **kwargs)
-        _reject_function_transforms()
+        reject_function_transforms()
         session = self.session
         session.static.called_by(active_ddp_module())
         accumulating = session.before_call()
@@ -321,20 +329,13 @@ def _reject_compiled(network: nn.Module) -> None:
     if isinstance(network, nn.DataParallel):
         raise InputError("model is a DataParallel; wrap it in DistributedDataParallel, where each rank has its budget")
     for name, module in network.named_modules():
-        if name and isinstance(module._compiled_call_impl, _Caller):
+        if name and isinstance(module._compiled_call_impl, ModelCall):
             raise InputError(
                 f"the model's part {name!r} has a budget of its own already; compile the whole model or that part alone"
             )
-    if network._compiled_call_impl is not None and not isinstance(network._compiled_call_impl, _Caller):
+    reject_member(network)
+    if network._compiled_call_impl is not None and not isinstance(network._compiled_call_impl, ModelCall):
         log.warning("%s was compiled by model.compile(); shoal.compile replaces that", type(network).__name__)
-
-
-def _reject_function_transforms() -> None:
-    if in_transform():
-        raise CaptureError(
-            "a model with a budget is called under torch.func (grad, vmap, jvp, ...) or forward-mode AD, whose steps "
-            "cannot be planned; call copy.deepcopy(model) there, which has no budget"
-        )
 
 
 def _reject_hopeless(model: nn.Module, session: Session) -> None:

@@ -107,9 +107,10 @@ class PartStep(PlannedStep):
                 self.node.pieces = self.steps.pieces_of(captured, in_use_bytes)
             captured = in_pieces(captured, self.node.pieces)
             self.graph = profile_step(captured, captured.device)
-        self.ports, self.trains = Ports.of(captured), True
-        share = self.node.share
-        self.share = self.steps.first_share(self.graph, captured.device, in_use_bytes) if share is None else share
+            share = self.node.share
+            if share is None:
+                share = self.steps.first_share(self.graph, captured.device, in_use_bytes)
+        self.ports, self.trains, self.share = Ports.of(captured), True, share
         self.plan = Plan(self.graph, self.share, "parts")
         return captured
 

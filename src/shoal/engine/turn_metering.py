@@ -40,6 +40,8 @@ class Turn:
         again: whether something was sent back a second time.
         stayed: names of models whose old gradients were still there when the first backward pass began.
         failed: whether an exception ended it.
+        state_bytes: of the optimizers, when it began. came: what was added to it before which interval ended.
+        closely: whether it is metered; if not, on CUDA the allocator's peak is left to the user.
     """
 
     begin_bytes: int
@@ -55,6 +57,25 @@ class Turn:
     again: bool = False
     stayed: set[str] = field(default_factory=set)
     failed: bool = False
+    state_bytes: int = 0
+    came: list[tuple[int, int]] = field(default_factory=list)
+    closely: bool = True
+
+    def state_is_now(self, state_bytes: int) -> None:
+        """An optimizer has stepped; its state will be there all turn from now on."""
+        if state_bytes > self.state_bytes:
+            self.came.append((len(self.intervals), state_bytes - self.state_bytes))
+            self.state_bytes = state_bytes
+
+    def as_later(self) -> tuple[int, list[Interval]]:
+        """`begin_bytes` and `intervals` of such a turn with the optimizers' state there from its beginning."""
+        begin_bytes, intervals = self.begin_bytes, list(self.intervals)
+        for until, nbytes in self.came:
+            begin_bytes += nbytes
+            for place, one in enumerate(intervals[: until + 1]):
+                end_bytes = one.end_bytes + (nbytes if place < until else 0)
+                intervals[place] = Interval(one.peak_bytes + nbytes, end_bytes)
+        return begin_bytes, intervals
 
 
 class TurnMetering(Metering):
@@ -63,37 +84,59 @@ class TurnMetering(Metering):
     Args:
         static: the models' static memory.
         device: where they run.
-        note_peak: called with the peak of a turn so far, after each pass.
+        note_back: called with a step that has gone back, and the peak of the turn so far.
 
     Attributes:
         turn: the one that goes on; None between two.
     """
 
-    def __init__(self, static: StaticMemory, device: torch.device, note_peak: Callable[[int], None]) -> None:
+    def __init__(
+        self, static: StaticMemory, device: torch.device, note_back: Callable[[MeteredPart, int], None]
+    ) -> None:
         super().__init__(static, lambda window: None)
         self.turn: Turn | None = None
         self._running = RunningMeter(device)
-        self._note_peak = note_peak
+        self._note_back = note_back
 
-    def begin(self, models: Mapping[str, nn.Module], arguments: Iterable[torch.Tensor]) -> Interval:
+    def open(self) -> None:
+        """Count what is allocated from here on, where no other model's calls are being metered.
+
+        Raises:
+            InputError: on the CPU, where there is no C++ compiler.
+        """
+        if self._has_the_counter():
+            self._running.start()
+            self._window = (
+                Window()
+            )  # other models are not metered while these are under way
+            self._takes_the_counter()
+
+    def begin(self, models: Mapping[str, nn.Module], arguments: Iterable[torch.Tensor], *, closely: bool) -> Interval:
         """A turn begins; what was in use since the one before.
 
         Args:
             models: by name.
             arguments: of its first call.
+            closely: whether the turn is to be metered.
         """
         meter, between = self._running, Interval(0, 0)
-        if meter.is_running:
-            between = meter.mark()
-        elif self._has_the_counter():
+        if not meter.is_running and self._has_the_counter():
             meter.start()
-            self._claim()
+            self._window = (
+                Window()
+            )  # other models are not metered while these are under way
+            self._takes_the_counter()
+        elif closely or meter.device.type != "cuda":
+            between = meter.mark()
+        if not closely:
+            self.turn = Turn(between.end_bytes, {}, record=None, closely=False)
+            return between
         meter.restart_from([*self._static.tensors(), *arguments])
         gradients = {
             name: [WeakStorage(p.grad) for p in model.parameters() if p.grad is not None]
             for name, model in models.items()
         }
-        self.turn = Turn(meter.mark().end_bytes, gradients)
+        self.turn = Turn(meter.mark().end_bytes, gradients, state_bytes=self._static.state_there_bytes())
         return between
 
     def goes_on_with(self, arguments: Iterable[torch.Tensor]) -> None:
@@ -135,7 +178,6 @@ class TurnMetering(Metering):
         return outputs
 
     def backward(self, step: MeteredPart, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
-        self.gradients_are_used = False
         call = self.calls.goes_back({a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)})
         turn = self.turn
         if turn is None:
@@ -150,7 +192,7 @@ class TurnMetering(Metering):
         if number is not None and turn.record is not None:
             turn.record.went_back(number, gradients)
         self._mark(turn)
-        self._note_peak(turn.peak_bytes)
+        self._note_back(step, turn.peak_bytes)
         return gradients
 
     def close(self) -> None:
@@ -165,15 +207,12 @@ class TurnMetering(Metering):
             raise
 
     def _mark(self, turn: Turn) -> None:
+        if not turn.closely and self._running.device.type == "cuda":
+            return
         measured = self._running.mark()
         turn.intervals.append(measured)
         if len(turn.intervals) > 1:
             turn.peak_bytes = max(turn.peak_bytes, measured.peak_bytes)
-
-    def _claim(self) -> None:
-        """There is one counter: other models' calls are not metered while these are under way."""
-        self._window = Window()
-        self._takes_the_counter()
 
     def _give_up(self) -> None:
         self._window = None

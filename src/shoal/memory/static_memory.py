@@ -130,6 +130,16 @@ class StaticMemory:
             taken.update(map(id, left))
         return total_bytes
 
+    def state_there_bytes(self) -> int:
+        """Bytes of the state that the optimizers have allocated."""
+        states = (state for optimizer in self._alive()[1] for state in optimizer.state.values())
+        return distinct_bytes(value for state in states for value in state.values() if torch.is_tensor(value))
+
+    def state_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The state that the optimizers have of some parameters."""
+        found = [optimizer.state[p] for p in parameters for optimizer in self._alive()[1] if p in optimizer.state]
+        return [value for state in found for value in state.values() if torch.is_tensor(value)]
+
     def optimizer_step_bytes(self) -> tuple[int, int]:
         """Bytes in use while an optimizer steps, and how many of them that step allocates and frees again."""
         models, optimizers = self._alive()

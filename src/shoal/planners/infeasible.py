@@ -23,7 +23,7 @@ def infeasible(least: Plan, budget_bytes: int) -> BudgetError:
         A BudgetError whose message is one line, facts first and hints after them, and whose attributes hold the same.
     """
     graph = least.graph
-    peak_bytes, at, alive = _peak(least)
+    peak_bytes, at, alive = at_peak(least)
     op = graph.ops[at]
     name = graph.model or "this model"
     largest = tuple(
@@ -79,8 +79,8 @@ def _floor_bytes(graph: StepGraph) -> int:
     return graph.resident_bytes + sum(s.nbytes for s in graph.storages if s.kind == "gradient")
 
 
-def _peak(plan: Plan) -> tuple[int, int, set[int]]:
-    """The peak, the op at it, and the storages alive there, resident ones included."""
+def at_peak(plan: Plan) -> tuple[int, int, set[int]]:
+    """The peak of a plan, the op at it, and the storages alive there, resident ones included."""
     graph = plan.graph
     alive = {s.id for s in graph.storages if s.kind in RESIDENT}
     in_use = graph.resident_bytes

@@ -1,0 +1,138 @@
+"""What several models under one budget hold, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from shoal.core.sizes import format_bytes
+from shoal.engine.known_turn import KnownTurn
+from shoal.memory.static_memory import StaticMemory
+from shoal.planners.infeasible import at_peak
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Bytes of a model that are there whatever runs. What an earlier model has too is counted there.
+
+    Attributes:
+        model: its name.
+        parameter_bytes, gradient_bytes, state_bytes: of parameters and buffers, of the gradients that are there, and of
+            the state that optimizers have of its parameters.
+    """
+
+    model: str
+    parameter_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """All of them."""
+        return self.parameter_bytes + self.gradient_bytes + self.state_bytes
+
+    @staticmethod
+    def of(models: Mapping[str, nn.Module], static: StaticMemory) -> list[Standing]:
+        """Of each model."""
+        seen: set[int] = set()
+
+        def new_bytes(tensors: Iterable[torch.Tensor]) -> int:
+            storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+            found = sum(nbytes for key, nbytes in storages.items() if key not in seen)
+            seen.update(storages)
+            return found
+
+        return [
+            Standing(
+                name,
+                new_bytes([*model.parameters(), *model.buffers()]),
+                new_bytes(p.grad for p in model.parameters() if p.grad is not None),
+                new_bytes(static.state_of(model.parameters())),
+            )
+            for name, model in models.items()
+        ]
+
+
+class Told(Protocol):
+    """What a table says of a budget."""
+
+    @property
+    def budget_bytes(self) -> int | None: ...
+    @property
+    def peak_bytes(self) -> int | None: ...
+    @property
+    def predicted_peak_bytes(self) -> int | None: ...
+
+
+def table(budget: Told, standing: Sequence[Standing], turns: Sequence[KnownTurn]) -> str:
+    """A line of the budget, one for each model, and one for each turn.
+
+    Args:
+        budget: its figures.
+        standing: of each model.
+        turns: those that have run.
+    """
+    if budget.budget_bytes is None:
+        return f"{budget!r}; no model is compiled with it yet"
+    at = _at_the_peak(turns)
+    models: list[tuple[str, ...]] = [("model", "standing", "parameters", "gradients", "optimizer state", "at the peak")]
+    models += [
+        (
+            one.model,
+            *map(format_bytes, (one.nbytes, one.parameter_bytes, one.gradient_bytes, one.state_bytes)),
+            format_bytes(at.get(one.model, 0)),
+        )
+        for one in standing
+    ]
+    ran: list[tuple[str, ...]] = [("turn", "graphs", "predicted peak", "measured peak", "added ms")]
+    ran += [_row(turn) for turn in turns]
+    return "\n".join(
+        [
+            f"budget          {format_bytes(budget.budget_bytes)}",
+            f"predicted peak  {_size(budget.predicted_peak_bytes, 'no turn was planned yet')}",
+            f"measured peak   {_size(budget.peak_bytes, 'no turn was measured yet')}",
+            *_columns(models),
+            *(_columns(ran) if turns else []),
+        ]
+    )
+
+
+def _row(turn: KnownTurn) -> tuple[str, ...]:
+    plans = turn.planned.plans if turn.planned is not None else ()
+    return (
+        turn.name,
+        str(len(turn.nodes)),
+        format_bytes(turn.predicted_bytes) if plans else "as it ran",
+        _size(turn.peak_bytes or None, "-"),
+        f"{1e3 * sum(plan.added_seconds for plan in plans):+.1f}",
+    )
+
+
+def _at_the_peak(turns: Iterable[KnownTurn]) -> dict[str, int]:
+    """What each model has in use, beside what stands, where the highest predicted peak is."""
+    planned = [(turn, turn.planned) for turn in turns if turn.planned is not None]
+    if not planned:
+        return {}
+    turn, made = max(planned, key=lambda one: one[0].predicted_bytes)
+    plan, runs = max(zip(made.plans, made.runs, strict=True), key=lambda one: one[0].predicted_peak_bytes)
+    found: dict[str, int] = {}
+    for storage in at_peak(plan)[2]:
+        held = plan.graph.storages[storage]
+        part = held.name.partition(".")[0].removeprefix("part")
+        if part.isdecimal() and held.kind not in ("parameter", "buffer"):
+            model = turn.models[runs[int(part)]]
+            found[model] = found.get(model, 0) + held.nbytes
+    return found
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _size(nbytes: int | None, otherwise: str) -> str:
+    return otherwise if nbytes is None else format_bytes(nbytes)

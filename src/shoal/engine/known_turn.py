@@ -1,0 +1,125 @@
+"""A turn of several models that has run: how it was measured, what it is planned for, and its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from shoal.core.joined_step import label
+from shoal.core.plan import Plan
+from shoal.core.variant import WHOLE
+from shoal.engine.options import CompileOptions
+from shoal.engine.part_sequence import Node
+from shoal.engine.turn_planning import MeasuredTurn, PlannedTurn, Share, plan_turn
+from shoal.errors import BudgetError
+from shoal.memory.step_meter import WeakStorage
+
+
+@dataclass(eq=False)
+class KnownTurn:
+    """A turn that has run.
+
+    Attributes:
+        nodes: its parts.
+        models: whose each part is.
+        measured: as it ran first; None where its parts cannot be planned together.
+        begin_bytes: in use when it began, in that run.
+        grown_bytes: how much more is in use when it begins now. held_bytes: of that, what it lets go.
+        planned_bytes: the same two, as its plan counts them.
+        stayed: models whose old gradients stay while it runs.
+        planned: its plans, once it has begun a second time.
+        learnt_bytes: set aside because a planned one took more than was predicted.
+        peak_bytes: the highest that was measured.
+        to_meter: how many more are metered.
+        results: of its last run.
+        as_it_ran: whether its parts keep what they kept, for they cannot be planned as one.
+        refused: why it cannot be planned, and what it was to be planned for.
+    """
+
+    nodes: tuple[Node, ...]
+    models: tuple[str, ...]
+    measured: MeasuredTurn | None
+    begin_bytes: int
+    grown_bytes: int = 0
+    held_bytes: int = 0
+    planned_bytes: tuple[int, int] = (0, 0)
+    stayed: set[str] = field(default_factory=set)
+    planned: PlannedTurn | None = None
+    learnt_bytes: int = 0
+    peak_bytes: int = 0
+    to_meter: int = 1
+    results: list[WeakStorage] = field(default_factory=list)
+    as_it_ran: bool = False
+    refused: tuple[BudgetError, tuple[int, int]] | None = None
+
+    @property
+    def name(self) -> str:
+        """The models whose parts run, in order."""
+        return " and ".join(dict.fromkeys(self.models))
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Its predicted peak with what is in use now; as measured where it is not planned."""
+        if self.planned is None:
+            return self.peak_bytes + self.grown_bytes
+        return self.planned.predicted_peak_bytes + max(0, self.grown_bytes - self.planned_bytes[0])
+
+    def has_to_be_planned(self, budget_bytes: int) -> bool:
+        """Whether it cannot run as its parts are."""
+        return (self.planned is None and not self.as_it_ran) or self.predicted_bytes > budget_bytes
+
+    def plan(
+        self, options: CompileOptions, to_come_bytes: int, decided: Mapping[Node, Share], *, fixed: bool
+    ) -> PlannedTurn | None:
+        """Plan it for what is in use now.
+
+        Args:
+            options: what the plans are to be.
+            to_come_bytes: of optimizers' state that is not there yet.
+            decided: shares that some of its parts have in the plan of another turn.
+            fixed: whether the parts keep the shares under which they were measured.
+
+        Returns:
+            The plans; None where it cannot be planned as one.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        measured = self.measured
+        if measured is None:
+            return None
+        now = self.grown_bytes + self.learnt_bytes + to_come_bytes, self.held_bytes
+        if self.refused is not None and self.refused[1] == now:
+            raise self.refused[0].with_traceback(None)
+        back = {run for run, phase in measured.passes if phase == "backward"}  # what others keep nothing for
+        taken = {run: decided[node] for run, node in enumerate(self.nodes) if node in decided and run in back}
+        shares = tuple(taken.get(run, share) for run, share in enumerate(measured.shares))
+        try:
+            planned = plan_turn(
+                replace(measured, shares=shares),
+                options,
+                self.models,
+                more_bytes=now[0],
+                held_bytes=now[1],
+                fixed=fixed or bool(taken),
+            )
+        except BudgetError as error:
+            if not taken:
+                self.refused = error, now
+            raise
+        self.refused, self.planned_bytes = None, (self.grown_bytes, self.held_bytes)
+        return planned and self._described(planned)
+
+    def _described(self, planned: PlannedTurn) -> PlannedTurn:
+        """The plans with the convolutions in pieces, and with where the models break."""
+
+        def described(plan: Plan, runs: Sequence[int]) -> Plan:
+            nodes = [self.nodes[run] for run in runs]
+            pieces = tuple(
+                replace(cut, op=label(place) + cut.op) for place, node in enumerate(nodes) for cut in node.pieces or ()
+            )
+            broken = dict.fromkeys(n.part.broken for n in nodes if n.part is not None and n.part.broken)
+            return replace(plan, variant=replace(WHOLE, pieces=pieces), breaks=tuple(broken))
+
+        plans = tuple(described(plan, runs) for plan, runs in zip(planned.plans, planned.runs, strict=True))
+        return replace(planned, plans=plans)

@@ -1,0 +1,49 @@
+"""What stands in for the call of a compiled model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from shoal.errors import CaptureError
+from shoal.lowlevel.torch_state import in_transform
+
+
+class ModelCall:
+    """The call of a model that has a budget. A copy of the model, or one that is loaded, has its plain call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any] | None:
+        """The plain call of the model's copy."""
+        copied = memo.get(id(self.model))
+        return None if copied is None else MethodType(type(copied)._call_impl, copied)
+
+    def __reduce__(self) -> Any:
+        """The plain call of the model as it is loaded: an attribute that it has before its state is there."""
+        return getattr, (self.model, "_call_impl")
+
+    def install(self, *compiled: nn.Module, status: object) -> None:
+        """Take the place of the model's call, as `model.compile()` does, where Dynamo looks too.
+
+        Args:
+            compiled: get `status` as their attribute `shoal`.
+            status: what is told of the model.
+        """
+        for module in compiled:
+            object.__setattr__(module, "shoal", status)
+        object.__setattr__(self.model, "_compiled_call_impl", self)
+        object.__setattr__(self.model, "_call_impl", self)
+
+
+def reject_function_transforms() -> None:
+    """Raise CaptureError where a transform of `torch.func` is active."""
+    if in_transform():
+        raise CaptureError(
+            "a model with a budget is called under torch.func (grad, vmap, jvp, ...) or forward-mode AD, whose steps "
+            "cannot be planned; call copy.deepcopy(model) there, which has no budget"
+        )

@@ -1,0 +1,289 @@
+"""`shoal.Budget`: one budget that several models share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.capture.dynamo import (
+    OWN_BUDGET,
+    ModelRaised,
+    TooManyCaptures,
+    global_hooks,
+    logging_functions,
+    one_graph,
+    plain_call,
+    settings,
+)
+from shoal.core.sizes import format_bytes
+from shoal.engine.budget_table import Standing, table
+from shoal.engine.model_call import ModelCall, reject_function_transforms
+from shoal.engine.options import CompileOptions
+from shoal.engine.session import Session
+from shoal.engine.status import Status
+from shoal.engine.turns import TurnSteps
+from shoal.errors import BudgetError, CaptureError, InputError, brief
+from shoal.lowlevel.torch_state import active_ddp_module, in_trace
+from shoal.memory.budget import budget_bytes
+from shoal.memory.optimizer_state import Declared, reject_copy
+from shoal.memory.static_memory import StaticMemory, distinct_bytes
+
+log = logging.getLogger("shoal")
+_ALONE = "has a budget of its own: give shoal.compile(model, budget=) bytes for it"
+
+
+class Budget:
+    """Device bytes that several models train in together: a GAN's two, a teacher and a student, encoders of one loss.
+
+    It replaces dividing a device's memory between models by trial. Give it to `shoal.compile` of each model, and train
+    as always. What runs from one moment at which nothing is outstanding to the next is one turn, whichever models are
+    called in it. The first time, each graph keeps as little as it can and is metered; when such a turn begins again,
+    all its graphs are planned as one step, with what the other models, the loop and the optimizers hold by then.
+
+    A copy of a model that is not trained, such as a moving average of weights or a teacher, counts where it is compiled
+    with the budget too; called in eval mode or under `torch.no_grad()` it runs as it would without Shoal.
+
+    Args:
+        budget: as for `shoal.compile`: an int of bytes, a text such as "8GiB", "auto", or "80%" of the device's memory.
+
+    Raises:
+        InputError: it is none of these, or a Budget.
+
+    Example:
+        >>> import shoal
+        >>> shared = shoal.Budget("1MiB")
+        >>> image = shoal.compile(nn.Linear(64, 32), budget=shared, name="image")
+        >>> text = shoal.compile(nn.Linear(48, 32), budget=shared, name="text")
+        >>> for _ in range(3):
+        ...     loss = (image(torch.randn(8, 64)) * text(torch.randn(8, 48))).sum()
+        ...     loss.backward()
+        >>> shared.peak_bytes <= shared.budget_bytes, list(shared.models)
+        (True, ['image', 'text'])
+    """
+
+    def __init__(self, budget: int | str) -> None:
+        if isinstance(budget, Budget):
+            raise InputError("budget is a shoal.Budget itself; give that one to shoal.compile, or bytes for another")
+        # What depends on the device is computed once a model says which one that is.
+        if budget_bytes(budget, 1 << 62) is None:
+            raise InputError("a shoal.Budget needs bytes: an int, a text such as '8GiB' or '80%', or SHOAL_BUDGET")
+        self._asked = budget
+        self._process = os.getpid()
+        self._models: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+        self._steps: TurnSteps | None = None
+        self._options: CompileOptions | None = None
+        self._device = torch.device("cpu")
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The bytes; None before a model is compiled with it, which says whose memory "80%" is of."""
+        return None if self._options is None else self._options.budget_bytes
+
+    @property
+    def models(self) -> Mapping[str, nn.Module]:
+        """The models that are there, by name."""
+        return dict(self._models)
+
+    @property
+    def status(self) -> Status | None:
+        """What `model.shoal` is of each of them: the plans of all turns; None before the first model."""
+        return None if self._steps is None else self._steps.session.status
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The highest measured use over all models, of the plans in force; None before a backward pass."""
+        return None if self.status is None else self.status.measured_peak_bytes
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The highest predicted peak of all turns; None before a turn is planned, as it begins the second time."""
+        turns = [] if self._steps is None else self._steps.known.values()
+        return max((turn.predicted_bytes for turn in turns if turn.planned is not None), default=None)
+
+    def metrics(self) -> dict[str, int | float]:
+        """`model.shoal.metrics()` over all models, and "shoal/NAME/standing_bytes" of each."""
+        found = {} if self.status is None else self.status.metrics()
+        if (predicted_bytes := self.predicted_peak_bytes) is not None:
+            found["shoal/predicted_peak_bytes"] = predicted_bytes
+        return found | {f"shoal/{one.model}/standing_bytes": one.nbytes for one in self._standing()}
+
+    def add(
+        self,
+        model: nn.Module,
+        optimizer: Declared | None,
+        how: Mapping[str, Any],
+        of_one_model: Collection[str],
+        name: str | None,
+    ) -> None:
+        """Take a model in; `shoal.compile` calls this.
+
+        Args:
+            model: the network.
+            optimizer: that trains it.
+            how: the keywords of `CompileOptions.of` that all models of a budget share.
+            of_one_model: names of other keywords that were given.
+            name: of the model; by default its class's.
+
+        Raises:
+            InputError: these are not the same for all, or cannot be shared.
+            BudgetError: what the models hold before any activation is over the budget.
+        """
+        self._reject_another_process()
+        if isinstance(model, DistributedDataParallel):
+            raise InputError(f"a model in DistributedDataParallel {_ALONE}")
+        if of_one_model:
+            raise InputError(f"{', '.join(of_one_model)}: not for models that share a shoal.Budget; leave it out")
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        reject_copy(optimizer, model.parameters())
+        steps = self._steps
+        known_bytes = budget_bytes(self._asked, device) if self.budget_bytes is None else self.budget_bytes
+        options = CompileOptions.of(budget=known_bytes, offload_to=None, **how)
+        if steps is not None and (options != self._options or device != self._device):
+            raise InputError(
+                f"all models of a shoal.Budget have the same planner=, allow= and kernels=, on one device: got "
+                f"{_words(options, device)} where the others have {_words(self._options or options, self._device)}"
+            )
+        if steps is None:
+            session = Session(Status(known_bytes), options)
+            steps = TurnSteps(session, options.kernels, device, self._models)
+            steps.metering.open()
+            weakref.finalize(self, steps.close)
+            self._steps, self._options, self._device = steps, options, device
+        session = steps.session
+        named = _unlike(name or type(model).__name__, self._models)
+        self._reject_hopeless(named, model, optimizer)
+        session.static.add(model, optimizer)
+        self._models[named] = model
+        session.name = " and ".join(self._models)
+        if steps.known:
+            log.warning(
+                "%s: shares %s from here on with %s, which are planned again where that leaves them less",
+                named,
+                format_bytes(known_bytes or 0),
+                " and ".join(other for other in self._models if other != named),
+            )
+            steps.meter_again()
+        SharedCall(model, self, steps, named).install(model, status=session.status)
+
+    def _reject_hopeless(self, name: str, model: nn.Module, optimizer: Declared | None) -> None:
+        budget_bytes = self.budget_bytes or 0
+        models = {**self._models, name: model}
+        lasting = [t for one in models.values() for t in (*one.parameters(), *one.buffers())]
+        static = StaticMemory(model, optimizer)
+        state_bytes = static.state_bytes() + (self._steps.session.static.state_bytes() if self._steps else 0)
+        gradient_bytes = max(distinct_bytes(p for p in one.parameters() if p.requires_grad) for one in models.values())
+        floor_bytes = distinct_bytes(lasting) + state_bytes + gradient_bytes
+        if floor_bytes > budget_bytes:
+            raise BudgetError(
+                f"budget {format_bytes(budget_bytes)} is less than {' and '.join(models)} need before any activation: "
+                f"{format_bytes(floor_bytes)} ({floor_bytes} bytes: parameters and buffers "
+                f"{format_bytes(distinct_bytes(lasting))}, optimizer state {format_bytes(state_bytes)}, gradients of "
+                f"one of them {format_bytes(gradient_bytes)}), and more to train; give more bytes or smaller models",
+                budget_bytes=budget_bytes,
+            )
+
+    def _reject_another_process(self) -> None:
+        if os.getpid() != self._process:
+            raise InputError("a shoal.Budget counts the memory of the process that made it; make one in each process")
+
+    def _standing(self) -> list[Standing]:
+        return [] if self._steps is None else Standing.of(self._models, self._steps.session.static)
+
+    def __str__(self) -> str:
+        return table(self, self._standing(), [] if self._steps is None else list(self._steps.known.values()))
+
+    def __repr__(self) -> str:
+        return f"shoal.Budget({self._asked!r})"
+
+    def __copy__(self) -> NoReturn:
+        raise InputError(f"{self!r} cannot be copied: what shares it would no longer be counted together")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise InputError(
+            f"{self!r} cannot be copied, as options are: what shares it would no longer be counted together; give the "
+            "models to shoal.compile(model, budget=) by hand"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(f"{self!r} cannot be pickled: it counts the memory of one process; make one in each")
+
+
+class SharedCall(ModelCall):
+    """Stands in for the call of a model that shares a budget.
+
+    Args:
+        model: the network.
+        budget: it shares.
+        steps: of all models of the budget.
+        name: the model's.
+    """
+
+    def __init__(self, model: nn.Module, budget: Budget, steps: TurnSteps, name: str) -> None:
+        super().__init__(model)
+        self.budget = budget  # lives as long as a model that shares it
+        self.name = name
+        self._steps = steps
+        self._captured: dict[Any, Callable[..., Any]] = {}
+        self._logging: Collection[Callable[..., Any]] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.model
+        if torch.compiler.is_exporting():
+            return plain_call(model, *args, **kwargs)
+        if model.training and torch.is_grad_enabled():
+            return self.train(*args, **kwargs)
+        if torch.compiler.is_compiling() or in_trace():
+            return plain_call(model, *args, **kwargs)
+        return self._steps.call_plainly(self.name, args, kwargs)
+
+    @torch.compiler.disable(reason=OWN_BUDGET)  # type: ignore[untyped-decorator]
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """A training step, as a part of a turn."""
+        if in_trace():
+            return plain_call(self.model, *args, **kwargs)
+        self.budget._reject_another_process()
+        reject_function_transforms()
+        if active_ddp_module() is not None:
+            raise InputError(f"{self.name} is called by DistributedDataParallel; a model there {_ALONE}")
+        try:
+            return self._call(args, kwargs)
+        except TooManyCaptures as reached:
+            self._steps.session.start_over(reached)
+            return self._call(args, kwargs)
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        kind = self._steps.accumulates(self.name), *global_hooks()
+        if not self._captured:
+            self._logging = logging_functions()
+        try:
+            with settings(self._logging), one_graph():
+                return self._steps.call(self.name, self._captured, kind, args, kwargs)
+        except ModelRaised as failure:
+            plain_call(self.model, *args, **kwargs)  # raises as the plain model does
+            raise CaptureError(f"the model cannot be captured: {failure.reason}") from None
+
+
+def reject_member(model: nn.Module) -> None:
+    """Raise InputError for a model that shares a budget already."""
+    call = model._compiled_call_impl
+    if isinstance(call, SharedCall) and call.model is model:
+        raise InputError(f"{call.name} is in {call.budget!r} already; a model has one budget: compile a copy of it")
+
+
+def _unlike(name: str, names: Collection[str]) -> str:
+    found, number = name, 2
+    while found in names:
+        found, number = f"{name} {number}", number + 1
+    return found
+
+
+def _words(options: CompileOptions, device: torch.device) -> str:
+    planner = options.planner if isinstance(options.planner, str) else brief(options.planner)
+    return f"planner={planner}, allow={','.join(sorted(options.means))}, kernels={options.kernels} on {device}"
