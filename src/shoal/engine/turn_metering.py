@@ -28,6 +28,7 @@ class Turn:
 
     Attributes:
         begin_bytes: in use when it began.
+        arguments: of its first call.
         late_bytes: of arguments of later calls that were there before the meter ran.
         old_gradients: those that were there when it began, by the model's name.
         record: which parts ran and what they handed to each other; None where nobody asks.
@@ -46,6 +47,7 @@ class Turn:
 
     begin_bytes: int
     old_gradients: Mapping[str, Sequence[WeakStorage]]
+    arguments: Sequence[WeakStorage] = ()
     late_bytes: int = 0
     record: Record | None = field(default_factory=Record)
     intervals: list[Interval] = field(default_factory=list)
@@ -106,9 +108,7 @@ class TurnMetering(Metering):
         """
         if self._has_the_counter():
             self._running.start()
-            self._window = (
-                Window()
-            )  # other models are not metered while these are under way
+            self._window = Window()  # other models are not metered while these are under way
             self._takes_the_counter()
 
     def begin(self, models: Mapping[str, nn.Module], arguments: Iterable[torch.Tensor], *, closely: bool) -> Interval:
@@ -122,21 +122,25 @@ class TurnMetering(Metering):
         meter, between = self._running, Interval(0, 0)
         if not meter.is_running and self._has_the_counter():
             meter.start()
-            self._window = (
-                Window()
-            )  # other models are not metered while these are under way
+            self._window = Window()  # other models are not metered while these are under way
             self._takes_the_counter()
         elif closely or meter.device.type != "cuda":
             between = meter.mark()
         if not closely:
             self.turn = Turn(between.end_bytes, {}, record=None, closely=False)
             return between
+        arguments = list(arguments)
         meter.restart_from([*self._static.tensors(), *arguments])
         gradients = {
             name: [WeakStorage(p.grad) for p in model.parameters() if p.grad is not None]
             for name, model in models.items()
         }
-        self.turn = Turn(meter.mark().end_bytes, gradients, state_bytes=self._static.state_there_bytes())
+        self.turn = Turn(
+            meter.mark().end_bytes,
+            gradients,
+            [WeakStorage(argument) for argument in arguments],
+            state_bytes=self._static.state_there_bytes(),
+        )
         return between
 
     def goes_on_with(self, arguments: Iterable[torch.Tensor]) -> None:
@@ -166,8 +170,12 @@ class TurnMetering(Metering):
         fresh: list[bool] = []
         held: list[WeakStorage | None] = []
         if turn.record is not None:
-            fresh = [isinstance(a, torch.Tensor) and self._running.is_fresh(a) for a in arguments]
+            there = {one.key for one in turn.arguments if one.is_alive}
             held = [WeakStorage(a) if isinstance(a, torch.Tensor) else None for a in arguments]
+            fresh = [
+                one is not None and one.key not in there and self._running.is_fresh(a)
+                for a, one in zip(arguments, held, strict=True)
+            ]
         self._mark(turn)
         outputs = self._ran(turn, run, arguments)
         turn.runs += 1

@@ -175,7 +175,7 @@ def _made_in_it(step: MeasuredParts) -> MeasuredParts:
         short_bytes = seen_bytes - step.intervals[2 * place].end_bytes
         sizes = {s.id: s.nbytes for s in step.parts[number].graph.storages}
         for storage in sorted(fresh, key=lambda s: (-sizes[s], s)):
-            if sizes[storage] <= short_bytes:
+            if sizes[storage] <= 2 * short_bytes:  # eager code may have made something small besides
                 short_bytes -= sizes[storage]
                 fresh.discard(storage)
         parts = list(step.parts)

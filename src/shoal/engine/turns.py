@@ -137,6 +137,7 @@ class TurnSteps(PartSequence):
         """An optimizer of the process has stepped."""
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._used.update(n for n, m in self.models.items() if any(id(p) in trained for p in m.parameters()))
+        self.session.optimizer_stepped(optimizer)  # its state is known from here on, whoever is told first
         turn = self.metering.turn
         if turn is not None and turn.closely and self.session.static.trains(optimizer):
             turn.state_is_now(self.session.static.state_there_bytes())
@@ -210,8 +211,9 @@ class TurnSteps(PartSequence):
                 return
             self._unknown.discard(path[0])
             known = self.known[path] = self._first_run_of(turn, path)
-            self._say_over_its_first_run(known)
-        known.peak_bytes = max(known.peak_bytes, turn.peak_bytes)
+            self._say_over_its_first_run(known, turn.peak_bytes)
+        else:
+            known.peak_bytes = max(known.peak_bytes, turn.peak_bytes)
         known.stayed |= turn.stayed
         known.results = turn.results
         if known.planned is not None or known.as_it_ran:
@@ -224,7 +226,7 @@ class TurnSteps(PartSequence):
         nodes = tuple(step.node for step in steps if isinstance(step, PartStep))
         begin_bytes, intervals = turn.as_later()
         known = KnownTurn(nodes, tuple(self._whose[node] for node in nodes), None, begin_bytes)
-        known.peak_bytes = turn.peak_bytes
+        known.peak_bytes = max(one.peak_bytes for one in intervals[1:])
         # What ran before the first part held nothing for it to make room for.
         intervals[:1] = [replace(intervals[0], peak_bytes=intervals[0].end_bytes)]
         if turn.again or len(intervals) != 2 * len(record.passes):
@@ -351,14 +353,14 @@ class TurnSteps(PartSequence):
         status = self.session.status
         status.measured_peak_bytes = max(status.measured_peak_bytes or 0, peak_bytes)
 
-    def _say_over_its_first_run(self, known: KnownTurn) -> None:
+    def _say_over_its_first_run(self, known: KnownTurn, peak_bytes: int) -> None:
         budget_bytes = self._budget_bytes
-        if known.peak_bytes > budget_bytes:
+        if peak_bytes > budget_bytes:
             log.warning(
                 "%s: the measured peak of %s is over the budget of %s: the turn was not planned yet, because only its "
                 "first run shows what comes together; the next one is",
                 known.name,
-                format_bytes(known.peak_bytes),
+                format_bytes(peak_bytes),
                 format_bytes(budget_bytes),
             )
 
