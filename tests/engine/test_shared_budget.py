@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import pickle
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.errors import BudgetError, InputError
 from shoal.memory.limit import memory_limit
 from shoal.memory.static_memory import distinct_bytes
 from tests.engine.training_laws import costs_that_do_not_matter, needs_compiler
@@ -160,7 +164,9 @@ def test_models_train_as_in_plain_pytorch_inside_one_budget(loop: str, caplog: p
 
 def train(models: Models, step: Loop, steps: int = 4) -> list[tuple[int, dict[str, Any]]]:
     """The bytes that each step takes over all models, counted around it, and what it leaves behind."""
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models
+    ]
     found = []
     for number in range(steps):
         torch.manual_seed(number)
@@ -182,3 +188,184 @@ def standing_bytes(models: Models, optimizers: Optimizers) -> int:
     tensors += [p.grad for model in models for p in model.parameters() if p.grad is not None]
     tensors += [v for one in optimizers for state in one.state.values() for v in state.values() if torch.is_tensor(v)]
     return distinct_bytes(tensors)
+
+
+def encoders(budget: int | str) -> tuple[shoal.Budget, list[nn.Module]]:
+    torch.manual_seed(0)
+    shared, models = shoal.Budget(budget), pair()
+    for name, model in zip(("image", "text"), models, strict=True):
+        shoal.compile(model, budget=shared, name=name)
+    return shared, models
+
+
+def take(models: Models, steps: int = 1) -> int:
+    """Steps of encoders with one loss, and the highest bytes they take."""
+    return max(peak for peak, _ in train(models, encoders_with_one_loss, steps))
+
+
+def test_a_budget_too_small_is_refused_with_the_models_and_with_the_least_that_works() -> None:
+    _, models = encoders("700KiB")
+    take(models)
+    loops_own = torch.zeros(120_000)
+    with pytest.raises(BudgetError, match="no plan of image and text fits in") as caught:
+        take(models)
+    del loops_own
+    assert "\n" not in str(caught.value)
+    least = caught.value.least_feasible_bytes
+    assert least is not None
+    shared, models = encoders(least)
+    loops_own = torch.zeros(120_000)
+    take(models)
+    assert take(models, 2) + loops_own.nbytes <= least
+    assert shared.status is not None and shared.status.repairs == 0
+
+
+def test_a_graph_that_does_not_fit_beside_the_others_is_refused_before_it_runs() -> None:
+    with pytest.raises(BudgetError, match="(image|text) needs .* with what is in use when it runs") as caught:
+        take(encoders(int(0.8 * take(encoders("1GiB")[1])))[1])
+    assert "\n" not in str(caught.value)
+
+
+def test_what_models_hold_before_any_activation_is_refused_when_they_are_compiled() -> None:
+    shared = shoal.Budget("45KiB")
+    image, text = pair()
+    shoal.compile(image, budget=shared, name="image", optimizer="sgd")
+    with pytest.raises(BudgetError, match="less than image and text need before any activation") as caught:
+        shoal.compile(text, budget=shared, name="text", optimizer="adam")
+    assert "\n" not in str(caught.value)
+    assert list(shared.models) == ["image"]
+    assert not hasattr(text, "shoal")
+
+
+def test_what_cannot_be_is_refused_in_one_line() -> None:
+    shared, (image, text) = encoders("1MiB")
+    other = shoal.Budget("80%")
+    inner = nn.Sequential(pair()[0])
+    shoal.compile(inner[0], budget=other)
+    refusals: list[tuple[str, Callable[[], object]]] = [
+        ("a shoal.Budget itself", lambda: shoal.Budget(shared)),  # type: ignore[arg-type]
+        ("expected an int of bytes or a text", lambda: shoal.Budget([1])),  # type: ignore[arg-type]
+        ("not a size|expected", lambda: shoal.Budget("much")),
+        ("image is in shoal.Budget", lambda: shoal.compile(image, budget=other)),
+        ("image is in shoal.Budget", lambda: shoal.compile(image, budget="1MiB")),
+        ("part '0' has a budget of its own", lambda: shoal.compile(inner, budget=shared)),
+        ("lossy: not for models that share", lambda: shoal.compile(pair()[0], budget=shared, lossy="dynamic_tree")),
+        ("strict, plan|plan, strict", lambda: shoal.compile(pair()[0], budget=shared, strict=True, plan=3)),  # type: ignore[arg-type]
+        ("have the same planner=", lambda: shoal.compile(pair()[0], budget=shared, planner="chain")),
+        ("cannot be copied", lambda: copy.deepcopy({"budget": shared})),
+        ("cannot be copied", lambda: copy.copy(shared)),
+        ("cannot be pickled", lambda: pickle.dumps(shared)),
+        ("expected an int of bytes", lambda: shoal.plan(text, torch.randn(2, 16), budget=shared)),  # type: ignore[arg-type]
+        (
+            "expected an int of bytes|cannot be copied",
+            lambda: torch.compile(network(4, 4), backend="shoal", options={"budget": shared})(  # type: ignore[dict-item]
+                torch.randn(2, 4)
+            ),
+        ),
+    ]
+    for message, ask in refusals:
+        with pytest.raises(InputError, match=message) as caught:
+            ask()
+        assert "\n" not in str(caught.value)
+
+
+def test_another_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (image, _) = encoders("1MiB")
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(InputError, match="make one in each process"):
+        image(noise())
+
+
+def test_a_model_that_comes_later_leaves_the_others_less(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    (one, other), large = pair(), nn.Linear(200, 200)
+    budget = int(0.9 * take(pair(), 2)) + distinct_bytes(large.parameters())
+    shared = shoal.Budget(budget)
+    for model in (one, other):
+        shoal.compile(model, budget=shared)
+    assert take([one, other], 2) <= budget
+    before = shared.predicted_peak_bytes
+    shoal.compile(large, budget=shared, name="late")
+    (said,) = [record.getMessage() for record in caplog.records if "from here on" in record.getMessage()]
+    assert said.startswith("late: shares")
+    assert take([one, other], 2) + distinct_bytes(large.parameters()) <= budget
+    after = shared.predicted_peak_bytes
+    assert before is not None and after is not None and shared.status is not None
+    assert after <= budget
+    assert after == before + distinct_bytes(large.parameters()) or any(p.recomputed for p in shared.status.plans)
+
+
+def test_turns_that_begin_alike_run_by_plans_that_fit_together() -> None:
+    """A turn of one model, and one that begins with the same graph and goes on with another model."""
+
+    def step(models: Models, optimizers: Optimizers) -> None:
+        one, other = models
+        one(noise()).square().mean().backward()
+        optimizers[0].zero_grad()
+        (one(noise())[:, :8] * other(noise())).square().mean().backward()
+        step_all(optimizers)
+
+    torch.manual_seed(0)
+    plain = pair()
+    ours = copy.deepcopy(plain)
+    expected = train(plain, step)
+    budget = int(0.8 * max(peak for peak, _ in expected))
+    shared = shoal.Budget(budget)
+    for model in ours:
+        shoal.compile(model, budget=shared, allow="bitwise")
+    found = train(ours, step)
+    assert max(peak for peak, _ in found) <= budget
+    assert [left for _, left in found] == [left for _, left in expected]
+
+
+def test_evaluation_between_turns_changes_no_plan(caplog: pytest.LogCaptureFixture) -> None:
+    shared, models = encoders("900KiB")
+    large = torch.randn(16 * BATCH, 16)  # its forward pass alone is over the budget
+    for _ in range(3):
+        for model in models:
+            model.eval()
+            with torch.no_grad():
+                model(large)
+            model.train()
+        take(models)
+    assert shared.status is not None and len(shared.status.plans) == 1
+    assert shared.status.repairs == 0
+    said = [record.getMessage() for record in caplog.records if "over the budget" in record.getMessage()]
+    assert len(said) == 1 and "a call without gradients" in said[0]
+
+
+def test_an_exception_ends_a_turn_and_the_next_one_is_planned() -> None:
+    shared, models = encoders("900KiB")
+    for number in range(4):
+        with pytest.raises(RuntimeError):
+            models[0](noise())
+            models[1](torch.randn(3, 3))
+        take(models)
+        if number:
+            assert shared.predicted_peak_bytes is not None
+
+
+def test_what_is_shown() -> None:
+    shared, models = encoders("900KiB")
+    assert shared.peak_bytes is None and shared.predicted_peak_bytes is None
+    assert "no turn was planned yet" in str(shared)
+    assert "no model is compiled" in str(shoal.Budget("1GiB"))
+    take(models, 3)
+    shown = str(shared)
+    assert "budget          900.0 KiB" in shown
+    assert all(word in shown for word in ("image", "text", "image and text", "standing", "at the peak"))
+    metrics = shared.metrics()
+    assert metrics["shoal/budget_bytes"] == 900 * 1024
+    assert metrics["shoal/image/standing_bytes"] > 0
+    assert metrics["shoal/predicted_peak_bytes"] == shared.predicted_peak_bytes
+    assert models[0].shoal is models[1].shoal is shared.status
+
+
+def test_nothing_keeps_the_models_alive() -> None:
+    shared, models = encoders("1MiB")
+    take(models, 2)
+    left = [weakref.ref(model) for model in models]
+    del models
+    gc.collect()
+    assert [one() for one in left] == [None, None]
+    assert not shared.models

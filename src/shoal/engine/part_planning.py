@@ -54,7 +54,13 @@ def fits_easily(graph: StepGraph, in_use_bytes: int, budget_bytes: int) -> bool:
 
 
 def first_share(
-    graph: StepGraph, device: torch.device, in_use_bytes: int, budget_bytes: int, *, keeps_little: bool
+    graph: StepGraph,
+    device: torch.device,
+    in_use_bytes: int,
+    budget_bytes: int,
+    *,
+    keeps_little: bool,
+    who: str = "one of its graphs",
 ) -> Mapping[str, Residence]:
     """Under which residences a part runs before its whole step is planned: everything kept, or as little as can be.
 
@@ -64,6 +70,7 @@ def first_share(
         in_use_bytes: device bytes in use now; parameters and the part's inputs are among them.
         budget_bytes: of the whole step.
         keeps_little: whether nothing is kept, however much room there is.
+        who: what the part is called in an error.
 
     Raises:
         BudgetError: the part does not fit beside what is in use.
@@ -92,7 +99,7 @@ def first_share(
             if found is None:
                 needed_bytes = (error.least_feasible_bytes or room_bytes) + budget_bytes - room_bytes
                 raise BudgetError(
-                    f"no plan of {graph.model or 'this model'} fits in {format_bytes(budget_bytes)}: one of its graphs "
+                    f"no plan of {graph.model or 'this model'} fits in {format_bytes(budget_bytes)}: {who} "
                     f"needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) with what is in use when it runs, and "
                     "others may need more; give more bytes",
                     budget_bytes=budget_bytes,

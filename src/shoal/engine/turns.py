@@ -159,7 +159,7 @@ class TurnSteps(PartSequence):
         try:
             return first_share(graph, device, in_use_bytes + to_come_bytes, budget_bytes, keeps_little=True)
         except BudgetError:  # gradients of other models may never be there at the same time
-            return first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=True)
+            return first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=True, who=self._calling)
 
     def reached(self, node: Node) -> None:
         self._whose[node] = self._calling
