@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from shoal.core.joined_step import label
 from shoal.core.plan import Plan
+from shoal.core.sizes import format_bytes
 from shoal.core.variant import WHOLE
 from shoal.engine.options import CompileOptions
+from shoal.engine.part_planning import least_bytes
 from shoal.engine.part_sequence import Node
 from shoal.engine.turn_planning import MeasuredTurn, PlannedTurn, Share, plan_turn
 from shoal.errors import BudgetError
@@ -104,11 +106,29 @@ class KnownTurn:
                 fixed=fixed or bool(taken),
             )
         except BudgetError as error:
-            if not taken:
-                self.refused = error, now
-            raise
+            if taken:
+                raise
+            self.refused = self._with_first_run(error), now
+            raise self.refused[0] from None
         self.refused, self.planned_bytes = None, (self.grown_bytes, self.held_bytes)
         return planned and self._described(planned)
+
+    def _with_first_run(self, error: BudgetError) -> BudgetError:
+        """The error with a least budget in which the turn also runs before it is planned."""
+        steps = [node.step for node in self.nodes if node.step is not None]
+        beside_bytes = self.grown_bytes + self.learnt_bytes
+        first_bytes = max(least_bytes(step.graph, step.device, step.in_use_bytes + beside_bytes) for step in steps)
+        if error.least_feasible_bytes is None or first_bytes <= error.least_feasible_bytes:
+            return error
+        hint = f"before it is known what follows, its graphs need {format_bytes(first_bytes)} ({first_bytes} bytes)"
+        return BudgetError(
+            f"{error}; {hint}: give that much",
+            budget_bytes=error.budget_bytes,
+            least_feasible_bytes=first_bytes,
+            op=error.op,
+            layer=error.layer,
+            largest=error.largest,
+        )
 
     def _described(self, planned: PlannedTurn) -> PlannedTurn:
         """The plans with the convolutions in pieces, and with where the models break."""

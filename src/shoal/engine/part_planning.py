@@ -110,10 +110,21 @@ def first_share(
     return found
 
 
+def least_bytes(graph: StepGraph, device: torch.device, in_use_bytes: int) -> int:
+    """The smallest budget in which a part runs before its whole step is planned, beside what is in use then."""
+    alone = _with_loss(graph, 0)
+    least = smallest_plan(alone, measure(device), 1, replace(DEFAULT, order=False))
+    return in_use_bytes + simulate(alone, least.residences).peak_bytes - graph.resident_bytes
+
+
 def _with_loss(graph: StepGraph, workspace_bytes: int) -> StepGraph:
-    """While later parts run, what this one saved waits: it is to leave them so many bytes."""
+    """While later parts run, what this one saved waits: it is to leave them so many bytes.
+
+    Autograd lets the gradients of its results go to its backward pass.
+    """
     ops = (replace(op, workspace_bytes=workspace_bytes) if op.phase == "loss" else op for op in graph.ops)
-    return replace(graph, ops=tuple(ops), link=None)
+    storages = (replace(s, kind="activation_gradient") if s.kind == "tangent" else s for s in graph.storages)
+    return replace(graph, ops=tuple(ops), storages=tuple(storages), link=None)
 
 
 @dataclass(frozen=True)

@@ -87,10 +87,12 @@ class PartStep(PlannedStep):
         graph: its own step, with costs.
         ports: what its graphs are given and return.
         share: the residences under which it runs.
+        in_use_bytes: what was in use when it was compiled.
     """
 
     graph: StepGraph
     ports: Ports
+    in_use_bytes: int
 
     def __init__(self, steps: PartSequence, node: Node, places: InputPlaces) -> None:
         super().__init__(steps.session, steps.run_graphs, places, WHOLE_FORM, aten_only=steps.aten_only)
@@ -101,7 +103,7 @@ class PartStep(PlannedStep):
 
     def make_plan(self, captured: Captured) -> Captured:
         """Take the part's share of the plan, or for a first run what leaves most room."""
-        in_use_bytes = self.steps.in_use_bytes()
+        in_use_bytes = self.in_use_bytes = self.steps.in_use_bytes()
         with no_memory_limit():
             if self.node.pieces is None:
                 self.node.pieces = self.steps.pieces_of(captured, in_use_bytes)
