@@ -40,7 +40,7 @@ def network(*widths: int) -> nn.Sequential:
 
 
 def pair() -> list[nn.Module]:
-    return [network(16, 24, 24, 24, 24, 16), network(16, 24, 24, 24, 24, 8)]
+    return [network(16, 24, 24, 24, 16), network(16, 24, 24, 24, 8)]
 
 
 def noise() -> torch.Tensor:
@@ -87,13 +87,6 @@ def encoders_with_one_loss(models: Models, optimizers: Optimizers) -> None:
     step_all(optimizers)
 
 
-def contrastive_pairs(models: Models, optimizers: Optimizers) -> None:
-    one, other = models
-    x = noise()
-    (one(x)[:, :8] - other(x)).square().mean().add((one(-x)[:, :8] * other(-x)).mean()).backward()
-    step_all(optimizers)
-
-
 def teacher_and_student(models: Models, optimizers: Optimizers) -> None:
     student, teacher = models
     x = noise()
@@ -126,7 +119,6 @@ LOOPS: dict[str, tuple[Loop, Callable[[], list[nn.Module]], float]] = {
     "gan turns": (gan_turns, pair, 0.75),
     "frozen discriminator": (gan_with_a_frozen_discriminator, pair, 0.8),
     "encoders": (encoders_with_one_loss, pair, 0.75),
-    "pairs": (contrastive_pairs, pair, 0.75),
     "teacher": (teacher_and_student, pair, 0.85),
     "moving average": (moving_average_beside, lambda: [(one := pair()[0]), copy.deepcopy(one)], 0.85),
     "two losses": (two_losses, pair, 0.9),
@@ -162,7 +154,7 @@ def test_models_train_as_in_plain_pytorch_inside_one_budget(loop: str, caplog: p
         assert any(plan.recomputed for plan in shared.status.plans)
 
 
-def train(models: Models, step: Loop, steps: int = 4) -> list[tuple[int, dict[str, Any]]]:
+def train(models: Models, step: Loop, steps: int = 3) -> list[tuple[int, dict[str, Any]]]:
     """The bytes that each step takes over all models, counted around it, and what it leaves behind."""
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models
@@ -216,18 +208,18 @@ def test_a_budget_too_small_is_refused_with_the_models_and_with_the_least_that_i
     shared, models = encoders(int(1.01 * least))  # the first turn, with nothing known, may need that much more
     loops_own = torch.zeros(120_000)
     take(models)
-    assert take(models, 2) + loops_own.nbytes <= 1.01 * least
+    assert take(models) + loops_own.nbytes <= 1.01 * least
     assert shared.status is not None and shared.status.repairs == 0
 
 
 def test_a_graph_that_does_not_fit_beside_the_others_is_refused_before_it_runs() -> None:
     with pytest.raises(BudgetError, match="(image|text) needs .* with what is in use when it runs") as caught:
-        take(encoders(int(0.8 * take(encoders("1GiB")[1])))[1])
+        take(encoders("200KiB")[1])
     assert "\n" not in str(caught.value)
 
 
 def test_what_models_hold_before_any_activation_is_refused_when_they_are_compiled() -> None:
-    shared = shoal.Budget("45KiB")
+    shared = shoal.Budget("25KiB")
     image, text = pair()
     shoal.compile(image, budget=shared, name="image", optimizer="sgd")
     with pytest.raises(BudgetError, match="less than image and text need before any activation") as caught:
@@ -309,7 +301,7 @@ def test_turns_that_begin_alike_run_by_plans_that_fit_together() -> None:
     plain = pair()
     ours = copy.deepcopy(plain)
     expected = train(plain, step)
-    budget = int(0.8 * max(peak for peak, _ in expected))
+    budget = int(0.9 * max(peak for peak, _ in expected))
     shared = shoal.Budget(budget)
     for model in ours:
         shoal.compile(model, budget=shared, allow="bitwise")
@@ -318,8 +310,8 @@ def test_turns_that_begin_alike_run_by_plans_that_fit_together() -> None:
     assert [left for _, left in found] == [left for _, left in expected]
 
 
-def test_evaluation_between_turns_changes_no_plan(caplog: pytest.LogCaptureFixture) -> None:
-    shared, models = encoders("900KiB")
+def test_evaluation_and_exceptions_between_turns_change_no_plan(caplog: pytest.LogCaptureFixture) -> None:
+    shared, models = encoders("1200KiB")
     large = torch.randn(16 * BATCH, 16)  # its forward pass alone is over the budget
     for _ in range(3):
         for model in models:
@@ -328,42 +320,28 @@ def test_evaluation_between_turns_changes_no_plan(caplog: pytest.LogCaptureFixtu
                 model(large)
             model.train()
         take(models)
+        with pytest.raises(RuntimeError):
+            models[0](noise()) @ models[1](noise())
     assert shared.status is not None and len(shared.status.plans) == 1
     assert shared.status.repairs == 0
     said = [record.getMessage() for record in caplog.records if "over the budget" in record.getMessage()]
     assert len(said) == 1 and "a call without gradients" in said[0]
 
 
-def test_an_exception_ends_a_turn_and_the_next_one_is_planned() -> None:
-    shared, models = encoders("900KiB")
-    for number in range(4):
-        with pytest.raises(RuntimeError):
-            models[0](noise())
-            models[1](torch.randn(3, 3))
-        take(models)
-        if number:
-            assert shared.predicted_peak_bytes is not None
-
-
-def test_what_is_shown() -> None:
-    shared, models = encoders("900KiB")
+def test_what_is_shown_and_that_nothing_keeps_the_models_alive() -> None:
+    shared, models = encoders("700KiB")
     assert shared.peak_bytes is None and shared.predicted_peak_bytes is None
     assert "no turn was planned yet" in str(shared)
     assert "no model is compiled" in str(shoal.Budget("1GiB"))
-    take(models, 3)
+    take(models, 2)
     shown = str(shared)
-    assert "budget          900.0 KiB" in shown
+    assert "budget          700.0 KiB" in shown
     assert all(word in shown for word in ("image", "text", "image and text", "standing", "at the peak"))
     metrics = shared.metrics()
-    assert metrics["shoal/budget_bytes"] == 900 * 1024
+    assert metrics["shoal/budget_bytes"] == 700 * 1024
     assert metrics["shoal/image/standing_bytes"] > 0
     assert metrics["shoal/predicted_peak_bytes"] == shared.predicted_peak_bytes
     assert models[0].shoal is models[1].shoal is shared.status
-
-
-def test_nothing_keeps_the_models_alive() -> None:
-    shared, models = encoders("1MiB")
-    take(models, 2)
     left = [weakref.ref(model) for model in models]
     del models
     gc.collect()

@@ -37,6 +37,7 @@ class Part:
         handed_on: gradients that no optimizer gets: of inputs that are no leaves, and of parameters of which another
             part has made a gradient that this one is added to.
         holds_tangents: whether the gradients of its results stay until its backward pass returns.
+        held_results: those results that somebody holds for longer than the parts need them.
     """
 
     graph: StepGraph
@@ -45,6 +46,7 @@ class Part:
     fresh: Collection[int] = ()
     handed_on: Collection[int] = ()
     holds_tangents: bool = True
+    held_results: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -219,9 +221,10 @@ class _Joining:
     def _add(self, number: int, storage: Storage) -> None:
         part = self._parts[number]
         kind: StorageKind = storage.kind
-        if storage.id in (part.results if kind == "output" else part.fresh):
+        is_handed_on = kind == "output" and storage.id not in part.held_results
+        if storage.id in (part.results if is_handed_on else part.fresh):
             kind = "crossing"
-        elif kind == "output":
+        elif is_handed_on:
             kind = "activation"
         elif kind == "tangent" or (kind == "gradient" and storage.id in part.handed_on):
             kind = "activation_gradient"

@@ -74,7 +74,8 @@ class PartRun:
         same, fresh: as of `Part`.
         added: gradients of parameters that another run has made a gradient of before.
         tangents: those that its backward pass was given.
-        holds_tangents: as of `Part`.
+        holds_tangents, held_results: as of `Part`.
+        results: what its forward pass has handed to its caller.
     """
 
     step: MeteredPart
@@ -84,6 +85,8 @@ class PartRun:
     added: set[int] = field(default_factory=set)
     tangents: list[WeakStorage] = field(default_factory=list)
     holds_tangents: bool = True
+    held_results: set[int] = field(default_factory=set)
+    results: list[tuple[int, WeakStorage]] = field(default_factory=list)
 
     def part(self) -> Part:
         """The same as data."""
@@ -95,7 +98,7 @@ class PartRun:
             if gradient >= 0 and kinds.get(given) == "input" and (given in self.same or given in self.fresh)
         }
         results = {s for s in ports.results if s >= 0}
-        return Part(graph, results, self.same, self.fresh, passed | self.added, self.holds_tangents)
+        return Part(graph, results, self.same, self.fresh, passed | self.added, self.holds_tangents, self.held_results)
 
 
 class Record:
@@ -145,6 +148,9 @@ class Record:
                 self._made[one.key] = one, (number, storage)
                 if is_new:
                     this.fresh.add(storage)
+        pairs = zip(step.ports.outputs, outputs, strict=False)
+        own = [(s, WeakStorage(t)) for s, t in pairs if s in step.ports.results and isinstance(t, torch.Tensor)]
+        this.results = [(storage, held) for storage, held in own if storage not in this.same]
         self._note(number, step.ports.outputs, outputs)
 
     def goes_back(self, step: MeteredPart, arguments: Sequence[Any]) -> int | None:
@@ -169,7 +175,9 @@ class Record:
 
     def went_back(self, number: int, gradients: Sequence[Any]) -> None:
         """The backward graph of a run has returned."""
-        self.runs[number].holds_tangents = any(tangent.is_alive for tangent in self.runs[number].tangents)
+        this = self.runs[number]
+        this.holds_tangents = any(tangent.is_alive for tangent in this.tangents)
+        this.held_results = {storage for storage, held in this.results if held.is_alive}
         self._note(number, self.runs[number].step.ports.gradients, gradients)
 
     def _recall(self, this: PartRun, storage: int, held: WeakStorage) -> bool:

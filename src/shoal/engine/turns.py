@@ -370,7 +370,7 @@ class TurnSteps(PartSequence):
             self._say(
                 f"{', '.join(self.models)}: {format_bytes(peak_bytes)} were in use {when}; that is over the budget of "
                 f"{format_bytes(budget_bytes)}, and no plan changes it",
-                key=when,
+                key="no plan changes it",
             )
 
     def _say(self, text: str, key: str = "") -> None:
