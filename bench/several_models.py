@@ -179,9 +179,9 @@ def _average_of(model: nn.Module) -> list[nn.Module]:
 
 KINDS: dict[str, tuple[Callable[[], list[nn.Module]], Step]] = {
     "gan": (_networks, _gan),
-    "gan, frozen in turns": (_networks, _gan_frozen),
+    "gan with frozen turns": (_networks, _gan_frozen),
     "clip": (_encoders, _clip),
-    "clip, several graphs": (lambda: [_Printing(), _Encoder(channels=24)], _clip),
+    "clip of several graphs": (lambda: [_Printing(), _Encoder(channels=24)], _clip),
     "pairs": (_encoders, _pairs),
     "teacher and student": (lambda: _encoders()[::-1], _teacher),
     "moving average": (lambda: _average_of(_Encoder()), _average),

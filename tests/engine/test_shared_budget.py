@@ -69,8 +69,7 @@ def gan_turns(models: Models, optimizers: Optimizers) -> None:
 
 def gan_with_a_frozen_discriminator(models: Models, optimizers: Optimizers) -> None:
     generator, discriminator = models
-    with torch.no_grad():
-        fake = generator(noise())
+    fake = generator(noise()).detach()  # its graph is dropped at once
     (F.softplus(-discriminator(noise())) + F.softplus(discriminator(fake))).mean().backward()
     optimizers[1].step()
     optimizers[1].zero_grad()

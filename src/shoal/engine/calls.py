@@ -23,12 +23,14 @@ class Call:
         of_output: whether that is an output, which the caller may hold for longer.
         outputs: what was handed to the caller, by place among the forward graph's outputs.
         number: of the model's call that it is a part of.
+        step: which step it is of, as a number.
     """
 
     witness: WeakStorage | None
     of_output: bool
     outputs: Mapping[int, WeakStorage]
     number: int
+    step: int = 0
 
 
 class Calls:
@@ -50,7 +52,12 @@ class Calls:
         self._announced = True
 
     def started(
-        self, arguments: Iterable[int], outputs: Sequence[object], n_outputs: int, watched: Iterable[int]
+        self,
+        arguments: Iterable[int],
+        outputs: Sequence[object],
+        n_outputs: int,
+        watched: Iterable[int],
+        step: object = None,
     ) -> None:
         """A forward pass has ended.
 
@@ -59,6 +66,7 @@ class Calls:
             outputs: what its graph returned: results first, then what is saved for the backward pass.
             n_outputs: how many of them are results.
             watched: places of the results whose fate is of interest.
+            step: which step it is of: what one saved may be an argument of another one's backward pass.
         """
         given = set(arguments)
         if not self._announced:
@@ -72,15 +80,16 @@ class Calls:
         results = own(watched)
         saved = own(range(n_outputs, len(outputs)))
         witness = max((saved or results).values(), key=lambda held: held.nbytes, default=None)
-        self._last = Call(witness, not saved, results, self.number)
+        self._last = Call(witness, not saved, results, self.number, id(step))
         self._under_way.append(self._last)
 
-    def goes_back(self, arguments: Iterable[int]) -> Call | None:
-        """The call whose backward pass begins, found by the keys of the storages that it is given; it is under way no
-        longer. None where it is not known."""
+    def goes_back(self, arguments: Iterable[int], step: object = None) -> Call | None:
+        """The call of a step whose backward pass begins, found by the keys of the storages that it is given; it is
+        under way no longer. None where it is not known."""
         given = set(arguments)
-        known = [call for call in self._under_way if call.witness is not None and call.witness.key in given]
-        known = known or [call for call in self._under_way if call.of_output or call.witness is None]
+        own = [call for call in self._under_way if call.step == id(step)]
+        known = [call for call in own if call.witness is not None and call.witness.key in given]
+        known = known or [call for call in own if call.of_output or call.witness is None]
         if not known:
             return None
         self._under_way.remove(known[-1])

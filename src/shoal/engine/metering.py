@@ -88,14 +88,14 @@ class Metering:
 
     def forward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the forward graph of a step."""
-        given = _keys(arguments)
+        given = keys_of(arguments)
         self._begin_forward(step, arguments)
         try:
             outputs = run(arguments)
         except BaseException:
             self._give_up()
             raise
-        self.calls.started(given, outputs, step.n_outputs, step.results)
+        self.calls.started(given, outputs, step.n_outputs, step.results, step)
         if self._window is not None and self._meter is not None:
             self._meter.pause()
         return outputs
@@ -103,7 +103,7 @@ class Metering:
     def backward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the backward graph of a step."""
         self.gradients_are_used = False
-        call = self.calls.goes_back(_keys(arguments))
+        call = self.calls.goes_back(keys_of(arguments), step)
         window, meter = self._window, self._meter
         if window is None or meter is None or call is None:  # None for a call that is sent back a second time
             return run(arguments)
@@ -193,5 +193,6 @@ def abandon() -> None:
             metering._give_up()
 
 
-def _keys(arguments: Sequence[Any]) -> set[int]:
+def keys_of(arguments: Sequence[Any]) -> set[int]:
+    """The storages of the tensors among arguments."""
     return {a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)}

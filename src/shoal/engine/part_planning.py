@@ -172,11 +172,17 @@ class MeasuredParts:
             record.runs[last[0]].step.device,
         )
 
+    @property
+    def residences(self) -> dict[str, Residence]:
+        """Under which the joined step ran. A part that did not go back recomputed nothing."""
+        back = {part for part, phase in self.passes if phase == "backward"}
+        return joined_residences(share if part in back else {} for part, share in enumerate(self.shares))
+
     def graph(self, model: str) -> StepGraph:
         """The step, with what eager code was measured to use. Its static memory is not known here."""
         bare = joined_step(model, self.parts, self.passes)
         as_measured = replace(bare, static_bytes=max(0, self.begin_bytes - bare.resident_bytes))
-        return replace(with_measured(as_measured, joined_residences(self.shares), self.intervals), static_bytes=0)
+        return replace(with_measured(as_measured, self.residences, self.intervals), static_bytes=0)
 
 
 @dataclass(frozen=True)
@@ -221,7 +227,7 @@ def plan_parts(
     hardware, budget_bytes = measure(measured.device), options.budget_bytes or 0
     planner: Planner
     if fixed:
-        planner = partial(_as_measured, measured.shares)
+        planner = partial(_as_measured, measured.residences)
     elif options.budget_bytes is None:
         planner = planner_called("keep_all")
     else:
@@ -258,7 +264,9 @@ def plan_parts(
     aside_bytes, plan = plan_overlapping(calls_at_once, budget_bytes, make)
     check_own_plan(plan.captured_graph, plan.graph, plan.residences, budget_bytes)
     plan = replace(plan, planning_seconds=time.perf_counter() - started, options=options.to_json())
-    return PartedStep(plan, shares[aside_bytes])
+    back = {part for part, phase in measured.passes if phase == "backward"}
+    made = enumerate(shares[aside_bytes])
+    return PartedStep(plan, tuple(share if part in back else measured.shares[part] for part, share in made))
 
 
 @dataclass(frozen=True)
@@ -296,8 +304,8 @@ class KnownStep:
         return replace(planned, plan=replace(planned.plan, variant=self.variant, breaks=self.breaks))
 
 
-def _as_measured(shares: _Shares, graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
-    plan = Plan(graph, joined_residences(shares), "parts", hardware.name, budget_bytes)
+def _as_measured(residences: Mapping[str, Residence], graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+    plan = Plan(graph, residences, "parts", hardware.name, budget_bytes)
     if budget_bytes and plan.predicted_peak_bytes > budget_bytes:
         raise infeasible(plan, budget_bytes)
     return plan

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shoal.core.joined_step import Interval
-from shoal.engine.metering import Metering, Run, Window
+from shoal.engine.metering import Metering, Run, Window, keys_of
 from shoal.engine.part_record import MeteredPart, Record
 from shoal.memory.running_meter import RunningMeter
 from shoal.memory.static_memory import StaticMemory
@@ -162,10 +162,10 @@ class TurnMetering(Metering):
 
     def forward(self, step: MeteredPart, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
         turn = self.turn
-        given = {a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)}
+        given = keys_of(arguments)
         if turn is None:
             outputs = run(arguments)
-            self.calls.started(given, outputs, step.n_outputs, step.results)
+            self.calls.started(given, outputs, step.n_outputs, step.results, step)
             return outputs
         fresh: list[bool] = []
         held: list[WeakStorage | None] = []
@@ -179,14 +179,14 @@ class TurnMetering(Metering):
         self._mark(turn)
         outputs = self._ran(turn, run, arguments)
         turn.runs += 1
-        self.calls.started(given, outputs, step.n_outputs, step.results)
+        self.calls.started(given, outputs, step.n_outputs, step.results, step)
         self._mark(turn)
         if turn.record is not None:
             turn.record.went_forward(step, self.calls.number, held, fresh, outputs)
         return outputs
 
     def backward(self, step: MeteredPart, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
-        call = self.calls.goes_back({a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)})
+        call = self.calls.goes_back(keys_of(arguments), step)
         turn = self.turn
         if turn is None:
             return run(arguments)

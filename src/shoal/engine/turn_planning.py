@@ -18,7 +18,6 @@ from shoal.core.joined_step import (
     Part,
     Pass,
     Place,
-    joined_residences,
     joined_step,
 )
 from shoal.core.plan import Plan
@@ -171,7 +170,7 @@ def _made_in_it(step: MeasuredParts) -> MeasuredParts:
             continue
         bare = joined_step("", step.parts, step.passes)
         bare = replace(bare, static_bytes=max(0, step.begin_bytes - bare.resident_bytes))
-        seen_bytes = _in_use_before(bare, joined_residences(step.shares), step.passes, place)
+        seen_bytes = _in_use_before(bare, step.residences, step.passes, place)
         short_bytes = seen_bytes - step.intervals[2 * place].end_bytes
         sizes = {s.id: s.nbytes for s in step.parts[number].graph.storages}
         for storage in sorted(fresh, key=lambda s: (-sizes[s], s)):
@@ -267,7 +266,7 @@ def plan_turn(
         was = replace(bare, static_bytes=max(0, measured.begin_bytes - bare.resident_bytes))
         for inner in step.inner:
             behind = next(i for i, place in enumerate(step.places) if place > inner.places[-1])
-            before_bytes = _in_use_before(was, joined_residences(measured.shares), measured.passes, behind)
+            before_bytes = _in_use_before(was, measured.residences, measured.passes, behind)
             now_bytes = _in_use_before(made.graph, made.residences, measured.passes, behind)
             plan(inner, now_bytes - before_bytes, 0, is_whole=False)
 
