@@ -111,6 +111,26 @@ def test_a_gradient_that_a_part_hands_on_dies_with_the_part_that_reads_it() -> N
     assert readers == ["part1.backward.returns", "part0.second_back", "part0.backward.returns"]
 
 
+def test_a_result_that_the_loop_holds_stays_until_the_step_ends() -> None:
+    first = Part(layer_of_two_ops(100), {Y}, {TANGENT: (1, OF_X)}, held_results={Y})
+    second = Part(layer_of_two_ops(100), {Y}, {X: (0, Y)}, handed_on={OF_X})
+    step = joined_step("held", [first, second], FORWARD_AND_BACK)
+    check_step(step)
+    held, not_held = simulate(step, {}).moments[-1], simulate(two_layers(100), {}).moments[-1]
+    assert step.storage_called["part0.y"].kind == "output"
+    assert held.total_bytes == not_held.total_bytes + 100
+
+
+def test_a_gradient_of_a_result_that_autograd_lets_go_dies_with_its_last_reader() -> None:
+    def reader_of_tangent(holds: bool) -> str:
+        part = Part(layer_of_two_ops(100), {Y}, holds_tangents=holds)
+        step = joined_step("one", [part], [(0, "forward"), (0, "backward")])
+        return step.ops[step.readers[step.storage_called["part0.tangent"].id][-1]].name
+
+    assert reader_of_tangent(True) == "part0.backward.returns"
+    assert reader_of_tangent(False) == "part0.second_back"
+
+
 def test_a_weight_of_two_parts_is_counted_once_and_their_gradients_are_added_up() -> None:
     first = Part(layer_of_two_ops(100), {Y}, {TANGENT: (1, OF_X)}, handed_on={OF_WEIGHT})
     second = Part(layer_of_two_ops(100), {Y}, {X: (0, Y), WEIGHT: (0, WEIGHT)}, handed_on={OF_X})

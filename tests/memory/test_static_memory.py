@@ -118,3 +118,32 @@ def test_neither_model_nor_optimizer_is_kept_alive() -> None:
     assert [reference() for reference in gone] == [None, None]
     assert static.tensors() == []
     assert static.bytes_beside(step_with(("parameter", 5))) == 0
+
+
+def test_models_that_share_a_part_or_an_optimizer_count_it_once() -> None:
+    one, other, third = network(), network(), network()
+    other[3] = one[3]
+    optimizer = torch.optim.SGD([*one.parameters(), *other[:3].parameters()], 0.1, momentum=0.9)
+    static = StaticMemory(one, optimizer)
+    static.add(other, optimizer)
+    static.add(third, NamedOptimizer("sgd"))
+    tensors = [t for model in (one, other, third) for t in (*model.parameters(), *model.buffers())]
+    assert distinct_bytes(static.lasting_tensors()) == distinct_bytes(tensors)
+    trained_bytes = distinct_bytes(p for model in (one, other) for p in model.parameters())
+    assert static.state_bytes() == trained_bytes and static.state_there_bytes() == 0
+    for model in (one, other):
+        model(torch.randn(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    assert static.state_there_bytes() == static.state_bytes() == trained_bytes
+    assert distinct_bytes(static.state_of(one.parameters())) == distinct_bytes(one.parameters())
+
+
+def test_names_of_optimizers_belong_to_their_models() -> None:
+    one, other = network(), network()
+    static = StaticMemory(one, NamedOptimizer("sgd-momentum"))
+    static.add(other, NamedOptimizer("adam"))
+    own = distinct_bytes(one.parameters())
+    assert static.state_bytes() == own + NamedOptimizer("adam").state_bytes(other.parameters())
+    stepped = torch.optim.SGD(other.parameters(), 0.1)
+    assert static.stepped(stepped) == "'adam' was declared, and SGD has stepped"
+    assert static.state_bytes() == own
