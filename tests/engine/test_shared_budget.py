@@ -183,10 +183,8 @@ def standing_bytes(models: Models, optimizers: Optimizers) -> int:
 
 def encoders(budget: int | str) -> tuple[shoal.Budget, list[nn.Module]]:
     torch.manual_seed(0)
-    shared, models = shoal.Budget(budget), pair()
-    for name, model in zip(("image", "text"), models, strict=True):
-        shoal.compile(model, budget=shared, name=name)
-    return shared, models
+    shared = shoal.Budget(budget)
+    return shared, [shoal.compile(pair()[i], budget=shared, name=name) for i, name in enumerate(("image", "text"))]
 
 
 def take(models: Models, steps: int = 1) -> int:

@@ -98,7 +98,8 @@ class PartRun:
             if gradient >= 0 and kinds.get(given) == "input" and (given in self.same or given in self.fresh)
         }
         results = {s for s in ports.results if s >= 0}
-        return Part(graph, results, self.same, self.fresh, passed | self.added, self.holds_tangents, self.held_results)
+        fresh = {s for s in self.fresh if kinds.get(s) == "input"}  # a model may be younger than the meter
+        return Part(graph, results, self.same, fresh, passed | self.added, self.holds_tangents, self.held_results)
 
 
 class Record:
