@@ -1,6 +1,6 @@
 """Inputs of many shapes: how often is a model captured, how long does that take, does every step stay in the budget?
 
-    python -m bench.many_shapes             text of 200 lengths, an encoder at 80, images of 20 sizes, a last batch
+    python -m bench.many_shapes             text of many lengths, images of many sizes, a last batch
     python -m bench.many_shapes --quick     a few shapes of each
 
 Every shape is trained on twice, in two epochs of different order. In the first, loss and gradients are held against
@@ -52,6 +52,20 @@ class _Convolved(nn.Module):
         return self.head(self.body(self.words(tokens).transpose(1, 2)).amax(-1))
 
 
+class _Recurrent(nn.Module):
+    """A text classifier around an LSTM, which Dynamo leaves out: what comes before and behind it are graphs."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.words, self.lstm = nn.Embedding(WORDS, width), nn.LSTM(width, width // 4, batch_first=True)
+        layers = [[nn.Conv1d(width // 4 if not place else width, width, 5, padding=2), nn.ReLU()] for place in range(4)]
+        self.body = nn.Sequential(*(module for layer in layers for module in layer))
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.lstm(self.words(tokens))[0].transpose(1, 2)).amax(-1))
+
+
 class _Encoder(nn.Module):
     """A text classifier: three layers of self-attention, which ignores what is padded."""
 
@@ -83,6 +97,23 @@ def _images() -> nn.Module:
     return nn.Sequential(*stem, *(_Block(16) for _ in range(3)), *rest)
 
 
+class _Printing(nn.Module):
+    """A residual network in a loop that prints, which makes each stage a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.stages = nn.ModuleList([nn.Sequential(_Block(16), _Block(16)) for _ in range(2)])
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x)
+            print(end="")
+        return self.head(x.mean((2, 3)))
+
+
 class _Case(NamedTuple):
     make: Callable[[], nn.Module]
     shapes: Sequence[tuple[int, ...]]  # of one epoch's batches
@@ -98,8 +129,10 @@ def _squares(sides: Sequence[int], batch: int = 4) -> list[tuple[int, ...]]:
 
 CASES = {
     "convolved text": _Case(_Convolved, _texts(range(10, 210))),
+    "recurrent text": _Case(_Recurrent, _texts(range(10, 210))),
     "encoder": _Case(_Encoder, _texts(range(10, 170, 2))),
     "images": _Case(_images, _squares(range(72, 232, 8))),
+    "printing images": _Case(_Printing, _squares(range(72, 232, 8))),
     "last batch": _Case(_images, [*[(8, 3, 96, 96)] * 8, (3, 3, 96, 96)]),
 }
 QUICK_CASES = {
@@ -137,14 +170,14 @@ def _measured(run: Run, name: str, case: _Case, share: float) -> dict[str, Any]:
     equal, capturing_seconds, times = True, 0.0, {"ours": [0.0], "plain": [0.0]}
     order = random.Random(run.asked.seed)
     for number, shape in enumerate(_in_turn(case.shapes, order)):
-        batch, captures = _batch(shape, number), ours.shoal.captures
+        batch, prepared = _batch(shape, number), len(ours.shoal.preparations)
         taken = {}
         for who, model in (("ours", ours), ("plain", plain)):
             torch.manual_seed(number)
             started = run.clock()
             _step(model, batch)
             taken[who] = run.clock() - started
-        if ours.shoal.captures > captures:
+        if len(ours.shoal.preparations) > prepared:
             capturing_seconds += taken["ours"]
         pairs = zip(ours.parameters(), plain.parameters(), strict=True)
         equal &= all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from shoal.core.joined_step import (
     Pass,
     are_in_order,
     crossing,
+    grown,
     joined_residences,
     joined_step,
     residences_of,
@@ -159,7 +160,7 @@ def test_a_part_that_does_not_go_back_has_no_backward_ops() -> None:
     assert not any(op.name.startswith("part1.") for op in step.ops if op.phase == "backward")
 
 
-@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)), min_size=8, max_size=8), st.booleans())
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)), min_size=8, max_size=9), st.booleans())
 def test_what_was_measured_is_what_the_step_takes(measured: list[tuple[int, int]], nothing_is_kept: bool) -> None:
     """Eager code takes at least what the model says is in use: what is measured lies above it."""
     bare = two_layers(100)
@@ -167,6 +168,8 @@ def test_what_was_measured_is_what_the_step_takes(measured: list[tuple[int, int]
     in_use = {m.op: m.total_bytes for m in simulate(bare, residences).moments if m.phase != "recompute"}
     stretches = [op.name for op in bare.ops if op.target in (STRETCH, "loss")]
     intervals = []
+    in_use["eager4"] = in_use[bare.ops[-1].name]  # of eager code behind the last pass, where that was measured
+    stretches += ["eager4"] * (len(measured) - 8)
     for place, (more, peak) in enumerate(measured):
         least = in_use[stretches[place // 2]]
         intervals.append(Interval(least + more + peak, least + more))
@@ -176,12 +179,25 @@ def test_what_was_measured_is_what_the_step_takes(measured: list[tuple[int, int]
     found = {m.op: m.total_bytes for m in simulate(step, residences).moments if m.phase != "recompute"}
     assert [found[name] for name in stretches] == [interval.peak_bytes for interval in intervals[::2]]
     for name, interval, op in zip(
-        stretches,
-        intervals[::2],
+        stretches[:4],
+        intervals[:8:2],
         ("part0.first", "part1.first", "part1.second_back", "part0.second_back"),
         strict=True,
     ):
         assert found[op] - in_use[op] == interval.end_bytes - in_use[name]
+
+
+@given(st.integers(1, 4), st.integers(0, 300))
+def test_what_eager_code_takes_grows_with_what_it_is_given(growth: int, more: int) -> None:
+    small, large = two_layers(100), two_layers(100 * growth)
+    least = {m.op: m.total_bytes for m in simulate(small, {}).moments}
+    stretches = [op.name for op in small.ops if op.target in (STRETCH, "loss")]
+    intervals = [Interval(least[name] + 2 * more, least[name] + more) for name in stretches for _ in range(2)]
+    step = grown(with_measured(small, {}, intervals), large)
+    check_step(step)
+    held, taken = step.storage_called.get("eager0_holds"), next(op for op in step.ops if op.name == "eager0")
+    assert (held.nbytes if held else 0) == taken.workspace_bytes == growth * more
+    assert [s.nbytes for s in step.storages if s.name in large.storage_called] == [s.nbytes for s in large.storages]
 
 
 def test_what_the_loop_holds_is_in_use_until_the_loss_is_known() -> None:

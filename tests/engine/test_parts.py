@@ -60,6 +60,17 @@ class Looping(Chain):
         return self.head(x.mean((2, 3)))
 
 
+class Prepared(Looping):
+    """Eager code before the first graph saves tensors, and goes back after it."""
+
+    def __init__(self, between: Between, stages: list[nn.Module] | None = None, channels: int = 4) -> None:
+        super().__init__(between, stages, channels)
+        self.gain = nn.Parameter(torch.ones(8, 1, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(computes_eagerly(computes_eagerly(self.gain * x)))
+
+
 class Tied(Chain):
     """Two graphs with the same weights."""
 
@@ -158,11 +169,11 @@ def test_they_do_in_every_loop(how: dict[str, Any]) -> None:
     assert_same_training(Chain(prints), images(4, 2, 3, 8, 8), **how)
 
 
-def test_a_last_short_batch_has_parts_and_a_plan_of_its_own() -> None:
+def test_a_last_short_batch_has_parts_of_its_own_and_a_plan_for_all_up_to_the_largest() -> None:
     planned = assert_same_training(
         Chain(breaks), [*images(2, 3, 3, 8, 8), *images(1, 2, 3, 8, 8), *images(1, 3, 3, 8, 8)]
     )
-    assert [_batch(plan.graph) for plan in planned.shoal.plans] == [3, 2]
+    assert [_batch(plan.graph) for plan in planned.shoal.plans] == [3, 3]
 
 
 def test_a_number_that_changes_between_graphs_is_no_new_graph() -> None:
@@ -194,10 +205,14 @@ def test_steps_that_go_different_ways_have_plans_of_their_own() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("between", "share"), [(prints, 0.65), (computes_eagerly, 0.8)], ids=["print", "eager ops"])
-def test_one_budget_holds_for_all_parts(between: Between, share: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "between", "share"),
+    [(Looping, prints, 0.65), (Looping, computes_eagerly, 0.8), (Prepared, prints, 0.75)],
+    ids=["print", "eager ops", "eager ops first"],
+)
+def test_one_budget_holds_for_all_parts(kind: type[Looping], between: Between, share: float) -> None:
     """Measured by a counter around whole steps; the plan's prediction is as near as that of one graph."""
-    model = Looping(between, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8, 8)], channels=8)
+    model = kind(between, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8, 8)], channels=8)
     plain_bytes, _ = _peaks(copy.deepcopy(model))
     budget = int(share * plain_bytes)
     shoal.compile(model, budget=budget, allow="recompute")
@@ -413,6 +428,19 @@ def _peaks(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None] = _
         for parameter in model.parameters():
             parameter.grad = None
     return peaks[0], max(peaks[1:])
+
+
+@needs_compiler
+def test_what_eager_code_needs_once_the_graphs_have_gone_back_is_refused_where_it_does_not_fit() -> None:
+    class Wide(Prepared):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(computes_eagerly(self.gain * x.repeat(1, 8, 1, 1))[:, :3])
+
+    model = Wide(prints)
+    plain_bytes, _ = _peaks(copy.deepcopy(model))
+    shoal.compile(model, budget=int(0.7 * plain_bytes))
+    with pytest.raises(BudgetError, match=r"at eager\d \(backward|one of its graphs needs"):
+        _peaks(model)
 
 
 @needs_compiler

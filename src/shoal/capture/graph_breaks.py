@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from shoal.capture.dynamo import call_of, forget_sizes, refusals
+from shoal.capture.dynamo import call_of, refusals
 
 
 def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,7 +22,6 @@ def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[.
         object.__setattr__(module, "_compiled_call_impl", _entered(module))
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        forget_sizes()
         with refusals():
             return backend(gm, example_inputs)
 

@@ -34,9 +34,11 @@ class SizesSeen:
 
     Attributes:
         fixed: why sizes stay numbers; empty where they may vary.
+        too_far: how many of `GROWTHS` are known not to fit.
     """
 
     fixed: str = ""
+    too_far: int = 0
     _seen: dict[str, set[int]] = field(default_factory=dict)  # by the name of the size, as Dynamo words it
     _captured: set[Shape] = field(default_factory=set)
 
@@ -76,7 +78,10 @@ class SizesSeen:
             most = int(seen[symbol] * growth ** (1 / len(growing)))
             return max(seen[symbol], most // multiples[symbol] * multiples[symbol])
 
-        choices = [{**seen, **{symbol: grown(symbol, growth) for symbol in growing}} for growth in (*GROWTHS, 1.0)]
+        choices = [
+            {**seen, **{symbol: grown(symbol, growth) for symbol in growing}}
+            for growth in (*GROWTHS, 1.0)[self.too_far :]
+        ]
         return [choice for place, choice in enumerate(choices) if choice not in choices[:place]]
 
 
@@ -128,6 +133,18 @@ def restrict(sizes: Mapping[Any, torch.SymInt], most: Mapping[Any, int]) -> None
     """Guard that no size is more than so much: a larger one is captured anew."""
     for symbol, size in sizes.items():
         bool(size <= most[symbol])
+
+
+def tie_storages(gm: fx.GraphModule) -> None:
+    """Guard that what an input is a view of, such as what an LSTM returns, is as large as the input.
+
+    Dynamo gives it sizes of its own, of which nothing else is known. Where it is larger now, it stays as large.
+    """
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        held = value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
+        if isinstance(held, torch.SymInt) and not bool(held == value.numel() * value.element_size()):
+            int(held)
 
 
 def leave_out(sizes: Mapping[Any, torch.SymInt], names: Mapping[Any, str], shapes: Sequence[Shape]) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import groupby
+from math import ceil
 from typing import Literal
 
 from shoal.core.residence import Recompute, Residence
@@ -93,8 +95,12 @@ def with_measured(graph: StepGraph, residences: Mapping[str, Residence], interva
     Args:
         graph: of `joined_step`.
         residences: under which it was measured.
-        intervals: what was in use before the first pass, then of every pass and every stretch between two, in order.
+        intervals: of the stretch before each pass, and of the pass, in order; one more of a stretch behind the last.
     """
+    n_stretches = sum(map(_is_stretch, graph.ops))
+    if len(intervals) > 2 * n_stretches:
+        behind = Op(len(graph.ops), f"{STRETCH}{n_stretches}", STRETCH, "backward", "", (), (), recomputable=False)
+        graph = replace(graph, ops=(*graph.ops, behind))
     in_use = {
         moment.op: moment.total_bytes - moment.workspace_bytes
         for moment in simulate(graph, residences).moments
@@ -111,6 +117,26 @@ def with_measured(graph: StepGraph, residences: Mapping[str, Residence], interva
         if standing_bytes:
             _hold(ops, storages, f"{stretch.name}_holds", standing_bytes, kind, stretch.id, end)
     return replace(graph, ops=tuple(ops), storages=tuple(storages))
+
+
+def grown(measured: StepGraph, largest: StepGraph) -> StepGraph:
+    """A step that was measured in a small call, as it may be in the largest one that it is planned for.
+
+    What eager code uses is taken to grow as what it is given and hands on does. Where it grows faster, as attention
+    does, that shows when a larger call is metered.
+
+    Args:
+        measured: of `with_measured`, with the sizes of the small call.
+        largest: of `joined_step`, with the largest sizes.
+    """
+    before, after = {s.name: s.nbytes for s in measured.storages}, {s.name: s.nbytes for s in largest.storages}
+    handed = [s.name for s in largest.storages if s.kind == "crossing" and before[s.name]]
+    growth = max((Fraction(after[name], before[name]) for name in handed), default=Fraction(1))
+    storages = (replace(s, nbytes=after.get(s.name, ceil(growth * s.nbytes))) for s in measured.storages)
+    ops = (
+        replace(op, workspace_bytes=ceil(growth * op.workspace_bytes)) if _is_stretch(op) else op for op in measured.ops
+    )
+    return replace(measured, storages=tuple(storages), ops=tuple(ops))
 
 
 def with_held(graph: StepGraph, held_bytes: int) -> StepGraph:

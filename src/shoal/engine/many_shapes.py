@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from shoal.capture import varying_sizes
+from shoal.capture.varying_sizes import SizesSeen
 from shoal.engine.session import Session
 from shoal.errors import BudgetError, TransferError, brief
 
@@ -25,7 +26,11 @@ _NO_ROOM = (BudgetError, TransferError, torch.OutOfMemoryError, MemoryError)
 
 
 def compile_for_shapes(
-    session: Session, gm: fx.GraphModule, symbolic: Callable[[], Result], static: Callable[[], Result]
+    session: Session,
+    gm: fx.GraphModule,
+    symbolic: Callable[[], Result],
+    static: Callable[[], Result],
+    seen: SizesSeen | None = None,
 ) -> Result:
     """Compile a graph of Dynamo's for as many shapes of its inputs as one plan can bound.
 
@@ -34,19 +39,21 @@ def compile_for_shapes(
         gm: the graph, with symbols for the sizes that have changed since an earlier call.
         symbolic: compiles it with these symbols.
         static: compiles it with numbers for all sizes.
+        seen: the sizes with which this graph was captured before; None: those of the model.
 
     Raises:
         BudgetError: no plan fits: at this shape, or at the most that the user declared.
     """
     name, started = session.name or "model", time.perf_counter()
     shape, sizes = varying_sizes.shape_of(gm), varying_sizes.varying(gm)
-    seen, now = session.sizes, varying_sizes.now(sizes)
+    seen, now = session.sizes if seen is None else seen, varying_sizes.now(sizes)
     declared = {
         symbol: most for symbol, most in varying_sizes.declared(gm).items() if most >= now.get(symbol, most + 1)
     }
     # Of calls that wait for each other, each would count as the largest of them.
     each_at_its_size = session.loop.calls_at_once > 1 and session.status.budget_bytes is not None
     if sizes and not (seen.fixed or seen.has_its_own(shape) or each_at_its_size):
+        varying_sizes.tie_storages(gm)
         varying_sizes.make_static(gm, but=sizes)
         names = varying_sizes.names_of(sizes)
         varying_sizes.leave_out(sizes, names, seen.captured())

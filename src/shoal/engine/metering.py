@@ -122,8 +122,12 @@ class Metering:
         if self._goes_on():
             meter.pause()
         else:
-            self._close(window, meter.end())
+            self._end(window, meter)
         return gradients
+
+    def _end(self, window: Window, meter: StepMeter) -> None:
+        """The last backward pass of a window is over."""
+        self._close(window, meter.end())
 
     def _goes_on(self) -> bool:
         """Whether the window has more passes to come."""
@@ -145,14 +149,20 @@ class Metering:
             meter.go_on(self._in_use(arguments))
             return
         self._give_up()
-        if not step.steps_to_meter or self.calls.under_way() or not self._has_the_counter():
+        if step.steps_to_meter:
+            self._open(step.device, [step], arguments)
+
+    def _open(self, device: torch.device, steps: list[Metered], arguments: Sequence[Any]) -> None:
+        """Begin a window, where nothing is under way."""
+        if self.calls.under_way() or not self._has_the_counter():
             return
-        if meter is None or meter.device != step.device:
-            meter = self._meter = StepMeter(step.device)
+        meter = self._meter
+        if meter is None or meter.device != device:
+            meter = self._meter = StepMeter(device)
         self._old_gradients = [WeakStorage(gradient) for gradient in self._static.gradients()]
         passing = [*self._old_gradients, *self.calls.held_of_the_last()]
         if meter.begin(self._in_use(arguments), passing):
-            self._window = Window([step])
+            self._window = Window(steps)
             self._takes_the_counter()
 
     def _has_the_counter(self) -> bool:

@@ -10,8 +10,9 @@ import torch
 from shoal.core.joined_step import Interval
 from shoal.engine.metering import Metering, Run, Window
 from shoal.engine.part_record import MeteredPart, Record
+from shoal.lowlevel.torch_state import call_at_end_of_backward
 from shoal.memory.static_memory import distinct_bytes
-from shoal.memory.step_meter import WeakStorage
+from shoal.memory.step_meter import StepMeter, WeakStorage
 
 
 class PartMetering(Metering):
@@ -29,8 +30,21 @@ class PartMetering(Metering):
         super().__init__(static, learn)
         self.arguments: list[torch.Tensor] = []
         self.in_call = False
+        self._from_call = False
         self.record = Record()
         self._recorded: Window | None = None
+
+    def begin_call(self, device: torch.device) -> None:
+        """Meter the call that begins, also what eager code uses before its first graph, where that can be counted."""
+        if self._window is not None:
+            return
+        self._open(device, [], self.arguments)
+        if self._window is None or self._meter is None:
+            return
+        if not self._meter.counts_between:
+            self._give_up()
+            return
+        self.record, self._recorded, self._from_call = Record(), self._window, True
 
     def forward(self, step: MeteredPart, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
         if self._window is None and not step.steps_to_meter:
@@ -41,7 +55,7 @@ class PartMetering(Metering):
         if self._window is None:
             return outputs
         if self._window is not self._recorded:
-            self.record, self._recorded = Record(), self._window
+            self.record, self._recorded, self._from_call = Record(), self._window, False
             fresh = [False] * len(fresh)
         self.record.went_forward(step, self.calls.number, held, fresh, outputs)
         return outputs
@@ -61,8 +75,9 @@ class PartMetering(Metering):
         return super().backward(step, noted, arguments)
 
     def intervals(self) -> list[Interval]:
-        """Of the window that has just ended."""
-        return list(self._meter.intervals) if self._meter is not None else []
+        """Of the window that has just ended: what was in use before it, then of each stretch and each pass in turn."""
+        found = list(self._meter.intervals) if self._meter is not None else []
+        return found if self._from_call else [*found[:1], *found]
 
     def settle(self) -> None:
         """Before a call: end a window whose parts will not go back any more, and drop one of which none did."""
@@ -73,6 +88,17 @@ class PartMetering(Metering):
             self._close(window, meter.end(paused=True))
         else:
             self._give_up()
+
+    def _end(self, window: Window, meter: StepMeter) -> None:
+        meter.pause()
+
+        def engine_is_done() -> None:  # eager code before the first graph has gone back too
+            if self._window is window and not self._goes_on():
+                measured = meter.end(paused=True, counts_since=True)
+                with self._static.with_gradients_of({held.key for held in self._old_gradients if held.is_alive}):
+                    self._close(window, measured)
+
+        call_at_end_of_backward(engine_is_done)
 
     def abandon(self) -> None:
         """Stop metering: the backward pass of what has run is not expected any more."""

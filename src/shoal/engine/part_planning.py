@@ -15,6 +15,7 @@ from shoal.core.joined_step import (
     Part,
     Pass,
     are_in_order,
+    grown,
     joined_residences,
     joined_step,
     residences_of,
@@ -137,6 +138,8 @@ class MeasuredParts:
         intervals: as of `with_measured`.
         begin_bytes: in use when it began.
         device: where it runs.
+        sizes: where the sizes of a part vary: what its storages took when the step was metered, by name. Its graph has
+            what they may take at most.
     """
 
     parts: tuple[Part, ...]
@@ -145,6 +148,7 @@ class MeasuredParts:
     intervals: tuple[Interval, ...]
     begin_bytes: int
     device: torch.device
+    sizes: tuple[Mapping[str, int], ...] = ()
 
     @staticmethod
     def of_last_call(record: Record, intervals: Sequence[Interval]) -> MeasuredParts | None:
@@ -154,9 +158,10 @@ class MeasuredParts:
         passes = [record.passes[place] for place in places]
         if places != list(range(places[0], places[-1] + 1)) or not are_in_order(passes):
             return None
-        if len(intervals) != 2 * len(record.passes):
-            intervals = [Interval(0, 0)] * (2 * len(record.passes))
+        if len(intervals) <= 2 * len(record.passes):
+            intervals = [Interval(0, 0)] * (2 * len(record.passes) + 1)
         begin = intervals[2 * places[0]].end_bytes
+        until = len(intervals) if places[-1] == len(record.passes) - 1 else 2 * places[-1] + 3
         number_of = {number: place for place, number in enumerate(last)}
         parts = [record.runs[number].part() for number in last]
         own = [
@@ -167,9 +172,10 @@ class MeasuredParts:
             tuple(own),
             tuple((number_of[number], phase) for number, phase in passes),
             tuple(record.runs[number].step.share for number in last),
-            (Interval(begin, begin), *intervals[2 * places[0] + 1 : 2 * places[-1] + 2]),
+            tuple(intervals[2 * places[0] + 1 : until]),
             begin,
             record.runs[last[0]].step.device,
+            tuple(record.runs[number].step.bytes_in_call() for number in last),
         )
 
     @property
@@ -180,9 +186,18 @@ class MeasuredParts:
 
     def graph(self, model: str) -> StepGraph:
         """The step, with what eager code was measured to use. Its static memory is not known here."""
-        bare = joined_step(model, self.parts, self.passes)
+        largest = joined_step(model, self.parts, self.passes)
+        bare = joined_step(model, self._parts_as_metered(), self.passes) if any(self.sizes) else largest
         as_measured = replace(bare, static_bytes=max(0, self.begin_bytes - bare.resident_bytes))
-        return replace(with_measured(as_measured, self.residences, self.intervals), static_bytes=0)
+        measured = with_measured(as_measured, self.residences, self.intervals)
+        return replace(measured if bare is largest else grown(measured, largest), static_bytes=0)
+
+    def _parts_as_metered(self) -> list[Part]:
+        def sized(part: Part, sizes: Mapping[str, int]) -> Part:
+            storages = tuple(replace(s, nbytes=sizes.get(s.name, s.nbytes)) for s in part.graph.storages)
+            return replace(part, graph=replace(part.graph, storages=storages))
+
+        return [sized(part, sizes) for part, sizes in zip(self.parts, self.sizes, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,9 @@ class MeteredPart(Metered, Protocol):
     ports: Ports
     share: Mapping[str, Residence]
 
+    def bytes_in_call(self) -> Mapping[str, int]:
+        """What its storages took in the last call, by name, where its sizes vary; `graph` has what they may take."""
+
 
 @dataclass(eq=False)
 class PartRun:

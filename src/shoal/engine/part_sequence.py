@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
+from torch._guards import CompileContext, TracingContext, tracing
 
 from shoal.capture.capture_step import InputPlaces
 from shoal.capture.captured import Captured
 from shoal.capture.graph_breaks import break_after
 from shoal.capture.pieces import choose_pieces, in_pieces
-from shoal.capture.varying_sizes import make_static
+from shoal.capture.varying_sizes import GROWTHS, SizesSeen, bytes_at, make_static, shape_of
 from shoal.core.plan import Plan
 from shoal.core.progress import preparing
 from shoal.core.residence import Residence
@@ -24,6 +24,7 @@ from shoal.core.variant import Pieces
 from shoal.cost.profile import profile_step
 from shoal.engine.backend import PlannedStep
 from shoal.engine.graph_runner import compiler
+from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.part_planning import fits_easily
 from shoal.engine.part_record import Ports
@@ -116,6 +117,10 @@ class PartStep(PlannedStep):
         self.plan = Plan(self.graph, self.share, "parts")
         return captured
 
+    def bytes_in_call(self) -> Mapping[str, int]:
+        """As of `MeteredPart`."""
+        return {} if self._captured is None or not self._numbers else bytes_at(self._captured, self._numbers)
+
 
 class PartSequence(ABC):
     """Compiles the graphs of a step one after another, each for the place at which it runs.
@@ -126,12 +131,16 @@ class PartSequence(ABC):
 
     Attributes:
         node: the part that has run last.
+        sizes_vary: whether the model has been called with inputs of several shapes.
     """
 
     def __init__(self, session: Session, kernels: str) -> None:
         self.session = session
         self.run_graphs, self.aten_only = compiler(kernels), kernels == "inductor"
         self.node = Node()
+        self.sizes_vary = False
+        self._sizes: dict[Any, SizesSeen] = {}
+        self._too_far = 0
 
     @abstractmethod
     def in_use_bytes(self) -> int:
@@ -152,7 +161,7 @@ class PartSequence(ABC):
     def pieces_of(self, captured: Captured, in_use_bytes: int) -> tuple[Pieces, ...]:
         """Which convolutions of a part to compute in pieces: none where everything can be kept."""
         budget_bytes = self.session.status.budget_bytes
-        if budget_bytes is None or "pieces" not in self.session.options.form_means:
+        if budget_bytes is None or "pieces" not in self.session.options.form_means or captured.largest_nodes:
             return ()
         graph = profile_step(captured, captured.device)
         if fits_easily(graph, in_use_bytes, budget_bytes):
@@ -161,12 +170,23 @@ class PartSequence(ABC):
 
     def compile_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs a graph of Dynamo's, wherever in the sequence that comes."""
-        make_static(gm)
         self.session.status.captures += 1
         # Dynamo hands over the batch itself; the part is compiled again later, and must not keep that.
         inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
         part = DynamoGraph(gm, inputs, InputPlaces.of(gm), TracingContext.try_get(), break_after(gm))
-        self.compile(self.node.followed_by(part))  # what is captured runs next, and its guards are still open
+        here = self.node.followed_by(part)  # what is captured runs next, and its guards are still open
+
+        def compile_here() -> None:
+            self.compile(here)
+
+        if self.sizes_vary and not self.aten_only:
+            compile_for_shapes(self.session, gm, compile_here, compile_here, self._sizes_of_this_graph())
+        else:
+            make_static(gm)
+            compile_here()
+            seen = self._sizes_of_this_graph()
+            seen.note(shape_of(gm))
+            seen.note_captured(shape_of(gm))
 
         def run(*arguments: Any) -> Any:
             node = self.node = self.node.followed_by(part)
@@ -177,6 +197,21 @@ class PartSequence(ABC):
             return node.run(*arguments)
 
         return run
+
+    def plan_less_far(self) -> bool:
+        """Plan for sizes that are nearer to those seen, or for each by itself; False where that is done already."""
+        self._too_far += 1
+        return self._too_far <= len(GROWTHS) + 1
+
+    def _sizes_of_this_graph(self) -> SizesSeen:
+        """With which the function that Dynamo captures was captured before, at this place of the sequence."""
+        compile_id = CompileContext.current_compile_id()
+        place = compile_id.frame_id if compile_id else None, len(self.node.path())
+        seen = self._sizes.setdefault(place, SizesSeen())
+        seen.too_far = min(self._too_far, len(GROWTHS))
+        if self._too_far > len(GROWTHS):
+            seen.fixed = "no plan fits at the largest sizes so far, with symbols for them"
+        return seen
 
     def compile(self, node: Node) -> None:
         """Compile a part for its place, under its share of the plan where there is one."""

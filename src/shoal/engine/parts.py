@@ -55,6 +55,7 @@ class PartedSteps(PartSequence):
         self._measured: dict[tuple[Node, ...], KnownStep] = {}
         self._planned: dict[tuple[Node, ...], PartedStep] = {}
         self._refused: BudgetError | None = None
+        self._shapes: set[tuple[torch.Size, ...]] = set()
         self._keeps_little = False
         self._branches = False
         self._learnt_bytes = self._held_bytes = self._state_bytes = 0
@@ -85,6 +86,7 @@ class PartedSteps(PartSequence):
         if self._refused is not None:
             raise self._refused.with_traceback(None)  # of this call, not of those before
         self._count_what_changed()
+        is_new_shape = self._note_shape(args, kwargs)
         this = kind, self._times_forgotten
         if this not in captured:
             captured[this] = capturing_parts(model, self.compile_graph)
@@ -92,6 +94,9 @@ class PartedSteps(PartSequence):
         before = _Snapshot(model) if not self._planned and not self._keeps_little else None
         self.metering.arguments = [a for a in tree_leaves((args, dict(kwargs))) if isinstance(a, torch.Tensor)]
         self.metering.in_call = True
+        first = [after.step for after in self.node.after.values()]
+        if is_new_shape or not first or any(step is None or step.steps_to_meter for step in first):
+            self.metering.begin_call(next((p.device for p in model.parameters()), torch.device("cpu")))
         try:
             status = self.session.status
             why = "its graphs are compiled anew" if status.preparations else ""
@@ -119,6 +124,16 @@ class PartedSteps(PartSequence):
         self._keeps_little = True
         self.forget()
         return self.call(model, captured, kind, args, kwargs)
+
+    def _note_shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the model has not been called with inputs of these shapes yet."""
+        leaves = tree_leaves((args, dict(kwargs)))
+        shapes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
+        is_new = shapes not in self._shapes
+        self._shapes.add(shapes)
+        if len(self._shapes) > 1 and not self.sizes_vary:
+            self.sizes_vary = self._keeps_little = True  # the next shape may be larger than those that are planned
+        return is_new
 
     def forget(self) -> None:
         """Capture and plan anew from the next step on."""
@@ -237,6 +252,9 @@ class PartedSteps(PartSequence):
                 if known.fixed and not self._branches:
                     log.info("%s: what follows its parts differs between steps; planning for all", session.name)
                     self._branches = self._keeps_little = True
+                    self.forget()
+                elif any(known.parts.sizes) and self.plan_less_far():
+                    log.info("%s: %s; planning for sizes nearer to those seen", session.name, error)
                     self.forget()
                 else:
                     self._refused = error

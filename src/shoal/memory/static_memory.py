@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -37,6 +38,7 @@ class StaticMemory:
         self._named: list[tuple[weakref.ref[nn.Module] | None, NamedOptimizer]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.gradients_pass = False
+        self._counted: Collection[int] | None = None
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
         self.add(model, optimizer)
 
@@ -159,7 +161,17 @@ class StaticMemory:
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that the step accumulates into."""
-        return 0 if self.gradients_pass else distinct_bytes(self.gradients())
+        there = (g for g in self.gradients() if self._counted is None or g.untyped_storage()._cdata in self._counted)
+        return 0 if self.gradients_pass else distinct_bytes(there)
+
+    @contextmanager
+    def with_gradients_of(self, keys: Collection[int]) -> Iterator[None]:
+        """Count no other gradients than those with these storages: a step has ended, and has made the others."""
+        self._counted = keys
+        try:
+            yield
+        finally:
+            self._counted = None
 
     def bucket_bytes(self) -> int:
         """Bytes of the DDP wrapper's buckets, without those that gradients are views of.

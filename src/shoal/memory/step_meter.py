@@ -130,6 +130,11 @@ class StepMeter:
         self.intervals = [Interval(before_bytes, before_bytes)] if self._counter is not None else []
         return True
 
+    @property
+    def counts_between(self) -> bool:
+        """Whether what is used between passes is counted too."""
+        return self._counter is not None
+
     def is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage was allocated since the step began, as far as that can be told."""
         return self._counter is not None and self._counter.is_fresh(tensor)
@@ -162,16 +167,19 @@ class StepMeter:
             now_bytes = self._before_bytes + self._passing_bytes + self._counter.fresh_peak_bytes
             self._before_backward_bytes = max(self._before_backward_bytes, now_bytes)
 
-    def end(self, *, paused: bool = False) -> Measured | None:
+    def end(self, *, paused: bool = False, counts_since: bool = False) -> Measured | None:
         """End the last backward pass. Returns what the step used, or None if it was not measured from start to end.
 
         Args:
             paused: whether that pass has been ended by `pause`.
+            counts_since: whether what was used since then counts, as one more of `intervals`.
         """
         if not self._running or self._part != ("loss" if paused else "backward"):
             self.abandon()
             return None
-        if not paused:
+        if counts_since and self._counter is not None:
+            self._part = "backward"
+        if not paused or self._part == "backward":
             self._close_part()
         self.abandon()
         peaks = self._peaks
