@@ -21,10 +21,12 @@ from shoal.engine.search.variants import Variants
 from shoal.engine.session import Session
 from shoal.engine.step_planning import WHOLE_FORM, Form, Planned
 from shoal.errors import BudgetError, PlanError
+from shoal.lowlevel.torch_internals import trace_within_a_trace
 from shoal.memory.limit import no_memory_limit
 
 _Made = tuple[Captured, Planned, LoopMemory]
 Compiled = Callable[..., Any]
+CompileForm = Callable[[fx.GraphModule, Form | Callable[[Captured], Form]], Compiled]
 
 
 def compile_chosen(
@@ -32,7 +34,7 @@ def compile_chosen(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     capture: Callable[[fx.GraphModule], Captured],
-    compile_form: Callable[[fx.GraphModule, Form], Compiled],
+    compile_form: CompileForm,
 ) -> Compiled:
     """Compile a graph of Dynamo's in the form that trains fastest inside the budget.
 
@@ -40,7 +42,7 @@ def compile_chosen(
         session: of the model.
         gm, example_inputs: as Dynamo hands them to a backend.
         capture: a graph → its training step, captured and not run.
-        compile_form: compiles a graph in one form.
+        compile_form: compiles a graph in one form; or in the one that a function chooses once the step is captured.
 
     Raises:
         BudgetError: no form fits.
@@ -66,11 +68,43 @@ def _compile_best(
     variants: Variants,
     key: str,
     capture: Callable[[fx.GraphModule], Captured],
-    compile_form: Callable[[fx.GraphModule, Form], Compiled],
+    compile_form: CompileForm,
 ) -> Compiled:
+    """The step is traced as it is, and the form chosen before it is compiled: mostly it is this one."""
+
+    def choose(whole: Captured) -> Form:
+        graph, form = _best_form(session, variants, key, capture, whole)
+        if graph is not variants.own:
+            raise _AnotherForm(graph, form)
+        return form
+
+    try:
+        return compile_form(variants.own, choose)
+    except _AnotherForm as other:
+        graph, form = other.graph, other.form
+    return compile_form(graph, form)
+
+
+class _AnotherForm(Exception):
+    """Carries the chosen form out of the compilation of the step as it is."""
+
+    def __init__(self, graph: fx.GraphModule, form: Form) -> None:
+        self.graph, self.form = graph, form
+
+
+def _best_form(
+    session: Session,
+    variants: Variants,
+    key: str,
+    capture: Callable[[fx.GraphModule], Captured],
+    whole: Captured,
+) -> tuple[fx.GraphModule, Form]:
+    """The graph of the form that trains fastest, and its plan; `whole` is the step as it is, captured."""
     started = time.perf_counter()
 
     def price(graph: fx.GraphModule) -> Priced[_Made]:
+        if graph is variants.own:
+            return priced(whole)
         with no_memory_limit():
             captured = capture(graph)
         return priced(captured)
@@ -95,15 +129,13 @@ def _compile_best(
         known = planning.priced(session.least_loop(planning))
         return Priced(known, plan, session.options.lossy is not None, cut)
 
-    best = best_variant(variants, price, session.options.budget_bytes or 0, session.name)
+    with trace_within_a_trace():
+        best = best_variant(variants, price, session.options.budget_bytes or 0, session.name)
     session.status.variants[key] = best.variant
-    form = Form(best.variant, best.plan.candidates, time.perf_counter() - started, best.made)
-    return compile_form(best.graph, form)
+    return best.graph, Form(best.variant, best.plan.candidates, time.perf_counter() - started, best.made)
 
 
-def _compile_as_planned(
-    plan: Plan, variants: Variants, compile_form: Callable[[fx.GraphModule, Form], Compiled]
-) -> Compiled:
+def _compile_as_planned(plan: Plan, variants: Variants, compile_form: CompileForm) -> Compiled:
     try:
         graph = variants.graph(plan.variant)
     except Refused as reason:
