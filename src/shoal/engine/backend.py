@@ -128,7 +128,8 @@ class PlannedStep:
         self.session = session
         self.run_graphs = run_graphs
         self.places = places
-        self.form, self._choose = (form, None) if isinstance(form, Form) else (WHOLE_FORM, form)
+        self.form = form if isinstance(form, Form) else WHOLE_FORM
+        self._choose = None if isinstance(form, Form) else form
         self.aten_only = aten_only
         self.plan: Plan | None = None
         self.basis: Basis | None = None
