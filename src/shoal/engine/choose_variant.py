@@ -21,7 +21,6 @@ from shoal.engine.search.variants import Variants
 from shoal.engine.session import Session
 from shoal.engine.step_planning import WHOLE_FORM, Form, Planned
 from shoal.errors import BudgetError, PlanError
-from shoal.lowlevel.torch_internals import trace_within_a_trace
 from shoal.memory.limit import no_memory_limit
 
 _Made = tuple[Captured, Planned, LoopMemory]
@@ -70,26 +69,19 @@ def _compile_best(
     capture: Callable[[fx.GraphModule], Captured],
     compile_form: CompileForm,
 ) -> Compiled:
-    """The step is traced as it is, and the form chosen before it is compiled: mostly it is this one."""
+    """A step that has no other graph than its own is traced once: its form is chosen while AOTAutograd waits for it."""
+    if not variants.has_other_graphs:
 
-    def choose(whole: Captured) -> Form:
-        graph, form = _best_form(session, variants, key, capture, whole)
-        if graph is not variants.own:
-            raise _AnotherForm(graph, form)
-        return form
+        def choose(whole: Captured) -> Form:
+            return _best_form(session, variants, key, lambda own: whole)[1]
 
-    try:
         return compile_form(variants.own, choose)
-    except _AnotherForm as other:
-        graph, form = other.graph, other.form
-    return compile_form(graph, form)
 
+    def captured(graph: fx.GraphModule) -> Captured:
+        with no_memory_limit():
+            return capture(graph)
 
-class _AnotherForm(Exception):
-    """Carries the chosen form out of the compilation of the step as it is."""
-
-    def __init__(self, graph: fx.GraphModule, form: Form) -> None:
-        self.graph, self.form = graph, form
+    return compile_form(*_best_form(session, variants, key, captured))
 
 
 def _best_form(
@@ -97,17 +89,9 @@ def _best_form(
     variants: Variants,
     key: str,
     capture: Callable[[fx.GraphModule], Captured],
-    whole: Captured,
 ) -> tuple[fx.GraphModule, Form]:
-    """The graph of the form that trains fastest, and its plan; `whole` is the step as it is, captured."""
+    """The graph of the form that trains fastest, and its plan."""
     started = time.perf_counter()
-
-    def price(graph: fx.GraphModule) -> Priced[_Made]:
-        if graph is variants.own:
-            return priced(whole)
-        with no_memory_limit():
-            captured = capture(graph)
-        return priced(captured)
 
     def priced(captured: Captured) -> Priced[_Made]:
         laid_out = session.in_traced_layouts(captured)
@@ -129,8 +113,10 @@ def _best_form(
         known = planning.priced(session.least_loop(planning))
         return Priced(known, plan, session.options.lossy is not None, cut)
 
-    with trace_within_a_trace():
-        best = best_variant(variants, price, session.options.budget_bytes or 0, session.name)
+    def price(graph: fx.GraphModule) -> Priced[_Made]:
+        return priced(capture(graph))
+
+    best = best_variant(variants, price, session.options.budget_bytes or 0, session.name)
     session.status.variants[key] = best.variant
     return best.graph, Form(best.variant, best.plan.candidates, time.perf_counter() - started, best.made)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
-from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.lowlevel.eager_strides import eager_strides
@@ -58,19 +57,6 @@ def isolated(device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         yield
-
-
-@contextmanager
-def trace_within_a_trace() -> Iterator[None]:
-    """Another trace may run in the block, while AOTAutograd waits for a partition of the one around it."""
-    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
-        context = TracingContext.try_get()
-        noted = dict(vars(context)) if context is not None else {}  # what AOTAutograd will read of its own trace
-        try:
-            yield
-        finally:
-            if context is not None:
-                vars(context).update(noted)
 
 
 @cache

@@ -78,7 +78,12 @@ class Variants:
     @property
     def any(self) -> bool:
         """Whether the step has another form than its own, or may have one with convolutions in pieces."""
-        return self._may_cut or next(self.fused(), None) is not None or next(self.split(), None) is not None
+        return self._may_cut or self.has_other_graphs
+
+    @property
+    def has_other_graphs(self) -> bool:
+        """Whether it has a form with a graph of its own."""
+        return next(self.fused(), None) is not None or next(self.split(), None) is not None
 
     @property
     def _may_cut(self) -> bool:
