@@ -20,7 +20,7 @@ from shoal.errors import BudgetError
 from shoal.planners.chain import chain, smallest_peak
 from shoal.planners.infeasible import fewest_bytes
 from shoal.planners.integer_program import relaxed_choices, solve
-from shoal.planners.joint import joint
+from shoal.planners.joint import joint, least_peak_bytes
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
 from shoal.planners.limits import Guard, Limits
@@ -133,6 +133,15 @@ def test_no_plan_needs_fewer_bytes_than_its_ops_alone(graph: StepGraph) -> None:
     fewest = fewest_bytes(graph)
     assert graph.resident_bytes <= fewest <= refused.value.least_feasible_bytes
     assert fewest <= smallest_peak(graph, HERE).predicted_peak_bytes
+
+
+def test_the_smallest_peak_is_estimated_by_plans_that_recompute_more_than_once() -> None:
+    graph = conv_bn_relu_chain(6)
+    with pytest.raises(BudgetError) as refused:
+        joint(graph, HERE, 1)
+    least_bytes = refused.value.least_feasible_bytes
+    assert least_bytes <= least_peak_bytes(graph) < 1.01 * least_bytes
+    assert least_peak_bytes(graph, limits=Limits(on_demand=False)) > 3 * least_bytes, "by those that do so once"
 
 
 def test_a_relaxed_program_keeps_all_where_there_is_room_and_chooses_where_the_budget_has_none() -> None:

@@ -16,6 +16,7 @@ from shoal.capture.dynamo import (
     Refused,
     call_of,
     drawn_for,
+    few_collections,
     logging_functions,
     one_graph,
     refusals,
@@ -82,7 +83,7 @@ def in_dynamo(
             raise Refused(_Done(read(gm, inputs)))
 
     try:
-        with torch.enable_grad(), settings(logging_functions()), one_graph():
+        with torch.enable_grad(), settings(logging_functions()), one_graph(), few_collections():
             with torch.random.fork_rng(devices=[]):
                 drawn = drawn_for(model, arguments)
             torch.compile(call_of(model), backend=backend, fullgraph=True, dynamic=False)(*arguments, **drawn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import re
@@ -37,6 +38,7 @@ log = logging.getLogger("shoal")
 MOST_CAPTURES = 64
 OWN_BUDGET = "the model has a budget of its own, given to shoal.compile"  # why Dynamo must leave a call as it is
 _MANY_CAPTURES = 8  # each takes seconds: so many are worth a warning
+_COLLECTED_OBJECTS = 50_000  # new ones since the last collection of the youngest; Python's own is 700
 _OUR_SOURCES = ("L['model']", "L['args']", "L['kwargs']")  # what `call_of` calls what it is given
 _LOGGED = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
@@ -272,6 +274,18 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
     )
 
 
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Python looks for cycles less often in the block: a trace makes millions of objects, nearly all of which stay."""
+    before = gc.get_threshold()
+    if before[0]:
+        gc.set_threshold(max(before[0], _COLLECTED_OBJECTS), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def capturing(
     model: nn.Module, backend: Callable[..., Any], name: str, record: Callable[[Preparation], object]
 ) -> Callable[..., Any]:
@@ -302,7 +316,7 @@ def capturing(
         if is_of_tensors and _tensors(example_inputs) in seen:  # it is the last capture that had others
             why = "something besides its tensors has changed (TORCH_LOGS=recompiles says what)"
         seen.add(_tensors(example_inputs))
-        with refusals(), preparing(name, why=why, begun_seconds=_capturing_seconds(), record=record):
+        with refusals(), few_collections(), preparing(name, why=why, begun_seconds=_capturing_seconds(), record=record):
             return backend(gm, example_inputs)
 
     dynamic = False if _draws(model) else None

@@ -91,7 +91,7 @@ def compile_step(
     def captured(graph: fx.GraphModule) -> Captured:
         return joint_step(graph, example_inputs, places, name=session.name, aten_only=aten_only)
 
-    def compiled(graph: fx.GraphModule, form: Form) -> Callable[..., Any]:
+    def compiled(graph: fx.GraphModule, form: Form | Callable[[Captured], Form]) -> Callable[..., Any]:
         return PlannedStep(session, run_graphs, places, form, aten_only=aten_only).compile(graph, example_inputs)
 
     def of_this_shape() -> Callable[..., Any]:
@@ -109,15 +109,27 @@ def compile_step(
 
 
 class PlannedStep:
-    """One step as AOTAutograd compiles it: partitioned by plan, lowered, metered while it is new."""
+    """One step as AOTAutograd compiles it: partitioned by plan, lowered, metered while it is new.
+
+    Args:
+        session, run_graphs, places, aten_only: of the model.
+        form: in which form it is compiled; or what chooses that once the step is captured as it is.
+    """
 
     def __init__(
-        self, session: Session, run_graphs: Compiler, places: InputPlaces, form: Form, *, aten_only: bool
+        self,
+        session: Session,
+        run_graphs: Compiler,
+        places: InputPlaces,
+        form: Form | Callable[[Captured], Form],
+        *,
+        aten_only: bool,
     ) -> None:
         self.session = session
         self.run_graphs = run_graphs
         self.places = places
-        self.form = form
+        self.form = form if isinstance(form, Form) else WHOLE_FORM
+        self._choose = None if isinstance(form, Form) else form
         self.aten_only = aten_only
         self.plan: Plan | None = None
         self.basis: Basis | None = None
@@ -163,6 +175,9 @@ class PlannedStep:
                 parameters=self.places.parameters,
                 layers=self.places.layers,
             )
+        if self._choose is not None:
+            self.form = self._choose(captured)
+        with no_memory_limit():
             captured = in_pieces(captured, self.form.variant.pieces)
         self.fingerprint = captured.graph.fingerprint
         captured = self.session.in_traced_layouts(captured)

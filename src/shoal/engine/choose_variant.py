@@ -25,6 +25,7 @@ from shoal.memory.limit import no_memory_limit
 
 _Made = tuple[Captured, Planned, LoopMemory]
 Compiled = Callable[..., Any]
+CompileForm = Callable[[fx.GraphModule, Form | Callable[[Captured], Form]], Compiled]
 
 
 def compile_chosen(
@@ -32,7 +33,7 @@ def compile_chosen(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     capture: Callable[[fx.GraphModule], Captured],
-    compile_form: Callable[[fx.GraphModule, Form], Compiled],
+    compile_form: CompileForm,
 ) -> Compiled:
     """Compile a graph of Dynamo's in the form that trains fastest inside the budget.
 
@@ -40,7 +41,7 @@ def compile_chosen(
         session: of the model.
         gm, example_inputs: as Dynamo hands them to a backend.
         capture: a graph → its training step, captured and not run.
-        compile_form: compiles a graph in one form.
+        compile_form: compiles a graph in one form; or in the one that a function chooses once the step is captured.
 
     Raises:
         BudgetError: no form fits.
@@ -66,14 +67,31 @@ def _compile_best(
     variants: Variants,
     key: str,
     capture: Callable[[fx.GraphModule], Captured],
-    compile_form: Callable[[fx.GraphModule, Form], Compiled],
+    compile_form: CompileForm,
 ) -> Compiled:
-    started = time.perf_counter()
+    """A step that has no other graph than its own is traced once: its form is chosen while AOTAutograd waits for it."""
+    if not variants.has_other_graphs:
 
-    def price(graph: fx.GraphModule) -> Priced[_Made]:
+        def choose(whole: Captured) -> Form:
+            return _best_form(session, variants, key, lambda own: whole)[1]
+
+        return compile_form(variants.own, choose)
+
+    def captured(graph: fx.GraphModule) -> Captured:
         with no_memory_limit():
-            captured = capture(graph)
-        return priced(captured)
+            return capture(graph)
+
+    return compile_form(*_best_form(session, variants, key, captured))
+
+
+def _best_form(
+    session: Session,
+    variants: Variants,
+    key: str,
+    capture: Callable[[fx.GraphModule], Captured],
+) -> tuple[fx.GraphModule, Form]:
+    """The graph of the form that trains fastest, and its plan."""
+    started = time.perf_counter()
 
     def priced(captured: Captured) -> Priced[_Made]:
         laid_out = session.in_traced_layouts(captured)
@@ -95,15 +113,15 @@ def _compile_best(
         known = planning.priced(session.least_loop(planning))
         return Priced(known, plan, session.options.lossy is not None, cut)
 
+    def price(graph: fx.GraphModule) -> Priced[_Made]:
+        return priced(capture(graph))
+
     best = best_variant(variants, price, session.options.budget_bytes or 0, session.name)
     session.status.variants[key] = best.variant
-    form = Form(best.variant, best.plan.candidates, time.perf_counter() - started, best.made)
-    return compile_form(best.graph, form)
+    return best.graph, Form(best.variant, best.plan.candidates, time.perf_counter() - started, best.made)
 
 
-def _compile_as_planned(
-    plan: Plan, variants: Variants, compile_form: Callable[[fx.GraphModule, Form], Compiled]
-) -> Compiled:
+def _compile_as_planned(plan: Plan, variants: Variants, compile_form: CompileForm) -> Compiled:
     try:
         graph = variants.graph(plan.variant)
     except Refused as reason:

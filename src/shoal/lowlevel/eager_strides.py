@@ -18,6 +18,8 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from shoal.lowlevel.fake_batch_norm import fake_batch_norm
+
 _aten = torch.ops.aten
 Strides = tuple[int, ...]
 _UNWRITTEN = "_shoal_unwritten"  # an attribute of fake tensors
@@ -30,7 +32,8 @@ def eager_strides() -> Iterator[None]:
     traced = FakeTensorMode._dispatch_impl
 
     def dispatch(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return _corrected(self, func, args, kwargs, traced(self, func, types, args, kwargs))
+        made = fake_batch_norm(self, func, args, kwargs)
+        return _corrected(self, func, args, kwargs, made or traced(self, func, types, args, kwargs))
 
     FakeTensorMode.cache_clear()  # of what was traced outside of the block, as Dynamo does
     FakeTensorMode._dispatch_impl = dispatch  # type: ignore[method-assign]

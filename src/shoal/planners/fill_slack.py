@@ -7,12 +7,13 @@ Greedy, the most time per byte first, each change played exactly. No optimum is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from shoal.core.hardware import Link
 from shoal.core.residence import Keep, Offload, Recompute, Residence
 from shoal.core.schedule import Run, schedule
-from shoal.core.simulate import peak_and_seconds
+from shoal.core.simulate import bytes_and_seconds, peak_and_seconds
 from shoal.core.step import StepGraph
 from shoal.planners.limits import DEFAULT, Effort, Guard
 from shoal.planners.transfer_places import TransferPlaces, placed_residences
@@ -36,7 +37,9 @@ def fill_slack(
     best = without_needless_runs(graph, residences)
     if graph.link is not None:
         return _keep_or_send_more(graph, graph.link, best, budget_bytes, effort)
-    _, best_seconds = peak_and_seconds(graph, schedule(graph, best))
+    runs = schedule(graph, best)
+    _, best_seconds = peak_and_seconds(graph, runs)
+    highest_bytes = _highest_until_reruns(graph, runs)
     improved = True
     while improved:
         improved = False
@@ -46,13 +49,31 @@ def fill_slack(
             now = best[name]
             if not isinstance(now, Recompute) or left_out in now.before[:1]:
                 continue  # changed since this pass began
+            if not left_out and _is_too_large(graph, name, highest_bytes, budget_bytes):
+                continue
             before = tuple(op for op in now.before if op != left_out)
             changed, runs = _pruned(graph, {**best, name: Recompute(before) if left_out else Keep()})
             effort.spend(len(runs))
             peak_bytes, seconds = peak_and_seconds(graph, runs)
             if peak_bytes <= budget_bytes and seconds < best_seconds:
                 best, best_seconds, improved = changed, seconds, True
+                highest_bytes = _highest_until_reruns(graph, runs)
     return best
+
+
+def _highest_until_reruns(graph: StepGraph, runs: Sequence[Run]) -> list[int]:
+    """Place in the schedule → most bytes in use from there until the first recomputation; one place more, with 0."""
+    totals, _ = bytes_and_seconds(graph, runs)
+    end = next((place for place, run in enumerate(runs) if run.again), len(runs))
+    return [*accumulate(reversed(totals[:end]), max, initial=0)][::-1]
+
+
+def _is_too_large(graph: StepGraph, name: str, highest_bytes: Sequence[int], budget_bytes: int) -> bool:
+    """Whether there is no room to keep a storage before any op runs again, where nothing else is given up for it."""
+    storage = graph.storage_called[name]
+    last = max((reader for reader in graph.readers[storage.id] if reader < graph.n_forward), default=-1)
+    free = max(last, graph.producer[storage.id]) + 1
+    return highest_bytes[free] + storage.nbytes > budget_bytes
 
 
 def _keep_or_send_more(

@@ -161,10 +161,14 @@ def least_seconds(graph: StepGraph, budget_bytes: int, *, limits: Limits = DEFAU
 
 
 def least_peak_bytes(graph: StepGraph, *, limits: Limits = DEFAULT) -> int:
-    """About the smallest peak that a plan has, by the same program."""
+    """About the smallest peak that a plan has: of the plans on demand, and of the same program."""
     choice = recompute_choice(graph)
     least = solve(choice, None, whole=False, limits=limits)
-    return as_chosen(choice, least.chosen or Chosen(frozenset())).peak_bytes
+    program_bytes = as_chosen(choice, least.chosen or Chosen(frozenset())).peak_bytes
+    if not limits.on_demand:
+        return program_bytes
+    found, _ = plans_on_demand(replace(graph, link=None), limits)
+    return min(found[0].peak_bytes, program_bytes)
 
 
 class _Search:

@@ -60,28 +60,36 @@ class Variants:
     Args:
         gm: Dynamo's graph.
         means: what may be used, of `shoal.core.means`.
+
+    Attributes:
+        own: that graph, the form in which the model's author wrote the step.
     """
 
     def __init__(self, gm: fx.GraphModule, means: frozenset[str]) -> None:
-        self._gm, self._means = gm, means
+        self.own, self._means = gm, means
 
     @cached_property
     def _source(self) -> LayeredGraph | None:
         try:
-            return layered(self._gm)
+            return layered(self.own)
         except Refused:
             return None
 
     @property
     def any(self) -> bool:
         """Whether the step has another form than its own, or may have one with convolutions in pieces."""
-        return self._may_cut or next(self.fused(), None) is not None or next(self.split(), None) is not None
+        return self._may_cut or self.has_other_graphs
+
+    @property
+    def has_other_graphs(self) -> bool:
+        """Whether it has a form with a graph of its own."""
+        return next(self.fused(), None) is not None or next(self.split(), None) is not None
 
     @property
     def _may_cut(self) -> bool:
         if "pieces" not in self._means:
             return False
-        for node in self._gm.graph.nodes:
+        for node in self.own.graph.nodes:
             values = [one.meta.get("example_value") for one in (*node.all_input_nodes[:2], node)]
             known = node.target in _CONVOLUTIONS and all(isinstance(value, torch.Tensor) for value in values)
             if known and may_be_worth_pieces(*values):
@@ -104,7 +112,7 @@ class Variants:
 
     @cached_property
     def _level(self) -> str | None:
-        source = layered(self._gm)
+        source = layered(self.own)
         return highest_level(source.root, source.graph)
 
     def split(self) -> Iterator[Variant]:
@@ -128,20 +136,20 @@ class Variants:
             Refused: the step does not have that form.
         """
         if replace(variant, pieces=()) == WHOLE:
-            return self._gm
-        source = layered(self._gm)  # a copy of its own: transforms change graphs
+            return self.own
+        source = layered(self.own)  # a copy of its own: transforms change graphs
         if variant.fuse:
             size = FusionSize("large" if variant.large_only else "always")
             rewritten, summary = fuse_graph(source.root, source.graph, variant.fuse, size)  # type: ignore[arg-type]
             if not summary.fused:
                 raise Refused("no batch norm can be fused")
-            return as_dynamo_graph(self._gm, source, rewritten)
+            return as_dynamo_graph(self.own, source, rewritten)
         return self._split_graph(source, variant)
 
     def _split_graph(self, source: LayeredGraph, variant: Variant) -> fx.GraphModule:
         cut = _cut(source, variant)
         rewritten = split_graph(source.root, source.graph, cut.region, cut.plan, joint=variant.exact)
-        return as_dynamo_graph(self._gm, source, rewritten, (cut.regions, cut.cores))
+        return as_dynamo_graph(self.own, source, rewritten, (cut.regions, cut.cores))
 
     def work(self, variant: Variant) -> PatchWork:
         """What a form on patches takes, known before it is captured.

@@ -1,0 +1,58 @@
+"""A step that has one graph is traced once: its form is chosen while it is being compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.core.variant import WHOLE
+from shoal.engine import backend
+from tests.engine.search.test_best_variant import FUSED, batches, normalised, share_of_plain, step
+from tests.engine.training_laws import differences, train
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was traced: to be priced, or to be compiled."""
+    found: list[str] = []
+    joint_step, capture = backend.joint_step, backend.capture
+
+    def priced(*given: Any, **how: Any) -> Any:
+        found.append("priced")
+        return joint_step(*given, **how)
+
+    def compiled(*given: Any, **how: Any) -> Any:
+        found.append("compiled")
+        return capture(*given, **how)
+
+    monkeypatch.setattr(backend, "joint_step", priced)
+    monkeypatch.setattr(backend, "capture", compiled)
+    return found
+
+
+def volumes() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv3d(n, 16, 3, padding=1), nn.ReLU()) for n in (1, 16, 16)]
+    return nn.Sequential(*layers, nn.Conv3d(16, 1, 1))
+
+
+def test_where_convolutions_may_be_in_pieces_it_is_traced_once(traces: list[str]) -> None:
+    batch = [torch.randn(1, 1, 32, 32, 32, generator=torch.Generator().manual_seed(1))]
+    plain_bytes = shoal.plan(volumes(), *batch).predicted_peak_bytes
+    traces.clear()
+    model = shoal.compile(volumes(), budget=int(0.6 * plain_bytes))
+    found = train(model, batch)
+    assert traces == ["compiled"]
+    assert [one.variant for one in model.shoal.plan.candidates] and not differences(found, train(volumes(), batch))
+
+
+def test_forms_that_have_graphs_are_priced_each_and_one_is_compiled(traces: list[str]) -> None:
+    model = shoal.compile(normalised(), budget=share_of_plain(normalised, 0.9), allow="recompute, fuse")
+    step(model, *batches(1))
+    plan = model.shoal.plan
+    assert plan.variant == FUSED and {one.variant for one in plan.candidates} == {WHOLE, FUSED}
+    assert traces == ["priced", "priced", "compiled"]
