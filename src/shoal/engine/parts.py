@@ -40,6 +40,7 @@ from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.part_metering import PartMetering, Ports
 from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share, fits_easily
 from shoal.engine.session import Session
+from shoal.engine.snapshot import Snapshot
 from shoal.engine.step_planning import WHOLE_FORM
 from shoal.errors import BudgetError, CaptureError
 from shoal.memory.limit import no_memory_limit
@@ -183,7 +184,7 @@ class PartedSteps:
         if this not in captured:
             captured[this] = capturing_parts(model, self._compile_graph)
         run, self._node = captured[this], self._begin.setdefault(kind, _Node())
-        before = _Snapshot(model) if not self._planned and not self._keeps_little else None
+        before = Snapshot(model) if not self._planned and not self._keeps_little else None
         self.metering.arguments = [a for a in tree_leaves((args, dict(kwargs))) if isinstance(a, torch.Tensor)]
         self.metering.in_call = True
         try:
@@ -392,23 +393,3 @@ class PartedSteps:
         """Where the model breaks, as Dynamo words it."""
         found = [node.part.broken for node in nodes if node.part is not None and node.part.broken]
         return tuple(dict.fromkeys([self._broken, *found]))
-
-
-class _Snapshot:
-    """What a forward pass changes in a model, to begin it anew: buffers, and the generators' states."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-        self._states: list[tuple[torch.device | None, torch.Tensor]] = [(None, torch.get_rng_state())]
-        self._states += [(device, torch.cuda.get_rng_state(device)) for device in devices]
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-        for device, state in self._states:
-            if device is None:
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)
