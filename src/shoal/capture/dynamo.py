@@ -271,6 +271,8 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
         allow_ignore_mark_dynamic=True,  # a guard of the step's own may narrow a size that the caller marked
         skip_nnmodule_hook_guards=False,  # else a hook that comes or goes between steps is not noticed
         ignore_logging_functions=config.ignore_logging_functions.union(logging_functions),
+        # A region under torch.utils.checkpoint runs once, so what it does beside, such as counting its calls, is safe.
+        skip_fwd_side_effects_in_bwd_under_checkpoint=True,
     )
 
 

@@ -103,6 +103,7 @@ class PartStep(PlannedStep):
         graph: its own step, with costs.
         ports: what its graphs are given and return.
         share: the residences under which it runs.
+        checkpoints: as of `Plan`.
     """
 
     graph: StepGraph
@@ -114,6 +115,7 @@ class PartStep(PlannedStep):
         self.node = node
         self.trains = False
         self.share: Mapping[str, Residence] = {}
+        self.checkpoints = 0
 
     def make_plan(self, captured: Captured) -> Captured:
         """Take the part's share of the plan, or for a first run what leaves most room."""
@@ -123,7 +125,7 @@ class PartStep(PlannedStep):
                 self.node.pieces = self.steps.pieces_of(captured, in_use_bytes)
             captured = in_pieces(captured, self.node.pieces)
             self.graph = profile_step(captured, captured.device)
-        self.ports, self.trains = Ports.of(captured), True
+        self.ports, self.trains, self.checkpoints = Ports.of(captured), True, captured.checkpoints
         share = self.node.share
         self.share = self.steps.first_share(self.graph, captured.device, in_use_bytes) if share is None else share
         self.plan = Plan(self.graph, self.share, "parts")
@@ -332,7 +334,9 @@ class PartedSteps:
             replace(cut, op=label(number) + cut.op) for number, node in enumerate(nodes) for cut in node.pieces or ()
         )
         variant = replace(WHOLE, pieces=pieces)
-        self._measured[nodes] = KnownStep(measured, variant, self._breaks(nodes), fixed=branches or self._branches)
+        checkpoints = sum(node.step.checkpoints for node in nodes if node.step is not None)
+        fixed = branches or self._branches
+        self._measured[nodes] = KnownStep(measured, variant, self._breaks(nodes), checkpoints, fixed)
         self._plan_again()
 
     def _keep_as_it_ran(self, nodes: tuple[_Node, ...], peak_bytes: int) -> None:
