@@ -51,7 +51,7 @@ PACKAGES = ("torch", "timm", "transformers", "diffusers", "torchvision")
 QUICK = ("mobilenetv4_conv_small", "bert", "UNet2DModel")
 RECORDED_STEPS = 2  # whose peak is counted
 TIMED_STEPS = 2
-LIMIT_SECONDS = 900
+LIMIT_SECONDS = 900  # for a model
 _TOLERANCE = 1e-5  # of a gradient's largest value, where kernels round otherwise
 
 
@@ -81,6 +81,7 @@ def measure_all(run: Run) -> None:
     table = new_table("Models that nobody here wrote", COLUMNS)
     order = list(CATALOGUE)
     rows.sort(key=lambda row: (order.index(row["model"]), -row["share"]))
+    run.save(versions=versions, rows=rows, skipped=skipped)
     for row in rows:
         table.add_row(*cells(FORMATS, row))
     run.say(table)
@@ -105,13 +106,16 @@ def _versions() -> dict[str, str]:
 def _asked_of_a_process(question: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """The rows of a model, and why there are none."""
     begun: list[str] = []
+    started = time.perf_counter()
     with Worker("bench.models:measure", malloc_environment("", 1, os.environ)) as worker:
         try:
             return worker.ask(dict(question), begun.append, LIMIT_SECONDS), ""
         except Ended as ended:
             stage = begun[-1] if begun else "starting"
+            late = time.perf_counter() - started >= LIMIT_SECONDS
+            result, reason = ("too slow", f"ended after {LIMIT_SECONDS} s") if late else ("crashed", str(ended))
             row = _new_row(question["model"], question["shares"][0], 0)
-            return [row | {"result": "crashed", "reason": f"{stage}: {ended}", "wrong": True}], ""
+            return [row | {"result": result, "reason": f"{stage}: {reason}", "wrong": not late}], ""
         except InputError as reason:
             return [], f"skipped, {reason}"
 
