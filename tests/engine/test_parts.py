@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.core.joined_step import STRETCH
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.errors import BudgetError, CaptureError
@@ -208,6 +209,18 @@ def test_one_budget_holds_for_all_parts(between: Between, share: float) -> None:
     assert status.repairs == 0
     assert status.plan.recomputed
     assert abs(status.predicted_peak_bytes - status.measured_peak_bytes) <= 0.02 * budget
+
+
+@needs_compiler
+def test_what_eager_code_uses_is_counted_where_a_part_saves_its_inputs_alone() -> None:
+    def prints_and_computes(x: torch.Tensor) -> torch.Tensor:
+        print(end="")
+        return x + x.sin().cos()
+
+    model = shoal.compile(Chain(prints_and_computes, [*blocks(3, 4), nn.GELU(), *blocks(4, 4)]), budget="2MiB")
+    train(model, images(2, 4, 3, 16, 16))
+    used_bytes = [op.workspace_bytes for op in model.shoal.plan.graph.ops if op.target == STRETCH]
+    assert max(used_bytes) >= 4 * 4 * 16 * 16 * 4  # one result of eager code
 
 
 class Volumes(nn.Module):

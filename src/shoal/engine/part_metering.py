@@ -129,6 +129,7 @@ class PartMetering(Metering):
         self.arguments: list[torch.Tensor] = []
         self.in_call = False
         self.record = Record()
+        self._part_goes_back = False
         self._recorded: Window | None = None
         self._made: dict[int, tuple[WeakStorage, Place]] = {}
         self._has_gradient: set[Place] = set()
@@ -175,7 +176,11 @@ class PartMetering(Metering):
                 if origin in self._has_gradient:
                     this.added.add(gradient)
                 self._has_gradient.add(origin)
-        gradients = super().backward(step, run, arguments)
+        self._part_goes_back = True
+        try:
+            gradients = super().backward(step, run, arguments)
+        finally:
+            self._part_goes_back = False
         if self._window is self._recorded:
             self._note(number, step.ports.gradients, gradients)
         return gradients
@@ -197,6 +202,9 @@ class PartMetering(Metering):
     def abandon(self) -> None:
         """Stop metering: the backward pass of what has run is not expected any more."""
         self._give_up()
+
+    def _goes_back_first(self) -> bool:
+        return self._part_goes_back  # a part that saves its inputs alone has a place in the record all the same
 
     def _goes_on(self) -> bool:
         if self.in_call:  # something is sent back before the forward pass is over
