@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -221,6 +222,25 @@ def test_what_eager_code_uses_is_counted_where_a_part_saves_its_inputs_alone() -
     train(model, images(2, 4, 3, 16, 16))
     used_bytes = [op.workspace_bytes for op in model.shoal.plan.graph.ops if op.target == STRETCH]
     assert max(used_bytes) >= 4 * 4 * 16 * 16 * 4  # one result of eager code
+
+
+class Masking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) * torch.from_numpy(numpy.random.rand(4, 8) > 0.5))
+
+
+def test_what_numpy_draws_comes_from_numpys_generator() -> None:
+    model = Masking()
+    models = model, shoal.compile(copy.deepcopy(model), budget="1MiB")
+    for one in models:
+        numpy.random.seed(0)
+        one(torch.ones(4, 8)).square().mean().backward()
+    plain, ours = ([parameter.grad for parameter in one.parameters()] for one in models)
+    assert all(map(torch.equal, ours, plain))
 
 
 class Volumes(nn.Module):

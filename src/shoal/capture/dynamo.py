@@ -273,6 +273,7 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
         ignore_logging_functions=config.ignore_logging_functions.union(logging_functions),
         # A region under torch.utils.checkpoint runs once, so what it does beside, such as counting its calls, is safe.
         skip_fwd_side_effects_in_bwd_under_checkpoint=True,
+        use_numpy_random_stream=True,  # as in eager: else NumPy's random numbers come from PyTorch's generator
     )
 
 
