@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.core.joined_step import STRETCH
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.errors import BudgetError, CaptureError
@@ -223,6 +225,37 @@ def test_one_budget_holds_for_all_parts(kind: type[Looping], between: Between, s
     assert status.repairs == 0
     assert status.plan.recomputed
     assert abs(status.predicted_peak_bytes - status.measured_peak_bytes) <= 0.02 * budget
+
+
+@needs_compiler
+def test_what_eager_code_uses_is_counted_where_a_part_saves_its_inputs_alone() -> None:
+    def prints_and_computes(x: torch.Tensor) -> torch.Tensor:
+        print(end="")
+        return x + x.sin().cos()
+
+    model = shoal.compile(Chain(prints_and_computes, [*blocks(3, 4), nn.GELU(), *blocks(4, 4)]), budget="2MiB")
+    train(model, images(2, 4, 3, 16, 16))
+    used_bytes = [op.workspace_bytes for op in model.shoal.plan.graph.ops if op.target == STRETCH]
+    assert max(used_bytes) >= 4 * 4 * 16 * 16 * 4  # one result of eager code
+
+
+class Masking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) * torch.from_numpy(numpy.random.rand(4, 8) > 0.5))
+
+
+def test_what_numpy_draws_comes_from_numpys_generator() -> None:
+    model = Masking()
+    models = model, shoal.compile(copy.deepcopy(model), budget="1MiB")
+    for one in models:
+        numpy.random.seed(0)
+        one(torch.ones(4, 8)).square().mean().backward()
+    plain, ours = ([parameter.grad for parameter in one.parameters()] for one in models)
+    assert all(map(torch.equal, ours, plain))
 
 
 class Volumes(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,6 +55,12 @@ class Captured:
     usual_nodes: Mapping[str, fx.Node]
     largest_nodes: Mapping[str, fx.Node]
     read_with: ReadOptions
+
+    @cached_property
+    def checkpoints(self) -> int:
+        """How many regions of the model stand under `torch.utils.checkpoint`: AOTAutograd numbers their nodes."""
+        numbers = {node.meta.get("ac_graph_id") for node in self.joint.graph.nodes}
+        return len(numbers - {None})
 
     @property
     def backward_names(self) -> frozenset[str]:

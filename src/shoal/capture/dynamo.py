@@ -28,7 +28,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.pgo import get_code_state
 from torch._dynamo.utils import get_compilation_metrics, get_metrics_context
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
 from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
@@ -131,6 +131,8 @@ def one_graph() -> Iterator[None]:
         if isinstance(failure, Unsupported) and _is_models_own(failure):
             raise ModelRaised(f"an exception is raised at {_place(failure)}") from None
         raise _capture_error(failure) from None
+    except GuardOnDataDependentSymNode as failure:  # an index into a list, say: Dynamo reports it as a fault of its own
+        raise GraphBreak("Python code depends on a tensor's value", _place(failure)) from None
     except FailOnRecompileLimitHit:
         raise TooManyCaptures(MOST_CAPTURES, _last_difference()) from None
 
@@ -160,8 +162,8 @@ def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) 
     return GraphBreak(what, _place(failure))
 
 
-def _place(failure: Unsupported | UserError) -> str:
-    frames = [frame for frame in failure.real_stack or () if frame.filename != __file__]
+def _place(failure: Unsupported | UserError | GuardOnDataDependentSymNode) -> str:
+    frames = [frame for frame in getattr(failure, "real_stack", None) or () if frame.filename != __file__]
     theirs = [frame for frame in frames if "/torch/" not in frame.filename] or frames  # else a layer of PyTorch's own
     return f"{theirs[-1].filename}:{theirs[-1].lineno} ({theirs[-1].line})" if theirs else "an unknown line"
 
@@ -271,6 +273,9 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
         allow_ignore_mark_dynamic=True,  # a guard of the step's own may narrow a size that the caller marked
         skip_nnmodule_hook_guards=False,  # else a hook that comes or goes between steps is not noticed
         ignore_logging_functions=config.ignore_logging_functions.union(logging_functions),
+        # A region under torch.utils.checkpoint runs once, so what it does beside, such as counting its calls, is safe.
+        skip_fwd_side_effects_in_bwd_under_checkpoint=True,
+        use_numpy_random_stream=True,  # as in eager: else NumPy's random numbers come from PyTorch's generator
     )
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from shoal.core.residence import Recompute, Residence
 from shoal.core.simulate import simulate
+from shoal.core.sizes import format_bytes
 from shoal.core.step import RESIDENT, Op, Phase, StepGraph, Storage, StorageKind
 
 STRETCH = "eager"  # the target of its op
@@ -321,3 +322,23 @@ def _distinct(storages: Iterable[int]) -> tuple[int, ...]:
 def _taken_over(storage: int, own: Mapping[int, Storage], of: Mapping[int, int]) -> int:
     """What a part has from others, or gives to them, is also held by them."""
     return of[storage] if storage in own and own[storage].kind in _OWN else -1
+
+
+def describe_breaks(graph: StepGraph, breaks: Sequence[str]) -> list[str]:
+    """Where a model breaks into several graphs and what that costs, in lines; none where it does not.
+
+    Args:
+        graph: the joined step.
+        breaks: the places.
+    """
+    if not breaks:
+        return []
+    stretches = [op for op in graph.ops if op.target == STRETCH]
+    graphs = sum(op.phase == "forward" for op in stretches)
+    crossing_bytes = sum(s.nbytes for s in crossing(graph))
+    used_bytes = max((op.workspace_bytes for op in stretches), default=0)
+    return [
+        f"graphs          {graphs}, with eager code between them; {format_bytes(crossing_bytes)} cross it and are "
+        f"kept; it uses up to {format_bytes(used_bytes)}; broken at",
+        *(f"  {place}" for place in breaks),
+    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.files import write_json
-from shoal.core.joined_step import STRETCH, crossing
+from shoal.core.joined_step import describe_breaks
 from shoal.core.lossy import LossyOptions
 from shoal.core.order import reordered
 from shoal.core.records import read_json, read_object, read_value
@@ -28,7 +28,7 @@ from shoal.core.step import StepGraph, Storage
 from shoal.core.timeline import Timeline
 from shoal.core.validate_order import check_order
 from shoal.core.validate_plan import check_plan
-from shoal.core.variant import COLUMNS, WHOLE, Candidate, Variant
+from shoal.core.variant import WHOLE, Candidate, Variant, describe_candidates
 from shoal.errors import InputError, PlanError, brief
 
 FORMAT = "shoal-plan"
@@ -61,6 +61,7 @@ class Plan:
         candidates: the forms that were considered; empty where there was no choice.
         captured_order: names of the ops in the order in which they were captured; empty where they run in that order.
         breaks: where the model breaks into several graphs, of which this step is joined, and why.
+        checkpoints: how many regions of the model stand under `torch.utils.checkpoint`.
     """
 
     graph: StepGraph
@@ -79,6 +80,7 @@ class Plan:
     candidates: tuple[Candidate, ...] = field(default=(), compare=False)
     captured_order: tuple[str, ...] = ()
     breaks: tuple[str, ...] = field(default=(), compare=False)
+    checkpoints: int = field(default=0, compare=False)
 
     @cached_property
     def captured_graph(self) -> StepGraph:
@@ -195,11 +197,12 @@ class Plan:
             f"kept            {len(self.kept)} saved storages, {format_bytes(sum(s.nbytes for s in self.kept))}",
             f"recomputed      {len(self.recomputed)} storages, {format_bytes(sum(s.nbytes for s in self.recomputed))}",
             *([f"order           {self.order}"] if self.order else []),
-            *self._describe_breaks(),
+            *describe_breaks(self.graph, self.breaks),
+            *self._describe_checkpoints(),
             *self._describe_transfers(),
             *self._describe_encodings(),
             *self._describe_stops(),
-            *self._describe_candidates(),
+            *describe_candidates(self.variant, self.candidates),
             f"at the peak     {peak.op} ({peak.phase}, layer {peak.layer or '-'}): "
             f"resident {format_bytes(peak.resident_bytes)}, kept {format_bytes(peak.kept_bytes)}, "
             f"recomputed {format_bytes(peak.recomputed_bytes)}, fetched {format_bytes(peak.fetched_bytes)}, "
@@ -236,17 +239,12 @@ class Plan:
             f"{format_bytes(now_bytes)} instead of {format_bytes(before_bytes)}"
         )
 
-    def _describe_breaks(self) -> list[str]:
-        if not self.breaks:
+    def _describe_checkpoints(self) -> list[str]:
+        if not self.checkpoints:
             return []
-        stretches = [op for op in self.graph.ops if op.target == STRETCH]
-        graphs = sum(op.phase == "forward" for op in stretches)
-        crossing_bytes = sum(s.nbytes for s in crossing(self.graph))
-        used_bytes = max((op.workspace_bytes for op in stretches), default=0)
         return [
-            f"graphs          {graphs}, with eager code between them; {format_bytes(crossing_bytes)} cross it and are "
-            f"kept; it uses up to {format_bytes(used_bytes)}; broken at",
-            *(f"  {place}" for place in self.breaks),
+            f"checkpoints     {self.checkpoints} of torch.utils.checkpoint, taken as hints: each region runs once, "
+            "what it changes (running statistics) changes once, and the plan decides what of it is computed again"
         ]
 
     def _describe_transfers(self) -> list[str]:
@@ -281,15 +279,6 @@ class Plan:
         if not self.stopped_early:
             return []
         return [f"stopped early   {', '.join(self.stopped_early)}: by a time limit; planned again, the plan may differ"]
-
-    def _describe_candidates(self) -> list[str]:
-        """A table of the forms of the step, each column as wide as its widest cell."""
-        if not self.candidates:
-            return [] if self.variant == WHOLE else [f"computed        {self.variant}"]
-        rows = [COLUMNS, *(one.cells() for one in self.candidates)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return [f"computed        {self.variant}; considered were", *(f"  {line.rstrip()}" for line in lines)]
 
     def _describe_errors(self) -> str:
         if not self.errors:
@@ -352,6 +341,7 @@ class Plan:
                 "candidates": [asdict(one) for one in self.candidates],
                 "captured_order": list(self.captured_order),
                 "breaks": list(self.breaks),
+                "checkpoints": self.checkpoints,
                 "step": self.graph.to_json(),
                 "exact_step": self.exact_graph and self.exact_graph.to_json(),
             },
@@ -415,9 +405,10 @@ def _plan_of(value: Any) -> Plan:
         candidates=read(tuple[Candidate, ...], "candidates"),
         captured_order=read_value(tuple[str, ...], value.get("captured_order"), "captured_order"),
         breaks=read_value(tuple[str, ...], value.get("breaks", []), "breaks"),
+        checkpoints=read_value(int, value.get("checkpoints", 0), "checkpoints"),
     )
-    if min(plan.budget_bytes, plan.planning_seconds) < 0:
-        raise PlanError(f"{plan.budget_bytes=} and {plan.planning_seconds=}: expected 0 or more")
+    if min(plan.budget_bytes, plan.planning_seconds, plan.checkpoints) < 0:
+        raise PlanError(f"{plan.budget_bytes=}, {plan.planning_seconds=}, {plan.checkpoints=}: expected 0 or more")
     if plan.graph.fingerprint != value.get("fingerprint"):
         raise PlanError("it was changed after it was saved: its step does not match its fingerprint")
     if (exact is None) != (not any(isinstance(residence, Encode) for residence in plan.residences.values())):

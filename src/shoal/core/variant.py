@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.core.sizes import format_bytes
@@ -114,3 +115,13 @@ class Candidate:
 
 
 COLUMNS = ("variant", "ops", "plain ms", "plain peak", "bound ms", "step ms", "peak", "outcome")
+
+
+def describe_candidates(variant: Variant, candidates: Sequence[Candidate]) -> list[str]:
+    """The form of a step, and the table of those that were considered, each column as wide as its widest cell."""
+    if not candidates:
+        return [] if variant == WHOLE else [f"computed        {variant}"]
+    rows = [COLUMNS, *(one.cells() for one in candidates)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [f"computed        {variant}; considered were", *(f"  {line.rstrip()}" for line in lines)]

@@ -105,9 +105,11 @@ class Metering:
         self.gradients_are_used = False
         call = self.calls.goes_back(keys_of(arguments), step)
         window, meter = self._window, self._meter
-        if window is None or meter is None or call is None:  # None for a call that is sent back a second time
+        # No call is known for one that is sent back a second time.
+        if window is None or meter is None or (call is None and not self._goes_back_first()):
             return run(arguments)
-        self._note_results(window, call)
+        if call is not None:
+            self._note_results(window, call)
         window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
         meter.resume(self._in_use(arguments))
         given = arguments[len(arguments) - step.n_tangents :]
@@ -128,6 +130,10 @@ class Metering:
     def _end(self, window: Window, meter: StepMeter) -> None:
         """The last backward pass of a window is over."""
         self._close(window, meter.end())
+
+    def _goes_back_first(self) -> bool:
+        """Whether the backward pass that begins is the first of its call, though that has left no trace."""
+        return False
 
     def _goes_on(self) -> bool:
         """Whether the window has more passes to come."""

@@ -31,6 +31,7 @@ class PartMetering(Metering):
         self.arguments: list[torch.Tensor] = []
         self.in_call = False
         self._from_call = False
+        self._part_goes_back = False
         self.record = Record()
         self._recorded: Window | None = None
 
@@ -72,7 +73,11 @@ class PartMetering(Metering):
             self.record.went_back(number, gradients)
             return gradients
 
-        return super().backward(step, noted, arguments)
+        self._part_goes_back = True
+        try:
+            return super().backward(step, noted, arguments)
+        finally:
+            self._part_goes_back = False
 
     def intervals(self) -> list[Interval]:
         """Of the window that has just ended: what was in use before it, then of each stretch and each pass in turn."""
@@ -103,6 +108,9 @@ class PartMetering(Metering):
     def abandon(self) -> None:
         """Stop metering: the backward pass of what has run is not expected any more."""
         self._give_up()
+
+    def _goes_back_first(self) -> bool:
+        return self._part_goes_back  # a part that saves its inputs alone has a place in the record all the same
 
     def _goes_on(self) -> bool:
         if self.in_call:  # something is sent back before the forward pass is over

@@ -292,12 +292,14 @@ class KnownStep:
         parts: as they ran.
         variant: their form.
         breaks: where the model breaks.
+        checkpoints: as of `Plan`.
         fixed: whether the parts keep the shares under which they ran.
     """
 
     parts: MeasuredParts
     variant: Variant
     breaks: tuple[str, ...]
+    checkpoints: int
     fixed: bool
 
     def plan(self, session: Session, learnt_bytes: int, held_bytes: int) -> PartedStep:
@@ -316,7 +318,8 @@ class KnownStep:
             calls_at_once=session.loop.calls_at_once,
             fixed=self.fixed,
         )
-        return replace(planned, plan=replace(planned.plan, variant=self.variant, breaks=self.breaks))
+        told = replace(planned.plan, variant=self.variant, breaks=self.breaks, checkpoints=self.checkpoints)
+        return replace(planned, plan=told)
 
 
 def _as_measured(residences: Mapping[str, Residence], graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:

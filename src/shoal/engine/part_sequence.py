@@ -101,6 +101,7 @@ class PartStep(PlannedStep):
         self.node = node
         self.trains = False
         self.share: Mapping[str, Residence] = {}
+        self.checkpoints = 0
 
     def make_plan(self, captured: Captured) -> Captured:
         """Take the part's share of the plan, or for a first run what leaves most room."""
@@ -114,7 +115,7 @@ class PartStep(PlannedStep):
             if share is None:
                 share = self.steps.first_share(self.graph, captured.device, in_use_bytes)
         self.ports, self.trains, self.share = Ports.of(captured), True, share
-        self.plan = Plan(self.graph, self.share, "parts")
+        self.plan, self.checkpoints = Plan(self.graph, self.share, "parts"), captured.checkpoints
         return captured
 
     def bytes_in_call(self) -> Mapping[str, int]:

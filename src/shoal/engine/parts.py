@@ -32,6 +32,7 @@ from shoal.engine.part_metering import PartMetering
 from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share
 from shoal.engine.part_sequence import Node, PartSequence, PartStep
 from shoal.engine.session import Session
+from shoal.engine.snapshot import Snapshot
 from shoal.errors import BudgetError, CaptureError
 
 log = logging.getLogger("shoal")
@@ -91,7 +92,7 @@ class PartedSteps(PartSequence):
         if this not in captured:
             captured[this] = capturing_parts(model, self.compile_graph)
         run, self.node = captured[this], self._begin.setdefault(kind, Node())
-        before = _Snapshot(model) if not self._planned and not self._keeps_little else None
+        before = Snapshot(model) if not self._planned and not self._keeps_little else None
         self.metering.arguments = [a for a in tree_leaves((args, dict(kwargs))) if isinstance(a, torch.Tensor)]
         self.metering.in_call = True
         first = [after.step for after in self.node.after.values()]
@@ -218,7 +219,9 @@ class PartedSteps(PartSequence):
             replace(cut, op=label(number) + cut.op) for number, node in enumerate(nodes) for cut in node.pieces or ()
         )
         variant = replace(WHOLE, pieces=pieces)
-        self._measured[nodes] = KnownStep(measured, variant, self._breaks(nodes), fixed=branches or self._branches)
+        checkpoints = sum(node.step.checkpoints for node in nodes if node.step is not None)
+        fixed = branches or self._branches
+        self._measured[nodes] = KnownStep(measured, variant, self._breaks(nodes), checkpoints, fixed)
         self._plan_again()
 
     def _keep_as_it_ran(self, nodes: tuple[Node, ...], peak_bytes: int) -> None:
@@ -282,23 +285,3 @@ class PartedSteps(PartSequence):
         """Where the model breaks, as Dynamo words it."""
         found = [node.part.broken for node in nodes if node.part is not None and node.part.broken]
         return tuple(dict.fromkeys([self._broken, *found]))
-
-
-class _Snapshot:
-    """What a forward pass changes in a model, to begin it anew: buffers, and the generators' states."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-        self._states: list[tuple[torch.device | None, torch.Tensor]] = [(None, torch.get_rng_state())]
-        self._states += [(device, torch.cuda.get_rng_state(device)) for device in devices]
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-        for device, state in self._states:
-            if device is None:
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)

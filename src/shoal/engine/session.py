@@ -24,6 +24,7 @@ from shoal.engine.metering import Metered, Metering, Window
 from shoal.engine.observe_loop import observe_loop
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.options import CompileOptions
+from shoal.engine.refusal_hints import with_hint, with_hope
 from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, Form, Planned, StepPlanning
 from shoal.errors import BudgetError, CaptureError, PlanError
@@ -236,7 +237,7 @@ class Session:
         try:
             return planning.plan(self.loop, self.status.plans), self.loop
         except BudgetError as refused:
-            return self._plan_in_hope(planning, self._with_hints(refused))
+            return self._plan_in_hope(planning, with_hint(refused, self.static, self.state_bytes))
 
     def make_plan(self, captured: Captured, device: torch.device, step: Metered, form: Form = WHOLE_FORM) -> Captured:
         """Profile the step's ops here, then plan it inside the budget; `step` gets the plan and what it was made for.
@@ -266,6 +267,7 @@ class Session:
             options=self.options.to_json(),
             variant=form.variant,
             candidates=form.candidates,
+            checkpoints=captured.checkpoints,
         )
         step.plan, step.basis = plan, made.basis
         self._in_force.add(step)
@@ -291,24 +293,9 @@ class Session:
         try:
             made = planning.plan(hoped, self.status.plans)
         except BudgetError as error:
-            raise refused.with_hint(
-                f"{format_bytes(error.least_feasible_bytes or 0)} are enough where nothing holds the model's outputs "
-                "once the loss is known, as in criterion(model(x), y).backward()"
-            ) from None
+            raise with_hope(refused, error) from None
         log.info("%s: fits if the loop drops outputs when their loss is known; the first step is metered", self.name)
         return made, hoped
-
-    def _with_hints(self, error: BudgetError) -> BudgetError:
-        if gradient_bytes := self.static.gradient_bytes():
-            return error.with_hint(
-                f"gradients of an earlier step take {format_bytes(gradient_bytes)}: call optimizer.zero_grad() "
-                "before the forward pass unless you accumulate them"
-            )
-        if self.state_bytes:
-            return error.with_hint(f"the optimizer's state takes {format_bytes(self.state_bytes)}")
-        if not self.static.has_optimizer:
-            return error.with_hint("the optimizer's state is not counted yet: declare it with optimizer=")
-        return error
 
     def in_traced_layouts(self, captured: Captured) -> Captured:
         """The step with copies behind the ops whose results were not laid out as traced; see `learn_layouts`."""

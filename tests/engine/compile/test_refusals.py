@@ -52,8 +52,20 @@ class Printing(Branching):
         return 2 * y
 
 
+class Choosing(Branching):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        scale = (1.0, 2.0)[int(torch.empty(1).uniform_(0.0, 2.0).item())]
+        return scale * y
+
+
 @pytest.mark.parametrize(
-    ("model", "line", "text"), [(Branching, 2, "if y.sum() > 0:"), (Printing, 2, "torch._dynamo.graph_break()")]
+    ("model", "line", "text"),
+    [
+        (Branching, 2, "if y.sum() > 0:"),
+        (Printing, 2, "torch._dynamo.graph_break()"),
+        (Choosing, 2, "scale = (1.0, 2.0)[int(torch.empty(1).uniform_(0.0, 2.0).item())]"),
+    ],
 )
 def test_a_model_that_has_to_be_one_graph_and_is_not_is_refused_with_the_line_that_breaks_it(
     model: type[nn.Module], line: int, text: str

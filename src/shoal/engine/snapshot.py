@@ -1,0 +1,38 @@
+"""What a forward pass changes beside what it returns, to begin it anew."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import torch
+from torch import nn
+
+
+class Snapshot:
+    """The buffers of a model, and the states of the generators that a forward pass may draw from.
+
+    Args:
+        model: the network.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+        self._states: list[tuple[torch.device | None, torch.Tensor]] = [(None, torch.get_rng_state())]
+        self._states += [(device, torch.cuda.get_rng_state(device)) for device in devices]
+        self._others = numpy.random.get_state(), random.getstate()  # wav2vec 2.0 masks with NumPy's
+
+    def restore(self) -> None:
+        """Put all back as it was."""
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+        for device, state in self._states:
+            if device is None:
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
+        numpy_state, state_of_python = self._others
+        numpy.random.set_state(numpy_state)
+        random.setstate(state_of_python)

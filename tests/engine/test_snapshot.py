@@ -1,0 +1,32 @@
+"""A forward pass that is begun anew finds buffers and generators as they were."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import torch
+from torch import nn
+
+from shoal.engine.snapshot import Snapshot
+
+
+class Drawing(nn.Module):
+    """Draws from every generator that a forward pass may draw from, and moves a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self) -> tuple[float, ...]:
+        self.calls += 1  # type: ignore[operator]
+        return float(self.calls), float(torch.rand(())), float(numpy.random.rand()), random.random()  # type: ignore[arg-type]
+
+
+def test_a_forward_pass_that_is_begun_anew_does_the_same() -> None:
+    model = Drawing()
+    before = Snapshot(model)
+    once = model()
+    assert model() != once
+    before.restore()
+    assert model() == once
