@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.step import StepGraph
+from shoal.lowlevel.torch_state import has_gradient_hook, on_this_rank
 from shoal.memory.optimizer_state import Declared, NamedOptimizer, optimizer_state_bytes, step_scratch_bytes
 
 
@@ -24,6 +25,7 @@ class StaticMemory:
 
     Attributes:
         gradients_pass: gradients from before a step are freed before its backward pass, so they do not count.
+        hook_is_metered: the communication hook runs within the step that is metered, which counts its bytes there.
     """
 
     def __init__(
@@ -33,15 +35,24 @@ class StaticMemory:
         parameters: Iterable[torch.Tensor] = (),
     ) -> None:
         self._model = None if model is None else weakref.ref(model)
+        # FSDP2 puts gathered parameters in the place of these while the model runs.
+        own = () if model is None else model.parameters()
+        self._shards = [weakref.ref(p) for p in own if on_this_rank(p) is not p]
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._named = optimizer if isinstance(optimizer, NamedOptimizer) else None
         self._optimizers = [weakref.ref(optimizer)] if isinstance(optimizer, torch.optim.Optimizer) else []
-        self.gradients_pass = False
+        self.gradients_pass = self.hook_is_metered = False
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
 
     def called_by(self, wrapper: DistributedDataParallel | None) -> None:
         """Set the `DistributedDataParallel` wrapper that calls the model, if any: its gradient buckets count."""
         self._wrapper = None if wrapper is None else weakref.ref(wrapper)
+
+    @property
+    def hook_bytes(self) -> int:
+        """Most bytes of the DDP wrapper's communication hook: its attribute `hook_bytes`, if it has one."""
+        wrapper = self._wrapper() if self._wrapper is not None else None
+        return int(getattr(wrapper, "hook_bytes", 0))
 
     def trains(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer is registered here, or has a parameter of the model."""
@@ -78,17 +89,20 @@ class StaticMemory:
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that exist."""
         model, _ = self._alive()
-        return [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
+        own = () if model is None else self._parameters_in(model)
+        return [on_this_rank(p.grad) for p in own if p.grad is not None]
 
     def lasting_tensors(self) -> list[torch.Tensor]:
         """`tensors` without the gradients."""
         model, optimizers = self._alive()
         tensors: list[torch.Tensor] = []
         if model is not None:
-            tensors += [*model.parameters(), *model.buffers()]
+            tensors += map(on_this_rank, (*self._parameters_in(model), *model.buffers()))
         for optimizer in optimizers:
-            tensors += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
-        if bucket_bytes := self.bucket_bytes():
+            tensors += [
+                on_this_rank(v) for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)
+            ]
+        if bucket_bytes := self.bucket_bytes() - self.hook_bytes * self.hook_is_metered:
             tensors.append(torch.empty(bucket_bytes, dtype=torch.uint8, device="meta"))  # DDP does not expose them
         return tensors
 
@@ -99,7 +113,7 @@ class StaticMemory:
         if model is None:
             return state_bytes + self.bucket_bytes()
         in_graph_bytes = sum(s.nbytes for s in graph.storages if s.kind in ("parameter", "buffer"))
-        model_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
+        model_bytes = distinct_bytes([*self._parameters_in(model), *model.buffers()])
         return max(0, model_bytes - in_graph_bytes) + self.gradient_bytes() + self.bucket_bytes() + state_bytes
 
     @property
@@ -127,19 +141,27 @@ class StaticMemory:
             (step_scratch_bytes(one, trained[0].device.type) for one in (*optimizers, named) if one is not None),
             default=0,
         )
-        held = trained if model is None else [*model.parameters(), *model.buffers()]
-        gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
+        held = trained if model is None else [*self._parameters_in(model), *model.buffers()]
+        gradient_bytes = distinct_bytes(p for p in trained if not has_gradient_hook(p))
         return distinct_bytes(held) + gradient_bytes + self.state_bytes() + own_bytes, own_bytes
+
+    def step_in_hook_bytes(self, parameter: torch.Tensor) -> int:
+        """Bytes that an optimizer which steps in a hook of this parameter allocates and frees again.
+
+        Twice the parameter's where the optimizer is not known.
+        """
+        having = (one for one in self._alive()[1] if any(p is parameter for p in _parameters_of(one)))
+        optimizer = self._named.made_for([parameter]) if self._named is not None else next(having, None)
+        if optimizer is None:
+            return 2 * parameter.numel() * parameter.element_size()
+        return step_scratch_bytes(optimizer, parameter.device.type)
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that the step accumulates into."""
         return 0 if self.gradients_pass else distinct_bytes(self.gradients())
 
     def bucket_bytes(self) -> int:
-        """Bytes of the DDP wrapper's buckets, without those that gradients are views of.
-
-        The wrapper's attribute `hook_bytes`, if it has one, adds the bytes of its communication hook.
-        """
+        """Bytes of the DDP wrapper's buckets, without those that gradients are views of, and of its hook."""
         wrapper = self._wrapper() if self._wrapper is not None else None
         if wrapper is None:
             return 0
@@ -147,13 +169,24 @@ class StaticMemory:
         exchanged = [p for name, p in wrapper.module.named_parameters() if p.requires_grad and name not in ignored]
         if wrapper.gradient_as_bucket_view:
             exchanged = [p for p in exchanged if p.grad is None]
-        return sum(p.numel() * p.element_size() for p in exchanged) + getattr(wrapper, "hook_bytes", 0)
+        return sum(p.numel() * p.element_size() for p in exchanged) + self.hook_bytes
 
     def _trained(self) -> list[torch.Tensor]:
         model, _ = self._alive()
         if model is not None:
-            return list(model.parameters())
+            return self._parameters_in(model)
         return [parameter for reference in self._parameters if (parameter := reference()) is not None]
+
+    def _parameters_in(self, model: nn.Module) -> list[torch.Tensor]:
+        """The model's parameters; of a sharded one what this rank holds of them, and not what is gathered now."""
+        if not self._shards:
+            return list(model.parameters())
+        return [shard for reference in self._shards if (shard := reference()) is not None]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are in shards, as of FSDP2."""
+        return bool(self._shards)
 
     def _alive(self) -> tuple[nn.Module | None, list[torch.optim.Optimizer]]:
         model = self._model() if self._model is not None else None
@@ -166,5 +199,5 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`, on whatever device (also "meta")."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(on_this_rank, tensors)}
     return sum(storages.values())
