@@ -36,6 +36,8 @@ class Part:
         fresh: inputs that eager code made during the step.
         handed_on: gradients that no optimizer gets: of inputs that are no leaves, and of parameters of which another
             part has made a gradient that this one is added to.
+        gathered: parameters that are there only while a pass runs, as of FSDP2: eager code gathers and frees them, and
+            their bytes are among those that it is measured to use.
     """
 
     graph: StepGraph
@@ -43,6 +45,7 @@ class Part:
     same: Mapping[int, Place] = field(default_factory=dict)
     fresh: Collection[int] = ()
     handed_on: Collection[int] = ()
+    gathered: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ def with_measured(graph: StepGraph, residences: Mapping[str, Residence], interva
     Args:
         graph: of `joined_step`.
         residences: under which it was measured.
-        intervals: what was in use before the first pass, then of every pass and every stretch between two, in order.
+        intervals: what was in use before the first pass, then of every pass and every stretch between two, in order;
+            where parameters are gathered, also of the stretch after the last pass.
     """
     in_use = {
         moment.op: moment.total_bytes - moment.workspace_bytes
@@ -200,6 +204,8 @@ class _Joining:
             self._run(number, phase)
         if first_backward is None:
             self._add_op("loss", "loss", "loss", (), ())
+        elif any(part.gathered for part in self._parts):  # the last gradients are sent when all passes are over
+            self._add_op(f"{STRETCH}{len(self._passes)}", STRETCH, "backward", (), ())
         return StepGraph(model, tuple(self._ops), tuple(self._storages), static_bytes)
 
     def _origin(self, place: Place) -> Place:
@@ -224,8 +230,9 @@ class _Joining:
         elif kind == "tangent" or (kind == "gradient" and storage.id in part.handed_on):
             kind = "activation_gradient"
         place = self._of[number, storage.id] = len(self._storages)
+        nbytes = 0 if storage.id in part.gathered else storage.nbytes
         name, tensors = label(number) + storage.name, tuple(label(number) + t for t in storage.tensors)
-        self._storages.append(replace(storage, id=place, name=name, kind=kind, tensors=tensors))
+        self._storages.append(replace(storage, id=place, name=name, kind=kind, tensors=tensors, nbytes=nbytes))
 
     def _stretch(self, place: int, phase: Phase, number: int) -> None:
         """The eager code before a pass makes what the pass is given and nothing before has written."""

@@ -13,9 +13,11 @@ from shoal.capture.captured import Captured
 from shoal.core.joined_step import Interval, Part, Pass, Place
 from shoal.core.residence import Residence
 from shoal.core.step import StepGraph
+from shoal.engine.calls import Call
 from shoal.engine.metering import Metered, Metering, Run, Window
+from shoal.lowlevel.torch_state import call_at_end_of_backward
 from shoal.memory.static_memory import distinct_bytes
-from shoal.memory.step_meter import WeakStorage
+from shoal.memory.step_meter import StepMeter, WeakStorage
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class PartRun:
         call: number of the model's call that it belongs to.
         same, fresh: as of `Part`.
         added: gradients of parameters that another run has made a gradient of before.
+        gathered: as of `Part`.
     """
 
     step: MeteredPart
@@ -81,6 +84,7 @@ class PartRun:
     same: dict[int, Place] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
     added: set[int] = field(default_factory=set)
+    gathered: set[int] = field(default_factory=set)
 
     def part(self) -> Part:
         """The same as data."""
@@ -89,10 +93,13 @@ class PartRun:
         passed = {
             gradient
             for given, gradient in zip(ports.inputs, ports.gradients, strict=False)
-            if gradient >= 0 and kinds.get(given) == "input" and (given in self.same or given in self.fresh)
+            if gradient >= 0
+            and (
+                given in self.gathered or (kinds.get(given) == "input" and (given in self.same or given in self.fresh))
+            )
         }
         results = {s for s in ports.results if s >= 0}
-        return Part(graph, results, self.same, self.fresh, passed | self.added)
+        return Part(graph, results, self.same, self.fresh, passed | self.added, self.gathered)
 
 
 @dataclass(eq=False)
@@ -102,10 +109,12 @@ class Record:
     Attributes:
         runs: of parts, in the order of their forward passes.
         passes: what ran when.
+        static_bytes: of parameters, buffers, optimizer state and gradients that were there when it began.
     """
 
     runs: list[PartRun] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
+    static_bytes: int = 0
 
     def of_last_call(self) -> list[int]:
         """Which runs belong to the last call of the model."""
@@ -132,6 +141,7 @@ class PartMetering(Metering):
         self._recorded: Window | None = None
         self._made: dict[int, tuple[WeakStorage, Place]] = {}
         self._has_gradient: set[Place] = set()
+        self._is_of_record = False  # the pass that runs
 
     def forward(self, step: MeteredPart, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
         if self._window is None and not step.steps_to_meter:
@@ -142,16 +152,23 @@ class PartMetering(Metering):
         if self._window is None:
             return outputs
         if self._window is not self._recorded:
-            self.record, self._recorded = Record(), self._window
+            there_bytes = sum(held.nbytes for held in self._old_gradients if held.is_alive)
+            there_bytes += distinct_bytes(self._static.lasting_tensors())
+            self.record, self._recorded = Record(static_bytes=there_bytes), self._window
             self._made, self._has_gradient = {}, set()
             fresh = [False] * len(fresh)
         number = len(self.record.runs)
         this = PartRun(step, self.calls.number)
         self.record.runs.append(this)
         self.record.passes.append((number, "forward"))
+        own = {tensor.untyped_storage()._cdata for tensor in self._static.lasting_tensors()}
+        parameters = {s.id for s in step.graph.storages if s.kind == "parameter"}
         for storage, one, is_new in zip(step.ports.inputs, held, fresh, strict=True):
             if one is None or storage < 0 or storage in this.same:
                 continue
+            if storage in parameters and one.key not in own:
+                this.gathered.add(storage)
+                is_new = False
             if not self._recall(this, storage, one):
                 self._made[one.key] = one, (number, storage)
                 if is_new:
@@ -175,7 +192,11 @@ class PartMetering(Metering):
                 if origin in self._has_gradient:
                     this.added.add(gradient)
                 self._has_gradient.add(origin)
-        gradients = super().backward(step, run, arguments)
+        self._is_of_record = True
+        try:
+            gradients = super().backward(step, run, arguments)
+        finally:
+            self._is_of_record = False
         if self._window is self._recorded:
             self._note(number, step.ports.gradients, gradients)
         return gradients
@@ -197,6 +218,33 @@ class PartMetering(Metering):
     def abandon(self) -> None:
         """Stop metering: the backward pass of what has run is not expected any more."""
         self._give_up()
+
+    def _goes_back(self, arguments: Sequence[Any]) -> Call | None:
+        call = super()._goes_back(arguments)
+        # A part that saves nothing of its own is known by its place among the passes.
+        return Call(None, True, {}, self.calls.number) if call is None and self._is_of_record else call
+
+    def _end_backward(self, tangents: Sequence[WeakStorage]) -> None:
+        """Where parameters are gathered, the window ends with the whole backward pass, when gradients are sent."""
+        window, meter = self._window, self._meter
+        if window is None or meter is None or not any(run.gathered for run in self.record.runs):
+            super()._end_backward(tangents)
+            return
+        meter.pause()
+        if not self._goes_on():
+            call_at_end_of_backward(lambda: self._close_with_tail(window, meter))
+
+    def _close_with_tail(self, window: Window, meter: StepMeter) -> None:
+        if self._window is not window:
+            return
+        meter.pause()
+        static, passed = self._static, self._static.gradients_pass
+        # Gradients that are there by now are this step's, and metered, unless they are added to what was there before.
+        static.gradients_pass = passed or not any(held.is_alive for held in self._old_gradients)
+        try:
+            self._close(window, meter.end(paused=True))
+        finally:
+            static.gradients_pass = passed
 
     def _goes_on(self) -> bool:
         if self.in_call:  # something is sent back before the forward pass is over

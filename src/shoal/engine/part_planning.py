@@ -34,7 +34,7 @@ from shoal.engine.overlapping import plan_overlapping
 from shoal.engine.part_metering import Record
 from shoal.engine.session import Session
 from shoal.engine.step_planning import allowed
-from shoal.errors import BudgetError
+from shoal.errors import BudgetError, CaptureError
 from shoal.planners import Planner
 from shoal.planners import get as planner_called
 from shoal.planners.infeasible import infeasible
@@ -103,6 +103,25 @@ def first_share(
     return found
 
 
+def no_graph(session: Session, broken: str) -> CaptureError:
+    """The refusal of a model of which nothing can be captured.
+
+    Args:
+        session: of the model.
+        broken: where Dynamo could not go on, and why.
+    """
+    way_out = f"it breaks at {broken}; take that line out of the model"
+    if session.static.is_sharded:
+        way_out = (
+            "fully_shard is applied to single layers of torch.nn; apply it to modules with a forward of their own, "
+            "such as a block of layers"
+        )
+    return CaptureError(
+        f"no graph of {session.name or 'the model'} can be captured, so no step can be planned: {way_out}, or give "
+        "budget=None"
+    )
+
+
 def _with_loss(graph: StepGraph, workspace_bytes: int) -> StepGraph:
     """While later parts run, what this one saved waits: it is to leave them so many bytes."""
     ops = (replace(op, workspace_bytes=workspace_bytes) if op.phase == "loss" else op for op in graph.ops)
@@ -118,6 +137,7 @@ class MeasuredParts:
         shares: residences of each part.
         intervals: as of `with_measured`.
         device: where it runs.
+        static_bytes: as of `Record`.
     """
 
     parts: tuple[Part, ...]
@@ -125,6 +145,7 @@ class MeasuredParts:
     shares: _Shares
     intervals: tuple[Interval, ...]
     device: torch.device
+    static_bytes: int
 
     @staticmethod
     def of_last_call(record: Record, intervals: Sequence[Interval]) -> MeasuredParts | None:
@@ -134,8 +155,9 @@ class MeasuredParts:
         passes = [record.passes[place] for place in places]
         if places != list(range(places[0], places[-1] + 1)) or not are_in_order(passes):
             return None
-        if len(intervals) != 2 * len(record.passes):
-            intervals = [Interval(0, 0)] * (2 * len(record.passes))
+        tail = any(run.gathered for run in record.runs)
+        if len(intervals) != 2 * len(record.passes) + tail:
+            intervals = [Interval(0, 0)] * (2 * len(record.passes) + tail)
         begin = intervals[2 * places[0]].end_bytes
         number_of = {number: place for place, number in enumerate(last)}
         parts = [record.runs[number].part() for number in last]
@@ -147,15 +169,20 @@ class MeasuredParts:
             tuple(own),
             tuple((number_of[number], phase) for number, phase in passes),
             tuple(record.runs[number].step.share for number in last),
-            (Interval(begin, begin), *intervals[2 * places[0] + 1 : 2 * places[-1] + 2]),
+            (Interval(begin, begin), *intervals[2 * places[0] + 1 : 2 * places[-1] + 2 + tail]),
             record.runs[last[0]].step.device,
+            record.static_bytes,
         )
 
     def graph(self, model: str) -> StepGraph:
         """The step, with what eager code was measured to use. Its static memory is not known here."""
         bare = joined_step(model, self.parts, self.passes)
         in_use_bytes = self.intervals[0].end_bytes
-        as_measured = replace(bare, static_bytes=max(0, in_use_bytes - bare.resident_bytes))
+        static_bytes = max(0, in_use_bytes - bare.resident_bytes)
+        if any(part.gathered for part in self.parts):  # what is gathered before the first pass is no static memory
+            own_bytes = sum(s.nbytes for s in bare.storages if s.kind in ("parameter", "buffer"))
+            static_bytes = max(0, self.static_bytes - own_bytes)
+        as_measured = replace(bare, static_bytes=static_bytes)
         return replace(with_measured(as_measured, joined_residences(self.shares), self.intervals), static_bytes=0)
 
 

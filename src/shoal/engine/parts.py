@@ -38,10 +38,10 @@ from shoal.engine.graph_runner import compiler
 from shoal.engine.metering import Window
 from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.part_metering import PartMetering, Ports
-from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share, fits_easily
+from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share, fits_easily, no_graph
 from shoal.engine.session import Session
 from shoal.engine.step_planning import WHOLE_FORM
-from shoal.errors import BudgetError, CaptureError
+from shoal.errors import BudgetError
 from shoal.memory.limit import no_memory_limit
 
 log = logging.getLogger("shoal")
@@ -194,10 +194,7 @@ class PartedSteps:
             if self._node.part is None and self.session.status.budget_bytes is not None:
                 if before is not None:
                     before.restore()
-                raise CaptureError(
-                    f"no graph of {self.session.name or 'the model'} can be captured, so no step can be planned: it "
-                    f"breaks at {self._broken}; take that line out of the model, or give budget=None"
-                )
+                raise no_graph(self.session, self._broken)
             return outputs
         except BudgetError:
             self.metering.abandon()
