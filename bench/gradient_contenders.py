@@ -25,13 +25,14 @@ from shoal.errors import InputError
 
 NONE, NOTHING, AUTO = "none", "nothing sent", "shoal auto"
 AGAIN = "none, again"  # how far plain DDP is from itself
+PLANNED = "planned"  # plain DDP of a network that shoal.compile plans, and keeps all of
 HOOKS = ("fp16 hook", "PowerSGD 1", "PowerSGD 2")
 # As found in torch 2.13 on gloo; each is run by itself, since one of them ends its process.
 BROKEN = ("quantization per tensor", "quantization per channel", "PowerSGD 1, buckets of 25 MiB")
 OURS = tuple(f"shoal {name}" for name in ("dynamic_tree", "linear", "one_bit", "truncate1", "bf16"))
 EXACT = "shoal dynamic_tree, own part exact"
 CONTENDERS = (NOTHING, NONE, *HOOKS, *OURS, EXACT, AUTO)
-EVERY = (*CONTENDERS, AGAIN, *BROKEN, *(f"shoal {name}" for name in codecs.names()))
+EVERY = (*CONTENDERS, AGAIN, PLANNED, *BROKEN, *(f"shoal {name}" for name in codecs.names()))
 _OURS, _EXACT = "shoal ", ", own part exact"
 _ONE_BUCKET_MIB = 1 << 20
 _POWER_SGD_FROM = 2  # its least with error feedback: two steps of plain all-reduce before
@@ -81,7 +82,7 @@ def install(name: str, model: DistributedDataParallel) -> Installed:
     Raises:
         InputError: no such contender.
     """
-    if name in (NONE, AGAIN):
+    if name in (NONE, AGAIN, PLANNED):
         return Installed()
     if name == NOTHING:
         model.register_comm_hook(None, _nothing)

@@ -2,6 +2,7 @@
 
     python -m bench.train_link                            all links, 2 and 4 ranks: half an hour
     python -m bench.train_link --ranks 2 --links 1        one piece: two minutes
+    python -m bench.train_link --ranks 2 --links 1 --contenders "none;none, again;planned;nothing sent" --rounds 20
     python -m bench.train_link --sharded --contenders "none;shoal bf16"    FSDP2; its weights travel in float32
     python -m bench.train_link --quick                    two small images, one step: does it run?
 

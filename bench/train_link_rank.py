@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+import shoal
 from bench import lab_rank
-from bench.gradient_contenders import Runner, bucket_mib, install, install_sharded, step_in_turns
+from bench.gradient_contenders import PLANNED, Runner, bucket_mib, install, install_sharded, step_in_turns
 from shoal.app import models
 
 
@@ -26,6 +27,8 @@ class _Training:
         network = models.build(config["network"], seed=0, num_classes=10)
         self.elems = sum(weight.numel() for weight in network.parameters())
         self.model: nn.Module
+        if contender == PLANNED:
+            shoal.compile(network)
         if config["sharded"]:
             self.model = _sharded(network)
             self.installed = install_sharded(contender, self.model)

@@ -3,7 +3,7 @@ is over, while all other gradients are there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,9 @@ from shoal.core.step import Op, StepGraph
 ACCUMULATE = "accumulate_grad"
 
 
-def with_accumulation(step: StepGraph, leaves: Iterable[fx.Node], gradients: Sequence[Any]) -> StepGraph:
+def with_accumulation(
+    step: StepGraph, leaves: Sequence[fx.Node], gradients: Sequence[Any], early: Collection[int] = ()
+) -> StepGraph:
     """The step with those copies as an op after all others, where there are any.
 
     An input that is no leaf gets its gradient as it is; it is taken for one, since a step cannot tell.
@@ -24,17 +26,22 @@ def with_accumulation(step: StepGraph, leaves: Iterable[fx.Node], gradients: Seq
         step: the step.
         leaves: nodes of its inputs, tangents left out.
         gradients: nodes of their gradients, in the same order; None for none.
+        early: places of the gradients that have left before.
     """
-    pairs = zip((leaf.meta.get("val") for leaf in leaves), gradients, strict=False)
-    copied = [
-        int(gradient.meta["val"].untyped_storage().nbytes())
-        for leaf, gradient in pairs
-        if isinstance(gradient, fx.Node) and isinstance(leaf, torch.Tensor) and not _fits(leaf, gradient.meta["val"])
-    ]
-    if not copied:
+    pairs = enumerate(zip(leaves, gradients, strict=False))
+    most_bytes = max((copied_bytes(*pair) for place, pair in pairs if place not in early), default=0)
+    if not most_bytes:
         return step
-    op = Op(len(step.ops), ACCUMULATE, ACCUMULATE, "backward", "", (), (), workspace_bytes=max(copied))
+    op = Op(len(step.ops), ACCUMULATE, ACCUMULATE, "backward", "", (), (), workspace_bytes=most_bytes)
     return replace(step, ops=(*step.ops, op))
+
+
+def copied_bytes(leaf: fx.Node, gradient: Any) -> int:
+    """What autograd allocates to copy a gradient into its leaf's layout; 0 where it takes it as it is."""
+    value = leaf.meta.get("val")
+    if not isinstance(gradient, fx.Node) or not isinstance(value, torch.Tensor) or _fits(value, gradient.meta["val"]):
+        return 0
+    return int(gradient.meta["val"].untyped_storage().nbytes())
 
 
 def _fits(leaf: torch.Tensor, gradient: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from shoal.capture.dynamo import (
     refusals,
     settings,
 )
+from shoal.capture.early_gradients import Fate
 from shoal.capture.fx_nodes import input_layers, parameter_places
 from shoal.capture.step_reader import capture
 from shoal.errors import CaptureError
@@ -113,10 +114,12 @@ class InputPlaces:
     Attributes:
         parameters: which are parameters.
         layers: module paths of the layers whose parameters and buffers are inputs.
+        early: the fate of gradients that may leave before the backward pass ends.
     """
 
     parameters: Collection[int]
     layers: Mapping[int, str]
+    early: Mapping[int, Fate] = field(default_factory=dict)
 
     @staticmethod
     def of(gm: fx.GraphModule) -> InputPlaces:
@@ -163,6 +166,7 @@ def joint_step(
             cpu_kernels=runs_here,
             rewrites=rewrites,
             aten_only=aten_only,
+            early=places.early,
         )
         raise _Done(captured)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
+from shoal.capture.early_gradients import Fate
 from shoal.capture.op_counts import signature
 from shoal.capture.rerun import second_node
 from shoal.core.step import StepGraph
@@ -27,6 +28,7 @@ class ReadOptions:
     layers: Mapping[int, str] | None = None
     static_bytes: int = 0
     aten_only: bool = False
+    early: Mapping[int, Fate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

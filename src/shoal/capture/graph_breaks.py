@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from shoal.capture.dynamo import call_of, refusals
+from shoal.lowlevel.torch_state import on_this_rank
 
 
 def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,6 +28,8 @@ def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[.
 
     # Functions between breaks are other models', too, such as those of torch.nn: their graphs are counted apart.
     apart = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+    if any(on_this_rank(p) is not p for p in model.parameters()):
+        apart["dynamic"] = False  # blocks of other sizes share the code of one class: they are no sizes that vary
     return torch.compile(call_of(model), backend=compile_graph, **apart)  # type: ignore[call-overload]
 
 

@@ -15,6 +15,7 @@ from torch import fx
 
 from shoal.capture import inplace
 from shoal.capture.captured import Captured
+from shoal.capture.early_gradients import HAND_OVER, HAND_OVER_TO_HOOK, hand_over
 from shoal.capture.fx_nodes import is_view
 from shoal.capture.rerun import second_call
 from shoal.capture.symbolic_sizes import is_size
@@ -63,9 +64,12 @@ def lower(
     for node in tangents:
         backward.copy_input(node)
     backward.saves_before = next(iter(backward.out.nodes))
-    for run in backward_runs:
+    leaving = _Leaving(captured, backward_runs)
+    for number, run in enumerate(backward_runs):
         backward.write(run)
-    backward.finish(captured.backward_outputs)
+        for places in leaving.after(number):
+            backward.hand_over(places)
+    backward.finish(leaving.others())
 
     forward = _Writer(captured, in_place, replayed, offloads)
     for node in captured.joint.graph.find_nodes(op="placeholder"):
@@ -101,6 +105,33 @@ class _Offloads:
     def transfers(self) -> Transfers:
         assert self._transfers is not None  # checked when it was made, and only called for what leaves
         return self._transfers
+
+
+class _Leaving:
+    """Which gradients leave the backward graph early: each group behind the op that completes it."""
+
+    def __init__(self, captured: Captured, runs: Sequence[Run]) -> None:
+        graph, storage_of = captured.graph, captured.storage_of
+        self._outputs = captured.backward_outputs
+        self._after: dict[int, list[tuple[int, ...]]] = {}
+        inputs = [n for n in captured.joint.graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
+        touches: dict[int, int] = {}  # storage → place of the last run that reads or writes it
+        for number, run in enumerate(runs):
+            touches |= dict.fromkeys((*run.of(graph).reads, *run.writes), number)
+        for op in graph.ops:
+            if op.target in (HAND_OVER, HAND_OVER_TO_HOOK):
+                places = tuple(p for p, node in enumerate(self._outputs) if storage_of.get(node) in op.reads)
+                own = {*op.reads, *(storage_of[inputs[place]] for place in places)}
+                self._after.setdefault(max(touches[s] for s in own if s in touches), []).append(places)
+
+    def after(self, number: int) -> list[tuple[int, ...]]:
+        """Places of the gradients, group by group, that leave after this run."""
+        return self._after.get(number, [])
+
+    def others(self) -> list[Any]:
+        """What the backward graph returns: None for those that have left."""
+        gone = {place for groups in self._after.values() for places in groups for place in places}
+        return [None if place in gone else node for place, node in enumerate(self._outputs)]
 
 
 def _is_node(captured: Captured, run: Run) -> bool:
@@ -190,6 +221,11 @@ class _Writer:
                 alone = run.again and op.again is not None  # the second run returns the first result by itself
                 self._written[item] = copy if alone else self.out.node_copy(item, lambda _: copy)
                 copy.meta = dict(item.meta) if alone else copy.meta
+
+    def hand_over(self, places: tuple[int, ...]) -> None:
+        """Let these gradients leave."""
+        gradients = [self._value(self.captured.backward_outputs[place]) for place in places]
+        self.out.call_function(hand_over, (places, gradients))
 
     def finish(self, outputs: Sequence[Any]) -> None:
         self.out.output(tuple(self._output(value) for value in outputs))

@@ -17,8 +17,9 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils._pytree import tree_leaves
 
 from shoal.capture import inplace
-from shoal.capture.accumulation import with_accumulation
+from shoal.capture.accumulation import copied_bytes, with_accumulation
 from shoal.capture.captured import Captured, ReadOptions
+from shoal.capture.early_gradients import Fate, gradient_order, with_early_gradients
 from shoal.capture.fx_nodes import is_view, layer_path
 from shoal.capture.lossless import save_fewer_bytes
 from shoal.capture.op_counts import flops, moved_bytes, signature, target_name
@@ -40,6 +41,7 @@ def capture(
     aten_only: bool = False,
     cpu_kernels: bool = True,
     rewrites: bool = True,
+    early: Mapping[int, Fate] | None = None,
 ) -> Captured:
     """Read a joint graph.
 
@@ -54,6 +56,7 @@ def capture(
         aten_only: leave out what Inductor does not know: rewrites to other ops, replay of random ones.
         cpu_kernels: False where the step will run on another device than it is captured on.
         rewrites: False leaves out the lossless rewrites, for a look at what PyTorch itself saves.
+        early: place of an input → the fate of its gradient, where that may leave before the backward pass ends.
 
     Raises:
         CaptureError: the graph has symbolic shapes that nothing bounds.
@@ -64,7 +67,9 @@ def capture(
     backward = {node for node in joint.graph.nodes if node.op == "call_function" and node not in forward}
     if rewrites:
         save_fewer_bytes(joint, backward, aten_only=aten_only, cpu_kernels=cpu_kernels)
-    options = ReadOptions(n_forward_outputs, static_inputs, model, parameters, layers, static_bytes, aten_only)
+    options = ReadOptions(
+        n_forward_outputs, static_inputs, model, parameters, layers, static_bytes, aten_only, early or {}
+    )
     return read_joint(joint, {node.name for node in backward}, options)
 
 
@@ -90,7 +95,15 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], options: 
             reader.visit(node)
         leaves = [n for n in graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
         step = StepGraph(options.model, *reader.finish(), options.static_bytes)
-        return with_accumulation(step, leaves, parts[1]), reader
+        left: Collection[int] = ()
+        if options.early:
+
+            def copied(place: int) -> int:
+                return copied_bytes(leaves[place], parts[1][place])
+
+            order = gradient_order(graph, parts[1])
+            step, left = with_early_gradients(step, order, leaves, parts[1], reader.storage_of, options.early, copied)
+        return with_accumulation(step, leaves, parts[1], left), reader
 
     numbers = usual_numbers(joint.graph)
     step, reader = read(with_numbers(joint, numbers) if numbers else joint.graph)

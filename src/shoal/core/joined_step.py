@@ -41,6 +41,8 @@ class Part:
             part has made a gradient that this one is added to.
         holds_tangents: whether the gradients of its results stay until its backward pass returns.
         held_results: those results that somebody holds for longer than the parts need them.
+        gathered: parameters that are there only while a pass runs, as of FSDP2: eager code gathers and frees them, and
+            their bytes are among those that it is measured to use.
     """
 
     graph: StepGraph
@@ -50,6 +52,7 @@ class Part:
     handed_on: Collection[int] = ()
     holds_tangents: bool = True
     held_results: Collection[int] = ()
+    gathered: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -256,8 +259,9 @@ class _Joining:
         elif kind == "tangent" or (kind == "gradient" and storage.id in part.handed_on):
             kind = "activation_gradient"
         place = self._of[number, storage.id] = len(self._storages)
+        nbytes = 0 if storage.id in part.gathered else storage.nbytes
         name, tensors = label(number) + storage.name, tuple(label(number) + t for t in storage.tensors)
-        self._storages.append(replace(storage, id=place, name=name, kind=kind, tensors=tensors))
+        self._storages.append(replace(storage, id=place, name=name, kind=kind, tensors=tensors, nbytes=nbytes))
 
     def _stretch(self, place: int, phase: Phase, number: int) -> None:
         """The eager code before a pass makes what the pass is given and nothing before has written."""

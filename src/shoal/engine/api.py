@@ -33,6 +33,7 @@ from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.core.sizes import format_bytes
 from shoal.engine.backend import compile_step
+from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.lossy_report import LossyReport
 from shoal.engine.lossy_report import lossy_report as report_on
 from shoal.engine.model_call import ModelCall, reject_function_transforms
@@ -41,8 +42,9 @@ from shoal.engine.parts import PartedSteps
 from shoal.engine.session import Session
 from shoal.engine.shared_budget import Budget, reject_member
 from shoal.engine.status import Status
+from shoal.engine.unreplicated import Unreplicated
 from shoal.errors import BudgetError, CaptureError, InputError
-from shoal.lowlevel.torch_state import active_ddp_module, in_trace
+from shoal.lowlevel.torch_state import active_ddp_module, has_gradient_hook, in_trace
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer, reject_copy
 from shoal.memory.static_memory import StaticMemory, distinct_bytes
@@ -211,6 +213,7 @@ def compile(
     forget = weakref.WeakMethod(caller.forget)
     session.on_repair = lambda: (method := forget()) and method()
     caller.install(network, model, status=status)
+    object.__setattr__(network, "_replicate_for_data_parallel", Unreplicated(network))
     return model
 
 
@@ -262,9 +265,12 @@ class _Caller(ModelCall):
             return plain_call(model, *args, **kwargs)
         reject_function_transforms()
         session = self.session
-        session.static.called_by(active_ddp_module())
+        wrapper = active_ddp_module()
+        session.static.called_by(wrapper)
         accumulating = session.before_call()
-        kind = accumulating, *global_hooks()
+        session.early = EarlyGradients.of(wrapper, added=accumulating, alone=session.loop.calls_at_once == 1)
+        session.static.hook_is_metered = session.early.sent
+        kind = accumulating, session.early, *global_hooks()
         try:
             return self._train(kind, args, kwargs)
         except TooManyCaptures as reached:
@@ -309,7 +315,7 @@ class _Caller(ModelCall):
         """Why the model is captured anew although nothing of what it is called with has changed; "" the first time."""
         if not self._planned:
             return "it is planned anew" if self.session.status.preparations else ""
-        return "there are gradients before the step" if kind[0] else "global hooks or gradients have changed"
+        return "there are gradients before the step" if kind[0] else "hooks, gradients or their exchange have changed"
 
     def _backend(self) -> Callable[..., Any]:
         session, kernels = (
@@ -341,7 +347,7 @@ def _reject_compiled(network: nn.Module) -> None:
 def _reject_hopeless(model: nn.Module, session: Session) -> None:
     budget_bytes = session.status.budget_bytes or 0
     parameter_bytes = distinct_bytes(model.parameters())
-    gradient_bytes = distinct_bytes(p for p in model.parameters() if p.requires_grad)
+    gradient_bytes = distinct_bytes(p for p in model.parameters() if p.requires_grad and not has_gradient_hook(p))
     state_bytes = session.static.state_bytes()
     floor_bytes = parameter_bytes + gradient_bytes + state_bytes + distinct_bytes(model.buffers())
     if budget_bytes < floor_bytes:

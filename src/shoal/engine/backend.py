@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
 from shoal.capture.dynamo import refusals
+from shoal.capture.early_gradients import gradient_order, handed_over
 from shoal.capture.graph_breaks import break_after
 from shoal.capture.lower import lower
 from shoal.capture.pieces import in_pieces
@@ -25,6 +27,7 @@ from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.engine.choose_variant import compile_chosen
 from shoal.engine.first_run import checked
+from shoal.engine.gradient_gates import Gradients, gates_or_all, through_gates
 from shoal.engine.graph_runner import Compiler, compiler
 from shoal.engine.loop_memory import Basis
 from shoal.engine.many_shapes import compile_for_shapes
@@ -87,6 +90,8 @@ def compile_step(
     session.status.captures += 1
     run_graphs = compiler(kernels)
     places, aten_only = InputPlaces.of(gm), kernels == "inductor"
+    if not aten_only:
+        places = replace(places, early=session.early.fates(example_inputs, session.static.step_in_hook_bytes))
 
     def captured(graph: fx.GraphModule) -> Captured:
         return joint_step(graph, example_inputs, places, name=session.name, aten_only=aten_only)
@@ -140,6 +145,9 @@ class PlannedStep:
         self.errors_unknown = False
         self.fingerprint = ""  # of the step as captured
         self.departures: dict[str, Departure] = {}
+        self.handed_stayed: bool | None = None
+        self.leaving: tuple[tuple[int, ...], ...] = ()  # places of the gradients that leave early, group by group
+        self.gradient_order: list[int] = []  # places of all gradients as eager PyTorch finds them
         self._captured: Captured | None = None  # as it was planned, where sizes vary
         self._sizes_seen: set[tuple[int, ...]] = set()
         self._numbers: Numbers = {}  # of the last call that was metered
@@ -148,12 +156,18 @@ class PlannedStep:
         """What runs a graph of Dynamo's: its training step as planned, or only its forward pass."""
         with eager_kernels():
             doing("capture", str(self.form.variant))
-            return aot_autograd(
+            compiled: Callable[..., Any] = aot_autograd(
                 fw_compiler=self.compile_forward,
                 bw_compiler=self.compile_backward,
                 inference_compiler=self.run_graphs,
                 partition_fn=self.partition,
             )(graph, example_inputs)
+        if not self.leaving:
+            return compiled
+        return through_gates(compiled, self.leaving, self.gradient_order, self._note_handed)
+
+    def _note_handed(self, stayed: bool) -> None:
+        self.handed_stayed = stayed or bool(self.handed_stayed)
 
     def partition(
         self,
@@ -174,6 +188,7 @@ class PlannedStep:
                 aten_only=self.aten_only,
                 parameters=self.places.parameters,
                 layers=self.places.layers,
+                early=self.places.early,
             )
         if self._choose is not None:
             self.form = self._choose(captured)
@@ -191,7 +206,12 @@ class PlannedStep:
         self.errors_unknown = bool(self.plan.encoded)
         transfers = self.session.carry(self.plan, captured.device)
         doing("plan", "writing its graphs")
-        return lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
+        forward, backward = lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
+        self.leaving, self.gradient_order = (
+            handed_over(backward.graph),
+            gradient_order(captured.joint.graph, captured.backward_outputs),
+        )
+        return forward, backward
 
     def make_plan(self, captured: Captured) -> Captured:
         """Set `plan` and `basis`; the step as it is under the plan."""
@@ -238,12 +258,24 @@ class PlannedStep:
 
     def compile_backward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self._compile(module, example_inputs)
+        output: Any = module.graph.output_node().args[0]
+        n_gradients = len(output)
 
-        def backward(arguments: list[Any]) -> Any:
-            gradients = self.session.metering.backward(self, run, arguments)
+        def learn_layouts() -> None:
             if departures := dict(self.departures):
                 self.departures.clear()
                 self.session.learn_layouts(self.fingerprint, departures)
+
+        def in_parts(arguments: list[Any]) -> Gradients:
+            gradients = yield from self.session.metering.backward_in_parts(self, run, arguments)
+            learn_layouts()
+            return gradients
+
+        def backward(arguments: list[Any]) -> Any:
+            if self.leaving:
+                return gates_or_all(in_parts(arguments), self.leaving, n_gradients)
+            gradients = self.session.metering.backward(self, run, arguments)
+            learn_layouts()
             return gradients
 
         backward._boxed_call = True  # type: ignore[attr-defined]

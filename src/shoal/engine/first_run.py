@@ -8,12 +8,13 @@ graph, and later runs are as fast as if nothing had been looked at.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from shoal.capture.early_gradients import hand_over, handed_over
 from shoal.capture.op_counts import target_name
 from shoal.capture.symbolic_sizes import Numbers, at_numbers, call_sizes, numbers_of
 from shoal.capture.traced_strides import Departure, is_put_right, joint_name
@@ -37,18 +38,33 @@ def checked(
     Returns:
         The callable. Its first run, and where sizes vary the first one at each, raises CaptureError where a kernel
         returned another shape or dtype than the trace has, or a layout from which no copy leads to the traced one.
+        Where the graph hands gradients over, it returns a generator of them, as the compiled graph does.
     """
     compiled: Callable[..., Any] | None = None
     sizes_of, seen = call_sizes(module.graph), set[tuple[int, ...]]()
 
     def run(arguments: list[Any]) -> Any:
-        nonlocal compiled
         sizes = sizes_of(arguments)
         if compiled is not None and sizes in seen:
             return compiled(arguments)
         seen.add(sizes)
         look = _Look(module, arguments)
         results = run_nodes(module, arguments, look)
+        write_corrections(look, sizes)
+        return results
+
+    def run_in_parts(arguments: list[Any]) -> Generator[list[Any], None, Any]:
+        sizes = sizes_of(arguments)
+        if compiled is not None and sizes in seen:
+            return (yield from compiled(arguments))
+        seen.add(sizes)
+        look = _Look(module, arguments)
+        results = yield from nodes_in_parts(module, arguments, look)
+        write_corrections(look, sizes)
+        return results
+
+    def write_corrections(look: _Look, sizes: tuple[int, ...]) -> None:
+        nonlocal compiled
         departures.update({d.node: d for d in look.departed.values() if d is not None})
         if look.departed and look.numbers:  # strides that vary are looked at again in every run
             seen.discard(sizes)
@@ -56,8 +72,9 @@ def checked(
             for node, strides in look.strides.items():
                 _write_correction(module.graph, node, strides)
             compiled = compile_graph(module, example_inputs)
-        return results
 
+    if handed_over(module.graph):
+        return run_in_parts
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
@@ -70,6 +87,19 @@ def run_nodes(module: fx.GraphModule, arguments: list[Any], look: Callable[[fx.N
         arguments: its inputs; the list is emptied.
         look: is given each node and its value, and returns the value to go on with.
     """
+    running = nodes_in_parts(module, arguments, look)
+    while True:
+        try:
+            next(running)
+        except StopIteration as end:
+            return end.value
+
+
+def nodes_in_parts(
+    module: fx.GraphModule, arguments: list[Any], look: Callable[[fx.Node, Any], Any]
+) -> Generator[list[Any], None, Any]:
+    """`run_nodes` that yields the gradients that the graph hands over, each group where it does; whoever takes them
+    empties the list."""
     nodes = list(module.graph.nodes)
     values: dict[fx.Node, Any] = dict(zip(module.graph.find_nodes(op="placeholder"), arguments, strict=True))
     arguments.clear()
@@ -84,8 +114,11 @@ def run_nodes(module: fx.GraphModule, arguments: list[Any], look: Callable[[fx.N
             values[node] = node.target(*args, **kwargs)
             del args, kwargs
         values[node] = look(node, values[node])
+        leaving = values[node] if node.target is hand_over else None
         for done in dying[node]:
             del values[done]
+        if leaving is not None:
+            yield leaving
     raise AssertionError("a graph ends with its output")
 
 

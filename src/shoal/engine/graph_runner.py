@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
+from shoal.capture.early_gradients import hand_over
 from shoal.errors import InputError
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -34,7 +35,8 @@ def compiler(name: str) -> Compiler:
 def _eager(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     codegen = _CallsKernels(module.graph)
     module.graph.set_codegen(codegen)
-    module.graph.on_generate_code(lambda _: codegen.with_kernels)
+    leaving = [node.name for node in module.graph.nodes if node.target is hand_over]
+    module.graph.on_generate_code(lambda _: lambda lines: _yielding(leaving, codegen.with_kernels(lines)))
     module.recompile()
     forward = module.forward
 
@@ -68,6 +70,25 @@ class _CallsKernels(fx.graph._BoxedCodeGen):
 
 
 _AN_OP = re.compile(r"torch\.ops\.\w+\.\w+\.\w+(?=\()")
+
+
+def _yielding(leaving: Sequence[str], body: list[str]) -> list[str]:
+    """Generated code that yields the lists of these names, each where it is made, after what dies there is dropped.
+
+    >>> _yielding(["out"], ["out = hand_over((0,), [g])", ";  g = out = None\\n", "return (h,)"])
+    ['out = hand_over((0,), [g])', ';  g = None\\n', 'yield out\\n', 'return (h,)']
+    """
+    changed: list[str] = []
+    name = ""
+    for text in body:
+        if name:  # what follows the call: the names that die with it
+            dying = [one for one in text.strip("; \n").split(" = ")[:-1] if one != name]
+            changed += [f";  {' = '.join([*dying, 'None'])}\n" if dying else "\n", f"yield {name}\n"]
+            name = ""
+            continue
+        name = next((one for one in leaving if text.startswith(f"{one} = ")), "")
+        changed.append(text)
+    return changed
 
 
 def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.capture.accumulation import ACCUMULATE
+from shoal.capture.early_gradients import HAND_OVER, HAND_OVER_TO_HOOK
 from shoal.core.order import in_order_of, op_names
 from shoal.core.plan import Plan
 from shoal.core.step import Op, StepGraph, Storage, StorageKind
@@ -30,6 +31,8 @@ class LoopMemory:
         released: places, among the forward graph's outputs, of those that nobody holds when the backward pass begins.
         tangents_pass: whether the gradients of outputs die with their last reader, not with the step.
         small_bytes: room for the loss itself and other small tensors of the loop, all step.
+        hooks_free: whether gradients that are handed over to hooks while the backward pass runs are freed there, as
+            by an optimizer that steps in them.
         kept_share: what the loss keeps for the whole backward pass, as a multiple of the outputs' gradients. 1 is
             `F.mse_loss`, whose mean lies in the storage of all squares.
         loss_share: its workspace besides, as such a multiple.
@@ -45,6 +48,7 @@ class LoopMemory:
     small_bytes: int = 512
     loss_share: float = 1.0
     kept_share: float = 1.0
+    hooks_free: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:
         tangents_pass=True,
         loss_share=1.0,
         kept_share=0.0,
+        hooks_free=True,
     )
 
 
@@ -125,11 +130,14 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
     released = {outputs[place] for place in loop.released if place in outputs}
     saved = {graph.storages[storage].name for storage in graph.saved}
     tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")
+    to_hooks = {s for op in graph.ops if op.target == HAND_OVER_TO_HOOK for s in op.reads}
 
     def seen(storage: Storage) -> Storage:
         if storage.kind == "output" and storage.name in released - saved:
             return replace(storage, kind="activation")
         if storage.kind == "tangent" and loop.tangents_pass:
+            return replace(storage, kind="activation_gradient")
+        if storage.id in to_hooks and loop.hooks_free:
             return replace(storage, kind="activation_gradient")
         return storage
 
@@ -169,10 +177,12 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
 
 
 def by_itself(graph: StepGraph) -> StepGraph:
-    """The step without what a loop holds and without autograd's copies of gradients: only what is computed."""
-    ops = [op for op in graph.ops if op.name not in (HELD_RESULTS, HELD_GRADIENTS, ACCUMULATE)]
+    """The step without what a loop holds and without what becomes of its gradients: only what is computed."""
+    handing = (HAND_OVER, HAND_OVER_TO_HOOK)
+    others = (HELD_RESULTS, HELD_GRADIENTS, ACCUMULATE)
+    ops = [op for op in graph.ops if op.name not in others and op.target not in handing]
     held = {s.id for s in graph.storages if s.name in (HELD_RESULTS, HELD_GRADIENTS, KEPT_OF_LOSS)}
-    kinds: dict[int, StorageKind] = {}
+    kinds: dict[int, StorageKind] = {s: "gradient" for op in graph.ops if op.target in handing for s in op.reads}
     for op in ops:
         if op.phase == "loss":
             kinds |= dict.fromkeys(op.reads, "output")

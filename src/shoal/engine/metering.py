@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ class Metered(Protocol):
         n_outputs: how many results its forward graph returns. n_tangents: how many gradients of results its backward
             graph is given, as the last of its arguments.
         results: the places, among them, of those that the caller gets.
+        handed_stayed: whether a gradient that was handed over to a hook was still there afterwards; None: none was.
     """
 
     steps_to_meter: int
@@ -40,6 +41,7 @@ class Metered(Protocol):
     n_outputs: int
     n_tangents: int
     results: tuple[int, ...]
+    handed_stayed: bool | None
 
     def basis_in_call(self) -> Basis | None:
         """What the plan was made for, with the sizes of the last call that was metered."""
@@ -102,38 +104,61 @@ class Metering:
 
     def backward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the backward graph of a step."""
-        self.gradients_are_used = False
-        call = self.calls.goes_back(keys_of(arguments), step)
-        window, meter = self._window, self._meter
-        # No call is known for one that is sent back a second time.
-        if window is None or meter is None or (call is None and not self._goes_back_first()):
+        tangents = self._begin_backward(step, arguments)
+        if tangents is None:
             return run(arguments)
-        if call is not None:
-            self._note_results(window, call)
-        window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
-        meter.resume(self._in_use(arguments))
-        given = arguments[len(arguments) - step.n_tangents :]
-        tangents = [WeakStorage(tangent) for tangent in given if isinstance(tangent, torch.Tensor)]
-        del given
         try:
             gradients = run(arguments)
         except BaseException:
             self._give_up()
             raise
+        self._end_backward(tangents)
+        return gradients
+
+    def backward_in_parts(
+        self, step: Metered, run: Callable[[list[Any]], Generator[list[Any], None, Any]], arguments: list[Any]
+    ) -> Generator[list[Any], None, Any]:
+        """Run the backward graph of a step that hands gradients over: what hooks allocate with them counts."""
+        tangents = self._begin_backward(step, arguments)
+        if tangents is None:
+            return (yield from run(arguments))
+        try:
+            gradients = yield from run(arguments)
+        except BaseException:
+            self._give_up()
+            raise
+        self._end_backward(tangents)
+        return gradients
+
+    def _begin_backward(self, step: Metered, arguments: Sequence[Any]) -> list[WeakStorage] | None:
+        """The gradients of results that the backward pass of a metered call is given; None for any other call."""
+        self.gradients_are_used = False
+        call = self._goes_back(step, arguments)
+        window, meter = self._window, self._meter
+        if window is None or meter is None or call is None:  # None for a call that is sent back a second time
+            return None
+        self._note_results(window, call)
+        window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
+        meter.resume(self._in_use(arguments))
+        given = arguments[len(arguments) - step.n_tangents :]
+        return [WeakStorage(tangent) for tangent in given if isinstance(tangent, torch.Tensor)]
+
+    def _end_backward(self, tangents: Sequence[WeakStorage]) -> None:
+        window, meter = self._window, self._meter
+        if window is None or meter is None:  # given up by another model's call
+            return
         window.tangents_stayed |= any(tangent.is_alive for tangent in tangents)
         if self._goes_on():
             meter.pause()
         else:
             self._end(window, meter)
-        return gradients
+
+    def _goes_back(self, step: Metered, arguments: Sequence[Any]) -> Call | None:
+        return self.calls.goes_back(keys_of(arguments), step)
 
     def _end(self, window: Window, meter: StepMeter) -> None:
         """The last backward pass of a window is over."""
         self._close(window, meter.end())
-
-    def _goes_back_first(self) -> bool:
-        """Whether the backward pass that begins is the first of its call, though that has left no trace."""
-        return False
 
     def _goes_on(self) -> bool:
         """Whether the window has more passes to come."""

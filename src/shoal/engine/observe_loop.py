@@ -22,11 +22,15 @@ def observe_loop(window: Window, measured: Measured, loop: LoopMemory, *, gradie
         gradients_pass: whether gradients of the step before were there when the first forward pass began.
     """
     released = frozenset(window.released - window.kept)
+    freed = any(step.handed_stayed is False for step in window.steps) and not any(
+        step.handed_stayed for step in window.steps
+    )
     seen = replace(
         loop,
         learnt=True,
         released=loop.released & released if loop.learnt else released,
         tangents_pass=not window.tangents_stayed and (loop.tangents_pass or not loop.learnt),
+        hooks_free=freed and (loop.hooks_free or not loop.learnt),
         drops_late=loop.drops_late and not (window.gradients_stayed and gradients_pass),
     )
     loss_shares = [loop.loss_share] if loop.learnt else []

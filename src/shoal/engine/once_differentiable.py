@@ -20,7 +20,7 @@ def once_differentiable(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*arguments: Any) -> Any:
         outputs = compiled(*arguments)
-        node = _backward_of(outputs)
+        node = backward_of(outputs)
         if node is not None:
             node.register_prehook(_reject_second_order)
         return outputs
@@ -30,7 +30,7 @@ def once_differentiable(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _backward_of(outputs: Iterable[Any]) -> Any:
+def backward_of(outputs: Iterable[Any]) -> Any:
     """The autograd node that runs the compiled backward pass; an output may be a view of what that node returns."""
     for output in tree_leaves(outputs):
         node = output.grad_fn if isinstance(output, torch.Tensor) else None

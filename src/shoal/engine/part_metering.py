@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from shoal.core.joined_step import Interval
-from shoal.engine.metering import Metering, Run, Window
+from shoal.engine.calls import Call
+from shoal.engine.metering import Metered, Metering, Run, Window
 from shoal.engine.part_record import MeteredPart, Record
 from shoal.lowlevel.torch_state import call_at_end_of_backward
 from shoal.memory.static_memory import distinct_bytes
@@ -31,7 +32,7 @@ class PartMetering(Metering):
         self.arguments: list[torch.Tensor] = []
         self.in_call = False
         self._from_call = False
-        self._part_goes_back = False
+        self._is_of_record = False  # the pass that runs
         self.record = Record()
         self._recorded: Window | None = None
 
@@ -45,7 +46,12 @@ class PartMetering(Metering):
         if not self._meter.counts_between:
             self._give_up()
             return
-        self.record, self._recorded, self._from_call = Record(), self._window, True
+        self._begin_record(self._window, from_call=True)
+
+    def _begin_record(self, window: Window, *, from_call: bool) -> None:
+        there_bytes = sum(held.nbytes for held in self._old_gradients if held.is_alive)
+        there_bytes += distinct_bytes(self._static.lasting_tensors())
+        self.record, self._recorded, self._from_call = Record(there_bytes), window, from_call
 
     def forward(self, step: MeteredPart, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
         if self._window is None and not step.steps_to_meter:
@@ -56,9 +62,10 @@ class PartMetering(Metering):
         if self._window is None:
             return outputs
         if self._window is not self._recorded:
-            self.record, self._recorded, self._from_call = Record(), self._window, False
+            self._begin_record(self._window, from_call=False)
             fresh = [False] * len(fresh)
-        self.record.went_forward(step, self.calls.number, held, fresh, outputs)
+        lasting = {tensor.untyped_storage()._cdata for tensor in self._static.lasting_tensors()}
+        self.record.went_forward(step, self.calls.number, held, fresh, outputs, lasting)
         return outputs
 
     def backward(self, step: MeteredPart, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
@@ -73,11 +80,11 @@ class PartMetering(Metering):
             self.record.went_back(number, gradients)
             return gradients
 
-        self._part_goes_back = True
+        self._is_of_record = True
         try:
             return super().backward(step, noted, arguments)
         finally:
-            self._part_goes_back = False
+            self._is_of_record = False
 
     def intervals(self) -> list[Interval]:
         """Of the window that has just ended: what was in use before it, then of each stretch and each pass in turn."""
@@ -109,8 +116,10 @@ class PartMetering(Metering):
         """Stop metering: the backward pass of what has run is not expected any more."""
         self._give_up()
 
-    def _goes_back_first(self) -> bool:
-        return self._part_goes_back  # a part that saves its inputs alone has a place in the record all the same
+    def _goes_back(self, step: Metered, arguments: Sequence[Any]) -> Call | None:
+        call = super()._goes_back(step, arguments)
+        # A part that saves its inputs alone is known by its place among the passes.
+        return Call(None, True, {}, self.calls.number) if call is None and self._is_of_record else call
 
     def _goes_on(self) -> bool:
         if self.in_call:  # something is sent back before the forward pass is over

@@ -35,7 +35,7 @@ from shoal.engine.overlapping import plan_overlapping
 from shoal.engine.part_record import Record
 from shoal.engine.session import Session
 from shoal.engine.step_planning import allowed
-from shoal.errors import BudgetError
+from shoal.errors import BudgetError, CaptureError
 from shoal.planners import Planner
 from shoal.planners import get as planner_called
 from shoal.planners.infeasible import infeasible
@@ -118,6 +118,25 @@ def least_bytes(graph: StepGraph, device: torch.device, in_use_bytes: int) -> in
     return in_use_bytes + simulate(alone, least.residences).peak_bytes - graph.resident_bytes
 
 
+def no_graph(session: Session, broken: str) -> CaptureError:
+    """The refusal of a model of which nothing can be captured.
+
+    Args:
+        session: of the model.
+        broken: where Dynamo could not go on, and why.
+    """
+    way_out = f"it breaks at {broken}; take that line out of the model"
+    if session.static.is_sharded:
+        way_out = (
+            "fully_shard is applied to single layers of torch.nn; apply it to modules with a forward of their own, "
+            "such as a block of layers"
+        )
+    return CaptureError(
+        f"no graph of {session.name or 'the model'} can be captured, so no step can be planned: {way_out}, or give "
+        "budget=None"
+    )
+
+
 def _with_loss(graph: StepGraph, workspace_bytes: int) -> StepGraph:
     """While later parts run, what this one saved waits: it is to leave them so many bytes.
 
@@ -140,6 +159,7 @@ class MeasuredParts:
         device: where it runs.
         sizes: where the sizes of a part vary: what its storages took when the step was metered, by name. Its graph has
             what they may take at most.
+        static_bytes: as of `Record`.
     """
 
     parts: tuple[Part, ...]
@@ -149,6 +169,7 @@ class MeasuredParts:
     begin_bytes: int
     device: torch.device
     sizes: tuple[Mapping[str, int], ...] = ()
+    static_bytes: int = 0
 
     @staticmethod
     def of_last_call(record: Record, intervals: Sequence[Interval]) -> MeasuredParts | None:
@@ -176,6 +197,7 @@ class MeasuredParts:
             begin,
             record.runs[last[0]].step.device,
             tuple(record.runs[number].step.bytes_in_call() for number in last),
+            record.static_bytes,
         )
 
     @property
@@ -188,7 +210,11 @@ class MeasuredParts:
         """The step, with what eager code was measured to use. Its static memory is not known here."""
         largest = joined_step(model, self.parts, self.passes)
         bare = joined_step(model, self._parts_as_metered(), self.passes) if any(self.sizes) else largest
-        as_measured = replace(bare, static_bytes=max(0, self.begin_bytes - bare.resident_bytes))
+        static_bytes = max(0, self.begin_bytes - bare.resident_bytes)
+        if any(part.gathered for part in self.parts):  # what is gathered before the first pass is no static memory
+            own_bytes = sum(s.nbytes for s in bare.storages if s.kind in ("parameter", "buffer"))
+            static_bytes = max(0, self.static_bytes - own_bytes)
+        as_measured = replace(bare, static_bytes=static_bytes)
         measured = with_measured(as_measured, self.residences, self.intervals)
         return replace(measured if bare is largest else grown(measured, largest), static_bytes=0)
 

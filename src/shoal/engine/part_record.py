@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -76,6 +76,7 @@ class PartRun:
         call: number of the model's call that it belongs to.
         same, fresh: as of `Part`.
         added: gradients of parameters that another run has made a gradient of before.
+        gathered: as of `Part`.
         tangents: those that its backward pass was given.
         holds_tangents, held_results: as of `Part`.
         results: what its forward pass has handed to its caller.
@@ -86,6 +87,7 @@ class PartRun:
     same: dict[int, Place] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
     added: set[int] = field(default_factory=set)
+    gathered: set[int] = field(default_factory=set)
     tangents: list[WeakStorage] = field(default_factory=list)
     holds_tangents: bool = True
     held_results: set[int] = field(default_factory=set)
@@ -98,11 +100,23 @@ class PartRun:
         passed = {
             gradient
             for given, gradient in zip(ports.inputs, ports.gradients, strict=False)
-            if gradient >= 0 and kinds.get(given) == "input" and (given in self.same or given in self.fresh)
+            if gradient >= 0
+            and (
+                given in self.gathered or (kinds.get(given) == "input" and (given in self.same or given in self.fresh))
+            )
         }
         results = {s for s in ports.results if s >= 0}
         fresh = {s for s in self.fresh if kinds.get(s) == "input"}  # a model may be younger than the meter
-        return Part(graph, results, self.same, fresh, passed | self.added, self.holds_tangents, self.held_results)
+        return Part(
+            graph,
+            results,
+            self.same,
+            fresh,
+            passed | self.added,
+            self.holds_tangents,
+            self.held_results,
+            frozenset(self.gathered),
+        )
 
 
 class Record:
@@ -111,9 +125,11 @@ class Record:
     Attributes:
         runs: of parts, in the order of their forward passes.
         passes: what ran when.
+        static_bytes: of parameters, buffers, optimizer state and gradients that were there when it began.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, static_bytes: int = 0) -> None:
+        self.static_bytes = static_bytes
         self.runs: list[PartRun] = []
         self.passes: list[Pass] = []
         self._made: dict[int, tuple[WeakStorage, Place]] = {}
@@ -131,6 +147,7 @@ class Record:
         arguments: Sequence[WeakStorage | None],
         fresh: Sequence[bool],
         outputs: Sequence[Any],
+        lasting: Collection[int] | None = None,
     ) -> None:
         """A part's forward pass is over.
 
@@ -140,14 +157,19 @@ class Record:
             arguments: what it was given; None for what is no tensor.
             fresh: which of them were made during the step.
             outputs: what its graph returned.
+            lasting: keys of the parameters that are there all step; any other is gathered. None: all are.
         """
         number = len(self.runs)
         this = PartRun(step, call)
         self.runs.append(this)
         self.passes.append((number, "forward"))
+        parameters = {s.id for s in step.graph.storages if s.kind == "parameter"} if lasting is not None else set()
         for storage, one, is_new in zip(step.ports.inputs, arguments, fresh, strict=True):
             if one is None or storage < 0 or storage in this.same:
                 continue
+            if storage in parameters and one.key not in (lasting or ()):
+                this.gathered.add(storage)
+                is_new = False
             if not self._recall(this, storage, one):
                 self._made[one.key] = one, (number, storage)
                 if is_new:

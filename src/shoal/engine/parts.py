@@ -29,11 +29,11 @@ from shoal.core.variant import WHOLE
 from shoal.engine.backend import STEPS_TO_METER
 from shoal.engine.metering import Window
 from shoal.engine.part_metering import PartMetering
-from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share
+from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share, no_graph
 from shoal.engine.part_sequence import Node, PartSequence, PartStep
 from shoal.engine.session import Session
 from shoal.engine.snapshot import Snapshot
-from shoal.errors import BudgetError, CaptureError
+from shoal.errors import BudgetError
 
 log = logging.getLogger("shoal")
 
@@ -106,10 +106,7 @@ class PartedSteps(PartSequence):
             if self.node.part is None and self.session.status.budget_bytes is not None:
                 if before is not None:
                     before.restore()
-                raise CaptureError(
-                    f"no graph of {self.session.name or 'the model'} can be captured, so no step can be planned: it "
-                    f"breaks at {self._broken}; take that line out of the model, or give budget=None"
-                )
+                raise no_graph(self.session, self._broken)
             return outputs
         except BudgetError:
             self.metering.abandon()

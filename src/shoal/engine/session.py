@@ -19,6 +19,7 @@ from shoal.core.progress import doing
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
+from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.loop_memory import LoopMemory, best_case, step_alone
 from shoal.engine.metering import Metered, Metering, Window
 from shoal.engine.observe_loop import observe_loop
@@ -55,6 +56,7 @@ class Session:
         loop: the memory that the training loop holds, as far as it is known.
         sizes: those of the inputs that the model was called with.
         metering: runs the steps and measures the memory that they use.
+        early: how the gradients of the call under way are used while its backward pass runs.
         state_bytes: of the optimizers' state, as the plans in force count it.
     """
 
@@ -67,6 +69,7 @@ class Session:
     on_repair: Callable[[], None] | None = None
     loop: LoopMemory = field(default_factory=LoopMemory)
     sizes: SizesSeen = field(default_factory=SizesSeen)
+    early: EarlyGradients = field(default_factory=EarlyGradients)
     metering: Metering = field(init=False)
     state_bytes: int = 0
     _learnt_bytes: dict[str, int] = field(default_factory=dict)

@@ -43,6 +43,16 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def autograd_node() -> Any:
+    """The node of autograd's graph whose backward function runs on this thread; None outside of one."""
+    return torch._C._current_autograd_node()
+
+
+def without_autocast() -> Any:
+    """A context in which autocast changes nothing, also where a user's is in force."""
+    return torch._C._DisableAutocast()
+
+
 def saved_tensors_hooks() -> Any:
     """The innermost `torch.autograd.graph.saved_tensors_hooks` in force; None where there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -67,6 +77,25 @@ def active_ddp_module() -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward pass runs."""
     module: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
     return module
+
+
+def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds on this rank: a DTensor's shard, or the tensor itself."""
+    own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return own
+
+
+def has_gradient_hook(parameter: torch.Tensor) -> bool:
+    """Whether something takes a parameter's gradient as soon as it is accumulated, such as an optimizer that steps.
+
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> has_gradient_hook(weight)
+    False
+    >>> handle = weight.register_post_accumulate_grad_hook(lambda weight: None)
+    >>> has_gradient_hook(weight)
+    True
+    """
+    return bool(parameter._post_accumulate_grad_hooks) or hasattr(parameter, "_in_backward_optimizers")
 
 
 def has_hooks(module: nn.Module) -> bool:

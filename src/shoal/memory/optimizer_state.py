@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.core.sizes import format_bytes
 from shoal.errors import InputError, brief
+from shoal.lowlevel.torch_state import on_this_rank
 
 _KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "adadelta": (optim.Adadelta, {}),
@@ -47,7 +48,7 @@ class NamedOptimizer:
     def made_for(self, parameters: Iterable[torch.Tensor]) -> optim.Optimizer | None:
         """One over parameters on the meta device, as large as these; None where none is trained."""
         kind, options = _KINDS[self.name]
-        trained = [_on_meta(p.shape, p.dtype) for p in parameters if p.requires_grad]
+        trained = [_on_meta(on_this_rank(p).shape, p.dtype) for p in parameters if p.requires_grad]
         return kind(trained, **options) if trained else None
 
     def state_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
@@ -57,7 +58,7 @@ class NamedOptimizer:
         400
         """
         kind, options = _KINDS[self.name]
-        alike = Counter((p.shape, p.dtype, p.device) for p in parameters if p.requires_grad)
+        alike = Counter((on_this_rank(p).shape, p.dtype, p.device) for p in parameters if p.requires_grad)
         return sum(
             count * _bytes_after_one_step(kind, [{**options, "params": [_on_meta(shape, dtype)]}], [device])
             for (shape, dtype, device), count in alike.items()
@@ -146,7 +147,7 @@ def optimizer_state_bytes(optimizer: optim.Optimizer) -> int:
             elif parameter.requires_grad:
                 new.append(parameter)
         if new:
-            new_groups.append({**group, "params": [_on_meta(p.shape, p.dtype) for p in new]})
+            new_groups.append({**group, "params": [_on_meta(on_this_rank(p).shape, p.dtype) for p in new]})
             devices += [p.device for p in new]
     return present_bytes + _bytes_after_one_step(type(optimizer), new_groups, devices)
 
@@ -165,7 +166,7 @@ def step_scratch_bytes(optimizer: optim.Optimizer, device_type: str) -> int:
     for group in optimizer.param_groups:
         if group.get("fused"):
             continue
-        shadows = [_on_meta(p.shape, p.dtype) for p in group["params"] if p.requires_grad]
+        shadows = [_on_meta(on_this_rank(p).shape, p.dtype) for p in group["params"] if p.requires_grad]
         for parameter in shadows:
             parameter.grad = torch.empty_like(parameter)
         foreach = group.get("foreach")
@@ -247,6 +248,7 @@ def _bytes_after_one_step(
 def _device_bytes(value: object, device: torch.device, *, counts_there: bool = False) -> int:
     """Bytes of an entry of an optimizer's state; step counters on the CPU do not count on another device."""
     if isinstance(value, torch.Tensor):
+        value = on_this_rank(value)
         is_there = value.device.type in (device.type, "meta") or value.dim() > 0 or counts_there
         return value.numel() * value.element_size() if is_there else 0
     return 0

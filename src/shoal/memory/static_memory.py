@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.step import StepGraph
+from shoal.lowlevel.torch_state import has_gradient_hook, on_this_rank
 from shoal.memory.optimizer_state import Declared, NamedOptimizer, optimizer_state_bytes, step_scratch_bytes
 
 
@@ -25,6 +26,7 @@ class StaticMemory:
 
     Attributes:
         gradients_pass: gradients from before a step are freed before its backward pass, so they do not count.
+        hook_is_metered: the communication hook runs within the step that is metered, which counts its bytes there.
     """
 
     def __init__(
@@ -34,10 +36,12 @@ class StaticMemory:
         parameters: Iterable[torch.Tensor] = (),
     ) -> None:
         self._models: list[weakref.ref[nn.Module]] = []
+        # FSDP2 puts gathered parameters in the place of these while the model runs.
+        self._shards: dict[weakref.ref[nn.Module], list[weakref.ref[torch.Tensor]]] = {}
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._named: list[tuple[weakref.ref[nn.Module] | None, NamedOptimizer]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self.gradients_pass = False
+        self.gradients_pass = self.hook_is_metered = False
         self._counted: Collection[int] | None = None
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
         self.add(model, optimizer)
@@ -45,8 +49,9 @@ class StaticMemory:
     def add(self, model: nn.Module | None, optimizer: Declared | None = None) -> None:
         """Count another model, and the optimizer that trains it; what several have in common counts once."""
         reference = None if model is None else weakref.ref(model)
-        if reference is not None:
+        if model is not None and reference is not None:
             self._models.append(reference)
+            self._shards[reference] = [weakref.ref(p) for p in model.parameters() if on_this_rank(p) is not p]
         if isinstance(optimizer, NamedOptimizer):
             self._named.append((reference, optimizer))
         elif optimizer is not None and all(optimizer is not known for known in self._alive()[1]):
@@ -55,6 +60,12 @@ class StaticMemory:
     def called_by(self, wrapper: DistributedDataParallel | None) -> None:
         """Set the `DistributedDataParallel` wrapper that calls the model, if any: its gradient buckets count."""
         self._wrapper = None if wrapper is None else weakref.ref(wrapper)
+
+    @property
+    def hook_bytes(self) -> int:
+        """Most bytes of the DDP wrapper's communication hook: its attribute `hook_bytes`, if it has one."""
+        wrapper = self._wrapper() if self._wrapper is not None else None
+        return int(getattr(wrapper, "hook_bytes", 0))
 
     def trains(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer is registered here, or has a parameter of the model."""
@@ -92,17 +103,20 @@ class StaticMemory:
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that exist."""
         models, _ = self._alive()
-        return [p.grad for model in models for p in model.parameters() if p.grad is not None]
+        own = (p for model in models for p in self._parameters_in(model))
+        return [on_this_rank(p.grad) for p in own if p.grad is not None]
 
     def lasting_tensors(self) -> list[torch.Tensor]:
         """`tensors` without the gradients."""
         models, optimizers = self._alive()
         tensors: list[torch.Tensor] = []
         for model in models:
-            tensors += [*model.parameters(), *model.buffers()]
+            tensors += map(on_this_rank, (*self._parameters_in(model), *model.buffers()))
         for optimizer in optimizers:
-            tensors += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
-        if bucket_bytes := self.bucket_bytes():
+            tensors += [
+                on_this_rank(v) for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)
+            ]
+        if bucket_bytes := self.bucket_bytes() - self.hook_bytes * self.hook_is_metered:
             tensors.append(torch.empty(bucket_bytes, dtype=torch.uint8, device="meta"))  # DDP does not expose them
         return tensors
 
@@ -113,7 +127,7 @@ class StaticMemory:
         if not models:
             return state_bytes + self.bucket_bytes()
         in_graph_bytes = sum(s.nbytes for s in graph.storages if s.kind in ("parameter", "buffer"))
-        model_bytes = distinct_bytes(t for model in models for t in (*model.parameters(), *model.buffers()))
+        model_bytes = distinct_bytes(t for model in models for t in (*self._parameters_in(model), *model.buffers()))
         return max(0, model_bytes - in_graph_bytes) + self.gradient_bytes() + self.bucket_bytes() + state_bytes
 
     @property
@@ -155,9 +169,21 @@ class StaticMemory:
             (step_scratch_bytes(one, trained[0].device.type) for one in stepping if one is not None),
             default=0,
         )
-        held = [t for model in models for t in (*model.parameters(), *model.buffers())] or trained
-        gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
+        held = [t for model in models for t in (*self._parameters_in(model), *model.buffers())] or trained
+        gradient_bytes = distinct_bytes(p for p in trained if not has_gradient_hook(p))
         return distinct_bytes(held) + gradient_bytes + self.state_bytes() + own_bytes, own_bytes
+
+    def step_in_hook_bytes(self, parameter: torch.Tensor) -> int:
+        """Bytes that an optimizer which steps in a hook of this parameter allocates and frees again.
+
+        Twice the parameter's where the optimizer is not known.
+        """
+        having = (one for one in self._alive()[1] if any(p is parameter for p in _parameters_of(one)))
+        named = (one.made_for([parameter]) for model, one in self._named if _is_in(parameter, self._trained(model)))
+        optimizer = next(having, None) or next(named, None)
+        if optimizer is None:
+            return 2 * parameter.numel() * parameter.element_size()
+        return step_scratch_bytes(optimizer, parameter.device.type)
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that the step accumulates into."""
@@ -174,10 +200,7 @@ class StaticMemory:
             self._counted = None
 
     def bucket_bytes(self) -> int:
-        """Bytes of the DDP wrapper's buckets, without those that gradients are views of.
-
-        The wrapper's attribute `hook_bytes`, if it has one, adds the bytes of its communication hook.
-        """
+        """Bytes of the DDP wrapper's buckets, without those that gradients are views of, and of its hook."""
         wrapper = self._wrapper() if self._wrapper is not None else None
         if wrapper is None:
             return 0
@@ -185,20 +208,36 @@ class StaticMemory:
         exchanged = [p for name, p in wrapper.module.named_parameters() if p.requires_grad and name not in ignored]
         if wrapper.gradient_as_bucket_view:
             exchanged = [p for p in exchanged if p.grad is None]
-        return sum(p.numel() * p.element_size() for p in exchanged) + getattr(wrapper, "hook_bytes", 0)
+        return sum(p.numel() * p.element_size() for p in exchanged) + self.hook_bytes
 
     def _trained(self, of: weakref.ref[nn.Module] | None = None) -> list[torch.Tensor]:
         """The parameters of one model, or of all."""
         models = self._alive()[0] if of is None else [model for model in [of()] if model is not None]
         if models:
-            return list({id(p): p for model in models for p in model.parameters()}.values())
+            return list({id(p): p for model in models for p in self._parameters_in(model)}.values())
         if of is not None:
             return []
         return [parameter for reference in self._parameters if (parameter := reference()) is not None]
 
+    def _parameters_in(self, model: nn.Module) -> list[torch.Tensor]:
+        """The model's parameters; of a sharded one what this rank holds of them, and not what is gathered now."""
+        shards = self._shards.get(weakref.ref(model))
+        if not shards:
+            return list(model.parameters())
+        return [shard for reference in shards if (shard := reference()) is not None]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are in shards, as of FSDP2."""
+        return any(self._shards.values())
+
     def _alive(self) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
         models = [model for reference in self._models if (model := reference()) is not None]
         return models, [known for reference in self._optimizers if (known := reference()) is not None]
+
+
+def _is_in(parameter: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
+    return any(parameter is tensor for tensor in tensors)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -207,5 +246,5 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`, on whatever device (also "meta")."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(on_this_rank, tensors)}
     return sum(storages.values())

@@ -164,7 +164,7 @@ class TrainOptions:
         what = f"--weights {self.weights}" if self.weights else f"--parallel {self.parallel}" if self.parallel else ""
         if self.weights and self.parallel:
             raise InputError(f"--weights {self.weights} and --parallel {self.parallel} exclude one another; give one")
-        if what and self.planner != "none":
+        if what and self.planner != "none" and self.weights != "sharded":
             raise InputError(
                 f"a plan inside a budget needs whole weights on the device; give {what} with --planner none"
             )

@@ -95,7 +95,7 @@ class WeightsInShards(Strategy):
             one_byte=options.one_byte,
             timeout_seconds=ranks.timeout_seconds,
         )
-        super().__init__(network, optimizer, ranks, weights)
+        super().__init__(compiled(options, network, optimizer), optimizer, ranks, weights)
         self._weights = weights
         self._gradients = compress_gradients(network, options.compress_gradients, timeout_seconds=ranks.timeout_seconds)
         self._reduced = Sent()

@@ -1,0 +1,105 @@
+"""A budget holds where FSDP2 shards the parameters: what it gathers and sends counts where it is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import shoal
+from shoal.errors import CaptureError
+from shoal.memory.limit import memory_limit
+from tests.engine.training_laws import needs_compiler
+from tests.ranks import run_on_ranks
+
+WIDTH, BATCH = 64, 256
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(torch.relu(self.wide(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def train(budget: str | None) -> dict[str, Any]:
+    with memory_limit(None) as meter:
+        before_bytes = meter.live_bytes
+        model = Blocks()
+        mesh = init_device_mesh("cpu", (2,))
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        if budget is not None:
+            shoal.compile(model, budget=budget, optimizer=optimizer)
+        torch.manual_seed(10 + torch.distributed.get_rank())
+        peaks = []
+        for _ in range(3):
+            x, y = torch.randn(BATCH, WIDTH), torch.randint(4, (BATCH,))
+            meter.reset_peak()
+            nn.functional.cross_entropy(model(x), y).backward()
+            peaks.append(meter.peak_bytes - before_bytes)
+            optimizer.step()
+            optimizer.zero_grad()
+        status = getattr(model, "shoal", None)
+        return {
+            "weights": [p.full_tensor().detach() for p in model.parameters()],
+            "peaks": peaks,
+            "predicted": status and status.predicted_peak_bytes,
+            "measured": status and status.measured_peak_bytes,
+            "repairs": status and status.repairs,
+        }
+
+
+def train_plain_and_planned() -> tuple[dict[str, Any], dict[str, Any], int]:
+    plain = train(None)
+    budget_bytes = int(0.87 * max(plain["peaks"]))
+    return plain, train(f"{budget_bytes}B"), budget_bytes
+
+
+@needs_compiler
+def test_a_sharded_model_trains_inside_a_budget_with_plain_fsdps_bits() -> None:
+    for plain, planned, budget_bytes in run_on_ranks(train_plain_and_planned, 2):
+        assert all(map(torch.equal, planned["weights"], plain["weights"]))
+        assert max(planned["peaks"]) <= budget_bytes < max(plain["peaks"])
+        assert planned["repairs"] == 0
+        assert planned["measured"] == pytest.approx(planned["predicted"], rel=0.02)
+        # What was gathered before the first pass of the step counts all step.
+        assert max(planned["peaks"]) <= planned["measured"] <= 1.05 * max(planned["peaks"])
+
+
+def refused() -> str:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh)
+    shoal.compile(model, budget="64MiB")
+    with pytest.raises(CaptureError) as caught:
+        model(torch.randn(2, 8))
+    return str(caught.value)
+
+
+def test_shards_of_single_layers_are_refused() -> None:
+    for said in run_on_ranks(refused, 2):
+        assert "fully_shard is applied to single layers of torch.nn" in said
+        assert "\n" not in said
