@@ -263,7 +263,11 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
     Args:
         logging_functions: what its forward pass may log with, as of `logging_functions`.
     """
+    # A region under torch.utils.checkpoint runs once, so what it does beside, such as counting its calls, is safe.
+    effects = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    once: dict[str, Any] = {effects: True} if hasattr(config, effects) else {}
     return config.patch(
+        **once,
         optimize_ddp=False,  # DDP's own splitting of the graph would give every bucket the whole budget
         recompile_limit=MOST_CAPTURES,
         accumulated_recompile_limit=64 * MOST_CAPTURES,
@@ -273,8 +277,6 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
         allow_ignore_mark_dynamic=True,  # a guard of the step's own may narrow a size that the caller marked
         skip_nnmodule_hook_guards=False,  # else a hook that comes or goes between steps is not noticed
         ignore_logging_functions=config.ignore_logging_functions.union(logging_functions),
-        # A region under torch.utils.checkpoint runs once, so what it does beside, such as counting its calls, is safe.
-        skip_fwd_side_effects_in_bwd_under_checkpoint=True,
         use_numpy_random_stream=True,  # as in eager: else NumPy's random numbers come from PyTorch's generator
     )
 
