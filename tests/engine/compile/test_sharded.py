@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ class Blocks(nn.Module):
 
 
 def train(budget: str | None) -> dict[str, Any]:
+    gc.collect()  # the model before, which goes by chance
     with memory_limit(None) as meter:
         before_bytes = meter.live_bytes
         model = Blocks()
@@ -56,9 +58,10 @@ def train(budget: str | None) -> dict[str, Any]:
         peaks = []
         for _ in range(3):
             x, y = torch.randn(BATCH, WIDTH), torch.randint(4, (BATCH,))
+            gc.collect()  # of a first step, which leaves its batch in a circle
             meter.reset_peak()
             nn.functional.cross_entropy(model(x), y).backward()
-            peaks.append(meter.peak_bytes - before_bytes)
+            peaks.append(meter.peak_bytes - before_bytes - y.nbytes)  # which the model is not given
             optimizer.step()
             optimizer.zero_grad()
         status = getattr(model, "shoal", None)
@@ -84,8 +87,7 @@ def test_a_sharded_model_trains_inside_a_budget_with_plain_fsdps_bits() -> None:
         assert max(planned["peaks"]) <= budget_bytes < max(plain["peaks"])
         assert planned["repairs"] == 0
         assert planned["measured"] == pytest.approx(planned["predicted"], rel=0.02)
-        # What was gathered before the first pass of the step counts all step.
-        assert max(planned["peaks"]) <= planned["measured"] <= 1.05 * max(planned["peaks"])
+        assert planned["measured"] == pytest.approx(max(planned["peaks"]), rel=0.001)
 
 
 def refused() -> str:
