@@ -24,6 +24,7 @@ from torch.nn import functional as F
 import shoal
 from bench.frame import CPU_TIME, Bench, Run, WrongResult, option, percentages
 from bench.tables import cells, new_table
+from shoal.errors import BudgetError
 from shoal.lowlevel import allocations
 from shoal.memory.static_memory import distinct_bytes
 
@@ -147,7 +148,10 @@ def measure_all(run: Run) -> None:
     rows: list[dict[str, Any]] = []
     for name, case in cases.items():
         for share in run.asked.shares:
-            rows.append(_measured(run, name, case, share))
+            try:
+                rows.append(_measured(run, name, case, share))
+            except BudgetError as refused:
+                run.say(f"{name} at {share:.0f} %: refused: {refused}")
             run.save(rows=rows)
     table = new_table("Many shapes", COLUMNS)
     for row in rows:
