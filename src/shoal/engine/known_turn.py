@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shoal.core.joined_step import label
-from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
-from shoal.core.variant import WHOLE
 from shoal.engine.options import CompileOptions
 from shoal.engine.part_planning import least_bytes
-from shoal.engine.part_sequence import Node
+from shoal.engine.part_sequence import Node, described
 from shoal.engine.turn_planning import MeasuredTurn, PlannedTurn, Share, plan_turn
 from shoal.errors import BudgetError
 from shoal.memory.step_meter import WeakStorage
@@ -111,7 +108,11 @@ class KnownTurn:
             self.refused = self._with_first_run(error), now
             raise self.refused[0] from None
         self.refused, self.planned_bytes = None, (self.grown_bytes, self.held_bytes)
-        return planned and self._described(planned)
+        if planned is None:
+            return None
+        made = zip(planned.plans, planned.runs, strict=True)
+        plans = tuple(described(plan, [self.nodes[run] for run in runs]) for plan, runs in made)
+        return replace(planned, plans=plans)
 
     def _with_first_run(self, error: BudgetError) -> BudgetError:
         """The error with a least budget in which the turn also runs before it is planned."""
@@ -129,17 +130,3 @@ class KnownTurn:
             layer=error.layer,
             largest=error.largest,
         )
-
-    def _described(self, planned: PlannedTurn) -> PlannedTurn:
-        """The plans with the convolutions in pieces, and with where the models break."""
-
-        def described(plan: Plan, runs: Sequence[int]) -> Plan:
-            nodes = [self.nodes[run] for run in runs]
-            pieces = tuple(
-                replace(cut, op=label(place) + cut.op) for place, node in enumerate(nodes) for cut in node.pieces or ()
-            )
-            broken = dict.fromkeys(n.part.broken for n in nodes if n.part is not None and n.part.broken)
-            return replace(plan, variant=replace(WHOLE, pieces=pieces), breaks=tuple(broken))
-
-        plans = tuple(described(plan, runs) for plan, runs in zip(planned.plans, planned.runs, strict=True))
-        return replace(planned, plans=plans)

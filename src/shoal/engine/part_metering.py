@@ -1,4 +1,4 @@
-"""Meters the parts of a model that is several graphs, from the first forward pass to the last backward pass."""
+"""Meters the parts of a model that is several graphs, from its call to the end of its backward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.memory.step_meter import StepMeter, WeakStorage
 
 
 class PartMetering(Metering):
-    """`Metering` of a model that is several graphs: one window from its first part's forward pass on.
+    """`Metering` of a model that is several graphs: one window from the model's call on.
 
     Args:
         static, learn: as for `Metering`.

@@ -28,7 +28,6 @@ from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
-from shoal.core.variant import Variant
 from shoal.cost.measure import measure
 from shoal.engine.options import CompileOptions
 from shoal.engine.overlapping import plan_overlapping
@@ -316,16 +315,10 @@ class KnownStep:
 
     Attributes:
         parts: as they ran.
-        variant: their form.
-        breaks: where the model breaks.
-        checkpoints: as of `Plan`.
         fixed: whether the parts keep the shares under which they ran.
     """
 
     parts: MeasuredParts
-    variant: Variant
-    breaks: tuple[str, ...]
-    checkpoints: int
     fixed: bool
 
     def plan(self, session: Session, learnt_bytes: int, held_bytes: int) -> PartedStep:
@@ -335,7 +328,7 @@ class KnownStep:
             BudgetError: no plan fits.
         """
         bare = self.parts.graph(session.name)
-        planned = plan_parts(
+        return plan_parts(
             self.parts,
             session.options,
             session.name,
@@ -344,8 +337,6 @@ class KnownStep:
             calls_at_once=session.loop.calls_at_once,
             fixed=self.fixed,
         )
-        told = replace(planned.plan, variant=self.variant, breaks=self.breaks, checkpoints=self.checkpoints)
-        return replace(planned, plan=told)
 
 
 def _as_measured(residences: Mapping[str, Residence], graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:

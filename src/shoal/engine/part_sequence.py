@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from shoal.capture.captured import Captured
 from shoal.capture.graph_breaks import break_after
 from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.capture.varying_sizes import GROWTHS, SizesSeen, bytes_at, make_static, shape_of
+from shoal.core.joined_step import label
 from shoal.core.plan import Plan
 from shoal.core.progress import preparing
 from shoal.core.residence import Residence
 from shoal.core.step import StepGraph
-from shoal.core.variant import Pieces
+from shoal.core.variant import WHOLE, Pieces
 from shoal.cost.profile import profile_step
 from shoal.engine.backend import PlannedStep
 from shoal.engine.graph_runner import compiler
@@ -88,6 +89,7 @@ class PartStep(PlannedStep):
         graph: its own step, with costs.
         ports: what its graphs are given and return.
         share: the residences under which it runs.
+        checkpoints: as of `Plan`.
         in_use_bytes: what was in use when it was compiled.
     """
 
@@ -121,6 +123,24 @@ class PartStep(PlannedStep):
     def bytes_in_call(self) -> Mapping[str, int]:
         """As of `MeteredPart`."""
         return {} if self._captured is None or not self._numbers else bytes_at(self._captured, self._numbers)
+
+
+def described(plan: Plan, nodes: Sequence[Node], broken: str = "") -> Plan:
+    """The plan with what is told of its graphs: convolutions in pieces, checkpointed regions, where the model breaks.
+
+    Args:
+        plan: of the parts joined into one step.
+        nodes: the parts, in the order in which they run forward.
+        broken: where Dynamo could not go on before it broke at the parts, where that is known.
+    """
+    pieces = tuple(replace(cut, op=label(place) + cut.op) for place, n in enumerate(nodes) for cut in n.pieces or ())
+    breaks = dict.fromkeys([broken, *(n.part.broken for n in nodes if n.part is not None)])
+    return replace(
+        plan,
+        variant=replace(WHOLE, pieces=pieces),
+        breaks=tuple(filter(None, breaks)),
+        checkpoints=sum(n.step.checkpoints for n in nodes if n.step is not None),
+    )
 
 
 class PartSequence(ABC):

@@ -20,20 +20,18 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.capture.graph_breaks import capturing_parts
-from shoal.core.joined_step import label
 from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
-from shoal.core.variant import WHOLE
 from shoal.engine.backend import STEPS_TO_METER
 from shoal.engine.metering import Window
 from shoal.engine.part_metering import PartMetering
 from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share, no_graph
-from shoal.engine.part_sequence import Node, PartSequence, PartStep
+from shoal.engine.part_sequence import Node, PartSequence, PartStep, described
 from shoal.engine.session import Session
 from shoal.engine.snapshot import Snapshot
-from shoal.errors import BudgetError
+from shoal.errors import BudgetError, CaptureError
 
 log = logging.getLogger("shoal")
 
@@ -88,40 +86,55 @@ class PartedSteps(PartSequence):
             raise self._refused.with_traceback(None)  # of this call, not of those before
         self._count_what_changed()
         is_new_shape = self._note_shape(args, kwargs)
+        if self._planned or self._keeps_little:
+            return self._run(model, captured, kind, args, kwargs, is_new_shape=is_new_shape)
+        before = Snapshot(model)
+        try:
+            return self._run(model, captured, kind, args, kwargs, is_new_shape=is_new_shape)
+        except CaptureError:
+            before.restore()
+            raise
+        except BudgetError:
+            log.debug("%s: too much was kept for its later graphs", self.session.name)
+        gc.collect()  # frames of the traceback held what the forward pass has saved
+        before.restore()
+        self._keeps_little = True
+        self.forget()
+        return self._run(model, captured, kind, args, kwargs, is_new_shape=is_new_shape)
+
+    def _run(
+        self,
+        model: nn.Module,
+        captured: dict[Any, Callable[..., Any]],
+        kind: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        is_new_shape: bool,
+    ) -> Any:
+        """The model's call, metered where its step is not known well."""
         this = kind, self._times_forgotten
         if this not in captured:
             captured[this] = capturing_parts(model, self.compile_graph)
         run, self.node = captured[this], self._begin.setdefault(kind, Node())
-        before = Snapshot(model) if not self._planned and not self._keeps_little else None
-        self.metering.arguments = [a for a in tree_leaves((args, dict(kwargs))) if isinstance(a, torch.Tensor)]
-        self.metering.in_call = True
+        metering, status = self.metering, self.session.status
+        metering.arguments = [a for a in tree_leaves((args, dict(kwargs))) if isinstance(a, torch.Tensor)]
+        metering.in_call = True
         first = [after.step for after in self.node.after.values()]
         if is_new_shape or not first or any(step is None or step.steps_to_meter for step in first):
-            self.metering.begin_call(next((p.device for p in model.parameters()), torch.device("cpu")))
+            metering.begin_call(next((p.device for p in model.parameters()), torch.device("cpu")))
         try:
-            status = self.session.status
             why = "its graphs are compiled anew" if status.preparations else ""
             with preparing(self.session.name, why=why, record=status.prepared):
                 outputs = run(*args, **kwargs)
-            if self.node.part is None and self.session.status.budget_bytes is not None:
-                if before is not None:
-                    before.restore()
+            if self.node.part is None and status.budget_bytes is not None:
                 raise no_graph(self.session, self._broken)
             return outputs
-        except BudgetError:
-            self.metering.abandon()
-            if before is None:
-                raise
         except BaseException:
-            self.metering.abandon()
+            metering.abandon()
             raise
         finally:
-            self.metering.in_call, self.metering.arguments = False, []
-        gc.collect()  # frames of the traceback hold what the forward pass has saved
-        before.restore()
-        self._keeps_little = True
-        self.forget()
-        return self.call(model, captured, kind, args, kwargs)
+            metering.in_call, metering.arguments = False, []
 
     def _note_shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the model has not been called with inputs of these shapes yet."""
@@ -145,8 +158,6 @@ class PartedSteps(PartSequence):
         return self.metering.in_use_bytes()
 
     def reached(self, node: Node) -> None:
-        if node.run is None:
-            self.compile(node)
         if node.share is None:
             for earlier in node.path():
                 if earlier.step is not None:  # let the next step like this one be metered from its first part on
@@ -212,13 +223,7 @@ class PartedSteps(PartSequence):
         held = [held for held in self.metering.calls.held_of_the_last() if held.is_alive]
         self._held_bytes = max(self._held_bytes, sum(one.nbytes for one in held))
         branches = any(node.share is not None for node in nodes)  # other steps begin with the same parts
-        pieces = tuple(
-            replace(cut, op=label(number) + cut.op) for number, node in enumerate(nodes) for cut in node.pieces or ()
-        )
-        variant = replace(WHOLE, pieces=pieces)
-        checkpoints = sum(node.step.checkpoints for node in nodes if node.step is not None)
-        fixed = branches or self._branches
-        self._measured[nodes] = KnownStep(measured, variant, self._breaks(nodes), checkpoints, fixed)
+        self._measured[nodes] = KnownStep(measured, fixed=branches or self._branches)
         self._plan_again()
 
     def _keep_as_it_ran(self, nodes: tuple[Node, ...], peak_bytes: int) -> None:
@@ -247,7 +252,9 @@ class PartedSteps(PartSequence):
             try:
                 with preparing(session.name, why="its graphs have been measured", record=session.status.prepared):
                     doing("plan")
-                    planned = self._planned[nodes] = known.plan(session, self._learnt_bytes, self._held_bytes)
+                    planned = known.plan(session, self._learnt_bytes, self._held_bytes)
+                    planned = replace(planned, plan=described(planned.plan, nodes, self._broken))
+                    self._planned[nodes] = planned
             except BudgetError as error:
                 if known.fixed and not self._branches:
                     log.info("%s: what follows its parts differs between steps; planning for all", session.name)
@@ -277,8 +284,3 @@ class PartedSteps(PartSequence):
         self._held_bytes = held_bytes
         if self._measured:
             self._plan_again()
-
-    def _breaks(self, nodes: Sequence[Node]) -> tuple[str, ...]:
-        """Where the model breaks, as Dynamo words it."""
-        found = [node.part.broken for node in nodes if node.part is not None and node.part.broken]
-        return tuple(dict.fromkeys([self._broken, *found]))
