@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.lowlevel.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 12
+#define SHOAL_ABI_VERSION 13
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -208,7 +208,25 @@ SHOAL_API std::int32_t shoal_table_mean(const ShoalTableMean* call);
 // Sets the top bit of each code where the value, of a ReLU clipped at `above` (NaN: not clipped), is 0 or clipped, and
 // clears it elsewhere.
 SHOAL_API void shoal_note_closed(const float* x, std::int64_t elements, float above, std::int32_t threads,
-                                 std::uint8_t* codes);
+                                 std::int32_t level, std::uint8_t* codes);
+
+// The gradient where its byte of `gates` is greater than `above`, 0 elsewhere. `result` may be `grad`.
+SHOAL_API void shoal_gate(const float* grad, const std::uint8_t* gates, std::int32_t above, std::int64_t elements,
+                          std::int32_t threads, std::int32_t level, float* result);
+
+// Batch norm's gradient of its input in training mode, pixels in NHWC order:
+// (grad - mean_grad - (x - mean) * projection) * invstd * weight, in this order; `fused` does not round the product that
+// is taken off. `result` may be `grad`.
+struct ShoalNormGradient {
+    std::int64_t rows, channels;
+    std::int32_t fused;
+    std::int32_t threads, level;
+    const float *grad, *x;                                          // (rows, channels)
+    const float *mean, *invstd, *weight, *mean_grad, *projection;  // (channels)
+    float* result;
+};
+
+SHOAL_API void shoal_norm_gradient(const ShoalNormGradient* call);
 
 // The top `width` bytes, 1 to 3, of float32, the lowest first: `nearest` rounds, else they are cut. Pack reads values and
 // writes packed, unpack the other way round.

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from shoal.kernels import batch_norm
 from shoal.kernels.batch_norm import backward, backward_, backward_repeats_bits, normalise, normalise_, repeats_bits
 from shoal.lowlevel import allocations
-from shoal.lowlevel.native import cpu_features
+from shoal.lowlevel.dispatch import VARIABLE
+from shoal.lowlevel.native import cpu_features, levels
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 Affine = torch.Tensor | None
+KERNELS = ["reference", *(f"native,{level}" for level in levels())]
 
 
 @st.composite
@@ -85,11 +87,13 @@ def test_written_over_its_input_it_gives_the_same(x: torch.Tensor, affine: bool)
 
 
 @settings(max_examples=60)
-@given(inputs(min_channels=2), st.integers(1, 99), st.integers(1, 99))
-@example(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3), 1, 64)
-@example(channels_last(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3)), 64, 1)
+@given(inputs(min_channels=2), st.integers(1, 99), st.integers(1, 99), st.sampled_from(KERNELS))
+@example(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3), 1, 64, "reference")
+@example(channels_last(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3)), 64, 1, "reference")
+@example(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3).sqrt(), 1, 1, "native,portable")
+@example(channels_last(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3).sqrt()), 1, 1, "native,portable")
 def test_where_its_gradient_repeats_the_bits_it_does_for_any_batch_and_any_pieces(
-    x: torch.Tensor, piece_elems: int, channels_elems: int
+    x: torch.Tensor, piece_elems: int, channels_elems: int, kernels: str
 ) -> None:
     assume(elsewhere(x) or x[0, 0].numel() > 1)  # single pixels have a test of their own
     weight = per_channel(x, 1)
@@ -100,6 +104,7 @@ def test_where_its_gradient_repeats_the_bits_it_does_for_any_batch_and_any_piece
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_norm, "_PIECE_ELEMS", piece_elems)
         patch.setattr(batch_norm, "_CHANNELS_ELEMS", channels_elems)
+        patch.setenv(VARIABLE, kernels)
         found = backward(grad, x, weight, mean, deviation)
         taken = grad.clone()
         over = backward_(taken, x, weight, mean, deviation)
@@ -148,6 +153,42 @@ def test_where_the_processor_has_fused_multiply_adds_the_bits_repeat(elsewhere: 
     assert backward_repeats_bits(torch.float32, CPU, 4, 24, elsewhere)
 
 
+@pytest.mark.skipif("fma" not in cpu_features() or not levels(), reason="no native kernels, or of another arithmetic")
+@pytest.mark.parametrize("level", levels())
+def test_in_channels_last_the_native_sweep_repeats_them_over_the_gradient(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"native,{level}")
+    monkeypatch.setattr(batch_norm, "_in_pieces", None)  # it is not called
+    x, grad = channels_last(torch.randn(3, 32, 29, 27)), channels_last(torch.randn(3, 32, 29, 27))
+    weight = per_channel(x, 1)
+    _, mean, deviation = forward(x, weight, weight)
+    expected = gradients(grad, x, weight, mean, deviation)
+    backward_repeats_bits.cache_clear()
+    assert backward_repeats_bits(torch.float32, CPU, 4, 32, True)  # tries it out
+    found, changes = allocations.record(lambda: backward_(grad, x, weight, mean, deviation))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert found[0].data_ptr() == grad.data_ptr()
+    assert allocations.peak_bytes(changes) <= 12 * weight.nbytes
+
+
+@pytest.mark.skipif(not levels(), reason="no native kernels")
+def test_a_native_sweep_that_does_not_repeat_them_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch_norm._native_arithmetic.cache_clear()
+    run = batch_norm._run_native
+    off = lambda tensors: (tensors[0] * (1 + 1e-6), *tensors[1:])  # noqa: E731
+    monkeypatch.setattr(batch_norm, "_run_native", lambda *args, fused: off(run(*args, fused=fused)))
+    try:
+        x = channels_last(torch.randn(2, 32, 3, 5))
+        weight = per_channel(x, 1)
+        _, mean, deviation = forward(x, weight, weight)
+        expected = gradients(x.exp(), x, weight, mean, deviation)
+        found = backward(x.exp(), x, weight, mean, deviation)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    finally:
+        batch_norm._native_arithmetic.cache_clear()
+
+
 def test_bits_that_do_not_repeat_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     repeats_bits.cache_clear()
     backward_repeats_bits.cache_clear()
@@ -183,6 +224,7 @@ def test_the_gradient_is_never_there_twice(layout: torch.memory_format, monkeypa
     grad, x = (torch.randn(8, 32, 16, 16).contiguous(memory_format=layout) for _ in range(2))
     weight = per_channel(x, 1)
     _, mean, deviation = forward(x, weight, weight)
+    backward(grad, x, weight, mean, deviation)  # the first call tries out what repeats the bits
     _, changes = allocations.record(lambda: backward_(grad, x, weight, mean, deviation))
     # Of a 16th of the channels: both operands, the result, and what the kernel allocates beside it.
     pieces_bytes = 4 * grad.nbytes // 16 if layout is torch.contiguous_format else 128 * 4

@@ -24,6 +24,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "part of a whole": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
 }
 layouts = st.sampled_from(list(LAYOUTS))
+kernels = st.sampled_from(["reference", "native"])
 KERNELS = ["reference", pytest.param("native", marks=pytest.mark.skipif(native.library() is None, reason="not built"))]
 NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
@@ -36,9 +37,9 @@ def gradients(draw: st.DrawFn) -> torch.Tensor:
     return x.to(draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])))
 
 
-@given(gradients(), layouts, layouts, st.integers(1, 300))
+@given(gradients(), layouts, layouts, st.integers(1, 300), kernels)
 def test_the_mask_gives_the_gradient_that_the_output_gives(
-    grad: torch.Tensor, layout: str, layout_of_mask: str, piece_elems: int
+    grad: torch.Tensor, layout: str, layout_of_mask: str, piece_elems: int, kernel: str
 ) -> None:
     before = torch.randn(grad.shape, generator=torch.Generator().manual_seed(1)).to(grad.dtype)
     before[before > 1.5] = float("nan")
@@ -52,6 +53,7 @@ def test_the_mask_gives_the_gradient_that_the_output_gives(
     positive = LAYOUTS[layout_of_mask](torch.relu(before) != 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(relu, "_PIECE_ELEMS", piece_elems)
+        patch.setenv(VARIABLE, kernel)
         found = backward(grad, positive)
     assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
     assert torch.equal(found.isnan(), expected.isnan())
@@ -62,9 +64,9 @@ def test_the_mask_gives_the_gradient_that_the_output_gives(
     assert torch.equal(grad.nan_to_num(7), kept.nan_to_num(7))
 
 
-@given(gradients(), layouts, layouts, st.integers(1, 300))
+@given(gradients(), layouts, layouts, st.integers(1, 300), kernels)
 def test_written_over_the_gradient_it_gives_the_same(
-    grad: torch.Tensor, layout: str, layout_of_mask: str, piece_elems: int
+    grad: torch.Tensor, layout: str, layout_of_mask: str, piece_elems: int, kernel: str
 ) -> None:
     if "expanded" in (layout, layout_of_mask):
         layout = layout_of_mask = "contiguous"  # blocks that overlap themselves are never taken over
@@ -73,6 +75,7 @@ def test_written_over_the_gradient_it_gives_the_same(
     taken = LAYOUTS[layout](grad)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(relu, "_PIECE_ELEMS", piece_elems)
+        patch.setenv(VARIABLE, kernel)
         assert backward_(taken, positive).data_ptr() == taken.data_ptr()
     assert torch.equal(taken.nan_to_num(7), expected)
 
@@ -85,8 +88,10 @@ def test_only_the_neighbours_of_what_it_writes_stay_as_they_were() -> None:
     assert not part.any()
 
 
-def test_over_the_gradient_it_allocates_a_piece_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_over_the_gradient_it_allocates_a_piece_at_most(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     monkeypatch.setattr(relu, "_PIECE_ELEMS", 64)
+    monkeypatch.setenv(VARIABLE, kernel)
     grad = torch.randn(4, 8, 16, 16)
     positive = torch.randn(4, 8, 16, 16) > 0
     _, changes = allocations.record(lambda: backward_(grad, positive))

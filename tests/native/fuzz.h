@@ -10,6 +10,7 @@ void norm_pass(Draw& draw);
 void inverted_batch_norm(Draw& draw);
 void layout(Draw& draw);
 void codec(Draw& draw);
+void gradient_sweeps(Draw& draw);
 void features(Draw& draw);
 
 }  // namespace fuzz

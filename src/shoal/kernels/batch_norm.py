@@ -2,24 +2,30 @@
 
 PyTorch's CPU kernel normalises as `x * scale + shift` with `scale = invstd * weight` and `shift = bias - mean * scale`,
 each a fused multiply-add: `torch.addcmul` does the same arithmetic in one pass, in place where the input has no later
-reader. Its backward kernel allocates the gradient twice. In channels_last it is called for the two sums alone, which
-allocates nothing, and the rest is elementwise, in pieces and in place over the incoming gradient. In the contiguous
-layout channels are independent, so it runs on a few channels at a time. `repeats_bits` and `backward_repeats_bits` test
-on this machine that the bits are the same.
+reader. Its backward kernel allocates the gradient twice. It is called for the two sums alone, which allocates nothing,
+and in channels_last the rest is elementwise over the incoming gradient: one native sweep for float32
+(`csrc/gradient_sweeps.cpp`), else in pieces. In the contiguous layout the kernel rounds its sums later than it returns
+them; channels are independent there, so it runs on a few of them at a time. `repeats_bits` and `backward_repeats_bits`
+test on this machine that the bits are the same.
 """
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 
 import torch
 
+from shoal.codecs.launch import threads_for
 from shoal.kernels.memory_format import channels_last_format
+from shoal.lowlevel import native
+from shoal.lowlevel.dispatch import Implementation, allowed, choose, level_number, register
 from shoal.lowlevel.torch_internals import isolated
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 through its passes
 _CHANNELS_ELEMS = 1 << 19  # and twice that where a piece is copied out and back, but no less than 16 pieces
 _MIN_PIECES = 16
+_MIN_ELEMS = 1 << 15  # of a thread that is worth waking
 WORTH_PIECES_BYTES = 4 << 20  # contiguous tensors below this are not worth pieces
 
 
@@ -56,26 +62,38 @@ def backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Batch norm's backward in training mode, channels_last or contiguous: gradients of input, weight and bias."""
-    return backward_(grad.clone(memory_format=torch.preserve_format), x, weight, mean, invstd)
+    run = choose(_GRADIENT, grad, x, weight)
+    if run is _native:
+        return _native(grad, x, weight, mean, invstd, torch.empty_like(grad, memory_format=torch.preserve_format))
+    of_input = grad.clone(memory_format=torch.preserve_format)
+    return run(of_input, x, weight, mean, invstd, of_input)
 
 
 def backward_(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`backward` that writes the gradient of the input over `grad`."""
+    return choose(_GRADIENT, grad, x, weight)(grad, x, weight, mean, invstd, grad)
+
+
+def _in_pieces(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    of_input: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`backward_`, where `of_input` is `grad`."""
     if x.shape[2:].numel() == 1:  # PyTorch adds single pixels up in another order on a few channels than on all
         return _whole_backward(grad, x, weight, mean, invstd)
     if x.is_contiguous() and grad.is_contiguous():
         return _backward_by_channels(grad, x, weight, mean, invstd, min(_CHANNELS_ELEMS, x.numel() // _MIN_PIECES))
-    layout = channels_last_format(x.dim())
-    if not (grad.is_contiguous(memory_format=layout) and x.is_contiguous(memory_format=layout)):
+    if not _is_channels_last(grad, x):
         return _whole_backward(grad, x, weight, mean, invstd)
-    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-        grad, x, weight, None, None, mean, invstd, True, 0.0, [False, True, True]
-    )
+    of_weight, of_bias, mean_grad, projection = _sums(grad, x, weight, mean, invstd)
     channels = x.shape[1]
     rows = x.numel() // channels
-    projection, mean_grad = of_weight * invstd / rows, of_bias / rows
     grad_rows = grad.movedim(1, -1).view(rows, channels)
     x_rows = x.movedim(1, -1).view(rows, channels)
     step = max(1, _PIECE_ELEMS // channels)
@@ -83,7 +101,93 @@ def backward_(
         piece = grad_rows[start : start + step]
         centred = x_rows[start : start + step] - mean
         piece.sub_(mean_grad).addcmul_(centred, projection, value=-1).mul_(invstd).mul_(weight)
-    return grad, of_weight, of_bias
+    return of_input, of_weight, of_bias
+
+
+def _sums(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of weight and bias, the mean of the gradient, and what is taken off for each step from the mean."""
+    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+        grad, x, weight, None, None, mean, invstd, True, 0.0, [False, True, True]
+    )
+    rows = x.numel() // x.shape[1]
+    return of_weight, of_bias, of_bias / rows, of_weight * invstd / rows
+
+
+def _is_channels_last(*tensors: torch.Tensor) -> bool:
+    layout = channels_last_format(tensors[0].dim())
+    return all(tensor.is_contiguous(memory_format=layout) for tensor in tensors)
+
+
+class _NormGradient(ctypes.Structure):
+    """ShoalNormGradient of csrc/shoal_native.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "channels")),
+        *((name, ctypes.c_int32) for name in ("fused", "threads", "level")),
+        *((name, ctypes.c_void_p) for name in ("grad", "x", "mean", "invstd", "weight", "mean_grad", "projection")),
+        ("result", ctypes.c_void_p),
+    )
+
+
+def _native_applies(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    if native.library() is None or x.dtype != torch.float32 or weight.dtype != torch.float32 or not x.is_cpu:
+        return False
+    if grad.shape != x.shape or grad.dtype != x.dtype or x.is_contiguous() or not _is_channels_last(grad, x):
+        return False
+    return _native_arithmetic(x.shape[1], allowed().level) is not None
+
+
+def _native(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    of_input: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    fused = _native_arithmetic(x.shape[1], allowed().level)
+    return _run_native(grad, x, weight, mean, invstd, of_input, fused=bool(fused))
+
+
+def _run_native(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    of_input: torch.Tensor,
+    *,
+    fused: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    of_weight, of_bias, mean_grad, projection = _sums(grad, x, weight, mean, invstd)
+    call = _NormGradient(
+        x.numel() // x.shape[1],
+        x.shape[1],
+        fused,
+        threads_for(x.numel(), _MIN_ELEMS),
+        level_number(),
+        *(t.data_ptr() for t in (grad, x, mean, invstd, weight, mean_grad, projection, of_input)),
+    )
+    library = native.library()
+    assert library is not None
+    library.shoal_norm_gradient.restype = None
+    library.shoal_norm_gradient(ctypes.byref(call))
+    return of_input, of_weight, of_bias
+
+
+@lru_cache(maxsize=1024)
+def _native_arithmetic(channels: int, level: str | None) -> bool | None:
+    """Whether PyTorch's kernel leaves a product unrounded here; None where neither gives its bits."""
+    with isolated(torch.device("cpu")):
+        grad, x, weight, mean, deviation = _drawn(torch.float32, torch.device("cpu"), 4, channels, True)
+        whole = _whole_backward(grad, x, weight, mean, deviation)
+        for fused in (False, True):
+            own = _run_native(grad, x, weight, mean, deviation, torch.empty_like(grad), fused=fused)
+            if all(torch.equal(ours, theirs) for ours, theirs in zip(own, whole, strict=True)):
+                return fused
+    return None
 
 
 def _backward_by_channels(
@@ -122,11 +226,7 @@ def backward_repeats_bits(
 ) -> bool:
     """Whether `backward` gives the bits of batch norm's backward here, found out on random data of odd size."""
     with isolated(device):
-        layout = channels_last_format(dims) if channels_last else torch.contiguous_format
-        shape = (3, channels, *(7, 5, 3)[: dims - 2])
-        grad, x = (_draw(seed, shape, dtype, device).contiguous(memory_format=layout) for seed in (1, 2))
-        weight = _draw(3, (channels,), dtype, device)
-        _, mean, deviation = torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, weight, True, 0.1, 1e-5)
+        grad, x, weight, mean, deviation = _drawn(dtype, device, dims, channels, channels_last)
         whole = _whole_backward(grad, x, weight, mean, deviation)
         if channels_last:
             pieces = backward(grad, x, weight, mean, deviation)
@@ -155,6 +255,18 @@ def repeats_bits(
         return same and torch.equal(normalise_(x, weight, bias, whole[1], whole[2]), whole[0])
 
 
+def _drawn(
+    dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What batch norm's backward reads, of odd size: gradient, input, weight, mean and inverse deviation."""
+    layout = channels_last_format(dims) if channels_last else torch.contiguous_format
+    shape = (3, channels, *(7, 5, 3)[: dims - 2])
+    grad, x = (_draw(seed, shape, dtype, device).contiguous(memory_format=layout) for seed in (1, 2))
+    weight = _draw(3, (channels,), dtype, device)
+    _, mean, deviation = torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, weight, True, 0.1, 1e-5)
+    return grad, x, weight, mean, deviation
+
+
 def _draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     drawn = torch.randn(shape, generator=torch.Generator(device="cpu").manual_seed(seed))
     return (drawn * 3 + 1).to(device=device, dtype=dtype)
@@ -171,3 +283,6 @@ def _line(
     shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
     per_channel = (1, -1, *[1] * (x.dim() - 2))
     return scale.view(per_channel), shift.view(per_channel)
+
+
+_GRADIENT = register("batch_norm_gradient", _in_pieces, Implementation("native", _native, _native_applies))

@@ -1,8 +1,7 @@
-"""ReLU's backward from one bool per element, and the bits of an encoded ReLU that say where its gradient is zero.
+"""ReLU's backward from one byte per element, and the bits of an encoded ReLU that say where its gradient is zero.
 
-The backward runs piece by piece on the CPU: PyTorch's kernel would first turn the whole mask into floats. The sign bit
-of a code says that the value is 0 or clipped: native for float32 on the CPU (`csrc/closed_signs.cpp`), else a few
-pointwise ops on a piece at a time; the same bits.
+Native for float32 on the CPU (`csrc/gradient_sweeps.cpp`): one sweep that reads the bytes as they are. The references
+are PyTorch's ops on a piece at a time, for its own kernel would first turn a whole mask into floats; the same bits.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from shoal.codecs.launch import are_here, threads_for
 from shoal.codecs.tables import SIGN
 from shoal.lowlevel import native
-from shoal.lowlevel.dispatch import Implementation, choose, register
+from shoal.lowlevel.dispatch import Implementation, choose, level_number, register
 
 _PIECE_ELEMS = 1 << 18
 _SIGN_PIECE_ELEMS = 1 << 16
@@ -37,20 +36,47 @@ def where_above(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torch
     if grad.stride() != mask.stride() or not _fills_its_block(grad):
         # The library decides the layout of the result, as it does for the plain network.
         return torch.ops.aten.threshold_backward(grad, mask, threshold)
-    return where_above_(grad.clone(memory_format=torch.preserve_format), mask, threshold)
+    result = torch.empty_like(grad, memory_format=torch.preserve_format)
+    choose(_GATE, grad, mask)(grad, mask, threshold, result)
+    return result
 
 
 def where_above_(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torch.Tensor:
     """`where_above` that writes over `grad`."""
-    if grad.device.type != "cpu" or grad.stride() != mask.stride() or not _fills_its_block(grad):
+    if grad.stride() != mask.stride() or not _fills_its_block(grad):
         return torch.ops.aten.threshold_backward.grad_input(grad, mask, threshold, grad_input=grad)
-    flat_grad, flat_mask = (t.as_strided((t.numel(),), (1,)) for t in (grad, mask))
-    for start in range(0, grad.numel(), _PIECE_ELEMS):
-        piece = flat_grad[start : start + _PIECE_ELEMS]
-        torch.ops.aten.threshold_backward.grad_input(
-            piece, flat_mask[start : start + _PIECE_ELEMS], threshold, grad_input=piece
-        )
+    choose(_GATE, grad, mask)(grad, mask, threshold, grad)
     return grad
+
+
+def _gate_in_pieces(grad: torch.Tensor, mask: torch.Tensor, threshold: int, result: torch.Tensor) -> None:
+    """Write `where_above` into `result`, which may be `grad`; all of one layout that fills its block."""
+    flat_grad, flat_mask, flat = (t.as_strided((t.numel(),), (1,)) for t in (grad, mask, result))
+    step = _PIECE_ELEMS if grad.device.type == "cpu" else max(1, grad.numel())
+    for start in range(0, grad.numel(), step):
+        piece = slice(start, start + step)
+        torch.ops.aten.threshold_backward.grad_input(
+            flat_grad[piece], flat_mask[piece], threshold, grad_input=flat[piece]
+        )
+
+
+def _native_gate_applies(grad: torch.Tensor, mask: torch.Tensor) -> bool:
+    return grad.dtype == torch.float32 and mask.dtype == torch.uint8 and grad.is_cpu and native.library() is not None
+
+
+def _native_gate(grad: torch.Tensor, mask: torch.Tensor, threshold: int, result: torch.Tensor) -> None:
+    library = native.library()
+    assert library is not None
+    library.shoal_gate.restype = None
+    library.shoal_gate(
+        ctypes.c_void_p(grad.data_ptr()),
+        ctypes.c_void_p(mask.data_ptr()),
+        ctypes.c_int32(threshold),
+        ctypes.c_int64(grad.numel()),
+        ctypes.c_int32(threads_for(grad.numel(), _MIN_ELEMS)),
+        ctypes.c_int32(level_number()),
+        ctypes.c_void_p(result.data_ptr()),
+    )
 
 
 def _fills_its_block(tensor: torch.Tensor) -> bool:
@@ -66,10 +92,10 @@ def note_closed(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
         codes: (n,) uint8, dense, of `x`; their sign bits are written.
         above: where the ReLU is clipped.
     """
-    choose(_OP, x, codes)(x, codes, above)
+    choose(_SIGNS, x, codes)(x, codes, above)
 
 
-def _reference(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
+def _note_in_pieces(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
     closed = torch.empty(min(_SIGN_PIECE_ELEMS, x.numel()), dtype=torch.bool, device=x.device)
     clipped = torch.empty_like(closed) if math.isfinite(above) else None
     for start in range(0, x.numel(), _SIGN_PIECE_ELEMS):
@@ -81,11 +107,11 @@ def _reference(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
         code.bitwise_and_(SIGN - 1).bitwise_or_(shut.view(torch.uint8).mul_(SIGN))
 
 
-def _native_applies(x: torch.Tensor, codes: torch.Tensor) -> bool:
+def _native_note_applies(x: torch.Tensor, codes: torch.Tensor) -> bool:
     return x.dtype == torch.float32 and codes.dtype == torch.uint8 and x.numel() == codes.numel() and are_here(x, codes)
 
 
-def _native(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
+def _native_note(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
     library = native.library()
     assert library is not None
     library.shoal_note_closed.restype = None
@@ -94,8 +120,10 @@ def _native(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
         ctypes.c_int64(x.numel()),
         ctypes.c_float(above if math.isfinite(above) else math.nan),  # which nothing reaches
         ctypes.c_int32(threads_for(x.numel(), _MIN_ELEMS)),
+        ctypes.c_int32(level_number()),
         ctypes.c_void_p(codes.data_ptr()),
     )
 
 
-_OP = register("relu_sign_bits", _reference, Implementation("native", _native, _native_applies))
+_GATE = register("relu_gate", _gate_in_pieces, Implementation("native", _native_gate, _native_gate_applies))
+_SIGNS = register("relu_sign_bits", _note_in_pieces, Implementation("native", _native_note, _native_note_applies))

@@ -18,7 +18,7 @@ from typing import cast
 
 from shoal.errors import InputError
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 LEVELS = ("portable", "avx2", "avx512")  # in the order of ShoalLevel in csrc/shoal_native.h
 # In the order of the bits of ShoalFeature in csrc/shoal_native.h.
