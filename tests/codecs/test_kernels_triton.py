@@ -188,6 +188,8 @@ def test_what_they_do_not_read_is_left_to_others(monkeypatch: pytest.MonkeyPatch
     assert not applies(x.view(-1), torch.ones(1, device="meta")) and not applies(torch.ones(1, device="meta"))
     flat = x.view(-1)
     assert choose(TABLE["sign_mask"], flat, flat.byte()) is sign_mask_triton
+    assert choose(TABLE["one_bit"], flat, x.view(12, 2), flat.byte()) is one_bit_triton
+    assert choose(TABLE["one_bit"], flat, x.t(), flat.byte()) is not one_bit_triton
     monkeypatch.setenv(VARIABLE, "reference")
     assert choose(TABLE["sign_mask"], flat, flat.byte()) is sign_mask_reference
 

@@ -189,6 +189,22 @@ def test_other_kernels_are_another_machine(monkeypatch):
     assert measurement_cache.describe(torch.device("cpu")) != before
 
 
+def test_the_precision_of_products_may_be_said_in_pytorchs_new_way_and_the_old():
+    before = measurement_cache.describe(torch.device("cpu"))
+    said = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"  # after which the old way cannot be asked
+        new_way = measurement_cache.describe(torch.device("cpu"))
+    finally:
+        torch.backends.fp32_precision = said
+    torch.set_float32_matmul_precision("medium")
+    try:
+        old_way = measurement_cache.describe(torch.device("cpu"))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert len({str(one["float32_precision"]) for one in (before, new_way, old_way)}) == 3
+
+
 def test_a_wrong_choice_of_kernels_is_refused_before_anything_is_measured(monkeypatch):
     monkeypatch.setenv("SHOAL_KERNELS", "cuda")
     with pytest.raises(InputError, match="SHOAL_KERNELS=cuda"):

@@ -310,6 +310,10 @@ def _bits_call(values: torch.Tensor, block_elems: int | None, means: torch.Tenso
     return call
 
 
+def _triton_applies(*tensors: torch.Tensor) -> bool:
+    return triton_applies(*(x.view(-1) if x.is_contiguous() else x for x in tensors))  # means are two a block
+
+
 class _Triton:
     """`kernels_triton`: a program adds the lanes of a few runs, a second kernel adds the runs of a block."""
 
@@ -359,6 +363,6 @@ class _Triton:
 _OP: Op[_Functions] = register(
     "one_bit",
     _Reference(),
-    Implementation("triton", _Triton(), triton_applies),
+    Implementation("triton", _Triton(), _triton_applies),
     Implementation("native", _Native(), are_here),
 )

@@ -67,16 +67,22 @@ def describe(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "cores": os.cpu_count() or 1,
-        "float32_precision": torch.get_float32_matmul_precision(),
+        "float32_precision": _float32_precision(),  # what the earlier names say raises where the new ones were set
         "onednn": torch.backends.mkldnn.enabled,
         "cudnn": [
             torch.backends.cudnn.enabled,
             torch.backends.cudnn.benchmark,
             torch.backends.cudnn.deterministic,
-            torch.backends.cudnn.allow_tf32,
+            torch.backends.cudnn.version() if device.type == "cuda" else None,
         ],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
+
+
+def _float32_precision() -> list[str]:
+    backends = torch.backends
+    kinds = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv
+    return [kind.fp32_precision for kind in kinds]
 
 
 def recall(subject: str, device: torch.device) -> dict[str, Any]:
