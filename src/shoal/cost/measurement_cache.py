@@ -80,8 +80,9 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def _float32_precision() -> list[str]:
-    backends = torch.backends
-    kinds = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv
+    cudnn: Any = torch.backends.cudnn  # modules that replace themselves, which mypy does not see
+    onednn: Any = torch.backends.mkldnn
+    kinds = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, onednn.matmul, onednn.conv
     return [kind.fp32_precision for kind in kinds]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from shoal.capture.layered import Refused, is_of_a_module
 from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.core.plan import Plan
 from shoal.core.variant import Pieces
+from shoal.engine import form_cache
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.search.best_variant import Priced, best_variant
 from shoal.engine.search.variants import Variants
@@ -23,6 +25,9 @@ from shoal.engine.step_planning import WHOLE_FORM, Form, Planned
 from shoal.errors import BudgetError, PlanError
 from shoal.memory.limit import no_memory_limit
 
+_WORTH_SECONDS = 0.5  # a form that is found faster is searched for again
+
+log = logging.getLogger("shoal")
 _Made = tuple[Captured, Planned, LoopMemory]
 Compiled = Callable[..., Any]
 CompileForm = Callable[[fx.GraphModule, Form | Callable[[Captured], Form]], Compiled]
@@ -59,29 +64,44 @@ def compile_chosen(
             return compile_form(variants.graph(known), Form(known))
         except (BudgetError, PlanError, Refused):
             pass  # there may be another that fits
-    return _compile_best(session, variants, key, capture, compile_form)
+    if not variants.has_other_graphs:  # its form is chosen while AOTAutograd waits for it, and nothing is traced twice
+
+        def choose(whole: Captured) -> Form:
+            return _best_form(session, variants, key, lambda own: whole)[1]
+
+        return compile_form(gm, choose)
+    return _compile_best(session, variants, key, example_inputs, capture, compile_form)
 
 
 def _compile_best(
     session: Session,
     variants: Variants,
     key: str,
+    example_inputs: Sequence[Any],
     capture: Callable[[fx.GraphModule], Captured],
     compile_form: CompileForm,
 ) -> Compiled:
-    """A step that has no other graph than its own is traced once: its form is chosen while AOTAutograd waits for it."""
-    if not variants.has_other_graphs:
-
-        def choose(whole: Captured) -> Form:
-            return _best_form(session, variants, key, lambda own: whole)[1]
-
-        return compile_form(variants.own, choose)
+    """Trace all forms of the step for the one that trains fastest, or that alone where an earlier run chose it."""
+    with unset_fake_temporarily():
+        digest = form_cache.digest(session, variants.own, example_inputs)
+    if (chosen := form_cache.recall(digest)) is not None:
+        variant, candidates = chosen
+        try:
+            compiled = compile_form(variants.graph(variant), Form(variant, candidates))
+        except (BudgetError, PlanError, Refused) as reason:
+            log.debug("%s: %s does not fit any more (%s)", session.name, variant, reason)
+        else:
+            session.status.variants[key] = variant
+            return compiled
 
     def captured(graph: fx.GraphModule) -> Captured:
         with no_memory_limit():
             return capture(graph)
 
-    return compile_form(*_best_form(session, variants, key, captured))
+    graph, form = _best_form(session, variants, key, captured)
+    if form.seconds > _WORTH_SECONDS:
+        form_cache.remember(digest, form.variant, form.candidates)
+    return compile_form(graph, form)
 
 
 def _best_form(

@@ -142,13 +142,13 @@ def _remember(digest: str, plan: Plan) -> None:
                 "residences": {name: residence_to_json(r) for name, r in plan.residences.items()},
             },
         )
-        _drop_oldest(folder.glob("*.json"))
+        drop_oldest(folder.glob("*.json"))
     except (OSError, InputError) as error:
         log.debug("cannot cache a plan: %s", error)
 
 
-def _drop_oldest(paths: Iterable[Path]) -> None:
-    """Remove the plans that were not used for longest, until the others are within the limit."""
+def drop_oldest(paths: Iterable[Path]) -> None:
+    """Remove the files that were not used for longest, until the others are within the limit of a cache."""
     found = sorted(((path.stat(), path) for path in paths), key=lambda each: -each[0].st_mtime_ns)
     kept_bytes = 0
     for status, path in found:

@@ -1,0 +1,105 @@
+"""Forms cached between runs: which form of a step trained fastest inside a budget is not searched for again.
+
+To find it, every form is traced; a later run of the same step on the same machine traces the chosen one alone. One file
+a step, in the folder `forms` of `shoal.core.files.cache_dir()`, filed under a digest of all that the search depends on,
+Shoal's own source included. The plan itself is found by `plan_cache`, and checked: where the form does not fit any
+more, the others are searched. A broken cache costs only time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from shoal.core.files import cache_dir, write_json
+from shoal.core.records import read_json, read_object, read_record
+from shoal.core.variant import Candidate, Variant
+from shoal.cost.measure import measure
+from shoal.cost.measurement_cache import describe
+from shoal.engine.plan_cache import drop_oldest
+from shoal.engine.session import Session
+from shoal.errors import InputError
+
+_FORMAT = "shoal-cached-form 1"
+
+log = logging.getLogger("shoal")
+
+
+def digest(session: Session, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
+    """Tells a step whose form is searched for from any other; "" where that depends on a function of the caller's.
+
+    Args:
+        session: of the model.
+        gm, example_inputs: as Dynamo hands them to a backend.
+    """
+    if not isinstance(session.options.planner, str):
+        return ""
+    devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
+    described = [
+        (device.type, describe(device), measure(device)) for device in sorted(devices, key=str) if device.type != "meta"
+    ]
+    options = {**vars(session.options), "means": sorted(session.options.means)}
+    loop = {**vars(session.loop), "released": sorted(session.loop.released)}
+    everything = (
+        *(_FORMAT, _source(), torch.__version__, version("highspy")),
+        *(described, options, loop, session.static.state_bytes(), session.offloading, session.early),
+        *(gm.print_readable(print_output=False), [_described(value) for value in example_inputs]),
+    )
+    return hashlib.sha256(repr(everything).encode()).hexdigest()[:32]
+
+
+def recall(digest: str) -> tuple[Variant, tuple[Candidate, ...]] | None:
+    """The form that was chosen in an earlier run, and what was considered then."""
+    try:
+        path = cache_dir() / "forms" / f"{digest}.json"
+        if not digest or not path.exists():
+            return None
+        value = read_object(read_json(path), "the file")
+        if value.get("format") != _FORMAT or not isinstance(value.get("candidates"), list):
+            raise InputError("it is of another format")
+        variant = read_record(Variant, value.get("variant"), "variant")
+        candidates = tuple(read_record(Candidate, one, "candidates") for one in value["candidates"])
+        os.utime(path)
+    except (OSError, InputError) as error:
+        log.debug("ignored the cached form %s (%s); searching anew", digest, error)
+        return None
+    return variant, candidates
+
+
+def remember(digest: str, variant: Variant, candidates: Sequence[Candidate]) -> None:
+    """Keep which form was chosen for a later run."""
+    if not digest:
+        return
+    try:
+        folder = cache_dir() / "forms"
+        folder.mkdir(parents=True, exist_ok=True)
+        value = {"format": _FORMAT, "variant": asdict(variant), "candidates": [asdict(one) for one in candidates]}
+        write_json(folder / f"{digest}.json", value)
+        drop_oldest(folder.glob("*.json"))
+    except (OSError, InputError) as error:
+        log.debug("cannot cache a form: %s", error)
+
+
+def _described(value: Any) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value
+    layout = tuple(value.shape), value.stride(), value.dtype, value.device.type
+    return (*layout, value.requires_grad, isinstance(value, nn.Parameter))
+
+
+@cache
+def _source() -> str:
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,92 @@
+"""The form of a step that an earlier run chose is traced alone; nothing in the cache but time can be lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.engine import choose_variant, form_cache
+from tests.engine.search.test_best_variant import FUSED, batches, normalised, share_of_plain, step
+from tests.engine.test_choose_variant import traces  # noqa: F401  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    monkeypatch.setattr(choose_variant, "_WORTH_SECONDS", 0.0)
+    return tmp_path / "forms"
+
+
+@cache
+def plain_bytes() -> int:
+    return share_of_plain(normalised, 1.0)
+
+
+def compiled(share: float = 0.9) -> nn.Module:
+    torch._dynamo.reset()
+    return shoal.compile(normalised(), budget=int(share * plain_bytes()), allow="recompute, fuse")
+
+
+def test_a_later_run_traces_the_chosen_form_alone_and_trains_as_the_first(traces: list[str]) -> None:  # noqa: F811
+    first, later = compiled(), compiled()
+    step(first, *batches(1))
+    assert traces == ["priced", "priced", "compiled"]
+    step(later, *batches(1))
+    assert traces[3:] == ["compiled"]
+    assert all(map(torch.equal, gradients(first), gradients(later)))
+    assert later.shoal.plan.variant == FUSED
+    assert later.shoal.plan.candidates == first.shoal.plan.candidates
+    assert later.shoal.plan.residences == first.shoal.plan.residences
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("change", ["budget", "frozen", "hook"])
+def test_another_step_is_searched_for_itself(traces: list[str], change: str) -> None:  # noqa: F811
+    step(compiled(), *batches(1))
+    traces.clear()
+    model = compiled(0.85 if change == "budget" else 0.9)
+    if change == "frozen":
+        next(model.parameters()).requires_grad_(False)
+    if change == "hook":  # what it computes is in the graph
+        next(model.children()).register_forward_hook(lambda module, given, result: result * 2)
+    step(model, *batches(1))
+    assert traces.count("priced") >= 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "of another form"])
+def test_a_damaged_file_costs_only_time(
+    traces: list[str],  # noqa: F811
+    forms: Path,
+    damage: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    step(compiled(), *batches(1))
+    (file,) = forms.iterdir()
+    text = file.read_text()
+    value = json.loads(text)
+    value["variant"]["pieces"] = [{"op": "no such op", "dim": 0, "count": 2}]
+    file.write_text(text[: len(text) // 2] if damage == "cut" else json.dumps(value))
+    traces.clear()
+    model = compiled()
+    with caplog.at_level(logging.DEBUG, logger="shoal"):
+        step(model, *batches(1))
+    assert traces.count("priced") == 2 and model.shoal.plan.variant == FUSED
+    assert ("does not fit any more" if damage == "of another form" else "ignored the cached form") in caplog.text
+    assert file.read_text() == text
+
+
+def test_without_a_folder_to_write_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "file"))
+    form_cache.remember("0123", FUSED, ())
+    assert form_cache.recall("0123") is None and form_cache.recall("") is None
