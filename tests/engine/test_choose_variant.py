@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +11,16 @@ from torch import nn
 
 import shoal
 from shoal.core.variant import WHOLE
-from shoal.engine import backend
+from shoal.engine import backend, choose_variant
+from shoal.engine.search.best_variant import Best
 from tests.engine.search.test_best_variant import FUSED, batches, normalised, share_of_plain, step
 from tests.engine.training_laws import differences, train
 
 
 @pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was traced: to be priced, or to be compiled."""
+def traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """What was traced: to be priced, or to be compiled. Nothing was chosen in an earlier run."""
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     found: list[str] = []
     joint_step, capture = backend.joint_step, backend.capture
 
@@ -50,9 +53,23 @@ def test_where_convolutions_may_be_in_pieces_it_is_traced_once(traces: list[str]
     assert [one.variant for one in model.shoal.plan.candidates] and not differences(found, train(volumes(), batch))
 
 
-def test_forms_that_have_graphs_are_priced_each_and_one_is_compiled(traces: list[str]) -> None:
+def test_forms_that_have_graphs_of_their_own_are_traced_each_and_the_chosen_one_is_compiled(traces: list[str]) -> None:
     model = shoal.compile(normalised(), budget=share_of_plain(normalised, 0.9), allow="recompute, fuse")
     step(model, *batches(1))
     plan = model.shoal.plan
     assert plan.variant == FUSED and {one.variant for one in plan.candidates} == {WHOLE, FUSED}
-    assert traces == ["priced", "priced", "compiled"]
+    assert traces == ["compiled", "priced", "compiled"]
+
+
+def test_where_its_own_form_is_chosen_that_is_traced_once(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(variants: Any, price: Any, budget_bytes: int, name: str) -> Best[Any, Any]:
+        price(variants.graph(FUSED))
+        return Best(WHOLE, variants.own, *price(variants.own).plan(budget_bytes))
+
+    monkeypatch.setattr(choose_variant, "best_variant", own)
+    budget_bytes = share_of_plain(normalised, 0.9)
+    model = shoal.compile(normalised(), budget=budget_bytes, allow="recompute, fuse")
+    found = train(model, batches(1))
+    assert traces == ["compiled", "priced"]
+    assert model.shoal.plan.variant == WHOLE and model.shoal.measured_peak_bytes <= budget_bytes
+    assert not differences(found, train(normalised(), batches(1)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.capture.captured import Captured
@@ -94,14 +95,35 @@ def _compile_best(
             session.status.variants[key] = variant
             return compiled
 
-    def captured(graph: fx.GraphModule) -> Captured:
-        with no_memory_limit():
-            return capture(graph)
+    def choose(whole: Captured) -> Form:
+        around = TracingContext.try_get()
+        context = TracingContext(around.fake_mode) if around is not None else None  # AOTAutograd writes into its own
 
-    graph, form = _best_form(session, variants, key, captured)
-    if form.seconds > _WORTH_SECONDS:
-        form_cache.remember(digest, form.variant, form.candidates)
-    return compile_form(graph, form)
+        def captured(graph: fx.GraphModule) -> Captured:
+            if graph is variants.own:
+                return whole
+            with no_memory_limit(), torch.enable_grad(), tracing(context):
+                return capture(graph)
+
+        with unset_fake_temporarily():
+            graph, form = _best_form(session, variants, key, captured)
+        if form.seconds > _WORTH_SECONDS:
+            form_cache.remember(digest, form.variant, form.candidates)
+        if graph is not variants.own:
+            raise _Other(graph, form)
+        return form
+
+    try:
+        return compile_form(variants.own, choose)
+    except _Other as chosen_form:
+        return compile_form(chosen_form.graph, chosen_form.form)
+
+
+class _Other(Exception):
+    """Ends the compilation of a step in its own form: it trains faster in another one."""
+
+    def __init__(self, graph: fx.GraphModule, form: Form) -> None:
+        self.graph, self.form = graph, form
 
 
 def _best_form(
