@@ -85,6 +85,21 @@ class SizesSeen:
         return [choice for place, choice in enumerate(choices) if choice not in choices[:place]]
 
 
+def too_far_after(too_far: int, needed_share: float) -> int:
+    """How many of `GROWTHS` do not fit, where the one after the first `too_far` needs so many times the budget.
+
+    A step takes at most so much less as its inputs get smaller.
+
+    >>> too_far_after(0, 1.1), too_far_after(0, 1.9), too_far_after(2, 1.2)
+    (1, 2, 3)
+    """
+    growths = (*GROWTHS, 1.0)
+    for place in range(too_far + 1, len(growths)):
+        if growths[place] * needed_share <= growths[too_far]:
+            return place
+    return max(too_far + 1, len(GROWTHS))
+
+
 def shape_of(gm: fx.GraphModule) -> Shape:
     """The sizes of a call's inputs, by names such as "args[0].size()[1]"; symbols as they are in the call at hand."""
     found = set()

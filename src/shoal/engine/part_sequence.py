@@ -15,7 +15,7 @@ from shoal.capture.capture_step import InputPlaces
 from shoal.capture.captured import Captured
 from shoal.capture.graph_breaks import break_after
 from shoal.capture.pieces import choose_pieces, in_pieces
-from shoal.capture.varying_sizes import GROWTHS, SizesSeen, bytes_at, make_static, shape_of
+from shoal.capture.varying_sizes import GROWTHS, SizesSeen, bytes_at, make_static, shape_of, too_far_after
 from shoal.core.joined_step import label
 from shoal.core.plan import Plan
 from shoal.core.progress import preparing
@@ -31,6 +31,7 @@ from shoal.engine.part_planning import fits_easily
 from shoal.engine.part_record import Ports
 from shoal.engine.session import Session
 from shoal.engine.step_planning import WHOLE_FORM
+from shoal.errors import BudgetError
 from shoal.memory.limit import no_memory_limit
 
 
@@ -219,9 +220,10 @@ class PartSequence(ABC):
 
         return run
 
-    def plan_less_far(self) -> bool:
+    def plan_less_far(self, refused: BudgetError) -> bool:
         """Plan for sizes that are nearer to those seen, or for each by itself; False where that is done already."""
-        self._too_far += 1
+        budget_bytes = self.session.status.budget_bytes or 1
+        self._too_far = too_far_after(self._too_far, (refused.least_feasible_bytes or budget_bytes) / budget_bytes)
         return self._too_far <= len(GROWTHS) + 1
 
     def _sizes_of_this_graph(self) -> SizesSeen:

@@ -260,7 +260,7 @@ class PartedSteps(PartSequence):
                     log.info("%s: what follows its parts differs between steps; planning for all", session.name)
                     self._branches = self._keeps_little = True
                     self.forget()
-                elif any(known.parts.sizes) and self.plan_less_far():
+                elif any(known.parts.sizes) and self.plan_less_far(error):
                     log.info("%s: %s; planning for sizes nearer to those seen", session.name, error)
                     self.forget()
                 else:
