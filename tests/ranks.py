@@ -5,6 +5,7 @@ They are forked from one server that has imported torch and shoal already, so th
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -119,6 +120,7 @@ def _server() -> Any:
 def _run(
     function: Callable[..., Any], rank: int, ranks: int, folder: str, pipe: Connection, args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # what was imported is garbage to no function
     torch.set_num_threads(1)
     torch.manual_seed(0)
     made_up_machine.put_in_place()

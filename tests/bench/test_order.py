@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from bench import order
+from tests.bench.small import put_in_place
 
 
-def test_a_quick_run_compares_with_the_best_of_all_orders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_run_compares_with_the_best_of_all_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_in_place(monkeypatch)
     assert order.main(["--quick", "--networks", "resnet18", "--out", str(tmp_path)]) == 0
     assert "Everything kept" in capsys.readouterr().out
     (path,) = tmp_path.glob("*.json")

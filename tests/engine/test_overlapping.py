@@ -98,7 +98,7 @@ def test_a_larger_step_that_may_wait_counts_in_a_smaller_ones_plan() -> None:
 
 
 def test_budgets_of_calls_that_overlap_are_used() -> None:
-    graph = resnet_like((2, 2))
+    graph = resnet_like((1, 1))
     budget_bytes = int(0.6 * planned(2, graph, 0).predicted_peak_bytes)
     plan = planned(2, graph, budget_bytes)
     assert plan.recomputed

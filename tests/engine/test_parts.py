@@ -447,6 +447,8 @@ def _peaks(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None] = _
     (x,) = images(1, 8, 3, 32, 32)
     own_bytes = sum(t.nbytes for t in [x, *model.parameters(), *model.buffers()])
     peaks = []
+    gc.collect()
+    gc.freeze()  # so that the next ones are quick
     for _ in range(4):
         gc.collect()
         with memory_limit(None) as meter:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.app import models
+from shoal.app.models.resnet import BasicBlock, ResNet
 from shoal.core import validate_plan
 from shoal.core.plan import Plan
 from shoal.engine.metering import Window
@@ -86,7 +86,7 @@ def test_inside_a_budget_the_measured_peak_is_the_predicted_one_and_never_over(s
 @needs_compiler
 @pytest.mark.slow
 def test_so_it_is_with_a_whole_network() -> None:
-    net, batches = models.build("resnet18_cifar", seed=0), images(2, 16, 3, 32, 32)
+    net, batches = ResNet(BasicBlock, (1, 1, 1, 1), cifar=True), images(2, 16, 3, 32, 32)
     budget = int(0.8 * peak_of_a_step(copy.deepcopy(net), batches[0])) + momentum_bytes(net)
     planned = shoal.compile(copy.deepcopy(net), budget=budget)
     assert not differences(train(planned, batches), train(net, batches))

@@ -72,37 +72,48 @@ def chain(name: str, *, num_classes: int = 10, in_channels: int = 3, seed: int |
         return nn.Sequential(*convolution, nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, num_classes))
 
 
-def train_plain_and_changed(out: Path, change: dict[str, Any]) -> list[dict[str, Any]]:
-    """Data parallel in float32; then changed: whole, interrupted, and resumed."""
-    ranks = these_ranks()
-    with pytest.MonkeyPatch.context() as patch:
-        tiny = put_in_place(patch, out)
-        if "parallel" in change:
-            patch.setattr(shoal.app.models, "build", chain)
-        plain = loop.train(tiny(out=out / "plain"), Watched(), ranks)
-        whole = loop.train(tiny(**change, out=out / "whole"), Watched(), ranks)
-        part = tiny(**change, out=out / "part")
-        stopped = loop.train(part, Watched(2 if ranks.rank == 1 else -1), ranks)
-        resumed = loop.train(replace(part, resume=True), Watched(), ranks)
-        return [facts(outcome) for outcome in (plain, whole, stopped, resumed)]
+EXCHANGED: list[tuple[dict[str, Any], str, float]] = [
+    ({"compress_gradients": "one_bit"}, "gradients", 0.4),
+    ({"parallel": "hybrid"}, "activations", HEADERS),
+    ({"parallel": "hybrid", "compress_gradients": "dynamic_tree"}, "activations", HEADERS),
+    ({"weights": "sharded"}, "weights", 1.0),
+    ({"weights": "sharded", "precision": "16"}, "weights", 0.6),
+    ({"weights": "sharded", "compress_gradients": "one_bit"}, "gradients", 0.4),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "most"),
-    [
-        ({"compress_gradients": "one_bit"}, "gradients", 0.4),
-        ({"parallel": "hybrid"}, "activations", HEADERS),
-        ({"parallel": "hybrid", "compress_gradients": "dynamic_tree"}, "activations", HEADERS),
-        ({"weights": "sharded"}, "weights", 1.0),
-        ({"weights": "sharded", "precision": "16"}, "weights", 0.6),
-        ({"weights": "sharded", "compress_gradients": "one_bit"}, "gradients", 0.4),
-    ],
-)
+def train_plain_and_changed(out: Path) -> list[list[dict[str, Any]]]:
+    """Of each change: data parallel in float32; then changed: whole, interrupted, and resumed."""
+    ranks, found = these_ranks(), []
+    plain: dict[bool, Outcome] = {}
+    for number, (change, _, _) in enumerate(EXCHANGED):
+        with pytest.MonkeyPatch.context() as patch:
+            tiny, in_a_row = put_in_place(patch, out), "parallel" in change
+            if in_a_row:
+                patch.setattr(shoal.app.models, "build", chain)
+            if in_a_row not in plain:
+                plain[in_a_row] = loop.train(tiny(out=out / f"plain {in_a_row}"), Watched(), ranks)
+            whole = loop.train(tiny(**change, out=out / f"whole {number}"), Watched(), ranks)
+            part = tiny(**change, out=out / f"part {number}")
+            stopped = loop.train(part, Watched(2 if ranks.rank == 1 else -1), ranks)
+            resumed = loop.train(replace(part, resume=True), Watched(), ranks)
+            found.append([facts(outcome) for outcome in (plain[in_a_row], whole, stopped, resumed)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[list[dict[str, Any]]]]]:
+    out = tmp_path_factory.mktemp("exchanged")
+    return out, run_on_ranks(train_plain_and_changed, 2, out)
+
+
+@pytest.mark.parametrize("number", range(len(EXCHANGED)), ids=[str(change) for change, _, _ in EXCHANGED])
 def test_ranks_that_exchange_something_else_train_and_resume(
-    tmp_path: Path, change: dict[str, Any], kind: str, most: float
+    exchanged: tuple[Path, list[list[list[dict[str, Any]]]]], number: int
 ) -> None:
     """Where nothing is rounded as data parallel, but for the order of sums."""
-    for plain, whole, stopped, resumed in run_on_ranks(train_plain_and_changed, 2, tmp_path, change):
+    (out, found), (change, kind, most) = exchanged, EXCHANGED[number]
+    for plain, whole, stopped, resumed in (of_rank[number] for of_rank in found):
         assert whole["losses"] == pytest.approx(
             plain["losses"], rel=0.2 if change.keys() & {"precision", "compress_gradients"} else 1e-5
         )
@@ -113,9 +124,10 @@ def test_ranks_that_exchange_something_else_train_and_resume(
         assert 0 < sent["sent_bytes"] <= most * sent["raw_bytes"]
         gradients = plain["traffic"]["total"]["gradients"]
         assert gradients["sent_bytes"] == gradients["raw_bytes"]
-    assert_same_weights(tmp_path / "whole", tmp_path / "part")
-    whole_names = torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)["model"].keys()
-    assert whole_names == torch.load(tmp_path / "plain" / "checkpoint.pt", weights_only=True)["model"].keys()
+    assert_same_weights(out / f"whole {number}", out / f"part {number}")
+    with_plain = (f"whole {number}", f"plain {'parallel' in change}")
+    names, others = (torch.load(out / name / "checkpoint.pt", weights_only=True)["model"].keys() for name in with_plain)
+    assert names == others
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from shoal.app import models
+from shoal.app.models.densenet import DenseNet
+from shoal.app.models.resnet import Bottleneck, ResNet
 from tests.engine.training_laws import assert_same_training, images, keep_by_chance
 
 SIDES = {"alexnet": 67, "unet3d": 8, "densenet121": 32, "unet": 16, "resnet18_cifar": 8}
-OTHER_DEPTHS = ("vgg11", "vgg16", "vgg16_bn", "vgg19_bn", "resnet34")  # of networks that are here
+OTHER_DEPTHS = ("vgg16", "vgg16_bn", "vgg19", "vgg19_bn", "resnet18", "resnet34")  # of networks that are here
+SHALLOW = {"densenet121": partial(DenseNet, (2, 3, 3, 2)), "resnet50": partial(ResNet, Bottleneck, (1, 2, 1, 1))}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in models.names() if name not in OTHER_DEPTHS])
 def test_every_network_trains_like_plain_pytorch(name: str) -> None:
     with torch.device("meta"):
-        net = models.build(name, num_classes=5)
+        net = SHALLOW.get(name, partial(models.build, name))(num_classes=5)
     for module in net.modules():
         if isinstance(module, nn.Linear):  # 32 hidden features instead of 4096: 100 million weights take their time
             rows, columns = (32 if size == 4096 else size for size in (module.out_features, module.in_features))
