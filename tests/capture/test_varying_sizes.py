@@ -76,6 +76,20 @@ def test_two_sizes_that_grew_share_the_growth_and_stay_multiples_of_what_was_see
     ]
 
 
+def test_a_plan_that_does_not_fit_says_how_far_the_next_may_reach() -> None:
+    seen, names = SizesSeen(), {W: "w"}
+    told(seen, w=101)
+    told(seen, w=200)
+    seen.refuse(1.25)  # at twice the largest
+    assert seen.bounds(names, {W: 50})[0] == {W: int(200 * 2 / 1.25 * 0.98)}  # whatever the next call is
+    told(seen, w=50)
+    assert seen.bounds(names, {W: 60}) == [{W: 200}]
+    seen.refuse(1.01)
+    assert seen.bounds(names, {W: 50}) == [{W: 200}] and not seen.fixed
+    seen.refuse(1.01)
+    assert "no plan fits" in seen.fixed
+
+
 def test_a_growing_sequence_is_planned_for_a_few_times() -> None:
     seen, most, plans = SizesSeen(), 0, 0
     for length in range(10, 1000):

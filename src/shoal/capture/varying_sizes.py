@@ -25,6 +25,7 @@ from shoal.transforms.split.split import CUTS_ARGUMENT
 GROWTHS = (2.0, 1.3)
 """A size that was seen to grow is planned for as far as the inputs get so many times the elements of the largest: by
 the first of these that fits the budget."""
+_LESS_THAN_NEEDED = 0.98
 Shape = frozenset[tuple[str, int]]
 
 
@@ -34,18 +35,35 @@ class SizesSeen:
 
     Attributes:
         fixed: why sizes stay numbers; empty where they may vary.
-        too_far: how many of `GROWTHS` are known not to fit.
+        most_growth: the most that may fit, of what `GROWTHS` says.
     """
 
     fixed: str = ""
-    too_far: int = 0
+    most_growth: float = GROWTHS[0]
     _seen: dict[str, set[int]] = field(default_factory=dict)  # by the name of the size, as Dynamo words it
+    _expected: bool = False
+    _is_refused: bool = False
     _captured: set[Shape] = field(default_factory=set)
 
     def note(self, shape: Shape) -> None:
         """A call has inputs of these sizes."""
+        self._is_refused = False
         for name, number in shape:
             self._seen.setdefault(name, set()).add(number)
+
+    def refuse(self, needed_share: float) -> None:
+        """The plan made for the sizes seen so far does not fit: they are captured again, and planned less far.
+
+        The first time as far as what it needs lets expect, then no further than what was seen, then by its numbers.
+
+        Args:
+            needed_share: what it needs, in budgets.
+        """
+        if self.most_growth == 1.0:
+            self.fixed = "no plan fits at the largest sizes so far, with symbols for them"
+        expected = self.most_growth / needed_share * _LESS_THAN_NEEDED
+        self.most_growth = 1.0 if self._expected else max(1.0, min(expected, self.most_growth))
+        self._expected = self._is_refused = True
 
     def note_captured(self, shape: Shape) -> None:
         """A step was captured with these sizes as numbers."""
@@ -68,7 +86,7 @@ class SizesSeen:
         """
         before = {symbol: self._seen.get(name, set()) for symbol, name in names.items()}
         seen = {symbol: max(before[symbol] | {now[symbol]}) for symbol in names}
-        growing = [symbol for symbol in names if now[symbol] > max(before[symbol], default=0)]
+        growing = [s for s in names if self._is_refused or now[s] > max(before[s], default=0)]
         if not growing:
             return [seen]
         # Where every size was a multiple of some number, as of a network's total stride, others will be.
@@ -78,26 +96,9 @@ class SizesSeen:
             most = int(seen[symbol] * growth ** (1 / len(growing)))
             return max(seen[symbol], most // multiples[symbol] * multiples[symbol])
 
-        choices = [
-            {**seen, **{symbol: grown(symbol, growth) for symbol in growing}}
-            for growth in (*GROWTHS, 1.0)[self.too_far :]
-        ]
+        growths = sorted({min(growth, self.most_growth) for growth in (*GROWTHS, 1.0)}, reverse=True)
+        choices = [{**seen, **{symbol: grown(symbol, growth) for symbol in growing}} for growth in growths]
         return [choice for place, choice in enumerate(choices) if choice not in choices[:place]]
-
-
-def too_far_after(too_far: int, needed_share: float) -> int:
-    """How many of `GROWTHS` do not fit, where the one after the first `too_far` needs so many times the budget.
-
-    A step takes at most so much less as its inputs get smaller.
-
-    >>> too_far_after(0, 1.1), too_far_after(0, 1.9), too_far_after(2, 1.2)
-    (1, 2, 3)
-    """
-    growths = (*GROWTHS, 1.0)
-    for place in range(too_far + 1, len(growths)):
-        if growths[place] * needed_share <= growths[too_far]:
-            return place
-    return max(too_far + 1, len(GROWTHS))
 
 
 def shape_of(gm: fx.GraphModule) -> Shape:

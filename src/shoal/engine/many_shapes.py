@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from shoal.capture import varying_sizes
-from shoal.capture.varying_sizes import SizesSeen
+from shoal.capture.varying_sizes import GROWTHS, SizesSeen
 from shoal.engine.session import Session
 from shoal.errors import BudgetError, TransferError, brief
 
@@ -58,7 +58,8 @@ def compile_for_shapes(
         names = varying_sizes.names_of(sizes)
         varying_sizes.leave_out(sizes, names, seen.captured())
         plans = session.status.plans
-        for bounds in seen.bounds(names, now):
+        choices = seen.bounds(names, now)
+        for number, bounds in enumerate(choices):
             most = {**bounds, **declared}
             varying_sizes.restrict(sizes, most)
             try:
@@ -67,6 +68,8 @@ def compile_for_shapes(
                 if declared:
                     raise
                 session.go_back_to(plans)
+                if number + 1 < len(choices):
+                    seen.most_growth = max((growth for growth in GROWTHS if growth < seen.most_growth), default=1.0)
                 log.info("%s: no plan fits at sizes up to %s: %s", name, _words(names, most), error)
                 continue
             except Exception as error:

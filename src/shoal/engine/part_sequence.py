@@ -15,7 +15,7 @@ from shoal.capture.capture_step import InputPlaces
 from shoal.capture.captured import Captured
 from shoal.capture.graph_breaks import break_after
 from shoal.capture.pieces import choose_pieces, in_pieces
-from shoal.capture.varying_sizes import GROWTHS, SizesSeen, bytes_at, make_static, shape_of, too_far_after
+from shoal.capture.varying_sizes import SizesSeen, bytes_at, make_static, shape_of
 from shoal.core.joined_step import label
 from shoal.core.plan import Plan
 from shoal.core.progress import preparing
@@ -162,7 +162,6 @@ class PartSequence(ABC):
         self.node = Node()
         self.sizes_vary = False
         self._sizes: dict[Any, SizesSeen] = {}
-        self._too_far = 0
 
     @abstractmethod
     def in_use_bytes(self) -> int:
@@ -223,18 +222,18 @@ class PartSequence(ABC):
     def plan_less_far(self, refused: BudgetError) -> bool:
         """Plan for sizes that are nearer to those seen, or for each by itself; False where that is done already."""
         budget_bytes = self.session.status.budget_bytes or 1
-        self._too_far = too_far_after(self._too_far, (refused.least_feasible_bytes or budget_bytes) / budget_bytes)
-        return self._too_far <= len(GROWTHS) + 1
+        needed_share = max(1.0, (refused.least_feasible_bytes or budget_bytes) / budget_bytes)
+        if all(seen.fixed for seen in self._sizes.values()):
+            return False
+        for seen in self._sizes.values():
+            seen.refuse(needed_share)
+        return True
 
     def _sizes_of_this_graph(self) -> SizesSeen:
         """With which the function that Dynamo captures was captured before, at this place of the sequence."""
         compile_id = CompileContext.current_compile_id()
         place = compile_id.frame_id if compile_id else None, len(self.node.path())
-        seen = self._sizes.setdefault(place, SizesSeen())
-        seen.too_far = min(self._too_far, len(GROWTHS))
-        if self._too_far > len(GROWTHS):
-            seen.fixed = "no plan fits at the largest sizes so far, with symbols for them"
-        return seen
+        return self._sizes.setdefault(place, SizesSeen())
 
     def compile(self, node: Node) -> None:
         """Compile a part for its place, under its share of the plan where there is one."""
