@@ -114,10 +114,10 @@ def _fastest(
     if ordered is not None:
         suited = search.suited_to_the_relaxed(recompute_choice(ordered.graph))
         best, bound_seconds = search.run(suited, search.bound(suited.graph))
-    if bound.bound_seconds < (best.seconds - kept.seconds if best is not None else math.inf):
-        as_captured, _ = search.run(choice, bound)
+    if search.may_be_faster(bound, graph, best):
+        as_captured, bound_of_it = search.run(choice, bound)
         if best is None or _faster(best, as_captured) is not best:
-            best, bound_seconds = as_captured, bound.bound_seconds
+            best, bound_seconds = as_captured, bound_of_it
     best, bound_seconds = search.with_lower_peak(best, bound_seconds)
     return search.or_on_demand(graph, best, bound_seconds)
 
@@ -245,6 +245,8 @@ class _Search:
         """The fastest plan of Keep and Recompute, and the lower bound of what it adds."""
         limits = self._limits
         best = self._filled(self._program(choice))
+        if self._is_off(best, bound_seconds, limits.close_enough):
+            bound_seconds = max(bound_seconds, self._tight_bound_seconds(choice.graph))
         if limits.chain and self._is_off(best, bound_seconds, limits.close_enough):
             found = self._dynamic_program(choice.graph)
             if found is not None and self._is_off(found, 0.0, limits.far_slower):
@@ -283,7 +285,21 @@ class _Search:
         return Effort(part, max_ops, self._guard)
 
     def bound(self, graph: StepGraph) -> Solution:
-        return lower_bound(graph, self._budget_bytes, self._limits, self._guard)
+        """The lower bound of what a plan adds; without a link that of a linear program, until a plan is far from it."""
+        whole = graph.link is not None
+        return lower_bound(graph, self._budget_bytes, self._limits, self._guard, whole=whole)
+
+    def _tight_bound_seconds(self, graph: StepGraph) -> float:
+        return lower_bound(graph, self._budget_bytes, self._limits, self._guard).bound_seconds
+
+    def may_be_faster(self, bound: Solution, graph: StepGraph, best: Simulated | None) -> bool:
+        """Whether a plan in another order of ops, with this bound, may be faster than the best so far."""
+        if best is None:
+            return math.isfinite(bound.bound_seconds)
+        added_seconds = best.seconds - self._plain_seconds
+        if bound.bound_seconds >= added_seconds:
+            return False
+        return graph.link is not None or self._tight_bound_seconds(graph) < added_seconds
 
     def _starts(self, choice: RecomputeChoice, relaxed: Chosen | None) -> Iterator[Chosen]:
         """Near good choices: the bound's, linear programs with some room set aside, the paper's, all away."""
