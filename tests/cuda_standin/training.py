@@ -28,6 +28,37 @@ _OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters),
 }
+
+
+def _blocks(n_blocks: int, channels: int) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for place in range(n_blocks):
+        layers += [nn.Conv2d(32 if place else channels, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
+    return layers
+
+
+class _Chain(nn.Sequential):
+    """A small network, most of whose step is activations."""
+
+    def __init__(self) -> None:
+        super().__init__(*_blocks(8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+class _Broken(nn.Module):
+    """The same, captured as two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = list(_Chain())
+        self.first, self.second = nn.Sequential(*layers[:12]), nn.Sequential(*layers[12:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+_SMALL = {"chain": _Chain, "broken": _Broken}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,11 +69,14 @@ class Case:
     Attributes:
         net, batch, image: the network and its batches.
         optimizer: "sgd" (with momentum) or "adamw".
-        amp: "bf16", "fp16" or "" for float32.
+        amp: "bf16", "fp16" (with a GradScaler) or "" for float32.
         share: the budget, of the peak of plain PyTorch; None: plain PyTorch.
         steps: how many.
         beside: what stands there beside the model all the time: "ema", a second model of the same size, or "".
         workspace_bytes: what cuDNN asks for in each convolution.
+        channels_last: the memory format of model and images.
+        passes: forward and backward passes of a step, onto the same gradients.
+        allow: the means that Shoal may use.
     """
 
     net: str = "resnet18"
@@ -54,6 +88,9 @@ class Case:
     steps: int = 3
     beside: str = ""
     workspace_bytes: int = 0
+    channels_last: bool = False
+    passes: int = 1
+    allow: str = "bitwise"
 
     def __str__(self) -> str:
         words = (self.net, self.optimizer, self.amp or "fp32", f"{self.share or 1:.0%}", self.beside)
@@ -136,29 +173,38 @@ def _run(case: Case, budget_bytes: int) -> Run:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shoal").addHandler(handler)
-    model = models.build(case.net).cuda()
-    beside = [models.build(case.net).cuda()] if case.beside else []
-    images = torch.empty(models.example_shape(case.net, case.batch, case.image), device="cuda")
+    layout = torch.channels_last if case.channels_last else torch.contiguous_format
+    model, *beside = (_network(case.net).cuda().to(memory_format=layout) for _ in range(2 if case.beside else 1))
+    images = torch.empty(case.batch, 3, case.image, case.image, device="cuda").to(memory_format=layout)
     labels = torch.zeros(case.batch, dtype=torch.long, device="cuda")
     optimizer = _OPTIMIZERS[case.optimizer](model.parameters())
     if budget_bytes:
-        model = shoal.compile(model, budget=budget_bytes, optimizer=optimizer)
-    steps = tuple(_step(case, model, optimizer, images, labels) for _ in range(case.steps))
+        model = shoal.compile(model, budget=budget_bytes, optimizer=optimizer, allow=case.allow)
+    scaler = torch.amp.GradScaler("cuda", enabled=case.amp == "fp16")
+    steps = tuple(_step(case, model, optimizer, scaler, images, labels) for _ in range(case.steps))
     beside_bytes = sum(p.nbytes for one in beside for p in (*one.parameters(), *one.buffers()))
     return Run(budget_bytes, steps, tuple(said), beside_bytes)
 
 
-def _step(case: Case, model: nn.Module, optimizer: Any, images: torch.Tensor, labels: torch.Tensor) -> Step:
+def _network(name: str) -> nn.Module:
+    return _SMALL[name]() if name in _SMALL else models.build(name)
+
+
+def _step(
+    case: Case, model: nn.Module, optimizer: Any, scaler: Any, images: torch.Tensor, labels: torch.Tensor
+) -> Step:
     torch.cuda.reset_peak_memory_stats()
     reset_device_peak()
     before = device_counts()
     with recorded() as record:
-        with torch.autocast("cuda", dtype=_DTYPES[case.amp]) if case.amp else nullcontext():
-            loss = nn.functional.cross_entropy(model(images).float(), labels)
-        loss.backward()
+        for _ in range(case.passes):
+            with torch.autocast("cuda", dtype=_DTYPES[case.amp]) if case.amp else nullcontext():
+                loss = nn.functional.cross_entropy(model(images).float(), labels)
+            scaler.scale(loss).backward()
         allocated_bytes = torch.cuda.max_memory_allocated()
     after = device_counts()
-    optimizer.step()
+    scaler.step(optimizer)
+    scaler.update()
     optimizer.zero_grad()
     status = getattr(model, "shoal", None)
     return Step(

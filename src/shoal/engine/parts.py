@@ -61,6 +61,7 @@ class PartedSteps(PartSequence):
         self._branches = False
         self._learnt_bytes = self._held_bytes = self._state_bytes = 0
         session.metering = self.metering
+        session.static.keep_library_memory()  # the first step is measured, not planned
         self.metering.calls.begins()
 
     def call(

@@ -28,7 +28,12 @@ def library_bytes(graph: StepGraph, device: torch.device) -> int:
         graph: the step; where it has no matrix product, cuBLAS is not asked for any.
         device: where it runs; 0 bytes on any but a CUDA device.
     """
-    if device.type != "cuda" or not any(_is_product(op.target) for op in graph.ops):
+    return kept_bytes(device) if any(_is_product(op.target) for op in graph.ops) else 0
+
+
+def kept_bytes(device: torch.device) -> int:
+    """`library_bytes` of a step whose ops are not known yet."""
+    if device.type != "cuda":
         return 0
     found: dict[tuple[torch.device, int, int], int] = {}
 
@@ -42,7 +47,8 @@ def library_bytes(graph: StepGraph, device: torch.device) -> int:
     with isolated(device), torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
         note()
         _Backward.apply(torch.zeros(1, device=device, requires_grad=True), note).backward()
-    return sum(found.values())
+    # Called from a backward pass, both are of one thread; the one that called the model has had its product.
+    return sum(found.values()) * (2 if len(found) == 1 else 1)
 
 
 def _is_product(target: str) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.step import StepGraph
 from shoal.lowlevel.torch_state import allocated_bytes, has_gradient_hook, on_this_rank
-from shoal.memory.library_memory import library_bytes
+from shoal.memory.library_memory import kept_bytes, library_bytes
 from shoal.memory.optimizer_state import Declared, NamedOptimizer, optimizer_state_bytes, step_scratch_bytes
 
 
@@ -59,6 +59,11 @@ class StaticMemory:
             self._named.append((reference, optimizer))
         elif optimizer is not None and all(optimizer is not known for known in self._alive()[1]):
             self._optimizers.append(weakref.ref(optimizer))
+
+    def keep_library_memory(self) -> None:
+        """Count what cuBLAS keeps from now on, for steps that are run before they are planned."""
+        for device in {parameter.device for parameter in self._trained()}:
+            self.library_bytes = max(self.library_bytes, kept_bytes(device))
 
     def called_by(self, wrapper: DistributedDataParallel | None) -> None:
         """Set the `DistributedDataParallel` wrapper that calls the model, if any: its gradient buckets count."""
