@@ -18,7 +18,13 @@ FUZZ_CASES ?= 4000
 # The trainers of others have an environment of their own.
 HOSTS := .venv-hosts/bin
 
-.PHONY: demo test test-hosts lint sanitize build-demo build-test build-hosts clean
+# So has torch's CUDA build: 3 GB to download, 5 to store. PyPI's own index has it; a folder of wheels that pip is told
+# of elsewhere may hold a build for the CPU, which would be taken instead.
+CUDA := .venv-cuda/bin
+PIP_CUDA := env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null $(CUDA)/python -m pip --disable-pip-version-check -qq
+STANDIN := build/cuda-standin
+
+.PHONY: demo test test-hosts test-cuda-standin lint sanitize build-demo build-test build-hosts build-cuda clean
 
 demo: build-demo
 	@echo "== Plain PyTorch inside a wall of $(DEMO_BUDGET): it must run out of memory =="
@@ -36,6 +42,11 @@ test: build-test
 # Lightning, Accelerate, Transformers, timm and others train inside a budget; see docs/hosts.
 test-hosts: build-hosts
 	$(HOSTS)/python -m pytest tests/hosts
+
+# CUDA's allocator, streams and dispatch without a GPU; see docs/accelerators.md.
+test-cuda-standin: build-cuda
+	$(CUDA)/python tests/cuda_standin/build.py $(STANDIN)
+	tests/cuda_standin/run $(STANDIN) $(CUDA)/python -m pytest tests/cuda_standin
 
 lint: build-test
 	$(BIN)/ruff check
@@ -67,6 +78,17 @@ build-hosts: .venv-hosts/.hosts
 	  echo "make test-hosts: the hosts could not be installed, see pip's line above; no test has run" >&2; exit 1; }
 	@touch $@
 
+build-cuda: .venv-cuda/.cuda
+	@$(PIP_CUDA) install --no-deps --no-build-isolation --force-reinstall .
+
+.venv-cuda/.cuda: requirements/cuda.txt requirements/test.txt requirements/build.txt requirements/demo.txt
+	@echo "Installing requirements/cuda.txt into .venv-cuda ..."
+	@$(PYTHON) -m venv .venv-cuda
+	@$(PIP_CUDA) install --no-deps -r $< || { \
+	  echo "make test-cuda-standin: torch's CUDA build could not be installed, see pip's line above; no test has run" >&2; \
+	  exit 1; }
+	@touch $@
+
 $(VENV)/.%: requirements/%.txt requirements/build.txt requirements/demo.txt | $(BIN)/python
 	@echo "Installing requirements/$*.txt into $(VENV) ..."
 	@$(PIP) install -r $<
@@ -76,4 +98,4 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf build dist $(VENV) .venv-hosts
+	rm -rf build dist $(VENV) .venv-hosts .venv-cuda

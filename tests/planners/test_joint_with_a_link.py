@@ -17,14 +17,17 @@ from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
+from shoal.planners import smallest_plan
 from shoal.planners.integer_program import solve
 from shoal.planners.joint import joint
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
+from shoal.planners.limits import DEFAULT, Guard, Limits
 from shoal.planners.papers.hascoet import hascoet
 from shoal.planners.papers.hmms import hmms
 from shoal.planners.papers.layerwise import layerwise
 from shoal.planners.recompute_choice import recompute_choice
+from shoal.planners.simulated import Simulated
 from tests.random_steps import Builder, legal_offloads, resnet_like, steps
 
 HERE = Hardware("here", Device("cpu", 1 << 34, 1e11, 1e10, 1e-6), Link("none", 1e10, 1e10, 1e-6), "made up")
@@ -146,3 +149,25 @@ def test_the_least_that_fits_is_no_more_with_a_link_than_without(recomputable: b
         least[name] = refused.value.least_feasible_bytes
     assert least["with"] <= least["without"]
     assert recomputable or least["with"] < least["without"]  # what cannot be recomputed can leave
+
+
+def test_the_smallest_plan_is_ordered_again_from_its_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = resnet_like((1, 1), scale=8)
+    alone = smallest_plan.smallest_plan(step, HERE, 1, DEFAULT)
+    assert alone.captured_order  # found in another order than captured
+    given: list[Simulated] = []
+
+    def in_lower_order(found: Simulated, limits: Limits, guard: Guard) -> None:
+        given.append(found)
+
+    monkeypatch.setattr(smallest_plan, "in_lower_order", in_lower_order)
+    monkeypatch.setattr(
+        smallest_plan,
+        "_smallest_with_link",
+        lambda graph, *_: replace(alone, graph=replace(alone.graph, link=graph.link)),
+    )
+    smallest_plan._smallest.cache_clear()
+    linked = replace(step, link=Link("too small", 1.0, 1.0, 0.0, host_bytes=1))
+    least = smallest_plan._smallest(linked, HERE, 1, DEFAULT)
+    smallest_plan._smallest.cache_clear()
+    assert [found.peak_bytes for found in given] == [alone.predicted_peak_bytes] == [least.predicted_peak_bytes]

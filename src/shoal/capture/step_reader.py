@@ -27,6 +27,7 @@ from shoal.capture.rerun import can_run_again, is_random, moves_statistics, seco
 from shoal.capture.symbolic_sizes import largest_numbers, usual_numbers, with_numbers, write_constants_out
 from shoal.core.step import RESIDENT, Again, Op, StepGraph, Storage, StorageKind, at_largest
 from shoal.errors import CaptureError
+from shoal.lowlevel.torch_state import allocated_bytes
 
 
 def capture(
@@ -367,8 +368,3 @@ class _Reader:
 def storage_bytes(value: torch.Tensor) -> int:
     """What the device's allocator counts for the storage of a tensor."""
     return allocated_bytes(int(value.untyped_storage().nbytes()), value.device)
-
-
-def allocated_bytes(nbytes: int, device: torch.device) -> int:
-    """What a device's allocator counts for so many bytes: CUDA hands out blocks of 512 bytes."""
-    return -(-nbytes // 512) * 512 if device.type == "cuda" else nbytes

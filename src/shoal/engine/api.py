@@ -39,11 +39,13 @@ from shoal.engine.lossy_report import lossy_report as report_on
 from shoal.engine.model_call import ModelCall, reject_function_transforms
 from shoal.engine.options import CompileOptions
 from shoal.engine.parts import PartedSteps
+from shoal.engine.repair import run_again_where_repaired
 from shoal.engine.session import Session
 from shoal.engine.shared_budget import Budget, reject_member
 from shoal.engine.status import Status
 from shoal.engine.unreplicated import Unreplicated
 from shoal.errors import BudgetError, CaptureError, InputError
+from shoal.lowlevel.cuda_allocator import set_expandable_segments
 from shoal.lowlevel.torch_state import active_ddp_module, has_gradient_hook, in_trace
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer, reject_copy
@@ -204,6 +206,7 @@ def compile(
     leaves = options.offloading(device.type)
     status = Status(options.budget_bytes)
     status.describes(network, _under_plan, options.lossy)
+    status.expandable_segments = _expandable_segments(device, options)
     session = Session(status, options, StaticMemory(network, declared), name or type(network).__name__, plan, leaves)
     weakref.finalize(network, session.close)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
@@ -272,7 +275,9 @@ class _Caller(ModelCall):
         session.static.hook_is_metered = session.early.sent
         kind = accumulating, session.early, *global_hooks()
         try:
-            return self._train(kind, args, kwargs)
+            if wrapper is not None or not session.status.runs_again:  # other ranks would not run it again
+                return self._train(kind, args, kwargs)
+            return run_again_where_repaired(model, session.status, lambda: self._train(kind, args, kwargs))
         except TooManyCaptures as reached:
             session.start_over(reached)
             return self._train(kind, args, kwargs)
@@ -327,6 +332,19 @@ class _Caller(ModelCall):
             return compile_step(session, kernels, gm, example_inputs)
 
         return shoal
+
+
+def _expandable_segments(device: torch.device, options: CompileOptions) -> bool | None:
+    """Whether CUDA's allocator cuts its blocks to size; under a budget it is set to, where it is not said otherwise."""
+    if device.type != "cuda" or options.budget_bytes is None:
+        return None
+    grow = set_expandable_segments()
+    if not grow:
+        log.warning(
+            "expandable_segments is off in the allocator's settings: it rounds blocks up, by 1 % or so, and reserves "
+            "more of the device; leave it out of PYTORCH_ALLOC_CONF to have it on"
+        )
+    return grow
 
 
 def _reject_compiled(network: nn.Module) -> None:

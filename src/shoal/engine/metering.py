@@ -73,17 +73,21 @@ class Metering:
     Args:
         static: static memory beside the steps.
         learn: called with each window that was metered.
+        ran_out: called with a window in which a graph ran out of a CUDA device's memory.
 
     Attributes:
         calls: those that are not over.
         gradients_are_used: whether the optimizer has stepped since the last backward pass; whoever knows sets it.
     """
 
-    def __init__(self, static: StaticMemory, learn: Callable[[Window], None]) -> None:
+    def __init__(
+        self, static: StaticMemory, learn: Callable[[Window], None], ran_out: Callable[[Window], None] | None = None
+    ) -> None:
         self.calls = Calls()
         self.gradients_are_used = False
         self._static = static
         self._learn = learn
+        self._ran_out = ran_out
         self._meter: StepMeter | None = None
         self._window: Window | None = None
         self._old_gradients: list[WeakStorage] = []
@@ -94,8 +98,8 @@ class Metering:
         self._begin_forward(step, arguments)
         try:
             outputs = run(arguments)
-        except BaseException:
-            self._give_up()
+        except BaseException as error:
+            self._failed(error)
             raise
         self.calls.started(given, outputs, step.n_outputs, step.results, step)
         if self._window is not None and self._meter is not None:
@@ -109,8 +113,8 @@ class Metering:
             return run(arguments)
         try:
             gradients = run(arguments)
-        except BaseException:
-            self._give_up()
+        except BaseException as error:
+            self._failed(error)
             raise
         self._end_backward(tangents)
         return gradients
@@ -124,8 +128,8 @@ class Metering:
             return (yield from run(arguments))
         try:
             gradients = yield from run(arguments)
-        except BaseException:
-            self._give_up()
+        except BaseException as error:
+            self._failed(error)
             raise
         self._end_backward(tangents)
         return gradients
@@ -213,6 +217,14 @@ class Metering:
         alive = {place for place, held in call.outputs.items() if held.is_alive}
         window.kept |= alive
         window.released |= set(call.outputs) - alive
+
+    def _failed(self, error: BaseException) -> None:
+        window = self._window
+        self._give_up()
+        if window is None or self._ran_out is None or not isinstance(error, torch.OutOfMemoryError):
+            return
+        if all(step.device.type == "cuda" for step in window.steps):
+            self._ran_out(window)
 
     def _give_up(self) -> None:
         if self._window is not None and self._meter is not None:

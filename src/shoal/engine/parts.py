@@ -59,6 +59,7 @@ class PartedSteps(PartSequence):
         self._branches = False
         self._learnt_bytes = self._held_bytes = self._state_bytes = 0
         session.metering = self.metering
+        session.static.keep_library_memory()  # the first step is measured, not planned
         self.metering.calls.begins()
 
     def call(
@@ -179,7 +180,7 @@ class PartedSteps(PartSequence):
         if any(step.departures for step in steps):
             return  # it took copies that are not planned yet
         nodes = tuple(step.node for step in steps if isinstance(step, PartStep))
-        status.measured_peak_bytes = max(status.measured_peak_bytes or 0, measured.peak_bytes)
+        status.note(measured)
         planned, budget_bytes = self._planned.get(nodes), status.budget_bytes
         if planned is None:
             if budget_bytes is not None and measured.peak_bytes > budget_bytes:

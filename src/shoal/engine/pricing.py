@@ -114,7 +114,7 @@ class Pricing:
         return self._priced(graph, None, torch.device("cpu"))
 
     def _priced(self, graph: StepGraph, captured: Captured | None, device: torch.device) -> Priced[None]:
-        static_bytes = StaticMemory(self.model, self.optimizer).bytes_beside(graph)
+        static_bytes = StaticMemory(self.model, self.optimizer).bytes_beside(graph, runs_here=self.target is None)
         link, hardware = self._link_and_hardware(device)
         means, lossy = self.options.means, self.options.lossy
         planner = allowed(means, self.options.planner)

@@ -26,6 +26,7 @@ from shoal.engine.observe_loop import observe_loop
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.options import CompileOptions
 from shoal.engine.refusal_hints import with_hint, with_hope
+from shoal.engine.repair import SetAside, exceeded, highest_predicted
 from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, Form, Planned, StepPlanning
 from shoal.errors import BudgetError, CaptureError, PlanError
@@ -72,7 +73,7 @@ class Session:
     early: EarlyGradients = field(default_factory=EarlyGradients)
     metering: Metering = field(init=False)
     state_bytes: int = 0
-    _learnt_bytes: dict[str, int] = field(default_factory=dict)
+    _aside: SetAside = field(default_factory=SetAside)
     _improved: bool = False
     _in_force: weakref.WeakSet[Metered] = field(default_factory=weakref.WeakSet)
     _departures: dict[str, dict[str, Departure]] = field(default_factory=dict)  # by the step's fingerprint as captured
@@ -80,7 +81,8 @@ class Session:
     _transfers: list[Transfers] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.metering = Metering(self.static, self.learn)
+        self.metering = Metering(self.static, self.learn, self.ran_out)
+        self.status.has_new_plans = weakref.WeakMethod(self.has_new_plans)
         if self.ready_plan is not None:
             self.loop = step_alone()
         watch(self)
@@ -192,6 +194,10 @@ class Session:
             log.info("%s: the loop holds more than was planned with; planning anew", self.name or "model")
             self._plan_anew()
 
+    def has_new_plans(self) -> bool:
+        """Whether the next step may be one that is metered."""
+        return not self.status.plans or any(step.steps_to_meter for step in self._in_force)
+
     def start_over(self, reached: TooManyCaptures) -> None:
         """Forget every captured step: there are as many as there may be. Each is captured again when it comes."""
         log.warning("%s: %s; all its plans are dropped, and made again as needed", self.name or "model", reached)
@@ -286,7 +292,7 @@ class Session:
             self._in_force.discard(step)
 
     def _bytes_beside(self, graph: StepGraph) -> int:
-        return self.static.bytes_beside(graph) + self._learnt_bytes.get(graph.fingerprint, 0)
+        return self.static.bytes_beside(graph) + self._aside.of(graph.fingerprint)
 
     def _plan_in_hope(self, planning: StepPlanning, refused: BudgetError) -> tuple[Planned, LoopMemory]:
         """The plan that fits in the best case of what the loop holds."""
@@ -397,7 +403,7 @@ class Session:
                     format_bytes(budget_bytes),
                 )
             return
-        status.measured_peak_bytes = max(status.measured_peak_bytes or 0, measured.peak_bytes)
+        status.note(measured)
         if self.ready_plan is not None:
             if budget_bytes is not None and measured.peak_bytes > budget_bytes:
                 log.warning(
@@ -408,9 +414,9 @@ class Session:
                     format_bytes(budget_bytes),
                 )
             return
-        before_bytes = _highest(window.steps)
+        before_bytes = highest_predicted(window.steps)
         self._adapt(observe_loop(window, measured, self.loop, gradients_pass=self.static.gradients_pass))
-        after_bytes = _highest(window.steps)
+        after_bytes = highest_predicted(window.steps)
         if budget_bytes is None:
             return
         if measured.peak_bytes > budget_bytes:
@@ -430,33 +436,26 @@ class Session:
         return slowed and not self._improved and self.options.lossy is None
 
     def _repair(self, steps: Sequence[Metered], measured_bytes: int, predicted_bytes: int, budget_bytes: int) -> None:
-        over_bytes = max(0, measured_bytes - predicted_bytes)
-        exceeded = (
-            f"the measured peak of {format_bytes(measured_bytes)} is over the budget of {format_bytes(budget_bytes)} "
-            f"(predicted: {format_bytes(predicted_bytes)})"
-        )
-        name = self.name or "model"
         if self.on_repair is None:
             log.warning(
                 "%s: %s; a plain torch.compile backend cannot plan again: use shoal.compile, or a budget that is "
                 "smaller by %s",
-                name,
-                exceeded,
+                self.name or "model",
+                exceeded(measured_bytes, predicted_bytes, budget_bytes),
                 format_bytes(measured_bytes - budget_bytes),
             )
             return
-        learnt = f"{format_bytes(over_bytes)} set aside" if over_bytes else "what this loop was seen to hold"
-        log.warning("%s: %s; planning again with %s", name, exceeded, learnt)
-        for step in steps:
-            if step.basis is not None:
-                key = step.basis.fingerprint
-                self._learnt_bytes[key] = self._learnt_bytes.get(key, 0) + over_bytes
+        self._aside.over_budget(self.name or "model", steps, measured_bytes, predicted_bytes, budget_bytes)
         self.status.repairs += 1
         self._plan_anew()
 
-
-def _highest(steps: Sequence[Metered]) -> int:
-    return max((step.plan.predicted_peak_bytes for step in steps if step.plan is not None), default=0)
+    def ran_out(self, window: Window) -> None:
+        """A metered step ran out of the device's memory: set some of the budget aside, and plan again."""
+        budget_bytes = self.status.budget_bytes
+        if budget_bytes is not None and self.on_repair is not None and self.ready_plan is None:
+            self._aside.out_of_memory(self.name or "model", window.steps, budget_bytes)
+            self.status.repairs += 1
+            self._plan_anew()
 
 
 def _is_same_step(one: StepGraph, other: StepGraph) -> bool:

@@ -21,6 +21,7 @@ from shoal.core.variant import Variant
 from shoal.core.version import __version__
 from shoal.engine.lossy_report import Loss, LossyReport, lossy_report
 from shoal.errors import InputError
+from shoal.memory.step_meter import Measured
 from shoal.transforms.split.split import SplitModule
 
 _RESIDENCES = ("kept", "recomputed", "offloaded", "encoded")
@@ -36,6 +37,9 @@ class Status:
         plans: every plan in force: of the first shape, of all other shapes up to a largest one where sizes can be
             symbols, else of each; and as many more where gradients are there before the step.
         measured_peak_bytes: highest measured use of any metered step of the plans in force; None before the first.
+        reserved_peak_bytes: on CUDA, most that the allocator had reserved of the device in a metered step, for all that
+            the process does; None on the CPU, and before the first.
+        expandable_segments: whether CUDA's allocator cuts its blocks to size; None on the CPU, and without a budget.
         planning_seconds: capture, profiling and planning of all plans, repairs included.
         captures: how often the model was captured: for a shape, for all shapes up to one, or anew.
         repairs: how often plans were made anew because a measured peak was over the budget.
@@ -43,11 +47,14 @@ class Status:
             encoded, put here before the first step, is encoded again, so that the run continues with the same numbers.
         variants: by the shapes of the inputs, the form in which the step is computed; likewise.
         preparations: how each step was prepared, and why again, in order.
+        has_new_plans: a weak reference to what tells whether the next step may be metered.
     """
 
     budget_bytes: int | None
     plans: tuple[Plan, ...] = ()
     measured_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    expandable_segments: bool | None = None
     planning_seconds: float = 0.0
     captures: int = 0
     repairs: int = 0
@@ -57,6 +64,7 @@ class Status:
     _model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _compiled: Callable[[nn.Module, Plan], nn.Module] | None = field(default=None, repr=False, compare=False)
     _lossy: LossyOptions | None = field(default=None, repr=False, compare=False)
+    has_new_plans: Callable[[], Callable[[], bool] | None] | None = field(default=None, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """None: a copy of the model trains without a plan, and so it has no status."""
@@ -81,6 +89,7 @@ class Status:
             f"budget          {_size(self.budget_bytes, 'none')}",
             f"predicted peak  {format_bytes(predicted)}{share}; plain PyTorch {format_bytes(plain)}",
             f"measured peak   {_size(self.measured_peak_bytes, 'no step was measured yet')}",
+            *([f"reserved peak   {self._reserved()}"] if self.reserved_peak_bytes is not None else []),
             f"predicted step  {_milliseconds(plan.predicted_seconds)}, {slower} of plain PyTorch's "
             f"{_milliseconds(plan.plain_seconds)}",
             f"computed        {plan.variant}",
@@ -98,6 +107,16 @@ class Status:
         ]
         return "\n".join(lines)
 
+    def _reserved(self) -> str:
+        how = "blocks cut to size (expandable_segments)" if self.expandable_segments else "blocks not cut to size"
+        return f"{format_bytes(self.reserved_peak_bytes or 0)} of the device, by the whole process; {how}"
+
+    def note(self, measured: Measured) -> None:
+        """Note what a metered step took."""
+        self.measured_peak_bytes = max(self.measured_peak_bytes or 0, measured.peak_bytes)
+        if measured.reserved_bytes:
+            self.reserved_peak_bytes = max(self.reserved_peak_bytes or 0, measured.reserved_bytes)
+
     def prepared(self, preparation: Preparation) -> None:
         """Note how a step was prepared."""
         self.preparations.append(preparation)
@@ -114,7 +133,8 @@ class Status:
 
         Returns:
             "shoal/budget_bytes"; "shoal/predicted_peak_bytes" and "shoal/measured_peak_bytes", the highest of all
-            plans; "shoal/plain_peak_bytes" and "shoal/plain_seconds", the predicted step with everything kept;
+            plans; on CUDA "shoal/reserved_peak_bytes", what the allocator then held of the device;
+            "shoal/plain_peak_bytes" and "shoal/plain_seconds", the predicted step with everything kept;
             "shoal/predicted_seconds", "shoal/added_seconds", and "shoal/lower_bound_seconds" of what is added;
             "shoal/kept_bytes", "shoal/recomputed_bytes", "shoal/offloaded_bytes" and "shoal/encoded_bytes" of saved
             storages; how many "shoal/plans" are in force, how often a step was prepared ("shoal/preparations") and
@@ -134,6 +154,7 @@ class Status:
             "budget_bytes": self.budget_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "measured_peak_bytes": self.measured_peak_bytes,
+            "reserved_peak_bytes": self.reserved_peak_bytes,
             "plans": len(self.plans),
             "preparations": len(self.preparations),
             "repairs": self.repairs,
@@ -224,6 +245,15 @@ class Status:
     def plan(self) -> Plan | None:
         """The plan of the largest step so far; None before the first training step."""
         return max(self.plans, key=lambda plan: plan.plain_peak_bytes, default=None)
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether a step that runs out of a CUDA device's memory is planned and run again: while its plan is new."""
+        model = None if self._model is None else self._model()
+        has_new_plans = None if self.has_new_plans is None else self.has_new_plans()
+        if model is None or has_new_plans is None or not has_new_plans():
+            return False
+        return any(parameter.device.type == "cuda" for parameter in model.parameters())
 
     @property
     def predicted_peak_bytes(self) -> int | None:

@@ -129,3 +129,8 @@ def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage that is weakly referenced, if a tensor still uses it."""
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return storage
+
+
+def allocated_bytes(nbytes: int, device: torch.device) -> int:
+    """What a device's allocator counts for so many bytes: CUDA hands out blocks of 512 bytes."""
+    return -(-nbytes // 512) * 512 if device.type == "cuda" else nbytes

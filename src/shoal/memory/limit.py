@@ -40,6 +40,7 @@ class _Memory(Protocol):
     def live_bytes(self) -> int: ...
     def peak_bytes(self) -> int: ...
     def set_peak(self, peak_bytes: int) -> None: ...
+    def reserved_peak_bytes(self) -> int: ...
 
 
 class MemoryLimit:
@@ -73,6 +74,11 @@ class MemoryLimit:
     def peak_bytes(self) -> int:
         """Most bytes in use since the block was entered or `reset_peak` was called."""
         return self._memory.peak_bytes()
+
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """Most bytes that the allocator held of the device since `reset_peak`, for all purposes; 0 on the CPU."""
+        return self._memory.reserved_peak_bytes()
 
     def start_fresh(self) -> None:
         """Let `fresh_peak_bytes` count only what is allocated from here on; earlier allocations do not count."""
@@ -189,23 +195,34 @@ class _CudaMemory:
         self._device = device
         self._total_bytes = torch.cuda.get_device_properties(device).total_memory
         self._fraction_before = 1.0
+        self._limit_bytes = _NO_LIMIT
         self._peak_earlier = 0
         self._stale_bytes = 0
+        self._stale: frozenset[int] = frozenset()
 
     def install(self) -> None:
         self._fraction_before = torch.cuda.get_per_process_memory_fraction(self._device)
 
     def uninstall(self) -> None:
         torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._device)
+        self._limit_bytes = _NO_LIMIT
 
     def set_limit(self, limit_bytes: int) -> None:
+        if limit_bytes == self._limit_bytes:  # to count alone leaves the allocator as it is
+            return
+        self._limit_bytes = limit_bytes
         torch.cuda.empty_cache()  # what is cached counts against the fraction
         fraction = 1.0 if limit_bytes < 0 else min(1.0, limit_bytes / self._total_bytes)
         torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 
     def start_fresh(self) -> None:
         self._stale_bytes = self.live_bytes()
+        self._stale = self._addresses()
         self.set_fresh_peak(0)
+
+    def _addresses(self) -> frozenset[int]:
+        blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
+        return frozenset(block["address"] for block in blocks if block["state"] == "active_allocated")
 
     def fresh_peak_bytes(self) -> int:
         return self.peak_bytes() - self._stale_bytes
@@ -214,7 +231,7 @@ class _CudaMemory:
         self.set_peak(max(self._stale_bytes + peak_bytes, self.live_bytes()))
 
     def is_fresh(self, address: int) -> bool:
-        return True  # the allocator's own peak counts every block
+        return address not in self._stale
 
     def live_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device)
@@ -225,6 +242,11 @@ class _CudaMemory:
     def set_peak(self, peak_bytes: int) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
         self._peak_earlier = peak_bytes
+        if self._stale:
+            self._stale &= self._addresses()  # those of blocks that are freed go to other tensors
+
+    def reserved_peak_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device)
 
 
 class _CpuMemory:
@@ -269,3 +291,6 @@ class _CpuMemory:
 
     def set_peak(self, peak_bytes: int) -> None:
         self._library.limit_set_peak(peak_bytes)
+
+    def reserved_peak_bytes(self) -> int:
+        return 0

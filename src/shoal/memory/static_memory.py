@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.step import StepGraph
-from shoal.lowlevel.torch_state import has_gradient_hook, on_this_rank
+from shoal.lowlevel.torch_state import allocated_bytes, has_gradient_hook, on_this_rank
+from shoal.memory.library_memory import kept_bytes, library_bytes
 from shoal.memory.optimizer_state import Declared, NamedOptimizer, optimizer_state_bytes, step_scratch_bytes
 
 
@@ -27,6 +28,7 @@ class StaticMemory:
     Attributes:
         gradients_pass: gradients from before a step are freed before its backward pass, so they do not count.
         hook_is_metered: the communication hook runs within the step that is metered, which counts its bytes there.
+        library_bytes: that cuBLAS keeps for the steps planned so far.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class StaticMemory:
         self._named: list[tuple[weakref.ref[nn.Module] | None, NamedOptimizer]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.gradients_pass = self.hook_is_metered = False
+        self.library_bytes = 0
         self._counted: Collection[int] | None = None
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
         self.add(model, optimizer)
@@ -56,6 +59,11 @@ class StaticMemory:
             self._named.append((reference, optimizer))
         elif optimizer is not None and all(optimizer is not known for known in self._alive()[1]):
             self._optimizers.append(weakref.ref(optimizer))
+
+    def keep_library_memory(self) -> None:
+        """Count what cuBLAS keeps from now on, for steps that are run before they are planned."""
+        for device in {parameter.device for parameter in self._trained()}:
+            self.library_bytes = max(self.library_bytes, kept_bytes(device))
 
     def called_by(self, wrapper: DistributedDataParallel | None) -> None:
         """Set the `DistributedDataParallel` wrapper that calls the model, if any: its gradient buckets count."""
@@ -116,19 +124,28 @@ class StaticMemory:
             tensors += [
                 on_this_rank(v) for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)
             ]
-        if bucket_bytes := self.bucket_bytes() - self.hook_bytes * self.hook_is_metered:
-            tensors.append(torch.empty(bucket_bytes, dtype=torch.uint8, device="meta"))  # DDP does not expose them
+        # Of what DDP and cuBLAS hold there are no tensors to be had.
+        for held_bytes in (self.bucket_bytes() - self.hook_bytes * self.hook_is_metered, self.library_bytes):
+            if held_bytes:
+                tensors.append(torch.empty(held_bytes, dtype=torch.uint8, device="meta"))
         return tensors
 
-    def bytes_beside(self, graph: StepGraph) -> int:
-        """Bytes in use throughout the step that are not storages of its graph."""
+    def bytes_beside(self, graph: StepGraph, *, runs_here: bool = True) -> int:
+        """Bytes in use throughout the step that are not storages of its graph.
+
+        Args:
+            graph: the step.
+            runs_here: whether it runs on this machine: what cuBLAS keeps for it is allocated then, and counts.
+        """
         models, _ = self._alive()
-        state_bytes = self.state_bytes()
+        if runs_here and (trained := self._trained()):
+            self.library_bytes = max(self.library_bytes, library_bytes(graph, trained[0].device))
+        held_bytes = self.state_bytes() + self.bucket_bytes() + (self.library_bytes if runs_here else 0)
         if not models:
-            return state_bytes + self.bucket_bytes()
+            return held_bytes
         in_graph_bytes = sum(s.nbytes for s in graph.storages if s.kind in ("parameter", "buffer"))
         model_bytes = distinct_bytes(t for model in models for t in (*self._parameters_in(model), *model.buffers()))
-        return max(0, model_bytes - in_graph_bytes) + self.gradient_bytes() + self.bucket_bytes() + state_bytes
+        return max(0, model_bytes - in_graph_bytes) + self.gradient_bytes() + held_bytes
 
     @property
     def has_optimizer(self) -> bool:
@@ -247,4 +264,11 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`, on whatever device (also "meta")."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(on_this_rank, tensors)}
+    return sum(storages.values())
+
+
+def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
+    """What the device's allocator counts for the distinct storages behind `tensors`, of those on it or on "meta"."""
+    here = (t.untyped_storage() for t in map(on_this_rank, tensors) if t.device.type in (device.type, "meta"))
+    storages = {storage._cdata: allocated_bytes(storage.nbytes(), device) for storage in here}
     return sum(storages.values())

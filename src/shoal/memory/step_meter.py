@@ -13,8 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shoal.core.joined_step import Interval
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
+from shoal.lowlevel.torch_state import allocated_bytes
 from shoal.memory.limit import MemoryLimit, memory_limit
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.static_memory import bytes_on, distinct_bytes
 
 Part = Literal["forward", "loss", "backward"]
 
@@ -27,12 +28,14 @@ class Measured:
         forward_bytes, loss_bytes, backward_bytes: peak within each part; `loss` is everything between the forward and
             the backward graph, 0 if it could not be measured.
         before_backward_bytes: in use when a backward pass begins; 0 if it could not be measured.
+        reserved_bytes: most that CUDA's allocator had reserved meanwhile, for all of the process; 0 on the CPU.
     """
 
     forward_bytes: int
     loss_bytes: int
     backward_bytes: int
     before_backward_bytes: int = 0
+    reserved_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -77,9 +80,10 @@ class StepMeter:
     `intervals` holds what was in use before the first pass, then what each pass and each stretch between two passes
     used, in order; empty where that could not be measured.
 
-    On CUDA it reads the caching allocator's peak. On the CPU the counting allocator of `shoal.memory.limit` counts what
-    the step allocates; the bytes of the tensors that existed before are added. Without a C++ compiler, PyTorch's
-    profiler records the allocations of the two graphs, and what lies between them is not measured.
+    On the CPU the counting allocator of `shoal.memory.limit` counts what the step allocates; the bytes of the tensors
+    that existed before are added. On CUDA it is the caching allocator's peak, less what was there before the step and
+    is not of it, such as a second model. Without a C++ compiler, PyTorch's profiler records the allocations of the two
+    graphs on the CPU, and what lies between them is not measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,13 +94,14 @@ class StepMeter:
         self._running = False
         self._recording = False
         self._before_bytes = 0
+        self._others_bytes = 0  # on CUDA: in use, but not by the step
         self._fresh_peak_bytes = 0  # before the counter's was last reset, of the part that is open
         self._there: set[int] = set()
         self._passing: tuple[WeakStorage, ...] = ()
         self._passing_bytes = 0
         self._part: Part = "forward"
         self._peaks: dict[Part, int] = {}
-        self._before_backward_bytes = 0
+        self._before_backward_bytes = self._reserved_bytes = 0
 
     def begin(self, resident: Iterable[torch.Tensor], passing: Iterable[WeakStorage] = ()) -> bool:
         """Start with the forward pass. An unfinished step is discarded.
@@ -111,13 +116,13 @@ class StepMeter:
         self.abandon()
         self._peaks = {}
         self._fresh_peak_bytes = 0
-        self._before_backward_bytes = 0
+        self._before_backward_bytes = self._reserved_bytes = 0
         self._part = "forward"
         resident = list(resident)
         self._before_bytes = distinct_bytes(resident)
         self._there = {t.untyped_storage()._cdata for t in resident}
         self._passing = tuple({held.key: held for held in passing if held.key not in self._there}.values())
-        self._passing_bytes = sum(held.nbytes for held in self._passing if held.is_alive)
+        self._passing_bytes = self._passing_now_bytes()
         try:
             self._counter = self._entered.enter_context(memory_limit(None, self.device))
             self._counter.start_fresh()
@@ -125,6 +130,9 @@ class StepMeter:
             if allocations.is_busy():
                 return False
             self._record()
+        if self._counter is not None and self.device.type == "cuda":
+            own_bytes = bytes_on(self.device, resident) + self._passing_now_bytes()
+            self._others_bytes = max(0, self._counter.live_bytes - own_bytes)
         self._running = True
         before_bytes = self.in_use_bytes()
         self.intervals = [Interval(before_bytes, before_bytes)] if self._counter is not None else []
@@ -144,11 +152,13 @@ class StepMeter:
         if self._counter is None:
             return 0
         if self.device.type == "cuda":
-            return self._counter.live_bytes
+            return self._counter.live_bytes - self._others_bytes
         self._fresh_peak_bytes = max(self._fresh_peak_bytes, self._counter.fresh_peak_bytes)
         self._counter.reset_fresh_peak()
-        passing_bytes = sum(held.nbytes for held in self._passing if held.is_alive)
-        return self._before_bytes + passing_bytes + self._counter.fresh_peak_bytes
+        return self._before_bytes + self._passing_now_bytes() + self._counter.fresh_peak_bytes
+
+    def _passing_now_bytes(self) -> int:
+        return sum(allocated_bytes(held.nbytes, self.device) for held in self._passing if held.is_alive)
 
     def pause(self) -> None:
         """End a forward or backward pass."""
@@ -163,9 +173,7 @@ class StepMeter:
     def resume(self, resident: Iterable[torch.Tensor]) -> None:
         """Begin a backward pass; `resident` is what is in use now, saved tensors included."""
         self._open_part("backward", resident)
-        if self._counter is not None:
-            now_bytes = self._before_bytes + self._passing_bytes + self._counter.fresh_peak_bytes
-            self._before_backward_bytes = max(self._before_backward_bytes, now_bytes)
+        self._before_backward_bytes = max(self._before_backward_bytes, self.in_use_bytes())
 
     def end(self, *, paused: bool = False, counts_since: bool = False) -> Measured | None:
         """End the last backward pass. Returns what the step used, or None if it was not measured from start to end.
@@ -184,7 +192,11 @@ class StepMeter:
         self.abandon()
         peaks = self._peaks
         return Measured(
-            peaks.get("forward", 0), peaks.get("loss", 0), peaks.get("backward", 0), self._before_backward_bytes
+            peaks.get("forward", 0),
+            peaks.get("loss", 0),
+            peaks.get("backward", 0),
+            self._before_backward_bytes,
+            self._reserved_bytes,
         )
 
     def abandon(self) -> None:
@@ -205,7 +217,7 @@ class StepMeter:
         else:
             self._before_bytes = distinct_bytes(resident)
             self._record()
-        self._passing_bytes = sum(held.nbytes for held in self._passing if held.is_alive)
+        self._passing_bytes = self._passing_now_bytes()
         self._part = part
 
     def _count_what_was_there(self, counter: MemoryLimit, resident: Iterable[torch.Tensor]) -> None:
@@ -213,6 +225,7 @@ class StepMeter:
         old = (t for t in resident if t.untyped_storage()._cdata not in self._there and not counter.is_fresh(t))
         late = [t for t in old if t.device.type == self.device.type]
         self._before_bytes += distinct_bytes(late)
+        self._others_bytes = max(0, self._others_bytes - bytes_on(self.device, late))
         self._there.update(t.untyped_storage()._cdata for t in late)
 
     def _record(self) -> None:
@@ -224,9 +237,11 @@ class StepMeter:
             self._recording = False
             peak_bytes = allocations.peak_bytes(allocations.stop())
         elif self.device.type == "cuda":
-            self._note(self._counter.peak_bytes)
-            self._counter.reset_fresh_peak()
-            self.intervals.append(Interval(self._counter.peak_bytes, self.in_use_bytes()))
+            peak_bytes = self._counter.peak_bytes - self._others_bytes
+            self._reserved_bytes = max(self._reserved_bytes, self._counter.reserved_peak_bytes)
+            self._counter.reset_peak()
+            self._note(peak_bytes)
+            self.intervals.append(Interval(peak_bytes, self.in_use_bytes()))
             return
         else:
             peak_bytes = max(self._fresh_peak_bytes, self._counter.fresh_peak_bytes)
@@ -235,7 +250,7 @@ class StepMeter:
         # A storage that is freed during the loss was alive when the forward pass ended, and counts there.
         passing_bytes = self._passing_bytes
         if self._part == "loss":
-            passing_bytes = sum(held.nbytes for held in self._passing if held.is_alive)
+            passing_bytes = self._passing_now_bytes()
         self._note(self._before_bytes + passing_bytes + peak_bytes)
         if self._counter is not None:
             self.intervals.append(Interval(self._before_bytes + passing_bytes + peak_bytes, self.in_use_bytes()))

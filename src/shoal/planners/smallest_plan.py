@@ -74,7 +74,8 @@ def _smallest(graph: StepGraph, hardware: Hardware, below_bytes: int, limits: Li
     search = _smallest_with_link if graph.link is not None else _lowered
     least = search(graph, hardware, below_bytes, limits, guard)
     guard.note(*least.stopped_early)
-    if (ordered := in_lower_order(simulated(graph, least.residences), limits, guard)) is not None:
+    # With a link it may be the plan without one, which has an order of its own.
+    if (ordered := in_lower_order(simulated(least.graph, least.residences), limits, guard)) is not None:
         least = replace(least, graph=ordered.graph, residences=ordered.residences, captured_order=op_names(graph))
     guard.warn(graph.model)
     return replace(least, stopped_early=tuple(guard.stopped))

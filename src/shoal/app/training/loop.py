@@ -30,6 +30,7 @@ from shoal.app.training.ranks import Ranks, Stop, asked_to_stop, lost_ranks_repo
 from shoal.app.training.results import check_writable, versions
 from shoal.app.training.strategies import strategy_of
 from shoal.app.training.strategy import Strategy
+from shoal.engine.repair import run_again_where_repaired
 from shoal.memory.limit import MemoryLimit
 from shoal.transforms.split.split import SplitModule
 
@@ -172,12 +173,13 @@ class _Run:
         for group in strategy.optimizer.param_groups:
             group["lr"] = rate
         whole = self.data.train.order.whole(at.step)
-        with self._autocast():
-            outputs = strategy.called(images)
-            loss = nn.functional.cross_entropy(outputs, labels)
-        # The ranks' gradients are averaged: where shares differ, each counts as much as it has images.
-        fair = loss if len(images) * self.ranks.count == whole else loss * (len(images) * self.ranks.count / whole)
-        self.scaler.scale(fair).backward()
+        status = getattr(strategy.network, "shoal", None)
+        if self.ranks.count == 1 and status is not None and status.runs_again:
+            outputs, loss = run_again_where_repaired(
+                strategy.network, status, lambda: self._forward_and_backward(images, labels, whole)
+            )
+        else:
+            outputs, loss = self._forward_and_backward(images, labels, whole)
         self.scaler.step(strategy.optimizer)
         self.scaler.update()
         strategy.optimizer.zero_grad(set_to_none=True)
@@ -190,6 +192,19 @@ class _Run:
         now = self._progress(steps)
         self.watcher.stepped(now)
         return now
+
+    def _forward_and_backward(
+        self, images: torch.Tensor, labels: torch.Tensor, whole: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The outputs and the loss of a step, whose gradients are there afterwards."""
+        self.strategy.optimizer.zero_grad(set_to_none=True)  # of an attempt that ran out of memory
+        with self._autocast():
+            outputs = self.strategy.called(images)
+            loss = nn.functional.cross_entropy(outputs, labels)
+        # The ranks' gradients are averaged: where shares differ, each counts as much as it has images.
+        fair = loss if len(images) * self.ranks.count == whole else loss * (len(images) * self.ranks.count / whole)
+        self.scaler.scale(fair).backward()
+        return outputs, loss
 
     def _count(self, mean: float, right: int, answers: int, images: int, images_per_second: float) -> None:
         """Add a step's results to the run's, over all ranks, and find out whether one is asked to stop."""

@@ -1,0 +1,89 @@
+"""What cuBLAS keeps of a CUDA device: a workspace for each thread and stream that it has computed a product on.
+
+PyTorch allocates it with the first product and never frees it; on a Hopper GPU it is 32 MiB. The thread of autograd's
+that runs the device's backward passes has one too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shoal.core.step import StepGraph
+from shoal.lowlevel.torch_internals import isolated
+
+_PRODUCTS = ("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear")
+_kept_bytes: dict[tuple[torch.device, int, int], int] = {}  # by device, thread and stream
+
+
+def library_bytes(graph: StepGraph, device: torch.device) -> int:
+    """Bytes that cuBLAS keeps while a step runs that is called from here, on the current stream.
+
+    They are allocated here, if they are not yet, so that the first step finds them.
+
+    Args:
+        graph: the step; where it has no matrix product, cuBLAS is not asked for any.
+        device: where it runs; 0 bytes on any but a CUDA device.
+    """
+    return kept_bytes(device) if any(_is_product(op.target) for op in graph.ops) else 0
+
+
+def kept_bytes(device: torch.device) -> int:
+    """`library_bytes` of a step whose ops are not known yet."""
+    if device.type != "cuda":
+        return 0
+    found: dict[tuple[torch.device, int, int], int] = {}
+
+    def note() -> None:
+        key = (device, threading.get_ident(), torch.cuda.current_stream(device).cuda_stream)
+        if key not in _kept_bytes:
+            _kept_bytes[key] = _kept_by_a_product(device)
+        found[key] = _kept_bytes[key]
+
+    # AOTAutograd keeps backward passes on its own thread while it traces.
+    with isolated(device), torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
+        note()
+        _Backward.apply(torch.zeros(1, device=device, requires_grad=True), note).backward()
+    # Called from a backward pass, both are of one thread; the one that called the model has had its product.
+    return sum(found.values()) * (2 if len(found) == 1 else 1)
+
+
+def _is_product(target: str) -> bool:
+    names = target.split(".")
+    return names[0] == "aten" and names[1] in _PRODUCTS
+
+
+def _kept_by_a_product(device: torch.device) -> int:
+    """What the first product of this thread and stream leaves; where it was not the first, what PyTorch says of it."""
+    with torch.no_grad():
+        operand = torch.zeros(16, 16, device=device)
+        before_bytes = torch.cuda.memory_allocated(device)
+        product = torch.addmm(operand[0], operand, operand)
+        del product
+    left_bytes = torch.cuda.memory_allocated(device) - before_bytes
+    return left_bytes or _workspace_bytes(device)
+
+
+def _workspace_bytes(device: torch.device) -> int:
+    size = getattr(torch.backends.cuda, "cublas_workspace_size", None)  # not before PyTorch 2.13
+    if size is not None:
+        return int(size())
+    known = (nbytes for (other, _, _), nbytes in _kept_bytes.items() if other == device)
+    return next(known, (32 if torch.cuda.get_device_capability(device)[0] >= 9 else 8) << 20)
+
+
+class _Backward(torch.autograd.Function):
+    """Calls a function on the thread that runs the device's backward passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.call()
+        return gradients[0], None

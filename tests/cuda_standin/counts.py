@@ -1,0 +1,84 @@
+"""Device bytes counted apart from Shoal's meter: by the stand-in itself, and from the allocator's record."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+class DeviceCounts(ctypes.Structure):
+    """What was asked of the stand-in since the process began; see `device/standin.h`.
+
+    Attributes:
+        mallocs, frees, copies, launches, synchronizations: how many.
+        used_bytes: taken from the device now. peak_bytes: the most of them since `reset_device_peak`.
+    """
+
+    mallocs: int
+    launches: int
+    synchronizations: int
+    used_bytes: int
+    peak_bytes: int
+    _fields_ = [
+        (name, ctypes.c_long)
+        for name in ("mallocs", "frees", "copies", "launches", "synchronizations", "used_bytes", "peak_bytes")
+    ]
+
+
+def device_counts() -> DeviceCounts:
+    """The counts as they are now."""
+    found = DeviceCounts()
+    ctypes.CDLL(None).standin_read(ctypes.byref(found))
+    return found
+
+
+def reset_device_peak() -> None:
+    """Let `peak_bytes` begin with what is in use now."""
+    ctypes.CDLL(None).standin_reset_peak()
+
+
+@dataclass
+class Record:
+    """What the allocator handed out while it was recorded.
+
+    Attributes:
+        before_bytes: in use before, as torch.cuda.memory_allocated reads.
+        peak_bytes: most in use at once, what was there before included.
+        freed_of_before_bytes: of what was there before, by the end.
+    """
+
+    before_bytes: int = 0
+    peak_bytes: int = 0
+    freed_of_before_bytes: int = 0
+
+
+@contextmanager
+def recorded() -> Iterator[Record]:
+    """Replay the allocator's own record of the block, allocation by allocation."""
+    record = Record(torch.cuda.memory_allocated())
+    torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=1_000_000)
+    try:
+        yield record
+    finally:
+        events = torch.cuda.memory._snapshot()["device_traces"][0]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        _replay(record, events)
+
+
+def _replay(record: Record, events: list[dict[str, int | str]]) -> None:
+    new: set[object] = set()
+    in_use_bytes = record.peak_bytes = record.before_bytes
+    for event in events:
+        block_bytes = -(-int(event["size"]) // 512) * 512  # the record names what was asked for, blocks are larger
+        if event["action"] == "alloc":
+            new.add(event["addr"])
+            in_use_bytes += block_bytes
+        elif event["action"] == "free_requested":
+            in_use_bytes -= block_bytes
+            record.freed_of_before_bytes += 0 if event["addr"] in new else block_bytes
+            new.discard(event["addr"])
+        record.peak_bytes = max(record.peak_bytes, in_use_bytes)

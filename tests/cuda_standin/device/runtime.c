@@ -1,0 +1,355 @@
+// The CUDA runtime of a device that is not there: memory, streams and events are handles, copies are memcpy, and a
+// launched kernel does nothing. Preloaded, it is found before libcudart. STANDIN_BYTES is the device's memory.
+#define _GNU_SOURCE
+#include "standin.h"
+
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#undef cudaGetDeviceProperties
+
+// Larger contents are not copied from tensor to tensor, nor filled: no kernel has written them and none reads them.
+#define LARGEST_COPY_BYTES ((size_t)64 << 10)
+#define LARGEST_FILL_BYTES ((size_t)1 << 20)
+
+enum kind { DEVICE, PINNED, REGISTERED };
+
+struct region {
+  char *start;
+  size_t nbytes;
+  enum kind kind;
+  struct region *next;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct region *regions;
+static struct standin_counts counts;
+static __thread int current_device;
+
+EXPORT void standin_read(struct standin_counts *out) {
+  pthread_mutex_lock(&lock);
+  *out = counts;
+  pthread_mutex_unlock(&lock);
+}
+
+EXPORT void standin_reset_peak(void) {
+  pthread_mutex_lock(&lock);
+  counts.peak_bytes = counts.used_bytes;
+  pthread_mutex_unlock(&lock);
+}
+
+// Expandable segments take their memory from the driver, which counts here too. Returns 0 where there is none left.
+EXPORT int standin_take(long nbytes) {
+  pthread_mutex_lock(&lock);
+  int fits = counts.used_bytes + nbytes <= standin_setting("STANDIN_BYTES", 80L << 30);
+  if (fits) {
+    counts.used_bytes += nbytes;
+    if (counts.used_bytes > counts.peak_bytes) counts.peak_bytes = counts.used_bytes;
+  }
+  pthread_mutex_unlock(&lock);
+  return fits;
+}
+
+EXPORT void standin_count_launch(void) { __atomic_add_fetch(&counts.launches, 1, __ATOMIC_RELAXED); }
+
+EXPORT long standin_setting(const char *name, long otherwise) {
+  const char *text = getenv(name);
+  return text ? atol(text) : otherwise;
+}
+
+static struct region *region_of(const void *address) {
+  const char *at = address;
+  struct region *found = regions;
+  while (found && !(at >= found->start && at < found->start + found->nbytes)) found = found->next;
+  return found;
+}
+
+static void *map(size_t nbytes) {
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  return mmap(NULL, nbytes ? nbytes : 1, PROT_READ | PROT_WRITE, flags, -1, 0);
+}
+
+static void add(void *start, size_t nbytes, enum kind kind) {
+  struct region *made = malloc(sizeof *made);
+  *made = (struct region){start, nbytes, kind, regions};
+  regions = made;
+}
+
+// Frees the region that begins there; whether there was one of that kind.
+static int drop(void *start, enum kind kind) {
+  struct region **link = &regions;
+  while (*link && !((*link)->start == start && (*link)->kind == kind)) link = &(*link)->next;
+  if (!*link) return 0;
+  struct region *found = *link;
+  *link = found->next;
+  if (kind == DEVICE) counts.used_bytes -= found->nbytes;
+  if (kind != REGISTERED) munmap(found->start, found->nbytes ? found->nbytes : 1);
+  free(found);
+  return 1;
+}
+
+// Memory
+
+EXPORT cudaError_t cudaMalloc(void **out, size_t nbytes) {
+  if (!standin_take(nbytes)) return cudaErrorMemoryAllocation;
+  void *start = map(nbytes);
+  if (start == MAP_FAILED) {
+    standin_take(-(long)nbytes);
+    return cudaErrorMemoryAllocation;
+  }
+  pthread_mutex_lock(&lock);
+  counts.mallocs++;
+  add(start, nbytes, DEVICE);
+  pthread_mutex_unlock(&lock);
+  *out = start;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaFree(void *start) {
+  if (!start) return cudaSuccess;
+  pthread_mutex_lock(&lock);
+  counts.frees++;
+  int found = drop(start, DEVICE);
+  pthread_mutex_unlock(&lock);
+  return found ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+EXPORT cudaError_t cudaMemGetInfo(size_t *left, size_t *all) {
+  *all = standin_setting("STANDIN_BYTES", 80L << 30);
+  *left = *all - counts.used_bytes;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaHostAlloc(void **out, size_t nbytes, unsigned flags) {
+  void *start = map(nbytes);
+  if (start == MAP_FAILED) return cudaErrorMemoryAllocation;
+  pthread_mutex_lock(&lock);
+  add(start, nbytes, PINNED);
+  pthread_mutex_unlock(&lock);
+  *out = start;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaFreeHost(void *start) {
+  pthread_mutex_lock(&lock);
+  int found = drop(start, PINNED);
+  pthread_mutex_unlock(&lock);
+  return found ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+EXPORT cudaError_t cudaHostRegister(void *start, size_t nbytes, unsigned flags) {
+  char *end = (char *)start + nbytes;
+  pthread_mutex_lock(&lock);
+  struct region *other = regions;
+  while (other && !((char *)start < other->start + other->nbytes && other->start < end)) other = other->next;
+  if (!other) add(start, nbytes, REGISTERED);
+  pthread_mutex_unlock(&lock);
+  return other ? cudaErrorHostMemoryAlreadyRegistered : cudaSuccess;
+}
+
+EXPORT cudaError_t cudaHostUnregister(void *start) {
+  pthread_mutex_lock(&lock);
+  int found = drop(start, REGISTERED);
+  pthread_mutex_unlock(&lock);
+  return found ? cudaSuccess : cudaErrorHostMemoryNotRegistered;
+}
+
+EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const void *address) {
+  memset(out, 0, sizeof *out);
+  pthread_mutex_lock(&lock);
+  struct region *found = region_of(address);
+  out->type = !found ? cudaMemoryTypeUnregistered : found->kind == DEVICE ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
+  pthread_mutex_unlock(&lock);
+  if (found) out->devicePointer = (void *)address;
+  if (found && out->type == cudaMemoryTypeHost) out->hostPointer = (void *)address;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t nbytes, enum cudaMemcpyKind kind) {
+  pthread_mutex_lock(&lock);
+  struct region *there = region_of(to), *here = region_of(from);
+  int within = there && here && there->kind == DEVICE && here->kind == DEVICE;
+  counts.copies++;
+  pthread_mutex_unlock(&lock);
+  if (!(within && nbytes > LARGEST_COPY_BYTES)) memcpy(to, from, nbytes);
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind, cudaStream_t on) {
+  return cudaMemcpy(to, from, n, kind);
+}
+
+EXPORT cudaError_t cudaMemset(void *start, int value, size_t nbytes) {
+  if (nbytes <= LARGEST_FILL_BYTES) memset(start, value, nbytes);
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaMemsetAsync(void *start, int value, size_t nbytes, cudaStream_t on) {
+  return cudaMemset(start, value, nbytes);
+}
+
+// The device
+
+EXPORT cudaError_t cudaGetDeviceCount(int *out) { return *out = 1, cudaSuccess; }
+EXPORT cudaError_t cudaGetDevice(int *out) { return *out = current_device, cudaSuccess; }
+EXPORT cudaError_t cudaSetDevice(int device) { return current_device = device, cudaSuccess; }
+EXPORT cudaError_t cudaDriverGetVersion(int *out) { return *out = 13000, cudaSuccess; }
+EXPORT cudaError_t cudaRuntimeGetVersion(int *out) { return *out = 13000, cudaSuccess; }
+EXPORT cudaError_t cudaDeviceCanAccessPeer(int *out, int from, int to) { return *out = 0, cudaSuccess; }
+
+EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *out, int device) {
+  *out = (struct cudaDeviceProp){
+      .name = "STAND-IN H100",
+      .totalGlobalMem = standin_setting("STANDIN_BYTES", 80L << 30),
+      .major = 9,
+      .minor = 0,
+      .multiProcessorCount = 132,
+      .warpSize = 32,
+      .maxThreadsPerBlock = 1024,
+      .maxThreadsPerMultiProcessor = 2048,
+      .maxThreadsDim = {1024, 1024, 64},
+      .maxGridSize = {2147483647, 65535, 65535},
+      .sharedMemPerBlock = 48 << 10,
+      .sharedMemPerBlockOptin = 227 << 10,
+      .sharedMemPerMultiprocessor = 228 << 10,
+      .regsPerBlock = 65536,
+      .regsPerMultiprocessor = 65536,
+      .l2CacheSize = 50 << 20,
+      .textureAlignment = 512,
+      .unifiedAddressing = 1,
+      .canMapHostMemory = 1,
+  };
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr which, int device) {
+  switch ((int)which) {
+    case cudaDevAttrComputeCapabilityMajor: *out = 9; break;
+    case cudaDevAttrComputeCapabilityMinor: *out = 0; break;
+    case cudaDevAttrMultiProcessorCount: *out = 132; break;
+    case cudaDevAttrMaxThreadsPerBlock: *out = 1024; break;
+    case cudaDevAttrMaxSharedMemoryPerBlock: *out = 48 << 10; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *out = 227 << 10; break;
+    case cudaDevAttrWarpSize: *out = 32; break;
+    default: *out = 1;
+  }
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+  return *least = 0, *greatest = -5, cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceGetPCIBusId(char *out, int size, int device) {
+  return snprintf(out, size, "0000:00:00.0"), cudaSuccess;
+}
+
+// Streams and events: whatever is enqueued is done at once
+
+EXPORT cudaError_t cudaStreamCreate(cudaStream_t *out) { return *out = calloc(1, 64), cudaSuccess; }
+EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags) { return cudaStreamCreate(out); }
+EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned flags, int priority) {
+  return cudaStreamCreate(out);
+}
+EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *out) { return *out = 0, cudaSuccess; }
+
+EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *out) {
+  return *out = cudaStreamCaptureStatusNone, cudaSuccess;
+}
+
+EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                            unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
+                                            const cudaGraphEdgeData **edges, size_t *n) {
+  *status = cudaStreamCaptureStatusNone;
+  if (id) *id = 0;
+  if (graph) *graph = NULL;
+  if (n) *n = 0;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceSynchronize(void) {
+  __atomic_add_fetch(&counts.synchronizations, 1, __ATOMIC_RELAXED);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return cudaDeviceSynchronize(); }
+EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) { return cudaDeviceSynchronize(); }
+
+EXPORT cudaError_t cudaEventCreate(cudaEvent_t *out) { return *out = calloc(1, 64), cudaSuccess; }
+EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags) { return cudaEventCreate(out); }
+EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) { return free(event), cudaSuccess; }
+
+EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  *(double *)event = now.tv_sec * 1e3 + now.tv_nsec * 1e-6;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
+  return cudaEventRecord(event, stream);
+}
+EXPORT cudaError_t cudaEventElapsedTime(float *out, cudaEvent_t from, cudaEvent_t to) {
+  return *out = *(double *)to - *(double *)from, cudaSuccess;
+}
+
+// Kernels: torch's own are registered when its libraries are loaded, and do nothing when they are launched
+
+EXPORT cudaError_t cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t on) {
+  return standin_count_launch(), cudaSuccess;
+}
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t f, dim3 grid, dim3 block, void **args, size_t shared,
+                                      cudaStream_t on) {
+  return standin_count_launch(), cudaSuccess;
+}
+EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *f, void **args) {
+  return standin_count_launch(), cudaSuccess;
+}
+
+EXPORT cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *out, const void *f) {
+  memset(out, 0, sizeof *out);
+  out->maxThreadsPerBlock = 1024;
+  out->numRegs = 32;
+  out->binaryVersion = out->ptxVersion = 90;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *out, const void *f, int block, size_t shared) {
+  return *out = 2, cudaSuccess;
+}
+EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *out, const void *f, int block,
+                                                                          size_t shared, unsigned flags) {
+  return *out = 2, cudaSuccess;
+}
+
+EXPORT void **__cudaRegisterFatBinary(void *binary) {
+  static char nothing[64];
+  return (void **)nothing;
+}
+EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, struct CUstream_st *on) { return 0; }
+EXPORT cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *on) { return cudaSuccess; }
+EXPORT cudaError_t __cudaGetKernel(cudaKernel_t *out, const void *f) { return *out = (cudaKernel_t)f, cudaSuccess; }
+EXPORT cudaError_t cudaGetSymbolAddress(void **out, const void *symbol) {
+  static char nothing[4096];
+  return *out = nothing, cudaSuccess;
+}
+
+EXPORT const char *cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorMemoryAllocation ? "out of memory" : "an error of the stand-in";
+}
+EXPORT const char *cudaGetErrorName(cudaError_t error) { return "standinError"; }
+
+static int nothing(void) { return 0; }
+
+EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned version,
+                                                    unsigned long long flags,
+                                                    enum cudaDriverEntryPointQueryResult *result) {
+  void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+  void *found = driver ? dlsym(driver, name) : NULL;
+  *out = found ? found : (void *)nothing;
+  if (result) *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}

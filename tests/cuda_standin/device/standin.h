@@ -1,0 +1,15 @@
+// What the stand-in's parts share, and what the tests read through ctypes.
+#pragma once
+
+#define EXPORT __attribute__((visibility("default")))
+
+struct standin_counts {
+  long mallocs, frees, copies, launches, synchronizations;
+  long used_bytes, peak_bytes;  // taken from the device, whatever torch's allocator says
+};
+
+void standin_read(struct standin_counts *out);
+void standin_reset_peak(void);
+int standin_take(long nbytes);
+void standin_count_launch(void);
+long standin_setting(const char *name, long otherwise);

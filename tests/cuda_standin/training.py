@@ -1,0 +1,226 @@
+"""Training steps in a process of their own, where CUDA is used for the first time: what they take, counted twice.
+
+`python -m tests.cuda_standin.training CASE` runs them; tests call `trained`. The plans do not depend on times measured
+here: costs are of the suite's made-up machine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+import shoal
+from shoal.app import models
+from tests import made_up_machine
+from tests.cuda_standin.counts import device_counts, recorded, reset_device_peak
+
+_OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters),
+}
+
+
+def _blocks(n_blocks: int, channels: int) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for place in range(n_blocks):
+        layers += [nn.Conv2d(32 if place else channels, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
+    return layers
+
+
+class _Chain(nn.Sequential):
+    """A small network, most of whose step is activations."""
+
+    def __init__(self) -> None:
+        super().__init__(*_blocks(8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+class _Broken(nn.Module):
+    """The same, captured as two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = list(_Chain())
+        self.first, self.second = nn.Sequential(*layers[:12]), nn.Sequential(*layers[12:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+_SMALL = {"chain": _Chain, "broken": _Broken}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        net, batch, image: the network and its batches.
+        optimizer: "sgd" (with momentum) or "adamw".
+        amp: "bf16", "fp16" (with a GradScaler) or "" for float32.
+        share: the budget, of the peak of plain PyTorch; None: plain PyTorch.
+        steps: how many.
+        beside: what stands there beside the model all the time: "ema", a second model of the same size, or "".
+        workspace_bytes: what cuDNN asks for in each convolution.
+        channels_last: the memory format of model and images.
+        passes: forward and backward passes of a step, onto the same gradients.
+        allow: the means that Shoal may use.
+    """
+
+    net: str = "resnet18"
+    batch: int = 64
+    image: int = 224
+    optimizer: str = "sgd"
+    amp: str = ""
+    share: float | None = None
+    steps: int = 3
+    beside: str = ""
+    workspace_bytes: int = 0
+    channels_last: bool = False
+    passes: int = 1
+    allow: str = "bitwise"
+
+    def __str__(self) -> str:
+        words = (self.net, self.optimizer, self.amp or "fp32", f"{self.share or 1:.0%}", self.beside)
+        return "-".join(
+            [word for word in words if word] + [f"{self.workspace_bytes >> 20}MiB"] * bool(self.workspace_bytes)
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a run, or the run as far as that step.
+
+    Attributes:
+        predicted_bytes, metered_bytes: as `model.shoal` says after it.
+        counted_bytes: the peak of its forward and backward pass, by the allocator's record.
+        allocated_bytes: the peak that torch.cuda.max_memory_allocated reads for the same.
+        reserved_bytes: the most that was taken from the device meanwhile, by the stand-in's own count.
+        repairs: how often was planned again.
+        launches, synchronizations: in its forward and backward pass.
+    """
+
+    predicted_bytes: int
+    metered_bytes: int
+    counted_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    repairs: int
+    launches: int
+    synchronizations: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind.
+
+    Attributes:
+        budget_bytes: 0 for plain PyTorch.
+        steps: one by one.
+        warnings: what Shoal said.
+        beside_bytes: of what stands there beside the model.
+    """
+
+    budget_bytes: int
+    steps: tuple[Step, ...]
+    warnings: tuple[str, ...]
+    beside_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest peak of the steps from the second on."""
+        return max(step.allocated_bytes for step in self.steps[1:])
+
+
+@cache
+def trained(case: Case) -> Run:
+    """Run the case in a process of its own."""
+    budget_bytes = 0
+    if case.share is not None:
+        plain = trained(replace(case, share=None, beside="", steps=2))
+        budget_bytes = int(case.share * plain.peak_bytes)
+    environment = {**os.environ, "STANDIN_CUDNN_WORKSPACE_BYTES": str(case.workspace_bytes)}
+    told = subprocess.run(
+        [sys.executable, "-m", __name__, json.dumps([asdict(case), budget_bytes])],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found = json.loads(told.stdout.splitlines()[-1])
+    return Run(
+        found["budget_bytes"],
+        tuple(Step(**step) for step in found["steps"]),
+        tuple(found["warnings"]),
+        found["beside_bytes"],
+    )
+
+
+def _run(case: Case, budget_bytes: int) -> Run:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shoal").addHandler(handler)
+    layout = torch.channels_last if case.channels_last else torch.contiguous_format
+    model, *beside = (_network(case.net).cuda().to(memory_format=layout) for _ in range(2 if case.beside else 1))
+    images = torch.empty(case.batch, 3, case.image, case.image, device="cuda").to(memory_format=layout)
+    labels = torch.zeros(case.batch, dtype=torch.long, device="cuda")
+    optimizer = _OPTIMIZERS[case.optimizer](model.parameters())
+    if budget_bytes:
+        model = shoal.compile(model, budget=budget_bytes, optimizer=optimizer, allow=case.allow)
+    scaler = torch.amp.GradScaler("cuda", enabled=case.amp == "fp16")
+    steps = tuple(_step(case, model, optimizer, scaler, images, labels) for _ in range(case.steps))
+    beside_bytes = sum(p.nbytes for one in beside for p in (*one.parameters(), *one.buffers()))
+    return Run(budget_bytes, steps, tuple(said), beside_bytes)
+
+
+def _network(name: str) -> nn.Module:
+    return _SMALL[name]() if name in _SMALL else models.build(name)
+
+
+def _step(
+    case: Case, model: nn.Module, optimizer: Any, scaler: Any, images: torch.Tensor, labels: torch.Tensor
+) -> Step:
+    torch.cuda.reset_peak_memory_stats()
+    reset_device_peak()
+    before = device_counts()
+    with recorded() as record:
+        for _ in range(case.passes):
+            with torch.autocast("cuda", dtype=_DTYPES[case.amp]) if case.amp else nullcontext():
+                loss = nn.functional.cross_entropy(model(images).float(), labels)
+            scaler.scale(loss).backward()
+        allocated_bytes = torch.cuda.max_memory_allocated()
+    after = device_counts()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    status = getattr(model, "shoal", None)
+    return Step(
+        predicted_bytes=(status and status.predicted_peak_bytes) or 0,
+        metered_bytes=(status and status.measured_peak_bytes) or 0,
+        counted_bytes=record.peak_bytes,
+        allocated_bytes=allocated_bytes,
+        reserved_bytes=after.peak_bytes,
+        repairs=status.repairs if status else 0,
+        launches=after.launches - before.launches,
+        synchronizations=after.synchronizations - before.synchronizations,
+    )
+
+
+if __name__ == "__main__":
+    made_up_machine.put_in_place()
+    given, given_bytes = json.loads(sys.argv[1])
+    print(json.dumps(asdict(_run(Case(**given), given_bytes))), flush=True)
+    os._exit(0)  # autograd's device thread may still be at work: Python would end it, and the process with it
