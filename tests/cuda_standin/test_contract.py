@@ -29,7 +29,7 @@ def test_predicted_is_metered_is_counted(case: Case) -> None:
         assert step.counted_bytes <= run.budget_bytes
         assert step.metered_bytes == pytest.approx(step.predicted_bytes, rel=0.002)
         assert step.counted_bytes == pytest.approx(step.predicted_bytes, rel=0.002)
-        assert step.reserved_bytes <= 1.1 * run.budget_bytes
+        assert step.reserved_bytes <= 1.25 * run.budget_bytes  # reported, not planned: see docs/accelerators.md
         assert step.synchronizations == 0
 
 

@@ -14,6 +14,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 
 import shoal
 from shoal.app import models
+from shoal.cost import measure_links
 from tests import made_up_machine
 from tests.cuda_standin.counts import device_counts, recorded, reset_device_peak
 
@@ -151,14 +153,15 @@ def trained(case: Case) -> Run:
     if case.share is not None:
         plain = trained(replace(case, share=None, beside="", steps=2))
         budget_bytes = int(case.share * plain.peak_bytes)
-    environment = {**os.environ, "STANDIN_CUDNN_WORKSPACE_BYTES": str(case.workspace_bytes)}
-    told = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps([asdict(case), budget_bytes])],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    with TemporaryDirectory() as own_cache:  # no plan and no workspace of an earlier run
+        environment = {"SHOAL_CACHE": own_cache, "STANDIN_CUDNN_WORKSPACE_BYTES": str(case.workspace_bytes)}
+        told = subprocess.run(
+            [sys.executable, "-m", __name__, json.dumps([asdict(case), budget_bytes])],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
     found = json.loads(told.stdout.splitlines()[-1])
     return Run(
         found["budget_bytes"],
@@ -221,6 +224,7 @@ def _step(
 
 if __name__ == "__main__":
     made_up_machine.put_in_place()
+    measure_links._cuda_copies = lambda device: (made_up_machine.SLAB,)
     given, given_bytes = json.loads(sys.argv[1])
     print(json.dumps(asdict(_run(Case(**given), given_bytes))), flush=True)
     os._exit(0)  # autograd's device thread may still be at work: Python would end it, and the process with it

@@ -46,7 +46,10 @@ def eager_kernels() -> Iterator[None]:
 
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """Run real tensors, also within a trace: no fake tensors, gradients or autocast; the random state is restored."""
+    """Run real tensors, also within a trace: no fake tensors, gradients or autocast; the random state is restored.
+
+    What CUDA's allocator keeps of them goes back to the device, so that a step does not find its room in pieces.
+    """
     with ExitStack() as stack:
         # A trace puts fake tensors and the Python dispatcher in force.
         stack.enter_context(_disable_current_modes())
@@ -56,6 +59,7 @@ def isolated(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
+            stack.callback(torch.cuda.empty_cache)
         yield
 
 
