@@ -105,7 +105,7 @@ class TooManyCaptures(CaptureError):
 
 @contextmanager
 def one_graph() -> Iterator[None]:
-    """Around a call that Dynamo is to capture: its errors become ours.
+    """Around a call that Dynamo is to capture: its errors become ours, and where a model breaks is told by us alone.
 
     Raises:
         ShoalError: what the backend raised, as it was.
@@ -113,6 +113,8 @@ def one_graph() -> Iterator[None]:
         ModelRaised: the model raises an exception of its own.
         TooManyCaptures: there are as many graphs of it as there may be, and none is of this call.
     """
+    for logger in _LOGS_OF_BREAKS:
+        logger.addFilter(_is_of_no_break)
     try:
         yield
     except BackendCompilerFailed as failure:
@@ -135,6 +137,18 @@ def one_graph() -> Iterator[None]:
         raise GraphBreak("Python code depends on a tensor's value", _place(failure)) from None
     except FailOnRecompileLimitHit:
         raise TooManyCaptures(MOST_CAPTURES, _last_difference()) from None
+    finally:
+        for logger in _LOGS_OF_BREAKS:
+            logger.removeFilter(_is_of_no_break)
+
+
+_LOGS_OF_BREAKS = [logging.getLogger(f"torch._dynamo.{name}") for name in ("exc", "variables.tensor")]
+
+
+def _is_of_no_break(record: logging.LogRecord) -> bool:
+    """Whether a record of Dynamo's is none of its warnings of a graph break, dozens of lines each."""
+    breaks = "Graph break", "Backend compiler exception"
+    return record.levelno != logging.WARNING or not str(record.msg).startswith(breaks)
 
 
 def _is_models_own(failure: Unsupported) -> bool:
