@@ -20,6 +20,7 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -30,7 +31,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.budgets import SETTINGS
-from bench.frame import NETWORKS, Bench, Run, Unavailable, bar, option, percentages, switch, use_exact_kernels
+from bench.frame import CPU_TIME, NETWORKS, Bench, Run, Unavailable, bar, option, percentages, switch, use_exact_kernels
+from bench.interleave import Clock
 from bench.lossy_budgets import check_forward
 from bench.network import Setting, monet_overhead_percent, refusal_columns, shoal_columns
 from bench.ours import Ours, Unsettled, run_within
@@ -94,6 +96,7 @@ def measure_network(
     repeats: int,
     seed: int,
     advance: Callable[[str], None] = lambda what: None,
+    clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
     """Every contender at every budget, as plain values."""
     advance("plain PyTorch")
@@ -112,7 +115,7 @@ def measure_network(
                 runs[allow] = least.of(allow) if getattr(error, "least_feasible_bytes", 0) is None else error
         fit = {allow: run for allow, run in runs.items() if isinstance(run, Ours)}
         advance(f"{share:g} %: timing {1 + len(fit)} contenders in turns")
-        times = plain.in_turns({allow: run.forward for allow, run in fit.items()}, repeats)
+        times = plain.in_turns({allow: run.forward for allow, run in fit.items()}, repeats, clock=clock)
         rows.append(
             {
                 "share": share,
@@ -261,7 +264,8 @@ def _run(run: Run) -> int:
             allowed = ABLATION if asked.ablation else asked.allow or ALLOWED
             repeats = asked.repeats or run.pick(5, 1)
             try:
-                found = measure_network(name, setting, shares, allowed, repeats, asked.seed, partial(show, name))
+                advance = partial(show, name)
+                found = measure_network(name, setting, shares, allowed, repeats, asked.seed, advance, run.clock)
             except Unavailable as error:
                 skipped[name] = str(error)
                 run.say(escape(f"skipped: {error}"))
@@ -285,6 +289,7 @@ main = Bench(
     option("--batch", type=int, help="images in the batch, of every network"),
     option("--image", type=int, help="pixels along each side, of every network"),
     option("--repeats", type=int, help="timed steps of each contender; by default 5"),
+    CPU_TIME,
     quick="tiny inputs, one repeat: does it run?",
     seed=True,
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.interleave import median_ratio
+from bench.interleave import Clock, median_ratio
 from bench.reference import take_reference
 from bench.workload import Forward, Workload
 from shoal.core.plan import Plan
@@ -45,9 +46,15 @@ class Plain:
         self.reference.start()
         return self.workload.peak_bytes(forward)
 
-    def in_turns(self, forwards: Mapping[Any, Forward], repeats: int, warm_ups: int = 1) -> Times:
+    def in_turns(
+        self,
+        forwards: Mapping[Any, Forward],
+        repeats: int,
+        warm_ups: int = 1,
+        clock: Clock = time.perf_counter,
+    ) -> Times:
         """Plain PyTorch and the contenders, timed in turns."""
-        return Times(self.workload.in_turns({PLAIN: self.forward, **forwards}, repeats, warm_ups))
+        return Times(self.workload.in_turns({PLAIN: self.forward, **forwards}, repeats, warm_ups, clock))
 
     def columns(self, times: Times) -> dict[str, Any]:
         """Plain PyTorch's part of a result."""

@@ -33,7 +33,9 @@ IN_A_PROCESS = """
 from pathlib import Path
 import pytest
 from shoal.app.cli import main
+from tests import made_up_machine
 from tests.app.training.tiny import put_in_place
+made_up_machine.put_in_place()
 put_in_place(pytest.MonkeyPatch(), Path())
 """
 

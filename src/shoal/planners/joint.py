@@ -47,7 +47,7 @@ from shoal.core.step import StepGraph
 from shoal.errors import BudgetError
 from shoal.planners.chain import chain
 from shoal.planners.fill_slack import fill_slack
-from shoal.planners.infeasible import infeasible
+from shoal.planners.infeasible import fewest_bytes, infeasible
 from shoal.planners.integer_program import Chosen, Solution, lower_bound, relaxed_choices, solve
 from shoal.planners.iterated_search import IteratedSearch
 from shoal.planners.just_in_time import just_in_time
@@ -74,7 +74,9 @@ def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Li
     """
     started = time.perf_counter()
     guard = Guard(limits.guard_seconds)
-    best, bound_seconds = _fastest(graph, hardware, budget_bytes, limits, guard)
+    best, bound_seconds = None, 0.0
+    if fewest_bytes(graph) <= budget_bytes:
+        best, bound_seconds = _fastest(graph, hardware, budget_bytes, limits, guard)
     if best is None:
         least = smallest_plan(graph, hardware, budget_bytes, limits)
         if least.predicted_peak_bytes > budget_bytes:

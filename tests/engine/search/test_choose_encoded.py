@@ -165,3 +165,16 @@ def test_a_plan_tells_how_it_encodes() -> None:
     assert set(plan.errors) == {storage.name for storage in plan.encoded} and not plan.errors_measured
     assert set(plan.errors.values()) == {error_on_normal_numbers(LOSSY)}
     assert 0 < error_on_normal_numbers(LOSSY) < error_on_normal_numbers(LossyOptions("linear", 0)) < 0.05
+
+
+def test_where_nothing_fits_the_search_ends_when_it_comes_no_nearer() -> None:
+    """Each set that is planned takes a search for the least."""
+    budget, made = int(0.3 * plain_bytes()), list[StepGraph]()
+
+    def plan(graph: StepGraph) -> Plan:
+        made.append(graph)
+        return joint(graph, HARDWARE, budget)
+
+    with pytest.raises(BudgetError):
+        choose_encoded(step(), LOSSY, budget, costs(0.01), plan)
+    assert len(made) == 5

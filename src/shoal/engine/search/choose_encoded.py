@@ -170,13 +170,17 @@ class _Search:
             for chosen in self._by_estimate(self._estimates)[:_PLANNED]:
                 self._try(chosen)
                 effort.spend(len(self._graph(chosen).ops))
-            while not effort.is_spent:
-                near = {self._leading() ^ {storage} for storage in offered} - self._plans.keys()
+            in_vain = 0  # tries since one came nearer, while nothing fits
+            while not effort.is_spent and in_vain < _PLANNED:
+                leading = self._leading()
+                near = {leading ^ {storage} for storage in offered} - self._plans.keys()
                 if not near:
                     break
                 chosen = self._by_estimate(near)[0]
                 self._try(chosen)
                 effort.spend(len(self._graph(chosen).ops))
+                nothing_fits = isinstance(self._plans[leading], BudgetError)
+                in_vain = in_vain + 1 if nothing_fits and self._leading() == leading else 0
         return self._leading()
 
     def _leading(self) -> _Set:
