@@ -73,6 +73,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dilated pool with ceil": lambda: nn.Sequential(conv(3, 4), nn.MaxPool2d(2, 3, dilation=2, ceil_mode=True)),
     "adaptive pool": lambda: nn.Sequential(conv(3, 4), nn.AdaptiveMaxPool2d(3)),
     "hardtanh": lambda: nn.Sequential(conv(3, 4), nn.Hardtanh(-0.2, 0.3), conv(4, 4), nn.Hardtanh(), nn.ReLU6()),
+    "leaky": lambda: nn.Sequential(
+        *(conv(3, 4), nn.LeakyReLU(0.1), conv(4, 4), nn.InstanceNorm2d(4, affine=True), nn.LeakyReLU(inplace=True)),
+        *(conv(4, 4), nn.LeakyReLU(0.0), conv(4, 4), nn.LeakyReLU(-0.5), conv(4, 2)),
+    ),
     "threshold": lambda: nn.Sequential(conv(3, 4), nn.Threshold(0.2, 0.1), conv(4, 4), nn.Threshold(0, 0)),
     "relu handed out": lambda: Both(nn.ReLU()),
     "relu before relu": lambda: nn.Sequential(conv(3, 4), nn.ReLU(), nn.ReLU(), nn.BatchNorm2d(4)),
@@ -150,6 +154,12 @@ def test_a_clipped_activation_saves_its_output_which_the_next_layer_saves_anyway
     assert (saved_bytes(before), saved_bytes(after)) == (2 * 4 * 512, 4 * 512)
     (clipped,) = saved(after.graph)
     assert after.graph.ops[after.graph.producer[clipped.id]].target == "aten.hardtanh.default"
+
+
+@pytest.mark.parametrize(("slope", "tensors"), [(0.01, 1), (0.0, 1), (-0.5, 2)])
+def test_a_leaky_relu_saves_its_output_unless_that_hides_the_sign_of_its_input(slope: float, tensors: int) -> None:
+    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.LeakyReLU(slope), conv(4, 4)))
+    assert (saved_bytes(before), saved_bytes(after)) == (2 * 4 * 512, tensors * 4 * 512)
 
 
 def test_a_rectifier_whose_output_no_one_else_saves_waits_in_a_byte_an_element() -> None:

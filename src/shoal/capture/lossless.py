@@ -9,7 +9,8 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - dropout on the CPU gives the bits of eager PyTorch, with a mask of 1 byte per element where that saves noise of 4;
 - the noise of an in-place dropout is drawn in the layout of its input, as eager PyTorch draws it;
 - copies that functional graphs no longer need (an in-place activation's) are dropped;
-- a clipped activation (ReLU6, hardtanh) saves its output, which the next layer saves anyway, instead of its input;
+- a clipped activation (ReLU6, hardtanh) and a leaky ReLU save their output, which the next layer saves anyway, instead of
+  their input;
 - a convolution's gradients of weight and input are two ops, the second without the input, so that the input can go
   before its gradient comes;
 - the gradient of a weight larger than its images comes a few output channels at a time where that saves scratch;
@@ -89,6 +90,8 @@ def save_fewer_bytes(
                 node.target, node.args = batch_norm_backward, (grad, x, weight, mean, deviation)
         elif node.target is _aten.hardtanh_backward.default:
             _save_clipped_output(node)
+        elif node.target is _aten.leaky_relu_backward.default:
+            _save_leaky_output(node, backward)
         elif node.target is _aten.convolution_backward.default:
             _split_convolution_backward(graph, node, backward, cpu_kernels)
         elif node.target is _aten.native_dropout.default and cpu_kernels:
@@ -265,6 +268,17 @@ def _save_clipped_output(node: fx.Node) -> None:
     for user in clipped_input.users:
         if user.target is _aten.hardtanh.default and (*user.args[1:3], -1.0, 1.0)[:2] == (low, high) and low < high:
             node.update_arg(1, user)  # strictly inside the bounds before clipping is strictly inside after it
+            return
+
+
+def _save_leaky_output(node: fx.Node, backward: set[fx.Node]) -> None:
+    leaky_input, slope, is_output = _args(node)[1:4]
+    if is_output or slope < 0 or any(user in backward and user is not node for user in leaky_input.users):
+        return
+    for user in leaky_input.users:
+        if user.target is _aten.leaky_relu.default and (*user.args[1:], 0.01)[0] == slope:
+            node.update_arg(1, user)  # positive where its input is, whatever the slope
+            node.update_arg(3, True)
             return
 
 
