@@ -293,6 +293,13 @@ def test_copies_that_only_in_place_semantics_need_are_dropped() -> None:
     assert not targets & {aten.clone.default, aten.detach.default}
 
 
+def test_a_gradient_is_not_copied_for_an_in_place_activation_of_a_view() -> None:
+    model = nn.Sequential(conv(3, 4), nn.InstanceNorm2d(4, affine=True), nn.LeakyReLU(inplace=True), conv(4, 4))
+    targets = {node.target for node in captured_step(model).joint.graph.nodes}
+    assert aten.leaky_relu_backward.default in targets
+    assert not targets & {aten.copy.default, aten.new_empty_strided.default}
+
+
 HANDED_OUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clone, detach": lambda x: x.clone().detach(),
     "clone, view": lambda x: x.clone().flatten(1),

@@ -9,8 +9,8 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - dropout on the CPU gives the bits of eager PyTorch, with a mask of 1 byte per element where that saves noise of 4;
 - the noise of an in-place dropout is drawn in the layout of its input, as eager PyTorch draws it;
 - copies that functional graphs no longer need (an in-place activation's) are dropped;
-- a clipped activation (ReLU6, hardtanh) and a leaky ReLU save their output, which the next layer saves anyway, instead of
-  their input;
+- a clipped activation (ReLU6, hardtanh) and a leaky ReLU save their output, which the next layer saves anyway, instead
+  of their input;
 - a convolution's gradients of weight and input are two ops, the second without the input, so that the input can go
   before its gradient comes;
 - the gradient of a weight larger than its images comes a few output channels at a time where that saves scratch;
@@ -76,8 +76,12 @@ def save_fewer_bytes(
     cpu_kernels = cpu_kernels and not aten_only
     graph = joint.graph
     for node in list(graph.nodes):
-        if node.target is _aten.detach.default or _is_needless_copy(node):
-            node.replace_all_uses_with(node.args[0])
+        if (kept := _kept_as_it_is(node)) is not None:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+            backward.discard(node)
+    for node in graph.find_nodes(op="call_function", target=_aten.new_empty_strided.default):
+        if not node.users:  # what a copy was for
             graph.erase_node(node)
             backward.discard(node)
     for node in list(graph.nodes):
@@ -108,17 +112,23 @@ def save_fewer_bytes(
     graph.lint()
 
 
-def _is_needless_copy(node: fx.Node) -> bool:
-    if node.target is not _aten.clone.default or _is_handed_out(node):
-        return False
-    source = _args(node)[0]
+def _kept_as_it_is(node: fx.Node) -> fx.Node | None:
+    """What a node only copies; None where it does more than that, or where the caller gets the copy."""
+    if node.target is _aten.detach.default:
+        return node.args[0]  # type: ignore[return-value]  # fx types an argument as a union of all it may be
+    place = {_aten.clone.default: 0, _aten.copy.default: 1}.get(node.target)  # type: ignore[call-overload]  # any key
+    if place is None or _is_handed_out(node):
+        return None
+    source = _args(node)[place]
     copied, value = source.meta.get("val"), node.meta["val"]
-    return (
+    same = (
         source.op == "call_function"
         and isinstance(copied, torch.Tensor)
+        and (copied.dtype, copied.device, copied.shape) == (value.dtype, value.device, value.shape)
         and copied.stride() == value.stride()
         and copied.untyped_storage().nbytes() == value.untyped_storage().nbytes()
     )
+    return source if same else None
 
 
 def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx.Node], cpu_kernels: bool) -> None:
