@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from shoal.capture import rerun
 from shoal.capture.op_counts import signature
-from shoal.capture.rerun import can_run_again, is_random, moves_statistics, second_call, second_node
+from shoal.capture.rerun import can_run_again, is_of_the_batch, is_random, moves_statistics, second_call, second_node
 from shoal.kernels.batch_norm import normalise, repeats_bits
 from tests.engine.training_laws import same_bits
 from tests.joint_graphs import captured_step, operands
@@ -84,13 +84,21 @@ def test_of_its_operands_the_second_run_reads_no_running_statistics() -> None:
     assert not moving.intersection(arg for arg in second_call(node)[1] if isinstance(arg, fx.Node))
 
 
-def test_without_its_own_running_statistics_a_batch_norm_runs_again_as_it_is() -> None:
-    for layer in ("no statistics", "frozen"):
-        joint, _ = nodes_of(BATCH_NORMS[layer]())
-        for node in batch_norms(joint):
-            assert not moves_statistics(node)
-            assert second_call(node) == (node.target, node.args)
-            assert second_node(node) is None
+def test_with_running_statistics_that_stay_a_batch_norm_runs_again_as_it_is() -> None:
+    joint, _ = nodes_of(BATCH_NORMS["frozen"]())
+    for node in batch_norms(joint):
+        assert not moves_statistics(node) and not is_of_the_batch(node)
+        assert second_call(node) == (node.target, node.args)
+        assert second_node(node) is None
+
+
+@pytest.mark.parametrize("layer", ["no statistics", "instance norm"])
+def test_a_norm_without_running_statistics_takes_those_of_the_batch_once(layer: str) -> None:
+    joint, _ = nodes_of(BATCH_NORMS[layer]())
+    (node,) = batch_norms(joint)
+    assert is_of_the_batch(node) and not moves_statistics(node)
+    channels = node.args[0].meta["val"].shape[1]  # type: ignore[union-attr]
+    assert (second_call(node)[0] is normalise) == repeats_bits(torch.float32, CPU, 4, channels, False, True)
 
 
 def test_the_second_node_is_the_second_call_with_the_first_result_alone() -> None:

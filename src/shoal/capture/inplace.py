@@ -75,7 +75,7 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """The operands of `node` whose block its first result may take, by shape, dtype and layout; lifetimes decide."""
     places: tuple[int, ...]
-    if node.target is _aten._native_batch_norm_legit_functional.default:
+    if node.target in (_aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.no_stats):
         places = (0,)  # only its second run, `normalise`, can
     elif node.target in _OUT:
         places = _OUT[node.target][0]

@@ -20,7 +20,11 @@ from shoal.kernels.invertible_norm.inverted_batch_norm import inverted_batch_nor
 from shoal.kernels.memory_format import channels_last_format
 
 _aten = torch.ops.aten
-_TRAINING = 5  # place of `training` among the arguments of batch norm
+# Place of `training` among the arguments of batch norms that may use the statistics of the batch.
+_TRAINING = {
+    _aten._native_batch_norm_legit_functional.default: 5,
+    _aten._native_batch_norm_legit.no_stats: 3,
+}
 _BATCH_NORMS_THAT_CAN = (
     _aten._native_batch_norm_legit_functional.default,
     _aten._native_batch_norm_legit.no_stats,
@@ -39,8 +43,8 @@ def can_run_again(node: fx.Node) -> bool:
 
 def second_call(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Target and arguments of the second run; results keep their places."""
-    if moves_statistics(node):
-        x, weight, bias, _, _, training, momentum, eps = node.args
+    if is_of_the_batch(node):
+        x, weight, bias, *_, training, momentum, eps = node.args
         statistics = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         if 1 in statistics and 2 in statistics and _repeats_bits(node):
             return normalise, (x, weight, bias, statistics[1], statistics[2])
@@ -83,9 +87,14 @@ def _repeats_bits(node: fx.Node) -> bool:
     return repeats_bits(x.dtype, device, x.dim(), int(x.shape[1]), channels_last, weight is not None)
 
 
+def is_of_the_batch(node: fx.Node) -> bool:
+    """Whether the node is a batch norm, or an instance norm made of one, by statistics that it takes itself."""
+    return node.target in _TRAINING and node.args[_TRAINING[node.target]] is True
+
+
 def moves_statistics(node: fx.Node) -> bool:
     """Whether the node is a batch norm in training mode, whose results after the third are new running statistics."""
-    return node.target is _aten._native_batch_norm_legit_functional.default and node.args[_TRAINING] is True
+    return node.target is _aten._native_batch_norm_legit_functional.default and is_of_the_batch(node)
 
 
 def is_random(node: fx.Node) -> bool:
