@@ -18,7 +18,7 @@ from shoal.capture import inplace
 from shoal.capture.captured import Captured
 from shoal.capture.fx_nodes import is_view
 from shoal.core.schedule import schedule
-from shoal.kernels import batch_norm, dropout, encoded_activation, relu
+from shoal.kernels import batch_norm, dropout, encoded_activation, group_norm, relu
 from tests.joint_graphs import NETWORKS, captured_step, operands, run_joint, run_lowered
 
 aten = torch.ops.aten
@@ -30,6 +30,10 @@ inverted_batch_norm_backward = torch.ops.shoal.inverted_batch_norm_backward.defa
 
 def statistics(x: torch.Tensor) -> list[torch.Tensor]:
     return [torch.linspace(0.5, 2, x.shape[1], dtype=x.dtype) + place for place in range(4)]
+
+
+def of_one_group(x: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.linspace(0.5, 2, x.shape[0], dtype=x.dtype).unsqueeze(1) + place for place in range(2)]
 
 
 def wide_statistics(x: torch.Tensor) -> list[torch.Tensor]:
@@ -75,6 +79,8 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     ),
     (batch_norm.normalise, lambda x, y: (x, *statistics(x))),
     (batch_norm.backward, lambda x, y: (x, y, *statistics(x)[:3])),
+    (group_norm.normalise, lambda x, y: (x, *statistics(x)[:2], *of_one_group(x))),
+    (group_norm.backward, lambda x, y: (x, y, statistics(x)[0], *of_one_group(x))),
     (inverted_batch_norm, lambda x, y: (x, *wide_statistics(x)[:2], None, None, 1e-5, "leaky_relu", 0.2)),
     (inverted_batch_norm, lambda x, y: (x, None, None, *wide_statistics(x)[:2], 1e-5, "elu", 0.2)),
     (inverted_batch_norm_backward, lambda x, y: (x, y, *wide_statistics(x)[:3], False, 1e-5, "leaky_relu", 0.2)),

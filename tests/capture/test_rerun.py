@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from shoal.capture import rerun
 from shoal.capture.op_counts import signature
 from shoal.capture.rerun import can_run_again, is_of_the_batch, is_random, moves_statistics, second_call, second_node
+from shoal.kernels import batch_norm
 from shoal.kernels.batch_norm import normalise, repeats_bits
 from tests.engine.training_laws import same_bits
 from tests.joint_graphs import captured_step, operands
@@ -55,7 +55,7 @@ def test_batch_norm_normalises_again_to_the_same_bits_and_moves_no_statistics(
     layer: str, quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not quick:
-        monkeypatch.setattr(rerun, "repeats_bits", lambda *_: False)
+        monkeypatch.setattr(batch_norm, "repeats_bits", lambda *_: False)
     joint, values = nodes_of(BATCH_NORMS[layer]())
     found = batch_norms(joint)
     assert found

@@ -14,9 +14,7 @@ import torch
 from torch import fx
 
 from shoal.capture.symbolic_sizes import at_numbers, expression_of
-from shoal.kernels.batch_norm import backward as batch_norm_backward
-from shoal.kernels.batch_norm import backward_ as batch_norm_backward_
-from shoal.kernels.batch_norm import normalise, normalise_
+from shoal.kernels import batch_norm, group_norm
 from shoal.kernels.dropout import dropout, dropout_, dropout_backward, dropout_backward_
 from shoal.kernels.encoded_activation import relu_backward as encoded_relu_backward
 from shoal.kernels.encoded_activation import relu_backward_ as encoded_relu_backward_
@@ -60,22 +58,29 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     _aten.div.Scalar: ((0,), _aten.div_.Scalar),
     _aten.native_dropout_backward.default: ((0,), _dropout_backward),
     dropout: ((0,), dropout_),
-    normalise: ((0,), normalise_),
+    batch_norm.normalise: ((0,), batch_norm.normalise_),
+    group_norm.normalise: ((0,), group_norm.normalise_),
     relu_backward: ((0,), relu_backward_),
     encoded_relu_backward: ((0,), encoded_relu_backward_),
-    batch_norm_backward: ((0,), batch_norm_backward_),
+    batch_norm.backward: ((0,), batch_norm.backward_),
+    group_norm.backward: ((0,), group_norm.backward_),
     dropout_backward: ((0,), dropout_backward_),
     torch.ops.shoal.norm_act_backward.default: ((0,), norm_act_backward_),
     torch.ops.shoal.norm_conv_backward.default: ((17,), norm_conv_backward_onto),
     torch.ops.shoal.inverted_batch_norm.default: ((0,), inverted_batch_norm_),
     torch.ops.shoal.inverted_batch_norm_backward.default: ((0,), inverted_batch_norm_backward_),
 }
+_NORMS = (
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit.no_stats,
+    _aten.native_group_norm.default,
+)
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """The operands of `node` whose block its first result may take, by shape, dtype and layout; lifetimes decide."""
     places: tuple[int, ...]
-    if node.target in (_aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.no_stats):
+    if node.target in _NORMS:
         places = (0,)  # only its second run, `normalise`, can
     elif node.target in _OUT:
         places = _OUT[node.target][0]

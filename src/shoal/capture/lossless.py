@@ -16,7 +16,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - the gradient of a weight larger than its images comes a few output channels at a time where that saves scratch;
 - a ReLU whose output is saved for nothing but its own backward waits as one boolean per element, and one whose
   output has other readers too becomes that when the last of them is done;
-- batch norm's backward runs in place, without the second gradient that PyTorch's kernel allocates;
+- batch norm's and group norm's backward run in place, without the second gradient that PyTorch's kernels allocate;
 - what a fused batch norm's backward hands on is multiplied and added where it is read (`norm_gradients`);
 - the part of a concatenation's gradient that waits long for its reader (a U-Net's skip) waits as a copy of its own, so
   that it does not hold the whole gradient.
@@ -39,6 +39,7 @@ from shoal.capture.norm_gradients import fold_norm_gradients
 from shoal.capture.op_counts import convolution_backward_flops
 from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.codecs import pool_index
+from shoal.kernels import group_norm
 from shoal.kernels.batch_norm import WORTH_PIECES_BYTES, backward_repeats_bits
 from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.convolution import input_gradient, weight_gradient, weight_gradient_pieces
@@ -92,6 +93,8 @@ def save_fewer_bytes(
             if cpu_kernels and _can_run_in_pieces(node):
                 grad, x, weight, _, _, mean, deviation = node.args[:7]
                 node.target, node.args = batch_norm_backward, (grad, x, weight, mean, deviation)
+        elif node.target is _aten.native_group_norm_backward.default and cpu_kernels:
+            _write_over_gradient_of_group_norm(node)
         elif node.target is _aten.hardtanh_backward.default:
             _save_clipped_output(node)
         elif node.target is _aten.leaky_relu_backward.default:
@@ -237,6 +240,19 @@ def _can_run_in_pieces(node: fx.Node) -> bool:
     elif _held_bytes(x) < WORTH_PIECES_BYTES:
         return False
     return backward_repeats_bits(x.dtype, x.device, x.dim(), int(x.shape[1]), channels_last)
+
+
+def _write_over_gradient_of_group_norm(node: fx.Node) -> None:
+    grad, x, mean, invstd, weight, *_, groups, wanted = _args(node)
+    if wanted != [True, True, True] or not isinstance(weight, fx.Node):
+        return
+    values = [operand.meta["val"] for operand in (grad, x, weight)]
+    dense = all(value.is_contiguous() and value.dtype == values[1].dtype for value in values)
+    value = values[1]
+    if not dense or value.device.type != "cpu" or value.dim() < 3 or _held_bytes(value) < group_norm.WORTH_PIECES_BYTES:
+        return
+    if group_norm.backward_repeats_bits(value.dtype, value.device, min(value.dim(), 5), int(value.shape[1]), groups):
+        node.target, node.args = group_norm.backward, (grad, x, weight, mean, invstd)
 
 
 def _copy_what_waits(graph: fx.Graph, backward: set[fx.Node]) -> None:

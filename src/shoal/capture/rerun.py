@@ -8,13 +8,13 @@ from.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from shoal.kernels.batch_norm import normalise, repeats_bits
+from shoal.kernels import batch_norm, group_norm
 from shoal.kernels.dropout import dropout, noise_like
 from shoal.kernels.invertible_norm.inverted_batch_norm import inverted_batch_norm  # noqa: F401  registers the op
 from shoal.kernels.memory_format import channels_last_format
@@ -47,8 +47,12 @@ def second_call(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         x, weight, bias, *_, training, momentum, eps = node.args
         statistics = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         if 1 in statistics and 2 in statistics and _repeats_bits(node):
-            return normalise, (x, weight, bias, statistics[1], statistics[2])
+            return batch_norm.normalise, (x, weight, bias, statistics[1], statistics[2])
         return _aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
+    if node.target is _aten.native_group_norm.default:
+        statistics = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        if 1 in statistics and 2 in statistics and _group_norm_repeats_bits(node):
+            return group_norm.normalise, (*node.args[:3], statistics[1], statistics[2])
     return node.target, node.args  # type: ignore[return-value]
 
 
@@ -58,7 +62,7 @@ def second_node(node: fx.Node) -> fx.Node | None:
     Only calls that make the first result alone have one.
     """
     target, args = second_call(node)
-    if target is not normalise:
+    if target not in (batch_norm.normalise, group_norm.normalise):
         return None
     apart = fx.Graph()
 
@@ -73,23 +77,43 @@ def second_node(node: fx.Node) -> fx.Node | None:
 
 
 def _repeats_bits(node: fx.Node) -> bool:
-    operands: tuple[Any, ...] = node.args[:3]
-    x: Any
-    x, weight, bias = (operand.meta["val"] if operand is not None else None for operand in operands)
-    if x.dim() not in (3, 4, 5) or (weight is None) != (bias is None):
+    x, weight, bias = _values(node.args[:3])
+    if (weight is None) != (bias is None) or (weight is not None and weight.dtype != x.dtype) or not _is_dense(x):
         return False
-    if weight is not None and weight.dtype != x.dtype:
+    affine, channels_last = weight is not None, not x.is_contiguous()
+    return batch_norm.repeats_bits(x.dtype, _tried_on(x), x.dim(), int(x.shape[1]), channels_last, affine)
+
+
+def _group_norm_repeats_bits(node: fx.Node) -> bool:
+    x, weight, bias = _values(node.args[:3])
+    if weight is None or bias is None or not weight.dtype == bias.dtype == x.dtype or not _is_dense(x):
         return False
-    channels_last = not x.is_contiguous()
-    if channels_last and not (x.dim() > 3 and x.is_contiguous(memory_format=channels_last_format(x.dim()))):
+    groups: Any = node.args[6]
+    return group_norm.repeats_bits(x.dtype, _tried_on(x), x.dim(), int(x.shape[1]), int(groups), not x.is_contiguous())
+
+
+def _values(operands: tuple[Any, ...]) -> Iterator[Any]:
+    return (operand.meta["val"] if operand is not None else None for operand in operands)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    if x.dim() not in (3, 4, 5):
         return False
-    device = torch.device("cpu") if x.device.type == "meta" else x.device  # nothing can be tried on meta
-    return repeats_bits(x.dtype, device, x.dim(), int(x.shape[1]), channels_last, weight is not None)
+    return x.is_contiguous() or (x.dim() > 3 and x.is_contiguous(memory_format=channels_last_format(x.dim())))
+
+
+def _tried_on(x: torch.Tensor) -> torch.device:
+    return torch.device("cpu") if x.device.type == "meta" else x.device  # nothing can be tried on meta
 
 
 def is_of_the_batch(node: fx.Node) -> bool:
     """Whether the node is a batch norm, or an instance norm made of one, by statistics that it takes itself."""
     return node.target in _TRAINING and node.args[_TRAINING[node.target]] is True
+
+
+def takes_statistics(node: fx.Node) -> bool:
+    """Whether the node normalises by statistics that it takes itself, which its second run need not."""
+    return is_of_the_batch(node) or node.target is _aten.native_group_norm.default
 
 
 def moves_statistics(node: fx.Node) -> bool:

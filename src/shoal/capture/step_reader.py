@@ -23,7 +23,7 @@ from shoal.capture.early_gradients import Fate, gradient_order, with_early_gradi
 from shoal.capture.fx_nodes import is_view, layer_path
 from shoal.capture.lossless import save_fewer_bytes
 from shoal.capture.op_counts import flops, moved_bytes, signature, target_name
-from shoal.capture.rerun import can_run_again, is_of_the_batch, is_random, moves_statistics, second_call, second_node
+from shoal.capture.rerun import can_run_again, is_random, moves_statistics, second_call, second_node, takes_statistics
 from shoal.capture.symbolic_sizes import largest_numbers, usual_numbers, with_numbers, write_constants_out
 from shoal.core.step import RESIDENT, Again, Op, StepGraph, Storage, StorageKind, at_largest
 from shoal.errors import CaptureError
@@ -251,8 +251,8 @@ class _Reader:
         overwrites = [s for s in overwrites if own.count(s) == 1]
         overwrites = [s for s in overwrites if self._storages[s]["kind"] not in RESIDENT]
         again = self._again(node, overwrites)
-        if is_of_the_batch(node):
-            overwrites = []  # only the second run, which does not take the statistics, may
+        if takes_statistics(node):
+            overwrites = []  # only the second run, which does not take them, may
         (self._backward if in_backward else self._forward).append(
             {
                 "name": node.name,

@@ -1,0 +1,147 @@
+"""Group norm in fewer bytes and the same bits: its result recomputed from its statistics, its gradient in place.
+
+PyTorch's CPU kernel normalises as `x * scale + shift`, a fused multiply-add with a scale and a shift for each sample
+and channel: `torch.addcmul` does the same arithmetic in one pass, in place where the input has no later reader. Its
+backward kernel allocates the gradient of the input. Groups are independent there, so it is called for the gradients
+of weight and bias alone, which allocates next to nothing, and then for the input's some groups at a time, over the
+incoming gradient. In channels_last PyTorch 2.13 crashes where not all three gradients are asked for, so its kernel
+stays there. `repeats_bits` and `backward_repeats_bits` test on this machine that the bits are the same.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from shoal.kernels.memory_format import channels_last_format
+from shoal.lowlevel.torch_internals import isolated
+
+_PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 until it is copied
+WORTH_PIECES_BYTES = 4 << 20  # tensors below this are not worth pieces
+
+
+def normalise(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
+) -> torch.Tensor:
+    """What `torch.group_norm` returned for `x`, (N, C, ...), given the statistics it saved, each (N, groups).
+
+    `x` is contiguous or channels_last; `weight` and `bias` are (C,).
+    """
+    scale, shift = _lines(x, weight, bias, mean, invstd)
+    layout = torch.contiguous_format if x.is_contiguous() else channels_last_format(x.dim())
+    y, strides = torch.addcmul(shift, x, scale), torch.empty_like(x, memory_format=layout, device="meta").stride()
+    return y if y.stride() == strides else y.as_strided(y.shape, strides)  # they differ along axes of one element
+
+
+def normalise_(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
+) -> torch.Tensor:
+    """`normalise` that writes over `x`."""
+    scale, shift = _lines(x, weight, bias, mean, invstd)
+    return torch.addcmul(shift, x, scale, out=x)
+
+
+def backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Group norm's backward of contiguous tensors: gradients of input, weight and bias."""
+    return _backward(grad, x, weight, mean, invstd, [True, True, True])
+
+
+def backward_(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`backward` that writes the gradient of the input over `grad`."""
+    if not (grad.is_contiguous() and x.is_contiguous()):
+        of_input, of_weight, of_bias = backward(grad, x, weight, mean, invstd)
+        return grad.copy_(of_input), of_weight, of_bias
+    return _backward_in_pieces(grad, x, weight, mean, invstd, _PIECE_ELEMS)
+
+
+def _backward_in_pieces(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    piece_elems: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, of_weight, of_bias = _backward(grad, x, weight, mean, invstd, [False, True, True])
+    samples, channels, groups = x.shape[0], x.shape[1], mean.shape[1]
+    in_group = channels // groups
+    step = max(1, piece_elems * samples * groups // max(1, x.numel()))
+    for sample in range(samples):
+        one = slice(sample, sample + 1)
+        for group in range(0, groups, step):
+            some, of_some = slice(group, group + step), slice(group * in_group, (group + step) * in_group)
+            piece = grad[one, of_some]
+            statistics = mean[one, some].contiguous(), invstd[one, some].contiguous()
+            piece.copy_(_backward(piece, x[one, of_some], weight[of_some], *statistics, [True, False, False])[0])
+    return grad, of_weight, of_bias
+
+
+def _backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    wanted: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    samples, channels = x.shape[:2]
+    pixels, groups = x.shape[2:].numel(), mean.shape[1]
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_group_norm_backward(
+        grad, x, mean, invstd, weight, samples, channels, pixels, groups, wanted
+    )
+    return found
+
+
+def _lines(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and shift of each sample and channel, each (N, C, 1, ...)."""
+    samples, channels, groups = x.shape[0], x.shape[1], mean.shape[1]
+    in_groups = (samples, groups, channels // groups)
+    scale = invstd.unsqueeze(2) * weight.view(1, *in_groups[1:])
+    shift = torch.addcmul(bias.view(1, *in_groups[1:]), mean.unsqueeze(2).expand(in_groups), scale, value=-1)
+    shape = (samples, channels, *[1] * (x.dim() - 2))
+    return scale.view(shape), shift.view(shape)
+
+
+@lru_cache(maxsize=1024)
+def repeats_bits(
+    dtype: torch.dtype, device: torch.device, dims: int, channels: int, groups: int, channels_last: bool
+) -> bool:
+    """Whether `normalise` gives the bits of group norm here, found out on random data of odd size."""
+    with isolated(device):
+        x, weight, bias = _drawn(dtype, device, dims, channels, channels_last)
+        pixels = x.shape[2:].numel()
+        whole = torch.ops.aten.native_group_norm(x, weight, bias, x.shape[0], channels, pixels, groups, 1e-5)
+        again = normalise(x, weight, bias, *whole[1:])
+        same = torch.equal(again, whole[0]) and again.stride() == whole[0].stride()
+        return same and torch.equal(normalise_(x, weight, bias, *whole[1:]), whole[0])
+
+
+@lru_cache(maxsize=1024)
+def backward_repeats_bits(dtype: torch.dtype, device: torch.device, dims: int, channels: int, groups: int) -> bool:
+    """Whether `backward_` gives the bits of group norm's backward here, found out on random data of odd size."""
+    with isolated(device):
+        x, weight, bias = _drawn(dtype, device, dims, channels, False)
+        grad = x.flip(0).contiguous()
+        pixels = x.shape[2:].numel()
+        _, mean, invstd = torch.ops.aten.native_group_norm(x, weight, bias, x.shape[0], channels, pixels, groups, 1e-5)
+        whole = backward(grad, x, weight, mean, invstd)
+        pieces = _backward_in_pieces(grad, x, weight, mean, invstd, x[0].numel() // groups)
+        return all(torch.equal(ours, theirs) for ours, theirs in zip(pieces, whole, strict=True))
+
+
+def _drawn(
+    dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Input, weight and bias of odd size."""
+    draw = torch.Generator(device="cpu").manual_seed(1)
+    layout = channels_last_format(dims) if channels_last else torch.contiguous_format
+    shapes: tuple[tuple[int, ...], ...] = ((3, channels, *(7, 5, 3)[: dims - 2]), (channels,), (channels,))
+    x, weight, bias = ((torch.randn(shape, generator=draw) * 3 + 1).to(device, dtype) for shape in shapes)
+    return x.contiguous(memory_format=layout), weight, bias
