@@ -51,9 +51,9 @@ from shoal.planners.infeasible import fewest_bytes, infeasible
 from shoal.planners.integer_program import Chosen, Solution, lower_bound, relaxed_choices, solve
 from shoal.planners.iterated_search import IteratedSearch
 from shoal.planners.just_in_time import just_in_time
+from shoal.planners.kept_on_demand import narrow
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.local_search import local_search
-from shoal.planners.kept_on_demand import narrow
 from shoal.planners.on_demand import hold_longer, plans_on_demand
 from shoal.planners.papers.hmms import hmms, within_limit
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice

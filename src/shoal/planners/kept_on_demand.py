@@ -1,8 +1,8 @@
 """Which storages stay in a plan that recomputes everything else on demand: those with which the peak is low.
 
-No rule is best for every step. What is much smaller than its way should stay; but much of it at once is a lot, and where
-batch norms join slices of a batch, one joined tensor is small beside all slices together, not beside each of them. So
-sets by several rules are tried, and a schedule says what each takes.
+No rule is best for every step. What is much smaller than its way should stay; but much of it at once is a lot, and
+where batch norms join slices of a batch, one joined tensor is small beside all slices together, not beside each of
+them. So sets by several rules are tried, and a schedule says what each takes.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def _way_bytes(graph: StepGraph, storage: int, kept: set[int]) -> int:
     again: set[int] = set()
     pending = [graph.producer[storage]]
     while pending:
-        op = pending.pop()
-        if op not in again:
-            again.add(op)
-            pending += [graph.producer[s] for s in ops[op].second.reads if s in graph.producer and s not in kept]
+        number = pending.pop()
+        if number not in again:
+            again.add(number)
+            pending += [graph.producer[s] for s in ops[number].second.reads if s in graph.producer and s not in kept]
     in_order = sorted(again)
-    last = {s: op for op in in_order for s in ops[op].second.reads}
+    last = {s: number for number in in_order for s in ops[number].second.reads}
     made: set[int] = set()
     in_use = highest = 0
     for number in in_order:

@@ -50,11 +50,12 @@ def plans_on_demand(graph: StepGraph, limits: Limits) -> tuple[tuple[Simulated, 
         first = _ordered(replace(graph, storages=without), range(len(without)), limits, guard)
         starts.append(reordered(graph, op_names(first)))
     found: list[Simulated] = []
+    n_sets = max(limits.min_kept_sets, limits.kept_sets_ops // len(graph.ops))
     for start in dict.fromkeys(starts):
         choice = recompute_choice(start)
         sets = kept_sets(choice, limits.narrow_share, limits.way_shares)
         peaks = {kept: simulated(start, on_demand(start, kept)).peak_bytes for kept in sets}
-        for kept in sorted(sets, key=peaks.__getitem__)[: limits.max_kept_sets]:
+        for kept in sorted(sets, key=peaks.__getitem__)[:n_sets]:
             step = _ordered(start, kept, limits, guard)
             found.append(simulated(step, on_demand(step, kept)))
     return tuple(sorted(found, key=lambda one: (one.peak_bytes, one.seconds))), tuple(guard.stopped)

@@ -10,6 +10,12 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from shoal.errors import InputError
+from shoal.kernels.norm.joined_statistics import (
+    sliced_norm,
+    sliced_norm_,
+    sliced_norm_gradient,
+    sliced_norm_gradient_,
+)
 from shoal.transforms.split.slice_graph import slice_graph
 from shoal.transforms.split.sliced_batch_norm import sliced_batch_norm
 from shoal.transforms.split.split_region import SplitRegion, choose_region
@@ -79,14 +85,20 @@ def test_what_a_sample_does_not_have_alone_runs_on_the_whole_batch() -> None:
     assert [node.name for node in region_of(graph, network, 1.0).nodes] == ["first"]
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+LAYOUTS = [torch.contiguous_format, torch.channels_last, torch.channels_last_3d]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("relu", [False, True])
 def test_batch_norm_of_slices_is_near_that_in_float64(layout: torch.memory_format, relu: bool) -> None:
     torch.manual_seed(0)
-    x = (3 * torch.randn(5, 8, 6, 6) + 100).contiguous(memory_format=layout).requires_grad_()
-    layer = nn.BatchNorm2d(8)
+    is_3d = layout is torch.channels_last_3d
+    x = 3 * torch.randn(5, 8, *(4, 3, 3) if is_3d else (6, 6)) + 100
+    x = x.contiguous(memory_format=layout).requires_grad_()
+    layer: nn.BatchNorm2d | nn.BatchNorm3d = nn.BatchNorm3d(8) if is_3d else nn.BatchNorm2d(8)
     nn.init.uniform_(layer.weight, -1.0), nn.init.uniform_(layer.bias, -1.0)
     exact, reference = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
+    assert sliced_batch_norm([x], copy.deepcopy(layer), relu)[0].is_contiguous(memory_format=layout)
     y, expected = torch.cat(sliced_batch_norm(x.split([2, 2, 1]), layer, relu)), exact(reference)
     expected = expected.relu() if relu else expected
     grad = torch.randn_like(y)
@@ -99,6 +111,19 @@ def test_batch_norm_of_slices_is_near_that_in_float64(layout: torch.memory_forma
         assert mine.grad is not None and theirs.grad is not None
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(layer.running_var.double(), exact.running_var, rtol=1e-6, atol=0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_writing_over_an_operand_changes_no_bit(layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    x, grad = (torch.randn(3, 8, 5, 5).contiguous(memory_format=layout) for _ in range(2))
+    mean, scale, shift, slope, constant = torch.randn(5, 8)
+    for relu in (False, True):
+        expected = sliced_norm(x, mean, scale, shift, relu)
+        assert torch.equal(sliced_norm_(x.clone(), mean, scale, shift, relu), expected)
+        rest = (x, mean, scale, shift, slope, constant, relu)
+        expected = sliced_norm_gradient(grad, *rest)
+        assert torch.equal(sliced_norm_gradient_(grad.clone(), *rest), expected)
 
 
 def test_one_element_a_channel_has_no_variance() -> None:

@@ -104,6 +104,8 @@ def best_variant(
         for variant in variants.split():
             if search.is_worth_capturing(variant):
                 search.consider([variant])
+                if variant.slices and search.is_slowed:
+                    search.consider_pieces()
     best = search.answer()
     log.info("%s: %s inside %s", name or "model", best.variant, format_bytes(budget_bytes))
     return best
@@ -154,6 +156,7 @@ class _Search(Generic[Graph, Made]):
         self._variants, self._price, self._budget_bytes = variants, price, budget_bytes
         self._rows: list[Candidate] = []
         self._forms: dict[str, _Form[Graph, Made]] = {}  # by the step's fingerprint
+        self._cut: set[str] = set()
         self._best: Best[Graph, Made] | None = None
         self._unfit: list[_Form[Graph, Made]] = []
         self._refused: dict[Variant, BudgetError] = {}
@@ -172,10 +175,12 @@ class _Search(Generic[Graph, Made]):
         self._try_each(found)
 
     def consider_pieces(self) -> None:
-        """The same forms once more, with convolutions in pieces."""
+        """The same forms once more, with convolutions in pieces, but for those that were asked already."""
         found = []
-        for form in self._forms.values():
-            cut = form.priced.cut()
+        for fingerprint in [one for one in self._forms if one not in self._cut]:
+            self._cut.add(fingerprint)
+            form = self._forms[fingerprint]
+            cut = None if form.variant.pieces else form.priced.cut()
             if cut is not None:
                 pieces, priced = cut
                 found.append(_Form(replace(form.variant, pieces=pieces), form.graph, priced))

@@ -136,7 +136,7 @@ def _priced_forms(
         n_ops += len(priced.graph.ops)
         if all(form.priced.graph.fingerprint != priced.graph.fingerprint for form in forms):
             forms.append(_Form(variant, priced))
-            if not variant.depth and (cut := priced.cut()) is not None:
+            if (variant.slices or not variant.depth) and (cut := priced.cut()) is not None:
                 forms.append(_Form(replace(variant, pieces=cut[0]), cut[1]))
     return forms, left_out
 

@@ -1,7 +1,8 @@
-"""Batch norm over slices of a batch, what is new beside `shoal::statistics` and `shoal::norm_act`.
+"""Batch norm over slices of a batch: the passes over one slice, and what joins the vectors of all.
 
-`shoal::joined_statistics` makes the statistics of the whole from those of its slices, `shoal::joined_norm_gradients` the
-vectors of the backward pass from the sums over slices, and `shoal::sliced_norm_gradient` the gradient of one slice.
+`shoal::joined_statistics` makes the statistics of the whole from `shoal::statistics` of its slices, and
+`shoal::sliced_norm` normalises one of them. Backward `shoal::joined_norm_gradients` makes the vectors of the whole from
+`shoal::sliced_norm_sums` of the slices, and `shoal::sliced_norm_gradient` is the gradient of one of them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from shoal.kernels.memory_format import memory_format_of
-from shoal.kernels.norm.norm_act import backward_, normalised
+from shoal.kernels.norm.norm_act import activated, activated_backward, backward_, normalised
 from shoal.kernels.norm.norm_sweeps import sweeps
 
 
@@ -57,6 +58,71 @@ def _joined_norm_gradients_fake(
     return slope, constant, torch.empty_like(like), torch.empty_like(like)
 
 
+def sliced_norm(
+    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, relu: bool
+) -> torch.Tensor:
+    """(x - mean) * scale + shift, (n, C, ...), with vectors of (C,), and a ReLU where `relu`.
+
+    >>> one = torch.ones(1)
+    >>> sliced_norm(torch.tensor([[[1.0, 5.0]]]), 3 * one, 2 * one, one, True)
+    tensor([[[0., 5.]]])
+    """
+    return sliced_norm_(x.clone(memory_format=torch.preserve_format), mean, scale, shift, relu)
+
+
+def sliced_norm_(
+    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, relu: bool
+) -> torch.Tensor:
+    """`sliced_norm` that writes over `x`; the same bits."""
+    (seen,) = _pictures(x)
+    kernel = sweeps(seen)
+    if kernel is None:
+        return x.copy_(activated(x, mean, scale, shift, relu, x.dtype))
+    kernel.norm_act(seen, mean, scale, shift, None, relu, seen)
+    return x
+
+
+def _pictures(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Volumes in channels_last as pictures, which there are kernels for, all depths below each other; views."""
+    if all(x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) for x in tensors):
+        n, channels, depth, height, width = tensors[0].shape
+        strides = (depth * height * width * channels, 1, width * channels, channels)
+        return tuple(x.as_strided((n, channels, depth * height, width), strides) for x in tensors)
+    return tensors
+
+
+def _sums(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    relu: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of grad * (x - mean) and of grad, as a ReLU behind the norm lets it through: (C,)."""
+    seen, of_seen = _pictures(x, grad)
+    _, vectors = activated_backward(of_seen, seen, mean, scale, shift, relu, [False, True])
+    assert vectors is not None
+    return vectors[1], vectors[2]
+
+
+def _sums_fake(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    relu: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(scale), torch.empty_like(scale)
+
+
+def _norm_fake(
+    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, relu: bool
+) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=memory_format_of(x))
+
+
 def sliced_norm_gradient(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -96,11 +162,12 @@ def sliced_norm_gradient_(
     relu: bool,
 ) -> torch.Tensor:
     """`sliced_norm_gradient` that writes over `grad`, which has the layout of `x`."""
-    backward_(grad, [x], mean, scale, shift, None, relu, [True, False, False])
-    kernel = sweeps(grad, x)
+    seen, of_seen = _pictures(x, grad)
+    backward_(of_seen, [seen], mean, scale, shift, None, relu, [True, False, False])
+    kernel = sweeps(of_seen, seen)
     if kernel is None:
         return grad.add_(normalised(x, mean, slope, constant))
-    kernel.norm_act(x, mean, slope, constant, grad, False, grad)
+    kernel.norm_act(seen, mean, slope, constant, of_seen, False, of_seen)
     return grad
 
 
@@ -126,13 +193,19 @@ torch.library.define(
     "(Tensor[] of_scale, Tensor[] of_shift, Tensor variance, Tensor? weight, float eps, SymInt count)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
+torch.library.define("shoal::sliced_norm", f"(Tensor x, {_VECTORS}, bool relu) -> Tensor")
+torch.library.define("shoal::sliced_norm_sums", f"(Tensor grad, Tensor x, {_VECTORS}, bool relu) -> (Tensor, Tensor)")
 torch.library.define(
     "shoal::sliced_norm_gradient",
     f"(Tensor grad, Tensor x, {_VECTORS}, Tensor slope, Tensor constant, bool relu) -> Tensor",
 )
 torch.library.impl("shoal::joined_statistics", "CompositeExplicitAutograd", _joined_statistics)
 torch.library.impl("shoal::joined_norm_gradients", "CompositeExplicitAutograd", _joined_norm_gradients)
+torch.library.impl("shoal::sliced_norm", "CompositeExplicitAutograd", sliced_norm)
+torch.library.impl("shoal::sliced_norm_sums", "CompositeExplicitAutograd", _sums)
 torch.library.impl("shoal::sliced_norm_gradient", "CompositeExplicitAutograd", sliced_norm_gradient)
 torch.library.register_fake("shoal::joined_statistics", _joined_statistics_fake)
 torch.library.register_fake("shoal::joined_norm_gradients", _joined_norm_gradients_fake)
+torch.library.register_fake("shoal::sliced_norm", _norm_fake)
+torch.library.register_fake("shoal::sliced_norm_sums", _sums_fake)
 torch.library.register_fake("shoal::sliced_norm_gradient", _gradient_fake)

@@ -13,11 +13,11 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-import shoal.kernels.norm.joined_statistics
-import shoal.kernels.norm.norm_act  # these register ops
 from shoal.errors import InputError
 from shoal.kernels.batch_norm_vectors import batch_norm_scale, move_statistics
+from shoal.kernels.norm import joined_statistics, statistics
 
+_registered = joined_statistics, statistics
 _ops = torch.ops.shoal
 
 
@@ -76,7 +76,7 @@ class _SlicedBatchNorm(torch.autograd.Function):
         scale = batch_norm_scale(variance, weight, eps)
         shift = torch.zeros_like(mean) if bias is None else bias
         ctx.save_for_backward(mean, variance, scale, shift, *([] if weight is None else [weight]), *slices)
-        return tuple(_ops.norm_act([x], mean, scale, shift, None, relu) for x in slices)
+        return tuple(_ops.sliced_norm(x, mean, scale, shift, relu) for x in slices)
 
     @staticmethod
     @once_differentiable
@@ -85,10 +85,9 @@ class _SlicedBatchNorm(torch.autograd.Function):
         weight = slices.pop(0) if ctx.has_weight else None
         eps, count, relu = ctx.settings
         pairs = list(zip(grads, slices, strict=True))
-        wanted = [False, True, False]  # the vectors alone
-        sums = [_ops.norm_act_backward(grad, [x], mean, scale, shift, None, relu, wanted) for grad, x in pairs]
+        sums = [_ops.sliced_norm_sums(grad, x, mean, scale, shift, relu) for grad, x in pairs]
         slope, constant, of_weight, of_bias = _ops.joined_norm_gradients(
-            [one[1] for one in sums], [one[2] for one in sums], variance, weight, eps, count
+            [one[0] for one in sums], [one[1] for one in sums], variance, weight, eps, count
         )
         of_slices = [_ops.sliced_norm_gradient(grad, x, mean, scale, shift, slope, constant, relu) for grad, x in pairs]
         return None, None, of_weight if ctx.has_weight else None, of_bias if ctx.has_bias else None, None, *of_slices
