@@ -125,8 +125,11 @@ def _priced_forms(
     for variant in (WHOLE, *variants.fused(), *variants.split()):
         trying(f"the step {variant}" if variant == WHOLE else str(variant))
         try:
-            whole_ops, so_far_ops = len(forms[0].priced.graph.ops), 0 if variant.slices else n_ops
-            too_many = variant.depth and why_too_many(variants.work(variant), whole_ops, so_far_ops)
+            if variant.depth:
+                so_far_ops = 0 if variant.slices else n_ops
+                too_many = why_too_many(variants.work(variant), len(forms[0].priced.graph.ops), so_far_ops)
+            else:
+                too_many = ""
             if too_many:
                 raise Refused(too_many)
             _, priced = captured_form(variants, price, variant)
