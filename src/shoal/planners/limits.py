@@ -94,8 +94,8 @@ class Limits:
     far_slower: float = 1.0
     more_room: tuple[float, ...] = (0.0, 0.01, 0.02, 0.04, 0.08)
     narrow_share: float = 1 / 3
-    way_shares: tuple[float, ...] = (1 / 8, 1 / 16, 1 / 32)
-    kept_sets_ops: int = 16_000
+    way_shares: tuple[float, ...] = (1 / 8, 1 / 16, 1 / 24, 1 / 40)
+    kept_sets_ops: int = 6_000
     min_kept_sets: int = 2
     lower_peak_share: float = 0.98
 
