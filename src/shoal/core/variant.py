@@ -38,6 +38,7 @@ class Variant:
         depth: share of the convolutions that run patch by patch (`shoal.split`); 0 for none.
         grid: patches along each spatial dimension.
         exact: whether patches overlap, so that the function stays the same.
+        slices: of the batch, on which those layers run one after another instead of on patches; 0 for none.
         pieces: convolutions that are computed in pieces there.
 
     >>> print(Variant(), Variant(fuse="icf"), Variant(depth=0.5, grid=(2, 2)), sep="; ")
@@ -49,6 +50,7 @@ class Variant:
     depth: float = 0.0
     grid: tuple[int, ...] = ()
     exact: bool = True
+    slices: int = 0
     pieces: tuple[Pieces, ...] = ()
 
     def __str__(self) -> str:
@@ -60,6 +62,8 @@ class Variant:
             return f"batch norm fused ({self.fuse}{', large maps' if self.large_only else ''})"
         if not self.depth:
             return "as it is"
+        if self.slices:
+            return f"{self.depth:.0%} of the convolutions on {self.slices} slices of the batch".replace("%", " %")
         patches = f"{' x '.join(map(str, self.grid))} {'overlapping' if self.exact else 'independent'} patches"
         return f"{self.depth:.0%} of the convolutions in {patches}".replace("%", " %")
 

@@ -161,7 +161,8 @@ class _CapturedForms:
     @cached_property
     def listed(self) -> _Listed:
         def read(variants: Variants, step: Callable[[fx.GraphModule], StepGraph]) -> _Listed:
-            fused, split = tuple(variants.fused()), tuple(variants.split())
+            fused = tuple(variants.fused())
+            split = tuple(one for one in variants.split() if not one.slices)  # how many differs by batch
             for variant in (WHOLE, *fused):
                 self._graphs[variant] = _captured(variants, step, variant)
             return _Listed(fused, split, variants.norm_elems, {one: _work(variants, one) for one in split})

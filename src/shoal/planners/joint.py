@@ -51,13 +51,16 @@ from shoal.planners.infeasible import fewest_bytes, infeasible
 from shoal.planners.integer_program import Chosen, Solution, lower_bound, relaxed_choices, solve
 from shoal.planners.iterated_search import IteratedSearch
 from shoal.planners.just_in_time import just_in_time
+from shoal.planners.kept_on_demand import narrow
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.local_search import local_search
-from shoal.planners.on_demand import hold_longer, narrow, plans_on_demand
+from shoal.planners.on_demand import hold_longer, plans_on_demand
 from shoal.planners.papers.hmms import hmms, within_limit
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 from shoal.planners.simulated import Simulated, as_chosen, everything_away, in_lower_order, simulated
 from shoal.planners.smallest_plan import smallest_plan
+
+_MAX_HELD = 2  # plans on demand that are improved
 
 
 def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Limits = DEFAULT) -> Plan:
@@ -227,7 +230,8 @@ class _Search:
             return best, bound_seconds
         found, stopped = plans_on_demand(replace(graph, link=None), self._limits)
         self._guard.note(*stopped)
-        held: list[Simulated | None] = [self.held_longer(one) for one in found if one.peak_bytes <= self._budget_bytes]
+        fitting = sorted((one for one in found if one.peak_bytes <= self._budget_bytes), key=lambda one: one.seconds)
+        held: list[Simulated | None] = [self.held_longer(one) for one in fitting[:_MAX_HELD]]
         lowest = found[0].graph
         if best is None or self._plain_seconds + self.bound(lowest).bound_seconds < best.seconds:
             held.append(self._local_searches(recompute_choice(lowest)))

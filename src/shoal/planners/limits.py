@@ -46,6 +46,10 @@ class Limits:
             they choose.
         narrow_share: a storage this much smaller than the largest result on the way to it is kept for the smallest
             peak.
+        way_shares: a storage this much smaller than all that is in use on the way to it may be kept for the smallest
+            peak; each is tried.
+        kept_sets_ops, min_kept_sets: of these ways to choose what is kept, those with the lowest peaks are ordered: as
+            many as have so many ops together, but no fewer than that.
         lower_peak_share: the peak that the search for the smallest peak asks for next, as a share of the last.
 
         iterated_search_ops, local_search_ops, fill_slack_ops, smallest_peak_ops, order_ops, hold_longer_ops: simulated
@@ -90,6 +94,9 @@ class Limits:
     far_slower: float = 1.0
     more_room: tuple[float, ...] = (0.0, 0.01, 0.02, 0.04, 0.08)
     narrow_share: float = 1 / 3
+    way_shares: tuple[float, ...] = (1 / 8, 1 / 16, 1 / 24, 1 / 40)
+    kept_sets_ops: int = 6_000
+    min_kept_sets: int = 2
     lower_peak_share: float = 0.98
 
     iterated_search_ops: int = 2_000_000

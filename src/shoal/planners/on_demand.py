@@ -6,7 +6,7 @@ one patch is through before the next begins, and large weight gradients wait unt
 then fits beside the peak is held until it is read again (`hold_longer`), which saves most of the time.
 
 `smallest_plan` starts from these plans. They recompute a storage as often as it is read, which the integer program
-does not, and in a finer grain than the blocks of `chain`.
+does not, and in a finer grain than the blocks of `chain`. What stays from the forward pass on: see `kept_on_demand`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from shoal.core.simulate import bytes_and_seconds, dropped_bytes, peak_and_secon
 from shoal.core.step import StepGraph
 from shoal.planners.fill_slack import without_needless_runs
 from shoal.planners.just_in_time import just_in_time
+from shoal.planners.kept_on_demand import kept_sets
 from shoal.planners.limits import Effort, Guard, Limits
 from shoal.planners.order import best_order
 from shoal.planners.pass_tasks import bytes_during, pass_tasks
-from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
+from shoal.planners.recompute_choice import recompute_choice
 from shoal.planners.simulated import Simulated, simulated
 
 _ROUNDS = 8  # of `hold_longer`
 _SMALL_SHARE = 0.002  # of the largest storage: what is smaller may stay longer than needed while an order is looked for
 
 
-@lru_cache(maxsize=4)  # asked for at every budget
+@lru_cache(maxsize=8)  # asked for at every budget, of every form
 def plans_on_demand(graph: StepGraph, limits: Limits) -> tuple[tuple[Simulated, ...], tuple[str, ...]]:
     """Plans of this module, the one with the smallest peak first, and what the time limit ended early.
 
@@ -49,32 +50,21 @@ def plans_on_demand(graph: StepGraph, limits: Limits) -> tuple[tuple[Simulated, 
         first = _ordered(replace(graph, storages=without), range(len(without)), limits, guard)
         starts.append(reordered(graph, op_names(first)))
     found: list[Simulated] = []
+    n_sets = max(limits.min_kept_sets, limits.kept_sets_ops // len(graph.ops))
     for start in dict.fromkeys(starts):
-        kept = narrow(recompute_choice(start), limits.narrow_share)
-        step = _ordered(start, kept, limits, guard)
-        found.append(simulated(step, on_demand(step, kept)))
-    return tuple(sorted(found, key=lambda one: one.peak_bytes)), tuple(guard.stopped)
+        choice = recompute_choice(start)
+        sets = kept_sets(choice, limits.narrow_share, limits.way_shares)
+        peaks = {kept: simulated(start, on_demand(start, kept)).peak_bytes for kept in sets}
+        for kept in sorted(sets, key=peaks.__getitem__)[:n_sets]:
+            step = _ordered(start, kept, limits, guard)
+            found.append(simulated(step, on_demand(step, kept)))
+    return tuple(sorted(found, key=lambda one: (one.peak_bytes, one.seconds))), tuple(guard.stopped)
 
 
 def _ordered(graph: StepGraph, kept: Collection[int], limits: Limits, guard: Guard) -> StepGraph:
     if not limits.order:
         return graph
     return in_order_on_demand(graph, kept, Effort("order of ops", limits.order_ops, guard))
-
-
-def narrow(choice: RecomputeChoice, share: float) -> frozenset[int]:
-    """What must stay, and what is much smaller than what its recomputation makes on the way: a pooling's result, say.
-
-    Args:
-        choice: of the step.
-        share: how large it may be, as a share of the largest storage on the way.
-    """
-    ops, storages = choice.graph.ops, choice.graph.storages
-
-    def widest_bytes(storage: int) -> int:
-        return max(storages[made].nbytes for op in choice.reruns[storage] for made in ops[op].second.writes)
-
-    return choice.kept_for([s for s in choice.candidates if storages[s].nbytes <= share * widest_bytes(s)])
 
 
 def on_demand(graph: StepGraph, kept: Collection[int]) -> dict[str, Residence]:

@@ -33,7 +33,7 @@ text { font: 12.5px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-se
 .whole { fill: var(--kept); } .fused { fill: var(--fused); } .patches { fill: var(--patches); }
 circle { stroke: var(--card); stroke-width: 1.5; } .plain { fill: var(--text); stroke: var(--card); }
 """.strip()
-_KINDS = {"whole": "as it is", "fused": "batch norm fused", "patches": "on patches"}
+_KINDS = {"whole": "as it is", "fused": "batch norm fused", "patches": "on patches or slices"}
 
 
 def kind_of(variant: Variant) -> str:

@@ -34,6 +34,7 @@ FUSED = Variant(fuse="bnff")
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.engine.search.variants._DEPTHS", (0.5,))
     monkeypatch.setattr("shoal.engine.search.variants._PARTS", (2,))
+    monkeypatch.setattr("shoal.engine.search.variants._SLICES", ())
 
 
 def wide_at_first() -> nn.Module:
@@ -216,6 +217,26 @@ def test_below_what_the_whole_needs_it_runs_on_patches_without_changing_its_func
             one.zero_grad()
             step(one, x.to(next(one.parameters()).dtype))
     assert chosen(model) == Variant(depth=0.5, grid=(2, 2))
+    assert_trains_as(model, plain, exact)
+    assert model.shoal.measured_peak_bytes <= budget_bytes  # type: ignore[union-attr,operator]
+
+
+def test_below_what_the_whole_needs_it_runs_on_slices_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.engine.search.variants._SLICES", (4,))
+    x = batches(1, 6, 3, 32, 32)[0]
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*blocks(3, 24, 24, 24), nn.MaxPool2d(8), nn.Flatten(), nn.Linear(24 * 16, 5))
+
+    model, plain, exact = network(), network(), network().double()
+    with pytest.raises(BudgetError) as whole:
+        shoal.plan(model, x, 100_000, allow="bitwise")
+    budget_bytes = int(0.8 * whole.value.least_feasible_bytes)  # type: ignore[operator]
+    model = shoal.compile(model, budget_bytes, allow="bitwise, exact_split")
+    for one in (model, plain, exact):
+        step(one, x.to(next(one.parameters()).dtype))
+    assert chosen(model) == Variant(depth=1.0, slices=3)
     assert_trains_as(model, plain, exact)
     assert model.shoal.measured_peak_bytes <= budget_bytes  # type: ignore[union-attr,operator]
 

@@ -28,13 +28,16 @@ from shoal.engine.search.scaled_step import NotLinear
 from shoal.engine.search.variants import Forms, Graph, PatchWork
 from shoal.errors import BudgetError
 from shoal.planners.infeasible import fewest_bytes
-from shoal.planners.joint import least_seconds
+from shoal.planners.joint import least_peak_bytes, least_seconds
 
 log = logging.getLogger("shoal")
 
 Made = TypeVar("Made")
 Cost = TypeVar("Cost")
 _GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
+_WORTH_SLICES = 0.1  # likewise on slices of the batch
+_ENOUGH_SLICES = 4  # with which patches that overlap are left out
+_LOWERED = 0.9  # a smallest plan is at most so much lower than about expected
 _MAX_OPS = 12  # of all forms together, as a multiple of the whole step's
 _MIN_OPS = 6_000  # the same for small steps, in ops
 _OPS_A_CALL = 5  # of a layer on a patch: it is cut out, and both passes compute it
@@ -101,6 +104,8 @@ def best_variant(
         for variant in variants.split():
             if search.is_worth_capturing(variant):
                 search.consider([variant])
+                if variant.slices and search.is_slowed:
+                    search.consider_pieces()
     best = search.answer()
     log.info("%s: %s inside %s", name or "model", best.variant, format_bytes(budget_bytes))
     return best
@@ -151,6 +156,7 @@ class _Search(Generic[Graph, Made]):
         self._variants, self._price, self._budget_bytes = variants, price, budget_bytes
         self._rows: list[Candidate] = []
         self._forms: dict[str, _Form[Graph, Made]] = {}  # by the step's fingerprint
+        self._cut: set[str] = set()
         self._best: Best[Graph, Made] | None = None
         self._unfit: list[_Form[Graph, Made]] = []
         self._refused: dict[Variant, BudgetError] = {}
@@ -169,10 +175,12 @@ class _Search(Generic[Graph, Made]):
         self._try_each(found)
 
     def consider_pieces(self) -> None:
-        """The same forms once more, with convolutions in pieces."""
+        """The same forms once more, with convolutions in pieces, but for those that were asked already."""
         found = []
-        for form in self._forms.values():
-            cut = form.priced.cut()
+        for fingerprint in [one for one in self._forms if one not in self._cut]:
+            self._cut.add(fingerprint)
+            form = self._forms[fingerprint]
+            cut = None if form.variant.pieces else form.priced.cut()
             if cut is not None:
                 pieces, priced = cut
                 found.append(_Form(replace(form.variant, pieces=pieces), form.graph, priced))
@@ -233,11 +241,19 @@ class _Search(Generic[Graph, Made]):
             return self._left_out(variant, str(reason))
         whole = next(row for row in self._rows if row.variant == WHOLE)
         slowed_share = self._best.plan.predicted_seconds / whole.plain_seconds - 1 if self._best else math.inf
+        if variant.slices and slowed_share < _WORTH_SLICES:
+            return self._left_out(variant, "the other forms are slowed down little")
+        if work.more_share > 0 and self._most_slices >= _ENOUGH_SLICES:
+            return self._left_out(variant, "slices of the batch compute nothing twice")
         if work.more_share > slowed_share:
             return self._left_out(variant, f"computes {100 * work.more_share:.0f} % more")
-        if too_many := why_too_many(work, whole.n_ops, self._n_ops):
+        if too_many := why_too_many(work, whole.n_ops, 0 if variant.slices else self._n_ops):
             return self._left_out(variant, too_many)
         return True
+
+    @property
+    def _most_slices(self) -> int:
+        return max((form.variant.slices for form in self._forms.values()), default=0)
 
     def _left_out(self, variant: Variant, reason: str) -> bool:
         self._rows.append(Candidate(variant, 0, 0.0, 0, None, None, None, reason))
@@ -269,12 +285,14 @@ class _Search(Generic[Graph, Made]):
     def _nearest(self) -> Best[Graph, Made]:
         """The fastest of the forms that fit after all, which their bounds did not expect; else what needs least of all.
 
-        A form that no plan can compute in fewer bytes than are known to be enough is not asked.
+        A form that is not expected to need fewer bytes than are known to be enough is not asked.
         """
         fitting: list[Best[Graph, Made]] = []
-        for form in self._unfit:
+        expected = {id(form): 0 if form.priced.encodes else least_peak_bytes(form.priced.graph) for form in self._unfit}
+        for form in sorted(self._unfit, key=lambda form: expected[id(form)]):
             floor_bytes = 0 if form.priced.encodes else fewest_bytes(form.priced.graph)
-            if form.variant in self._refused or floor_bytes >= self._enough_bytes(fitting):
+            needed_bytes = max(floor_bytes, int(_LOWERED * expected[id(form)]))
+            if form.variant in self._refused or needed_bytes >= self._enough_bytes(fitting):
                 continue
             try:
                 fitting.append(Best(form.variant, form.graph, *form.priced.plan(self._budget_bytes)))

@@ -125,7 +125,11 @@ def _priced_forms(
     for variant in (WHOLE, *variants.fused(), *variants.split()):
         trying(f"the step {variant}" if variant == WHOLE else str(variant))
         try:
-            too_many = variant.depth and why_too_many(variants.work(variant), len(forms[0].priced.graph.ops), n_ops)
+            if variant.depth:
+                so_far_ops = 0 if variant.slices else n_ops
+                too_many = why_too_many(variants.work(variant), len(forms[0].priced.graph.ops), so_far_ops)
+            else:
+                too_many = ""
             if too_many:
                 raise Refused(too_many)
             _, priced = captured_form(variants, price, variant)
@@ -135,7 +139,7 @@ def _priced_forms(
         n_ops += len(priced.graph.ops)
         if all(form.priced.graph.fingerprint != priced.graph.fingerprint for form in forms):
             forms.append(_Form(variant, priced))
-            if not variant.depth and (cut := priced.cut()) is not None:
+            if (variant.slices or not variant.depth) and (cut := priced.cut()) is not None:
                 forms.append(_Form(replace(variant, pieces=cut[0]), cut[1]))
     return forms, left_out
 

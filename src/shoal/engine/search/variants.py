@@ -24,6 +24,7 @@ from shoal.transforms.fuse.fuse_graph import fuse_graph, highest_level
 from shoal.transforms.fuse.fusion_size import MIN_ELEMS, FusionSize
 from shoal.transforms.split.patch_sizes import Measuring, check_patches
 from shoal.transforms.split.patches import Region
+from shoal.transforms.split.slice_graph import slice_graph
 from shoal.transforms.split.split_graph import split_graph
 from shoal.transforms.split.split_plan import SplitPlan, plan_split
 from shoal.transforms.split.split_region import SplitRegion, choose_region
@@ -36,6 +37,9 @@ Graph = TypeVar("Graph")
 _Graph = TypeVar("_Graph", covariant=True)
 _DEPTHS = (0.5, 0.75)
 _PARTS = (2, 3, 4)  # along each dimension
+_SLICES = (4, 16)  # of the batch, at most
+_SLICED_DEPTHS = (0.25, 0.5, 0.75, 1.0)
+_SMALL_BEHIND = 1 / 3  # of the largest tensor: behind slices no tensor should be larger
 
 
 class Forms(Protocol[_Graph]):
@@ -45,10 +49,10 @@ class Forms(Protocol[_Graph]):
         """With batch norms done by their neighbours, where there are any."""
 
     def split(self) -> Iterator[Variant]:
-        """On patches, the fewest first."""
+        """On slices of the batch, then on patches, the fewest first."""
 
     def work(self, variant: Variant) -> PatchWork:
-        """What a form on patches takes; raises Refused."""
+        """What a form on slices or patches takes; raises Refused."""
 
     def graph(self, variant: Variant) -> _Graph:
         """The graph of a form; raises Refused."""
@@ -116,7 +120,9 @@ class Variants:
         return highest_level(source.root, source.graph)
 
     def split(self) -> Iterator[Variant]:
-        """On patches, the fewest first."""
+        """On slices of the batch, then on patches, the fewest first."""
+        if "exact_split" in self._means:
+            yield from self._sliced()
         kinds = {"exact_split": True, "split": False}
         exact = [exact for name, exact in kinds.items() if name in self._means]
         if not exact or (source := self._source) is None or not source.layers(_ConvNd):
@@ -128,6 +134,29 @@ class Variants:
                 for depth in _DEPTHS:
                     for kind in exact:
                         yield Variant(depth=depth, grid=(parts,) * dims, exact=kind)
+
+    def _sliced(self) -> Iterator[Variant]:
+        """On slices of the batch as deep as it takes for what comes behind them to be small."""
+        if (source := self._source) is None or not source.layers(_ConvNd):
+            return
+        images = next(iter(source.graph.nodes)).meta.get("example_value")
+        samples = images.shape[0] if isinstance(images, torch.Tensor) and images.dim() > 2 else 1
+        if not isinstance(samples, int) or samples < 2:
+            return
+        largest = max(_elems(node) for node in source.graph.nodes)
+        depth = next((d for d in _SLICED_DEPTHS if self._elems_behind(d) <= _SMALL_BEHIND * largest), 1.0)
+        for slices in dict.fromkeys(-(-samples // -(-samples // most)) for most in _SLICES):
+            yield Variant(depth=depth, slices=slices)
+
+    def _elems_behind(self, depth: float) -> float:
+        """Of the largest tensor that would not be cut into slices."""
+        source = self._source
+        assert source is not None
+        region = _sliced_region(source, depth)
+        if region is None:
+            return math.inf
+        behind = [node for node in source.graph.nodes if node not in region.nodes and node.op != "placeholder"]
+        return max(map(_elems, [*behind, *region.leaving]), default=0)
 
     def graph(self, variant: Variant) -> fx.GraphModule:
         """A graph with the calling convention of Dynamo's.
@@ -144,7 +173,17 @@ class Variants:
             if not summary.fused:
                 raise Refused("no batch norm can be fused")
             return as_dynamo_graph(self.own, source, rewritten)
+        if variant.slices:
+            return self._slice_graph(source, variant)
         return self._split_graph(source, variant)
+
+    def _slice_graph(self, source: LayeredGraph, variant: Variant) -> fx.GraphModule:
+        region = _sliced_region(source, variant.depth)
+        if region is None:
+            raise Refused("nothing in it can run on slices of the batch")
+        images = next(iter(source.graph.nodes)).meta["example_value"]
+        rewritten = slice_graph(source.root, source.graph, region, int(images.shape[0]), variant.slices)
+        return as_dynamo_graph(self.own, source, rewritten)
 
     def _split_graph(self, source: LayeredGraph, variant: Variant) -> fx.GraphModule:
         cut = _cut(source, variant)
@@ -159,6 +198,9 @@ class Variants:
         """
         source = self._source
         assert source is not None
+        if variant.slices:
+            region = _sliced_region(source, variant.depth)
+            return PatchWork(0.0, variant.slices * len(region.nodes if region is not None else ()))
         cut = _cut(source, variant)
         nodes = list(cut.region.nodes)
         all_flops = sum(_flops(node, source) for node in source.graph.nodes)
@@ -216,6 +258,18 @@ def _cut(source: LayeredGraph, variant: Variant) -> _Cut:
     except (CaptureError, InputError) as error:
         raise Refused(str(error)) from None
     return _Cut(sizes, region, plan, regions, cores)
+
+
+def _sliced_region(source: LayeredGraph, depth: float) -> SplitRegion | None:
+    try:
+        return choose_region(source.graph, dict(source.root.named_modules()), dims=None, depth=depth, join="auto")
+    except CaptureError:
+        return None
+
+
+def _elems(node: fx.Node) -> int:
+    value = node.meta.get("example_value")
+    return int(value.numel()) if isinstance(value, torch.Tensor) else 0
 
 
 def _batch_norms(source: LayeredGraph) -> list[Any]:

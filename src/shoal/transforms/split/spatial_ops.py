@@ -76,6 +76,11 @@ _POINTWISE_NAMES = {
     *("square", "clamp", "clamp_min", "clamp_max", "iadd", "isub", "imul", "itruediv", "contiguous", "clone", "float"),
     *("half", "bfloat16", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"),
 }
+_TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_BY_SAMPLE_NAMES = {
+    *(*_TRANSPOSED, "interpolate", "pad"),
+    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
+}
 _POOLS: dict[Callable[..., Any], type[nn.Module]] = {
     F.max_pool1d: nn.MaxPool1d,
     F.max_pool2d: nn.MaxPool2d,
@@ -112,6 +117,11 @@ def is_convolution(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     return node.op == "call_module" and isinstance(modules[str(node.target)], _ConvNd)
 
 
+def is_transposed(node: fx.Node) -> bool:
+    """Whether it calls a transposed convolution as a function."""
+    return getattr(node.target, "__name__", "") in _TRANSPOSED
+
+
 def dims_of(layer: nn.Module) -> int | None:
     """How many spatial dimensions a layer works on; None for any number."""
     name = type(layer).__name__
@@ -137,6 +147,29 @@ def kind_of(node: fx.Node, modules: Mapping[str, nn.Module], dims: int) -> Spati
     if node.op == "call_method":
         return "pointwise" if str(node.target).removesuffix("_") in _POINTWISE_NAMES else None
     return None
+
+
+def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKind | None:
+    """What the op is to a batch; None where a sample's result depends on others, or on random numbers.
+
+    A batch norm that does not train is pointwise.
+    """
+    layer = layer_of(node, modules)
+    if isinstance(layer, _BatchNorm):
+        return "batch norm" if layer.training or layer.running_mean is None else "pointwise"
+    if isinstance(layer, _ConvNd):
+        return "convolution"
+    if layer is not None:
+        is_random = "Dropout" in type(layer).__name__ or isinstance(layer, nn.RReLU)
+        return None if is_random else _kind_of_layer(layer)
+    if node.op not in ("call_function", "call_method"):
+        return None
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name in ("cat", "concat", "concatenate"):
+        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+        return "concatenation" if isinstance(dim, int) and dim > 0 else None
+    known = (_POINTWISE_NAMES | _BY_SAMPLE_NAMES) if node.op == "call_function" else _POINTWISE_NAMES
+    return "pointwise" if name.removesuffix("_") in known and "dropout" not in name else None
 
 
 def _kind_of_layer(layer: nn.Module) -> SpatialKind | None:

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx, nn
 
 from shoal.errors import CaptureError, InputError
-from shoal.transforms.split.spatial_ops import SpatialKind, dims_of, is_convolution, kind_of, layer_of
+from shoal.transforms.split.spatial_ops import (
+    SpatialKind,
+    dims_of,
+    is_convolution,
+    is_transposed,
+    kind_by_sample,
+    kind_of,
+    layer_of,
+)
 from shoal.transforms.writes import Writes
 
 AUTO = "auto"
@@ -33,7 +42,7 @@ def choose_region(
     graph: fx.Graph,
     modules: Mapping[str, nn.Module],
     *,
-    dims: int,
+    dims: int | None,
     depth: float,
     join: str | None,
     before_pooling: bool = False,
@@ -43,7 +52,7 @@ def choose_region(
     Args:
         graph: of the whole network.
         modules: by name.
-        dims: how many spatial dimensions are cut.
+        dims: how many spatial dimensions are cut; None: it is the batch that is cut.
         depth: share of the convolutions, 0 to 1.
         join: None for the next block boundary; a module's name to join behind it; "auto" for the last block boundary
             before an op that cannot run patch by patch, where that comes first.
@@ -85,7 +94,7 @@ def _source(graph: fx.Graph) -> fx.Node:
 
 
 def _splittable(
-    order: Sequence[fx.Node], source: fx.Node, modules: Mapping[str, nn.Module], dims: int
+    order: Sequence[fx.Node], source: fx.Node, modules: Mapping[str, nn.Module], dims: int | None
 ) -> dict[fx.Node, SpatialKind]:
     """What can run patch by patch, and is written over by nothing else: that runs later, on tensors that are joined."""
     writes = Writes(source.graph, modules)
@@ -102,7 +111,7 @@ def _pass(
     order: Sequence[fx.Node],
     source: fx.Node,
     modules: Mapping[str, nn.Module],
-    dims: int,
+    dims: int | None,
     writes: Writes,
     whole: set[fx.Node],
 ) -> dict[fx.Node, SpatialKind]:
@@ -110,21 +119,31 @@ def _pass(
     for node in order:
         operands = [n for n in node.all_input_nodes if n is source or n in found]
         others = [n for n in node.all_input_nodes if n is not source and n not in found]
-        if node in whole or not operands or any(n.op != "get_attr" for n in others):
+        if node in whole or not operands or not all(_is_for_all(n, node, dims) for n in others):
             continue
         if source in operands and any(writes.is_before(writer, node) for writer in writes.all_over(source)):
             continue
         layer = layer_of(node, modules)
         bound = dims_of(layer) if layer is not None else None
-        if bound is not None and bound != dims:
+        if dims is not None and bound is not None and bound != dims:
             raise CaptureError(
                 f"{node.target} is a {type(layer).__name__}, but grid has {dims} numbers; give one number for each of "
                 f"its {bound} dimensions"
             )
-        kind = kind_of(node, modules, dims)
+        kind = kind_of(node, modules, dims) if dims is not None else kind_by_sample(node, modules)
         if kind is not None and writes.is_unnoticed(node) and writes.other_readers(node) <= found.keys():
             found[node] = kind
     return found
+
+
+def _is_for_all(operand: fx.Node, node: fx.Node, dims: int | None) -> bool:
+    """Whether every patch or slice reads the same of an operand that is not cut."""
+    if dims is not None or operand.op == "get_attr":
+        return operand.op == "get_attr"
+    value, result = operand.meta.get("example_value"), node.meta.get("example_value")
+    if operand.op != "placeholder" or not isinstance(value, nn.Parameter) or not isinstance(result, torch.Tensor):
+        return False
+    return is_transposed(node) or value.dim() < result.dim() or value.shape[0] == 1
 
 
 def _after(
@@ -156,6 +175,8 @@ def _after(
     last = next(at for at in range(begin, end + 1) if crossing[at] == min(crossing[q] for q in range(at, end + 1)))
     for at in range(last + 1, end + 1):  # what costs nothing more: activations, pooling
         node = order[at]
+        if node not in can_split and can_split.keys().isdisjoint(node.all_input_nodes):
+            continue  # it stands anywhere, as what counts batches does
         kind = can_split.get(node, "convolution")
         if kind == "convolution" or crossing[at] > crossing[last] or (before_pooling and kind == "pooling"):
             break
@@ -196,7 +217,7 @@ def _blocker(order: Sequence[fx.Node], wanted: fx.Node, can_split: Mapping[fx.No
     return next(calls, wanted)
 
 
-def _cannot_split(node: fx.Node, modules: Mapping[str, nn.Module], dims: int) -> CaptureError:
+def _cannot_split(node: fx.Node, modules: Mapping[str, nn.Module], dims: int | None) -> CaptureError:
     layer = layer_of(node, modules)
     what = f"{node.target} ({type(layer).__name__})" if layer is not None else str(node.target)
     return CaptureError(

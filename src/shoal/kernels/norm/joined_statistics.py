@@ -1,0 +1,211 @@
+"""Batch norm over slices of a batch: the passes over one slice, and what joins the vectors of all.
+
+`shoal::joined_statistics` makes the statistics of the whole from `shoal::statistics` of its slices, and
+`shoal::sliced_norm` normalises one of them. Backward `shoal::joined_norm_gradients` makes the vectors of the whole from
+`shoal::sliced_norm_sums` of the slices, and `shoal::sliced_norm_gradient` is the gradient of one of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.kernels.memory_format import memory_format_of
+from shoal.kernels.norm.norm_act import activated, activated_backward, backward_, normalised
+from shoal.kernels.norm.norm_sweeps import sweeps
+
+
+def _joined_statistics(
+    means: list[torch.Tensor], variances: list[torch.Tensor], counts: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shares = means[0].new_tensor(counts).div_(sum(counts)).unsqueeze(1)
+    every = torch.stack(means)
+    mean = (every * shares).sum(0)
+    return mean, ((every - mean).square_().add_(torch.stack(variances)) * shares).sum(0)
+
+
+def _joined_statistics_fake(
+    means: list[torch.Tensor], variances: list[torch.Tensor], counts: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(means[0]), torch.empty_like(means[0])
+
+
+def _joined_norm_gradients(
+    of_scale: list[torch.Tensor],
+    of_shift: list[torch.Tensor],
+    variance: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    products, total = torch.stack(of_scale).sum(0), torch.stack(of_shift).sum(0)
+    inverse = torch.rsqrt(variance + eps)
+    share = inverse / -count if weight is None else inverse * weight / -count
+    of_weight = products * inverse
+    like = total if weight is None else weight
+    return share * inverse * of_weight, share * total, of_weight.to(like.dtype), total.to(like.dtype)
+
+
+def _joined_norm_gradients_fake(
+    of_scale: list[torch.Tensor],
+    of_shift: list[torch.Tensor],
+    variance: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    like = variance if weight is None else weight
+    slope, constant = torch.empty_like(variance), torch.empty_like(variance)
+    return slope, constant, torch.empty_like(like), torch.empty_like(like)
+
+
+def sliced_norm(
+    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, relu: bool
+) -> torch.Tensor:
+    """(x - mean) * scale + shift, (n, C, ...), with vectors of (C,), and a ReLU where `relu`.
+
+    >>> one = torch.ones(1)
+    >>> sliced_norm(torch.tensor([[[1.0, 5.0]]]), 3 * one, 2 * one, one, True)
+    tensor([[[0., 5.]]])
+    """
+    return sliced_norm_(x.clone(memory_format=torch.preserve_format), mean, scale, shift, relu)
+
+
+def sliced_norm_(
+    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, relu: bool
+) -> torch.Tensor:
+    """`sliced_norm` that writes over `x`; the same bits."""
+    (seen,) = _pictures(x)
+    kernel = sweeps(seen)
+    if kernel is None:
+        return x.copy_(activated(x, mean, scale, shift, relu, x.dtype))
+    kernel.norm_act(seen, mean, scale, shift, None, relu, seen)
+    return x
+
+
+def _pictures(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Volumes in channels_last as pictures, which there are kernels for, all depths below each other; views."""
+    if all(x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) for x in tensors):
+        n, channels, depth, height, width = tensors[0].shape
+        strides = (depth * height * width * channels, 1, width * channels, channels)
+        return tuple(x.as_strided((n, channels, depth * height, width), strides) for x in tensors)
+    return tensors
+
+
+def _sums(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    relu: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of grad * (x - mean) and of grad, as a ReLU behind the norm lets it through: (C,)."""
+    seen, of_seen = _pictures(x, grad)
+    _, vectors = activated_backward(of_seen, seen, mean, scale, shift, relu, [False, True])
+    assert vectors is not None
+    return vectors[1], vectors[2]
+
+
+def _sums_fake(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    relu: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(scale), torch.empty_like(scale)
+
+
+def _norm_fake(
+    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, relu: bool
+) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=memory_format_of(x))
+
+
+def sliced_norm_gradient(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    slope: torch.Tensor,
+    constant: torch.Tensor,
+    relu: bool,
+) -> torch.Tensor:
+    """The gradient of one slice of what batch norm normalised, all slices together.
+
+    Args:
+        grad: of relu((x - mean) * scale + shift), or of that without the ReLU.
+        x: the slice, (n, C, ...).
+        mean, scale, shift: (C,).
+        slope, constant: (C,), by how much the gradient moves for each step from the mean, and in any case.
+        relu: whether there was one.
+
+    >>> one, zero = torch.ones(1), torch.zeros(1)
+    >>> x = torch.tensor([[[3.0, -1.0]]])
+    >>> sliced_norm_gradient(torch.ones(1, 1, 2), x, zero, 2 * one, zero, one, 10 * one, True)
+    tensor([[[15.,  9.]]])
+    """
+    written = torch.empty_like(x, dtype=grad.dtype, memory_format=memory_format_of(x)).copy_(grad)
+    return sliced_norm_gradient_(written, x, mean, scale, shift, slope, constant, relu)
+
+
+def sliced_norm_gradient_(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    slope: torch.Tensor,
+    constant: torch.Tensor,
+    relu: bool,
+) -> torch.Tensor:
+    """`sliced_norm_gradient` that writes over `grad`, which has the layout of `x`."""
+    seen, of_seen = _pictures(x, grad)
+    backward_(of_seen, [seen], mean, scale, shift, None, relu, [True, False, False])
+    kernel = sweeps(of_seen, seen)
+    if kernel is None:
+        return grad.add_(normalised(x, mean, slope, constant))
+    kernel.norm_act(seen, mean, slope, constant, of_seen, False, of_seen)
+    return grad
+
+
+def _gradient_fake(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    slope: torch.Tensor,
+    constant: torch.Tensor,
+    relu: bool,
+) -> torch.Tensor:
+    return torch.empty_like(x, dtype=grad.dtype, memory_format=memory_format_of(x))
+
+
+_VECTORS = "Tensor mean, Tensor scale, Tensor shift"
+torch.library.define(
+    "shoal::joined_statistics", "(Tensor[] means, Tensor[] variances, SymInt[] counts) -> (Tensor, Tensor)"
+)
+torch.library.define(
+    "shoal::joined_norm_gradients",
+    "(Tensor[] of_scale, Tensor[] of_shift, Tensor variance, Tensor? weight, float eps, SymInt count)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define("shoal::sliced_norm", f"(Tensor x, {_VECTORS}, bool relu) -> Tensor")
+torch.library.define("shoal::sliced_norm_sums", f"(Tensor grad, Tensor x, {_VECTORS}, bool relu) -> (Tensor, Tensor)")
+torch.library.define(
+    "shoal::sliced_norm_gradient",
+    f"(Tensor grad, Tensor x, {_VECTORS}, Tensor slope, Tensor constant, bool relu) -> Tensor",
+)
+torch.library.impl("shoal::joined_statistics", "CompositeExplicitAutograd", _joined_statistics)
+torch.library.impl("shoal::joined_norm_gradients", "CompositeExplicitAutograd", _joined_norm_gradients)
+torch.library.impl("shoal::sliced_norm", "CompositeExplicitAutograd", sliced_norm)
+torch.library.impl("shoal::sliced_norm_sums", "CompositeExplicitAutograd", _sums)
+torch.library.impl("shoal::sliced_norm_gradient", "CompositeExplicitAutograd", sliced_norm_gradient)
+torch.library.register_fake("shoal::joined_statistics", _joined_statistics_fake)
+torch.library.register_fake("shoal::joined_norm_gradients", _joined_norm_gradients_fake)
+torch.library.register_fake("shoal::sliced_norm", _norm_fake)
+torch.library.register_fake("shoal::sliced_norm_sums", _sums_fake)
+torch.library.register_fake("shoal::sliced_norm_gradient", _gradient_fake)

@@ -1,0 +1,141 @@
+"""The graph of a network whose first layers run on slices of the batch, joined where that ends.
+
+Samples meet in batch norms alone, which have the statistics of all slices. In between a slice is through before the
+next begins, so that what it needs comes and goes with it. A convolution of a concatenation, as behind the skips of a
+U-Net, is the sum of convolutions of its parts, so that nothing is concatenated, and neither is a gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from shoal.transforms.live_graph import attribute_at
+from shoal.transforms.split.sliced_batch_norm import sliced_batch_norm
+from shoal.transforms.split.split_region import SplitRegion
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_RELUS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
+
+
+def slice_graph(root: nn.Module, graph: fx.Graph, region: SplitRegion, samples: int, slices: int) -> fx.GraphModule:
+    """Build it.
+
+    Args:
+        root: the network, whose layers the result calls.
+        graph: of the whole network.
+        region: what runs slice by slice.
+        samples: in the batch.
+        slices: into how many parts it is cut, which differ by one sample at most.
+    """
+    cuts = [number * samples // slices for number in range(slices + 1)]
+    return _Builder(root, graph, region, list(pairwise(cuts))).build()
+
+
+def convolve_parts(parts: Sequence[torch.Tensor], layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> torch.Tensor:
+    """Replaces `layer(torch.cat(parts, 1))`; equal to rounding.
+
+    >>> layer = nn.Conv1d(2, 1, 1, bias=False)
+    >>> _ = nn.init.ones_(layer.weight)
+    >>> convolve_parts([torch.ones(1, 1, 2), torch.ones(1, 1, 2)], layer).detach()
+    tensor([[[2., 2.]]])
+    """
+    total, begin = None, 0
+    for x in parts:
+        weight = layer.weight.narrow(1, begin, x.shape[1])
+        y = layer._conv_forward(x, weight, layer.bias if begin == 0 else None)
+        total, begin = y if total is None else total + y, begin + x.shape[1]
+    assert total is not None
+    return total
+
+
+class _Builder:
+    def __init__(self, root: nn.Module, graph: fx.Graph, region: SplitRegion, spans: list[tuple[int, int]]) -> None:
+        self.root, self.graph, self.region, self.spans = root, graph, region, spans
+        self.out = fx.Graph()
+        self.outside: dict[fx.Node, fx.Node] = {}
+        self.slice_of: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.done: set[fx.Node] = set()  # ReLUs that a batch norm does
+        self.layers: dict[str, fx.Node] = {}
+        self.modules = dict(root.named_modules())
+        self.in_parts = {node for node in region.nodes if self._is_convolved_in_parts(node)}
+
+    def build(self) -> fx.GraphModule:
+        order = list(self.graph.nodes)
+        for node in order:
+            if node.op in ("placeholder", "get_attr"):
+                self.outside[node] = self.out.node_copy(node)
+        source = self.outside[self.region.source]
+        for number, (begin, end) in enumerate(self.spans):
+            some = self.out.call_function(torch.narrow, (source, 0, begin, end - begin))
+            self.slice_of[self.region.source, number] = some
+        for stretch in self._stretches():
+            if self.region.nodes[stretch[0]] == "batch norm":
+                self._normalise(stretch[0])
+                continue
+            for number in range(len(self.spans)):
+                for node in stretch:
+                    self._copy(node, number)
+        for node in self.region.leaving:
+            parts = [self.slice_of[node, number] for number in range(len(self.spans))]
+            self.outside[node] = self.out.call_function(torch.cat, (parts, 0))
+        for node in order:
+            if node.op not in ("placeholder", "get_attr") and node not in self.region.nodes:
+                self.outside[node] = self.out.node_copy(node, self.outside.__getitem__)
+        self.out.lint()
+        called = {str(node.target) for node in self.out.nodes if node.op in ("call_module", "get_attr")}
+        return fx.GraphModule({name: attribute_at(self.root, name) for name in called}, self.out, "SliceGraph")
+
+    def _stretches(self) -> Iterator[list[fx.Node]]:
+        """The region's nodes, cut at batch norms."""
+        number, keys = 0, {}
+        for node, kind in self.region.nodes.items():
+            number += kind == "batch norm"
+            keys[node] = (number, kind == "batch norm")
+        for _, nodes in groupby(self.region.nodes, key=keys.__getitem__):
+            yield list(nodes)
+
+    def _copy(self, node: fx.Node, number: int) -> None:
+        def operand(needed: fx.Node) -> fx.Node:
+            return self.slice_of.get((needed, number)) or self.outside[needed]
+
+        if node in self.in_parts:
+            return
+        source = node.all_input_nodes[0]
+        if source in self.in_parts:
+            arguments = [operand(part) for part in source.all_input_nodes], self._layer(str(node.target))
+            self.slice_of[node, number] = self.out.call_function(convolve_parts, arguments)
+        elif node in self.done:
+            self.slice_of[node, number] = operand(node.all_input_nodes[0])
+        else:
+            self.slice_of[node, number] = self.out.node_copy(node, operand)
+
+    def _is_convolved_in_parts(self, node: fx.Node) -> bool:
+        """Whether it is a concatenation of different tensors that convolutions alone read, none of them in groups."""
+        if self.region.nodes[node] != "concatenation" or len(node.all_input_nodes) != len(node.args[0]):  # type: ignore[arg-type]
+            return False
+        readers = [self.modules.get(str(user.target)) if user.op == "call_module" else None for user in node.users]
+        inside = all(user in self.region.nodes for user in node.users)
+        return inside and all(type(one) in _CONVOLUTIONS and one.groups == 1 for one in readers)  # type: ignore[union-attr]
+
+    def _normalise(self, node: fx.Node) -> None:
+        slices = [self.slice_of[node.all_input_nodes[0], number] for number in range(len(self.spans))]
+        reader = next(iter(node.users))
+        relu = len(node.users) == 1 and reader.target in _RELUS and reader in self.region.nodes
+        if relu:
+            self.done.add(reader)
+        results = self.out.call_function(sliced_batch_norm, (slices, self._layer(str(node.target)), relu))
+        for number in range(len(self.spans)):
+            self.slice_of[node, number] = self.out.call_function(operator.getitem, (results, number))
+
+    def _layer(self, name: str) -> fx.Node:
+        if name not in self.layers:
+            first = next(n for n in self.out.nodes if n.op != "placeholder")
+            with self.out.inserting_before(first):
+                self.layers[name] = self.out.create_node("get_attr", name)
+        return self.layers[name]

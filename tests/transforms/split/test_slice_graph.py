@@ -1,0 +1,131 @@
+"""A network on slices of its batch computes what it computes on the whole, its batch norms' statistics included."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from shoal.errors import InputError
+from shoal.kernels.norm.joined_statistics import (
+    sliced_norm,
+    sliced_norm_,
+    sliced_norm_gradient,
+    sliced_norm_gradient_,
+)
+from shoal.transforms.split.slice_graph import slice_graph
+from shoal.transforms.split.sliced_batch_norm import sliced_batch_norm
+from shoal.transforms.split.split_region import SplitRegion, choose_region
+
+
+class Network(nn.Module):
+    """A residual block, a skip by concatenation, a transposed convolution, batch norms with and without a ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.inner, self.plain = nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.BatchNorm2d(8, affine=False)
+        self.frozen = nn.BatchNorm2d(8, momentum=None).eval()
+        self.down, self.head = nn.Conv2d(4, 8, 2, stride=2), nn.Conv2d(12, 5, 1)
+        self.up = nn.Parameter(torch.randn(8, 8, 2, 2) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        x = F.relu(self.inner(self.second(x)) + x)
+        low = self.frozen(self.plain(self.down(F.max_pool2d(x, 3, 2, 1)))).sigmoid()
+        up = F.interpolate(F.conv_transpose2d(low, self.up, stride=2), scale_factor=2.0)
+        return self.head(torch.cat([x, up], 1)).mean((2, 3))
+
+
+def region_of(graph: fx.Graph, network: nn.Module, depth: float) -> SplitRegion:
+    region = choose_region(graph, dict(network.named_modules()), dims=None, depth=depth, join="auto")
+    assert region is not None
+    return region
+
+
+@pytest.mark.parametrize(("depth", "slices"), [(0.25, 2), (0.75, 3), (1.0, 7)])
+def test_function_gradients_and_statistics_are_those_of_the_whole(depth: float, slices: int) -> None:
+    torch.manual_seed(0)
+    network = Network().double()
+    network.frozen.running_mean.normal_()  # type: ignore[union-attr,operator]
+    whole = copy.deepcopy(network)
+    graph = fx.Tracer().trace(network)
+    sliced = slice_graph(network, graph, region_of(graph, network, depth), 7, slices)
+    x = torch.randn(7, 3, 8, 8, dtype=torch.float64)
+    weights = torch.randn(7, 5, dtype=torch.float64)
+    ours, theirs = sliced(x), whole(x)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    (ours * weights).sum().backward()
+    (theirs * weights).sum().backward()
+    for (name, mine), reference in zip(network.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, reference.grad, rtol=0, atol=1e-11, msg=name)
+    for (name, buffer), reference in zip(network.named_buffers(), whole.buffers(), strict=True):
+        torch.testing.assert_close(buffer, reference, rtol=0, atol=1e-12, msg=name)
+
+
+def test_what_a_sample_does_not_have_alone_runs_on_the_whole_batch() -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.scale = (
+                nn.Conv1d(1, 1, 1),
+                nn.Conv1d(1, 1, 1),
+                nn.Parameter(torch.ones(4, 1, 1)),
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return self.second(F.dropout(x, 0.5)) + self.scale * x + torch.cat([x[:2], x[2:]])
+
+    network = Mixing()
+    graph = fx.Tracer().trace(network)
+    assert [node.name for node in region_of(graph, network, 1.0).nodes] == ["first"]
+
+
+LAYOUTS = [torch.contiguous_format, torch.channels_last, torch.channels_last_3d]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("relu", [False, True])
+def test_batch_norm_of_slices_is_near_that_in_float64(layout: torch.memory_format, relu: bool) -> None:
+    torch.manual_seed(0)
+    is_3d = layout is torch.channels_last_3d
+    x = 3 * torch.randn(5, 8, *(4, 3, 3) if is_3d else (6, 6)) + 100
+    x = x.contiguous(memory_format=layout).requires_grad_()
+    layer: nn.BatchNorm2d | nn.BatchNorm3d = nn.BatchNorm3d(8) if is_3d else nn.BatchNorm2d(8)
+    nn.init.uniform_(layer.weight, -1.0), nn.init.uniform_(layer.bias, -1.0)
+    exact, reference = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
+    assert sliced_batch_norm([x], copy.deepcopy(layer), relu)[0].is_contiguous(memory_format=layout)
+    y, expected = torch.cat(sliced_batch_norm(x.split([2, 2, 1]), layer, relu)), exact(reference)
+    expected = expected.relu() if relu else expected
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    expected.backward(grad.double())
+    assert x.grad is not None and reference.grad is not None
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(x.grad.double(), reference.grad, rtol=0, atol=1e-6)
+    for mine, theirs in zip(layer.parameters(), exact.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(layer.running_var.double(), exact.running_var, rtol=1e-6, atol=0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_writing_over_an_operand_changes_no_bit(layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    x, grad = (torch.randn(3, 8, 5, 5).contiguous(memory_format=layout) for _ in range(2))
+    mean, scale, shift, slope, constant = torch.randn(5, 8)
+    for relu in (False, True):
+        expected = sliced_norm(x, mean, scale, shift, relu)
+        assert torch.equal(sliced_norm_(x.clone(), mean, scale, shift, relu), expected)
+        rest = (x, mean, scale, shift, slope, constant, relu)
+        expected = sliced_norm_gradient(grad, *rest)
+        assert torch.equal(sliced_norm_gradient_(grad.clone(), *rest), expected)
+
+
+def test_one_element_a_channel_has_no_variance() -> None:
+    with pytest.raises(InputError, match="at least 2 to train"):
+        sliced_batch_norm([torch.ones(1, 3)], nn.BatchNorm1d(3))
