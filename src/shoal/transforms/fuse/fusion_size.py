@@ -28,9 +28,9 @@ MIN_BLOCK_ELEMS = MIN_ELEMS // 8
 """The same for all channels of a dense block: one call there, and no concatenation is written for any of its layers."""
 
 DEVICE_FACTOR = 32
-"""How many times more elements pay a fused batch norm's call on a GPU. Forward and backward, its kernels and vectors take
-some 0.5 ms of the host to launch, which a GPU hides only while its own work on the layer, a dozen passes over the map,
-takes as long: 2^25 elements at 3 TB/s. Reckoned from launches counted without a GPU, not measured on one."""
+"""How many times more elements pay a fused batch norm's call on a GPU. Forward and backward, its kernels and vectors
+take some 0.5 ms of the host to launch, which a GPU hides only while its own work on the layer, a dozen passes over the
+map, takes as long: 2^25 elements at 3 TB/s. Reckoned from launches counted without a GPU, not measured on one."""
 
 MIN_PRODUCTS = 1 << 24
 """Multiplications of a direct 3 x 3 convolution from which on the native Winograd one is worth its call by itself."""
