@@ -208,11 +208,11 @@ def _cpu_workspace(run: Callable[[], Any]) -> int:
 
 def _cuda_workspace(run: Callable[[], Any]) -> int:
     run()  # selects kernels, and allocates the workspaces that cuBLAS keeps
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
     result = run()
-    torch.cuda.synchronize()
-    workspace_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    torch.accelerator.synchronize()
+    workspace_bytes = torch.accelerator.max_memory_allocated() - torch.accelerator.memory_allocated()
     del result
     return max(0, workspace_bytes)
 
