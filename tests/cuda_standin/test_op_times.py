@@ -57,6 +57,24 @@ def test_a_kernel_is_timed_without_its_launch(op: Callable[..., Any], n_kernels:
     assert found.launch_seconds > 0
 
 
+def test_an_op_is_timed_where_the_clock_leaves_it_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    x = torch.empty(60 << 18)  # 60 MiB; the clock holds 100
+    graph = make_fx(torch.relu, tracing_mode="fake")(x).graph
+    nodes = {signature(node): node for node in graph.nodes if node.op == "call_function"}
+    torch.cuda.empty_cache()
+    left_bytes = torch.cuda.memory_reserved() + (160 << 20)
+    torch.cuda.set_per_process_memory_fraction(left_bytes / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        costs = profile(nodes, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert costs.seconds.keys() == nodes.keys()
+    assert not [warning for warning in recwarn if "cannot time" in str(warning.message)]
+
+
 def conv_nodes(model: torch.nn.Conv2d, x: torch.Tensor) -> dict[str, Any]:
     """The convolutions of a step, forward and backward, by signature."""
 

@@ -45,7 +45,7 @@ class DeviceClock:
         try:
             self._overwritten: torch.Tensor | None = torch.empty(2 * l2_bytes(device), dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
-            self._overwritten = None  # times are then of operands in the cache
+            self._overwritten = None
         self._cycles = _FIRST_CYCLES
         self._empty_seconds = 0.0  # that two events are apart with nothing between
         self._empty_seconds = min(one.kernel_seconds for one in self._queued(lambda: None, _MAX_CALLS))
@@ -55,19 +55,18 @@ class DeviceClock:
 
         `run` must have been called before: a first call selects kernels.
         """
-        try:
-            (first,) = self._queued(run, 1)
-        except torch.OutOfMemoryError:
-            if self._overwritten is None:
-                raise
-            self._overwritten = None
-            torch.accelerator.empty_cache()
-            (first,) = self._queued(run, 1)
+        (first,) = self._queued(run, 1)
         if once or first.kernel_seconds > _ENOUGH_SECONDS:
             return first
         n_calls = min(_MAX_CALLS, max(_MIN_CALLS, int(_ENOUGH_SECONDS / max(first.kernel_seconds, 1e-6))))
         found = self._queued(run, n_calls)
         return DeviceTime(min(one.kernel_seconds for one in found), min(one.launch_seconds for one in found))
+
+    def give_back(self) -> bool:
+        """Free what the clock holds of the device; whether it held any. Times are then of operands in the cache."""
+        held, self._overwritten = self._overwritten is not None, None
+        torch.accelerator.empty_cache()
+        return held
 
     def _queued(self, run: Callable[[], Any], n_calls: int) -> list[DeviceTime]:
         """Each of so many calls, all of which were launched before the device began the first."""

@@ -149,23 +149,42 @@ def profile_step(captured: Captured, device: torch.device) -> StepGraph:
 
 
 def _measure(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int] | tuple[float, int, float]:
-    target: Any = node.target
-    args, kwargs = operands.arguments(node)
-    on_cpu = operands.device.type == "cpu"
-
-    def run() -> Any:
-        return target(*args, **kwargs)
-
+    if operands.device.type != "cpu":
+        return _measure_on_device(node, operands, hurry)
+    run = _call(node, operands)
     start = time.perf_counter()
-    workspace_bytes = (_cpu_workspace if on_cpu else _cuda_workspace)(run)
-    once = hurry or time.perf_counter() - start > _SLOW_SECONDS
-    if not on_cpu:
-        found = _device_clock(operands.device).time(run, once=once)
-        return found.kernel_seconds, workspace_bytes, found.launch_seconds
+    workspace_bytes = _cpu_workspace(run)
+    slow = time.perf_counter() - start > _SLOW_SECONDS
     times: list[float] = []
-    while not times or (not once and not _enough(times)):
+    while not times or (not (slow or hurry) and not _enough(times)):
         times.append(_cpu_clock(run))
     return min(times), workspace_bytes  # other load only adds time
+
+
+def _measure_on_device(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int, float]:
+    clock = _device_clock(operands.device)
+    try:
+        return _timed_by(clock, node, operands, hurry)
+    except torch.OutOfMemoryError as error:
+        if not clock.give_back():
+            raise
+        error.__traceback__ = None  # its frames hold the operands
+    return _timed_by(clock, node, operands, hurry)
+
+
+def _timed_by(clock: DeviceClock, node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int, float]:
+    run = _call(node, operands)
+    start = time.perf_counter()
+    workspace_bytes = _cuda_workspace(run)
+    slow = time.perf_counter() - start > _SLOW_SECONDS
+    found = clock.time(run, once=hurry or slow)
+    return found.kernel_seconds, workspace_bytes, found.launch_seconds
+
+
+def _call(node: fx.Node, operands: OperandFactory) -> Callable[[], Any]:
+    target: Any = node.target
+    args, kwargs = operands.arguments(node)
+    return lambda: target(*args, **kwargs)
 
 
 @lru_cache(1)
