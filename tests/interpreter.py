@@ -1,5 +1,4 @@
-"""Triton's kernels in tests: on CUDA where there is one, in Triton's interpreter on the CPU, and compiled for a device
-that is not here.
+"""Triton's kernels in tests: on CUDA where there is one, else in Triton's interpreter on the CPU.
 
 The interpreter is chosen before Triton is imported, so a test runs the others of its file in a process of its own. That
 process compiles nothing: what the interpreter puts in place of the language, else anew for each launch and each call
@@ -11,7 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -85,35 +83,3 @@ def passes_interpreted(*files: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=where, timeout=850)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
-
-
-def compiled(kernel: Any, fixed: Mapping[str, object], kinds: Mapping[str, str]) -> str:
-    """The kernel in PTX for compute capability 9.0.
-
-    Args:
-        kernel: of Triton.
-        fixed: what is known to the compiler.
-        kinds: Triton's types of arguments; the others are integers by their names, else pointers to float32.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    numbers = ("pixels", "channels", "blocks_an_image", "blocks", "blocks_a_part", "parts")
-
-    def kind(argument: str) -> str:
-        if argument in fixed:
-            return "constexpr"
-        if argument.startswith("ld_") or argument in numbers:
-            return "i32"
-        return kinds.get(argument, "*fp32")
-
-    known = [(at, argument) for at, argument in enumerate(kernel.arg_names)]
-    source = ASTSource(
-        fn=kernel,
-        signature={argument: kind(argument) for argument in kernel.arg_names},
-        constexprs={(at,): fixed[argument] for at, argument in known if argument in fixed},
-        attrs={(at,): [["tt.divisibility", 16]] for at, a in known if kind(a) not in ("constexpr", "fp32")},
-    )
-    ptx: str = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    return ptx

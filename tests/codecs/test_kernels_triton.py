@@ -17,6 +17,7 @@ from shoal.codecs.table_codes_triton import buckets_of
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import TABLE, VARIABLE, choose
 from tests.interpreter import INTERPRETED, not_interpreted, on_device, passes_interpreted, with_triton
+from tests.kernels_elsewhere import compiled_for, each_capability, kernels_of, there
 
 table_codes_reference, table_codes_triton = map(TABLE["table_codes"].functions, ("reference", "triton"))
 truncation_reference, truncation_triton = map(TABLE["truncation"].functions, ("reference", "triton"))
@@ -225,74 +226,42 @@ def test_thresholds_too_close_or_too_far_apart_are_refused() -> None:
         buckets_of(torch.tensor([1e-30, 0.5, 0.5001]))
 
 
-TYPES = {
-    "x": "*fp32",
-    "out": "*fp32",
-    "scales": "*fp32",
-    "values": "*fp32",
-    "means": "*fp32",
-    "codes": "*u8",
-    "mask": "*u8",
-    "bits": "*u8",
-    "packed": "*u8",
-    "buckets": "*i32",
-    "magnitudes": "*i32",
-    "counts": "*i32",
-    "sums": "*fp64",
-    "fixed": "fp32",
-}
-BLOCK = {"ROWS": 1, "COLUMNS": 4096}
-ENCODE = {**BLOCK, "SHIFT": 18, "FIXED": False, "MEASURED": False, "tiles_a_block": 1}
+def launch_each(elems: int, block_elems: int | None) -> None:
+    """Every function on so many elements, in blocks of so many."""
+    x, byte = there(elems), torch.uint8
+    codes, scales, flags = (
+        there(elems, dtype=byte),
+        there(-(-elems // (block_elems or elems))),
+        there(elems, dtype=byte),
+    )
+    table_codes_triton.encode_blocks(x, TABLES["dynamic_tree"], block_elems, scales, codes)
+    table_codes_triton.encode_blocks(x, TABLES["dynamic_tree"], block_elems, scales, codes, scale=1.0, seed=3)
+    table_codes_triton.decode_blocks(codes, scales, TABLES["dynamic_tree"], block_elems, x)
+    for width_bytes in (1, 2, 3):
+        packed = there(width_bytes * elems, dtype=byte)
+        truncation_triton.pack(x, width_bytes, True, packed)
+        truncation_triton.unpack(packed, width_bytes, x)
+    mask = there(-(-elems // 8), dtype=byte)
+    for dtype in (torch.float32, torch.bfloat16):
+        sign_mask_triton.encode(there(elems, dtype=dtype), mask)
+    sign_mask_triton.decode(mask, flags)
+    one_bit_triton.encode_blocks(x, block_elems, there(len(scales), 2), mask)
+    one_bit_triton.decode_blocks(mask, there(len(scales), 2), block_elems, x)
 
 
 @with_triton
 @not_interpreted
-@pytest.mark.parametrize(
-    ("name", "fixed", "packed"),
-    [
-        ("encode", {**ENCODE, "STOCHASTIC": False}, ""),
-        ("encode", {**ENCODE, "STOCHASTIC": True}, ""),
-        ("largest", BLOCK, ""),
-        ("decode", BLOCK, ""),
-        ("pack_whole", {**BLOCK, "DROPPED": 24, "NEAREST": True}, "*u8"),
-        ("pack_whole", {**BLOCK, "DROPPED": 16, "NEAREST": True}, "*i16"),
-        ("pack_words", {**BLOCK, "NEAREST": True}, "*i32"),
-        ("pack_bytes", {**BLOCK, "WIDTH": 3, "NEAREST": True}, "*u8"),
-        ("unpack_whole", {**BLOCK, "WIDTH": 2}, "*i16"),
-        ("unpack_words", BLOCK, "*i32"),
-        ("unpack_bytes", {**BLOCK, "WIDTH": 3}, "*u8"),
-        ("sign_mask", {**BLOCK, "LARGEST": 0x7F800000, "x": "*i32"}, ""),
-        ("unpack_flags", {**BLOCK, "out": "*u8"}, ""),
-        ("sum_sides", {"RUN": 4096, "ROWS": 16, "LANES": 64}, ""),
-        ("mean_sides", {"ROWS": 64, "AHEAD": 16}, ""),
-        ("decode_sides", BLOCK, ""),
-    ],
-)
-def test_they_compile_for_a_device_that_is_not_here(
-    name: str, fixed: dict[str, object], packed: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+@each_capability
+def test_they_compile_for_a_device_that_is_not_here(capability: int) -> None:
     from shoal.codecs import kernels_triton
 
-    kernel = getattr(kernels_triton, name)
-    types = {**TYPES, **({"packed": packed} if packed else {}), **{k: v for k, v in fixed.items() if k in TYPES}}
-
-    def kind(argument: str) -> str:
-        return "constexpr" if argument in fixed and argument not in types else types.get(argument, "i32")
-
-    numbers = ("before", "last", "seed", "first_elem", "fixed")
-    arguments = list(enumerate(kernel.arg_names))
-    source = ASTSource(
-        fn=kernel,
-        signature={argument: kind(argument) for argument in kernel.arg_names},
-        constexprs={(at,): fixed[argument] for at, argument in arguments if kind(argument) == "constexpr"},
-        attrs={(at,): [["tt.divisibility", 16]] for at, a in arguments if kind(a) != "constexpr" and a not in numbers},
-    )
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    assert ".ftz" not in ptx and "div.full" not in ptx and "div.approx" not in ptx and "fma.rn.f32" not in ptx
-    if name not in ("mean_sides", "unpack_bytes", "pack_bytes"):
-        assert "global.v4" in ptx  # 16 bytes at a time, where values lie side by side
+    with compiled_for(capability) as found:
+        for block_elems in (256, None):
+            launch_each(25 << 18, block_elems)  # a bucket of gradients
+        launch_each(2_359_299, None)  # a weight that is no multiple of anything
+    assert found.keys() == kernels_of(kernels_triton)
+    for name, compiled in found.items():
+        for ptx in compiled:
+            assert not any(word in ptx for word in (".ftz", "div.full", "div.approx", "fma.rn.f32"))
+        if name not in ("mean_sides", "unpack_bytes", "pack_bytes"):
+            assert any("global.v4" in ptx for ptx in compiled)  # 16 bytes at a time, where values lie side by side

@@ -14,6 +14,7 @@ from shoal.core.hardware import Device, Hardware, Link
 from shoal.core.records import read_record
 from shoal.cost import measurement_cache
 from shoal.errors import InputError
+from shoal.lowlevel.cuda_calls import l2_bytes
 from shoal.lowlevel.torch_internals import isolated
 
 _MIB = 2**20
@@ -27,7 +28,7 @@ def measure(device: str | torch.device = "cpu", *, cache: bool = True) -> Hardwa
 
     - `flops_per_second`: the better of a 3x3 convolution and a matrix product, both float32 under the present
       settings (on CUDA, PyTorch lets convolutions use TF32 unless told otherwise).
-    - `bytes_per_second`: `relu` of 64 MiB (256 MiB on CUDA) into fresh memory, as in a training step.
+    - `bytes_per_second`: `relu` of 64 MiB into fresh memory, as in a training step; on CUDA of twice the L2 cache.
     - `launch_seconds`: `relu` of one element, many in a row.
     - `memory_bytes`: of the GPU, or of the host; on the CPU the limit of the container, if lower.
     - link: copies between device memory and a pinned host buffer; on the CPU between two buffers, like an offload to
@@ -47,7 +48,7 @@ def measure(device: str | torch.device = "cpu", *, cache: bool = True) -> Hardwa
             return read_record(Hardware, known, "hardware")
         except InputError:
             pass  # an invalid entry is measured again
-    with isolated(place):
+    with isolated(place):  # takes 300 MB of a GPU's memory at most, for L2 caches up to 64 MiB
         hardware = _measure(place)
     if cache:
         measurement_cache.remember("rates", place, {"hardware": asdict(hardware)})
@@ -72,7 +73,7 @@ def _measure(device: torch.device) -> Hardware:
 
 
 def _convolution_rate(device: torch.device) -> float:
-    batch, channels, side = (64, 256, 56) if device.type == "cuda" else (8, 64, 56)
+    batch, channels, side = (8, 64, 56) if device.type == "cpu" else (32, 256, 28)
     x = torch.randn(batch, channels, side, side, device=device)
     weight = torch.randn(channels, channels, 3, 3, device=device)
     flops = 2 * x.numel() * channels * 9
@@ -80,13 +81,14 @@ def _convolution_rate(device: torch.device) -> float:
 
 
 def _matmul_rate(device: torch.device) -> float:
-    side = 8192 if device.type == "cuda" else 1024
+    side = 1024 if device.type == "cpu" else 4096
     a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
     return 2 * side**3 / fastest_seconds(lambda: a @ b, device)
 
 
 def _elementwise_rate(device: torch.device) -> float:
-    x = torch.randn((256 if device.type == "cuda" else 64) * _MIB // 4, device=device)
+    nbytes = 64 * _MIB if device.type == "cpu" else max(64 * _MIB, 2 * l2_bytes(device))
+    x = torch.randn(nbytes // 4, device=device)
     return 2 * x.nbytes / fastest_seconds(lambda: torch.relu(x), device)
 
 
@@ -103,7 +105,7 @@ def _launch_seconds(device: torch.device) -> float:
 
 def _link(device: torch.device) -> Link:
     cuda = device.type == "cuda"
-    near = torch.ones((256 if cuda else 64) * _MIB, dtype=torch.uint8, device=device)
+    near = torch.ones(64 * _MIB, dtype=torch.uint8, device=device)
     far = torch.ones(near.numel(), dtype=torch.uint8, pin_memory=cuda)
     return Link(
         name="pinned copies" if cuda else "copies to a host slab",
@@ -138,5 +140,5 @@ def fastest_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

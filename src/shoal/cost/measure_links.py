@@ -7,7 +7,6 @@ import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from shoal.cost import measurement_cache
 from shoal.cost.measure import fastest_seconds
 from shoal.cost.measure_disk import FILE_BYTES, file_rates
 from shoal.errors import InputError, TransferError
+from shoal.lowlevel.cuda_calls import pin, unpin
 from shoal.lowlevel.torch_internals import isolated
 from shoal.offload.policy import Offloading
 
@@ -34,7 +34,7 @@ def measure_links(
     - On the CPU: copies between two buffers, like an offload to host memory, and to and from a file in `folder`, with
       direct I/O if the file system supports it.
 
-    Bandwidths are of copies of 64 MiB (256 MiB on CUDA) in one direction at a time, latencies of a single byte (a file:
+    Bandwidths are of copies of 64 MiB in one direction at a time, latencies of a single byte (a file:
     one block). Allocation is the cost of the first use of host memory: page faults, on CUDA also pinning, for a file
     the allocation of its blocks.
 
@@ -112,7 +112,7 @@ def _slab_copies() -> MeasuredLink:
 
 
 def _cuda_copies(device: torch.device) -> tuple[MeasuredLink, ...]:
-    near = torch.ones(256 * _MIB, dtype=torch.uint8, device=device)
+    near = torch.ones(64 * _MIB, dtype=torch.uint8, device=device)
     pageable = torch.ones(near.numel(), dtype=torch.uint8)
     pinned = torch.ones(near.numel(), dtype=torch.uint8, pin_memory=True)
     return (
@@ -154,18 +154,17 @@ def _pin_seconds_per_mib() -> float:
 
     With cudaHostRegister: PyTorch's pinned memory allocator reuses freed memory.
     """
-    driver: Any = torch.cuda.cudart()
     times = []
     for _ in range(_ALLOCATIONS):
         start = time.perf_counter()
         fresh = torch.empty(_ALLOCATION_MIB * _MIB, dtype=torch.uint8)
-        code = driver.cudaHostRegister(fresh.data_ptr(), fresh.nbytes, 0)
+        code = pin(fresh.data_ptr(), fresh.nbytes)
         times.append(time.perf_counter() - start)
-        if int(code) != 0:
+        if code != 0:
             raise TransferError(
-                f"the driver could not pin {_ALLOCATION_MIB} MiB of host memory (CUDA error {int(code)}); free host "
+                f"the driver could not pin {_ALLOCATION_MIB} MiB of host memory (CUDA error {code}); free host "
                 "memory, or raise the limit of locked memory (ulimit -l)"
             )
-        driver.cudaHostUnregister(fresh.data_ptr())
+        unpin(fresh.data_ptr())
         del fresh
     return min(times) / _ALLOCATION_MIB

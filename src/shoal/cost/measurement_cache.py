@@ -20,10 +20,11 @@ from shoal.core.files import cache_dir, write_json
 from shoal.core.records import read_json, read_object
 from shoal.errors import InputError
 from shoal.lowlevel import dispatch
+from shoal.lowlevel.cuda_allocator import allocator_settings
 from shoal.lowlevel.native import fingerprint
 
 _MAX_DEPTH = 8  # of lists and objects in a cached value
-_FORMAT = 1
+_FORMAT = 2
 
 
 def device_of(name: str | torch.device) -> torch.device:
@@ -76,6 +77,7 @@ def describe(device: torch.device) -> dict[str, Any]:
             torch.backends.cudnn.version() if device.type == "cuda" else None,
         ],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "allocator": allocator_settings() if device.type == "cuda" else "",
     }
 
 

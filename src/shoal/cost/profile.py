@@ -12,8 +12,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -27,6 +28,8 @@ from shoal.core.progress import doing
 from shoal.core.records import read_value
 from shoal.core.step import StepGraph
 from shoal.cost import measurement_cache
+from shoal.cost.device_clock import DeviceClock
+from shoal.cost.kernel_selection import select_kernels
 from shoal.cost.random_operands import OperandFactory
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
@@ -48,12 +51,20 @@ class Costs:
 
     Attributes:
         seconds: the fastest of its runs, its allocations and their release included, and on the CPU the time left out
-            in which other processes had the core.
+            in which other processes had the core. On CUDA the longer of what it computes and what it takes to launch.
         workspace_bytes: its peak beyond operands and results.
     """
 
     seconds: Mapping[str, float]
     workspace_bytes: Mapping[str, int]
+
+
+class _Cost(NamedTuple):
+    """What one op takes; `launch_seconds` of the host, while the device computes something else."""
+
+    kernel_seconds: float
+    workspace_bytes: int
+    launch_seconds: float = 0.0
 
 
 def profile(
@@ -70,6 +81,10 @@ def profile(
     runs until a second run confirms the fastest within 3 %, or three runs took 3 ms, or any took 30 ms: one to three
     runs of a large op, a few more of a small one. The fastest counts: other load only adds time.
 
+    On CUDA what the device computes and what the host takes to launch it are measured apart
+    (`shoal.cost.device_clock`). An op counts as the longer of the two: a step in which long kernels hide the
+    launches of short ones takes less.
+
     Args:
         nodes: signature → a `call_function` node of that signature, operands with FakeTensors in `meta["val"]`. Any
             callable may be its target.
@@ -84,8 +99,8 @@ def profile(
     Raises:
         InputError: the device is not available, or a profiler is running on this thread.
 
-    Limits: operands are in the cache more often than within a step. Values are random, so the times of ops that depend
-    on values (sorting, sparse indexing) are only indicative.
+    Limits: on the CPU operands are in the cache more often than within a step. Values are random, so the times of ops
+    that depend on values (sorting, sparse indexing) are only indicative.
     """
     place = measurement_cache.device_of(device)
     known = _readable(measurement_cache.recall("costs", place)) if cache else {}
@@ -93,26 +108,38 @@ def profile(
     missing = {key: node for key, node in nodes.items() if key not in found}
     if missing and place.type == "cpu" and allocations.is_busy():
         raise InputError("ops cannot be timed while a profiler runs; run the first step before starting it")
-    measured: dict[str, tuple[float, int]] = {}
+    measured: dict[str, _Cost] = {}
     try:
         with isolated(place), _bar(missing, progress) as advance:
-            operands = OperandFactory(place)
-            deadline = time.perf_counter() + (float("inf") if budget_seconds is None else budget_seconds)
-            for key, node in missing.items():
-                advance(target_name(node.target))
-                try:
-                    measured[key] = _measure(node, operands, hurry=time.perf_counter() > deadline)
-                except Exception as error:
-                    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                    warnings.warn(f"cannot time {key}: {reason}; its time stays an estimate", stacklevel=2)
+            _measure_each(missing, place, measured, advance, budget_seconds)
+            _device_clock.cache_clear()  # it holds memory of the device
+            select_kernels(nodes, place)
     finally:
         if cache and measured:
             measurement_cache.remember("costs", place, {key: list(value) for key, value in measured.items()})
     found |= measured
     return Costs(
-        seconds={key: seconds for key, (seconds, _) in found.items()},
-        workspace_bytes={key: workspace for key, (_, workspace) in found.items()},
+        seconds={key: max(cost.kernel_seconds, cost.launch_seconds) for key, cost in found.items()},
+        workspace_bytes={key: cost.workspace_bytes for key, cost in found.items()},
     )
+
+
+def _measure_each(
+    missing: Mapping[str, fx.Node],
+    place: torch.device,
+    measured: dict[str, _Cost],
+    advance: Callable[[str], None],
+    budget_seconds: float | None,
+) -> None:
+    operands = OperandFactory(place)
+    deadline = time.perf_counter() + (float("inf") if budget_seconds is None else budget_seconds)
+    for key, node in missing.items():
+        advance(target_name(node.target))
+        try:
+            measured[key] = _Cost(*_measure(node, operands, hurry=time.perf_counter() > deadline))
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            warnings.warn(f"cannot time {key}: {reason}; its time stays an estimate", stacklevel=3)
 
 
 def profile_step(captured: Captured, device: torch.device) -> StepGraph:
@@ -121,22 +148,48 @@ def profile_step(captured: Captured, device: torch.device) -> StepGraph:
     return captured.with_costs(costs.seconds, costs.workspace_bytes)
 
 
-def _measure(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int]:
-    target: Any = node.target
-    args, kwargs = operands.arguments(node)
-    clock = _cuda_clock if operands.device.type == "cuda" else _cpu_clock
-    memory = _cuda_workspace if operands.device.type == "cuda" else _cpu_workspace
-
-    def run() -> Any:
-        return target(*args, **kwargs)
-
+def _measure(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int] | tuple[float, int, float]:
+    if operands.device.type != "cpu":
+        return _measure_on_device(node, operands, hurry)
+    run = _call(node, operands)
     start = time.perf_counter()
-    workspace_bytes = memory(run)
+    workspace_bytes = _cpu_workspace(run)
     slow = time.perf_counter() - start > _SLOW_SECONDS
     times: list[float] = []
     while not times or (not (slow or hurry) and not _enough(times)):
-        times.append(clock(run))
+        times.append(_cpu_clock(run))
     return min(times), workspace_bytes  # other load only adds time
+
+
+def _measure_on_device(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int, float]:
+    clock = _device_clock(operands.device)
+    try:
+        return _timed_by(clock, node, operands, hurry)
+    except torch.OutOfMemoryError as error:
+        if not clock.give_back():
+            raise
+        error.__traceback__ = None  # its frames hold the operands
+    return _timed_by(clock, node, operands, hurry)
+
+
+def _timed_by(clock: DeviceClock, node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int, float]:
+    run = _call(node, operands)
+    start = time.perf_counter()
+    workspace_bytes = _cuda_workspace(run)
+    slow = time.perf_counter() - start > _SLOW_SECONDS
+    found = clock.time(run, once=hurry or slow)
+    return found.kernel_seconds, workspace_bytes, found.launch_seconds
+
+
+def _call(node: fx.Node, operands: OperandFactory) -> Callable[[], Any]:
+    target: Any = node.target
+    args, kwargs = operands.arguments(node)
+    return lambda: target(*args, **kwargs)
+
+
+@lru_cache(1)
+def _device_clock(device: torch.device) -> DeviceClock:
+    return DeviceClock(device)
 
 
 def _enough(times: list[float]) -> bool:
@@ -166,15 +219,6 @@ def _cpu_clock(run: Callable[[], Any]) -> float:
     return min(seconds, max(in_thread, in_process / torch.get_num_threads()))
 
 
-def _cuda_clock(run: Callable[[], Any]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
 def _cpu_workspace(run: Callable[[], Any]) -> int:
     result, changes = allocations.record(run)
     del result  # held until here: results are not workspace
@@ -183,11 +227,11 @@ def _cpu_workspace(run: Callable[[], Any]) -> int:
 
 def _cuda_workspace(run: Callable[[], Any]) -> int:
     run()  # selects kernels, and allocates the workspaces that cuBLAS keeps
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
     result = run()
-    torch.cuda.synchronize()
-    workspace_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    torch.accelerator.synchronize()
+    workspace_bytes = torch.accelerator.max_memory_allocated() - torch.accelerator.memory_allocated()
     del result
     return max(0, workspace_bytes)
 
@@ -230,15 +274,16 @@ def _elems(node: fx.Node) -> int:
     return 1 + sum(n for n in counts if isinstance(n, int))  # a symbol must stay one
 
 
-def _readable(entries: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+def _readable(entries: Mapping[str, Any]) -> dict[str, _Cost]:
     """The valid entries; others are ignored and measured again."""
-    good: dict[str, tuple[float, int]] = {}
+    good: dict[str, _Cost] = {}
     for key, value in entries.items():
         try:
-            seconds, workspace_bytes = value
-            cost = (read_value(float, seconds, key), read_value(int, workspace_bytes, key))
-        except (InputError, TypeError, ValueError):  # not a pair of numbers
+            seconds, workspace_bytes, launch_seconds = value
+            times = read_value(float, seconds, key), read_value(float, launch_seconds, key)
+            cost = _Cost(times[0], read_value(int, workspace_bytes, key), times[1])
+        except (InputError, TypeError, ValueError):  # not three numbers
             continue
-        if 0 <= cost[0] <= _LONGEST_SECONDS and cost[1] >= 0:
+        if all(0 <= seconds <= _LONGEST_SECONDS for seconds in times) and cost.workspace_bytes >= 0:
             good[key] = cost
     return good

@@ -8,6 +8,7 @@ import torch
 
 _EXPANDABLE = "expandable_segments"
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_set_here = ""
 
 
 def set_expandable_segments() -> bool:
@@ -28,6 +29,15 @@ def set_expandable_segments() -> bool:
     return f"{_EXPANDABLE}:true" in given.lower().replace(" ", "")
 
 
+def allocator_settings() -> str:
+    """What the caching allocator was told, by the environment and since, and which allocator it is."""
+    given = " ".join(f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name))
+    since = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: _set_here)()  # not before PyTorch 2.12
+    return f"{torch.cuda.get_allocator_backend()} {given} {since}".strip()
+
+
 def _set(settings: str) -> None:
+    global _set_here
+    _set_here = settings
     set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # not before PyTorch 2.12
     (set_settings or torch.cuda.memory._set_allocator_settings)(settings)

@@ -59,7 +59,7 @@ def isolated(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
-            stack.callback(torch.cuda.empty_cache)
+            stack.callback(torch.accelerator.empty_cache)
         yield
 
 

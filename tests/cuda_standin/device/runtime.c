@@ -12,6 +12,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 #undef cudaGetDeviceProperties
 
 // Larger contents are not copied from tensor to tensor, nor filled: no kernel has written them and none reads them.
@@ -250,7 +251,35 @@ EXPORT cudaError_t cudaDeviceGetPCIBusId(char *out, int size, int device) {
   return snprintf(out, size, "0000:00:00.0"), cudaSuccess;
 }
 
-// Streams and events: whatever is enqueued is done at once
+// Streams and events. Whatever is enqueued is done at once, but that a kernel may take time of its stream as a test says:
+// a stream holds when it is done, an event when the stream that it was recorded on was.
+
+static double kernel_ms, legacy_until, latest;
+
+EXPORT void standin_set_kernel_seconds(double seconds) { kernel_ms = seconds * 1e3; }
+
+static double now_ms(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1e3 + now.tv_nsec * 1e-6;
+}
+
+static double later(double a, double b) { return a > b ? a : b; }
+
+static double *until(cudaStream_t stream) { return (uintptr_t)stream > 2 ? (double *)stream : &legacy_until; }
+
+static cudaError_t launch(cudaStream_t stream) {
+  standin_count_launch();
+  *until(stream) = later(*until(stream), now_ms()) + kernel_ms;
+  latest = later(latest, *until(stream));
+  return cudaSuccess;
+}
+
+static cudaError_t synchronize(double ms) {
+  __atomic_add_fetch(&counts.synchronizations, 1, __ATOMIC_RELAXED);
+  while (now_ms() < ms) usleep(10);
+  return cudaSuccess;
+}
 
 EXPORT cudaError_t cudaStreamCreate(cudaStream_t *out) { return *out = calloc(1, 64), cudaSuccess; }
 EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags) { return cudaStreamCreate(out); }
@@ -273,25 +302,27 @@ EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStream
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaDeviceSynchronize(void) {
-  __atomic_add_fetch(&counts.synchronizations, 1, __ATOMIC_RELAXED);
-  return cudaSuccess;
-}
-EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return cudaDeviceSynchronize(); }
-EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) { return cudaDeviceSynchronize(); }
+EXPORT cudaError_t cudaDeviceSynchronize(void) { return synchronize(latest); }
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return synchronize(*until(stream)); }
+EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) { return synchronize(*(double *)event); }
 
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t *out) { return *out = calloc(1, 64), cudaSuccess; }
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags) { return cudaEventCreate(out); }
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) { return free(event), cudaSuccess; }
 
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  *(double *)event = now.tv_sec * 1e3 + now.tv_nsec * 1e-6;
+  *(double *)event = later(now_ms(), *until(stream));
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
   return cudaEventRecord(event, stream);
+}
+EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
+  return now_ms() < *(double *)event ? cudaErrorNotReady : cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+  *until(stream) = later(*until(stream), *(double *)event);
+  return cudaSuccess;
 }
 EXPORT cudaError_t cudaEventElapsedTime(float *out, cudaEvent_t from, cudaEvent_t to) {
   return *out = *(double *)to - *(double *)from, cudaSuccess;
@@ -300,14 +331,14 @@ EXPORT cudaError_t cudaEventElapsedTime(float *out, cudaEvent_t from, cudaEvent_
 // Kernels: torch's own are registered when its libraries are loaded, and do nothing when they are launched
 
 EXPORT cudaError_t cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t on) {
-  return standin_count_launch(), cudaSuccess;
+  return launch(on);
 }
 EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t f, dim3 grid, dim3 block, void **args, size_t shared,
                                       cudaStream_t on) {
-  return standin_count_launch(), cudaSuccess;
+  return launch(on);
 }
 EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *f, void **args) {
-  return standin_count_launch(), cudaSuccess;
+  return launch(config->stream);
 }
 
 EXPORT cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *out, const void *f) {
@@ -329,8 +360,13 @@ EXPORT void **__cudaRegisterFatBinary(void *binary) {
   static char nothing[64];
   return (void **)nothing;
 }
-EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, struct CUstream_st *on) { return 0; }
-EXPORT cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *on) { return cudaSuccess; }
+static __thread cudaStream_t pushed;
+EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, struct CUstream_st *on) {
+  return pushed = on, 0;
+}
+EXPORT cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *on) {
+  return *(cudaStream_t *)on = pushed, cudaSuccess;
+}
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t *out, const void *f) { return *out = (cudaKernel_t)f, cudaSuccess; }
 EXPORT cudaError_t cudaGetSymbolAddress(void **out, const void *symbol) {
   static char nothing[4096];

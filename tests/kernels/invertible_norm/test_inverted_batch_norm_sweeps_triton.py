@@ -23,7 +23,6 @@ from shoal.lowlevel import allocations, native
 from tests.interpreter import (
     INTERPRETED,
     LAYOUTS,
-    compiled,
     drawn,
     each_kind_of_shape,
     not_interpreted,
@@ -31,6 +30,7 @@ from tests.interpreter import (
     passes_interpreted,
     with_triton,
 )
+from tests.kernels_elsewhere import compiled_for, each_capability, kernels_of, there
 from tests.norm_reference import assert_no_worse
 
 ACTIVATIONS = [("leaky_relu", 0.01), ("elu", 1.0), ("elu", 0.5), ("identity", 1.0)]
@@ -311,19 +311,24 @@ def test_the_cpu_has_its_own() -> None:
 
 @with_triton
 @not_interpreted
-@pytest.mark.parametrize("name", ["forward", "sums", "result"])
-@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "identity"])
-@pytest.mark.parametrize("kind", ["*bf16", "*fp32"])
-def test_they_compile_for_a_device_that_is_not_here(
-    name: str, activation: str, kind: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@each_capability
+def test_they_compile_for_a_device_that_is_not_here(capability: int) -> None:
     from shoal.kernels.invertible_norm import inverted_batch_norm_triton_kernels
 
-    fixed = {"ACTIVATION": activation, "FROZEN": False, "CHANNELS_LAST": True, "ROWS": 32, "COLUMNS": 64}
-    kinds = {**dict.fromkeys(("x", "y", "grad", "of_x"), kind), "slope": "fp32", "count": "fp32"}
-    if name == "result":
-        kinds |= {"of_scale": "*fp64", "of_shift": "*fp64"}
-    ptx = compiled(getattr(inverted_batch_norm_triton_kernels, name), fixed, kinds)
-    assert "ld.global.v4" in ptx  # 16 bytes at a time
-    assert "lg2.approx" not in ptx  # has no digits near 1, where the inverse of ELU needs them
+    x, late = there(32, 64, 56, 56, dtype=torch.bfloat16, channels_last=True), there(32, 2048, 7, 7)
+    with compiled_for(capability) as found:
+        for y, activation, slope, frozen in (
+            (x, "leaky_relu", 0.01, False),
+            (x, "elu", 1.0, True),
+            (late, "elu", 1.0, False),
+            (late, "identity", 1.0, False),
+        ):
+            scale = there(y.shape[1])
+            TRITON.forward_into(y, y, scale, scale, scale, activation, slope)
+            TRITON.backward_into(y, y, y, scale, scale, scale, frozen, activation, slope)
+    assert found.keys() == kernels_of(inverted_batch_norm_triton_kernels)
+    for compiled in found.values():
+        assert any("ld.global.v4" in ptx for ptx in compiled)  # 16 bytes at a time
+        assert not any(
+            "lg2.approx" in ptx for ptx in compiled
+        )  # has no digits near 1, where the inverse of ELU needs them

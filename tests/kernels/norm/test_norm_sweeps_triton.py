@@ -15,7 +15,8 @@ from shoal.kernels.norm.norm_act import activated, norm_act
 from shoal.kernels.norm.norm_sweeps import TRITON, TRITON_KERNELS, sweeps
 from shoal.kernels.norm.statistics import measure, statistics, whole_gradient
 from shoal.lowlevel import triton_launch
-from tests.interpreter import compiled, drawn, each_shape, not_interpreted, on_device, passes_interpreted, with_triton
+from tests.interpreter import drawn, each_shape, not_interpreted, on_device, passes_interpreted, with_triton
+from tests.kernels_elsewhere import compiled_for, each_capability, kernels_of, there
 from tests.norm_reference import assert_no_worse, row
 
 
@@ -191,14 +192,19 @@ def test_without_triton_pytorchs_own_kernels_do_it(monkeypatch: pytest.MonkeyPat
 
 @with_triton
 @not_interpreted
-@pytest.mark.parametrize("name", ["activate", "moments", "merge", "activate_backward"])
-def test_they_compile_for_a_device_that_is_not_here(
-    name: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@each_capability
+def test_they_compile_for_a_device_that_is_not_here(capability: int) -> None:
     from shoal.kernels.norm import norm_triton_kernels
 
-    fixed = {"RELU": True, "CHANNELS_LAST": True, "ROWS": 32, "COLUMNS": 64, "PARTS": 32, "z": None}
-    kinds = {**dict.fromkeys(("x", "residual", "out", "grad", "grad_x", "masked"), "*bf16"), "counts": "*i32"}
-    ptx = compiled(getattr(norm_triton_kernels, name), fixed, kinds)
-    assert "ld.global.v4" in ptx  # 16 bytes at a time
+    x, late = there(32, 64, 56, 56, dtype=torch.bfloat16, channels_last=True), there(32, 2048, 7, 7)
+    with compiled_for(capability) as found:
+        for y, residual in ((x, x), (late, None)):
+            mean = there(y.shape[1])
+            TRITON.statistics(y)
+            TRITON.norm_act(y, mean, mean, mean, residual, True, y)
+            TRITON.norm_act_backward(y, residual, y, mean, mean, mean, True, y, residual)
+        dense, mean = there(32, 96, 28, 28, dtype=torch.float16, channels_last=True, gap=32), there(96)
+        TRITON.norm_act_backward(dense, None, dense, mean, mean, mean, True, None, None)
+    assert found.keys() == kernels_of(norm_triton_kernels)
+    for name in found.keys() - {"merge"}:
+        assert any("ld.global.v4" in ptx for ptx in found[name])  # 16 bytes at a time

@@ -90,9 +90,10 @@ class Event:
 def simulated(choose: Choose) -> Iterator[tuple[Device, CudaLink]]:
     device = Device(choose)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "Stream", lambda _: Stream(device))
-        patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(device, enable_timing))
-        patch.setattr(torch.cuda, "current_stream", lambda _: device.compute)
+        of_device = device
+        patch.setattr(torch, "Stream", lambda device: Stream(of_device))
+        patch.setattr(torch, "Event", lambda device, enable_timing=False: Event(of_device, enable_timing))
+        patch.setattr(torch.accelerator, "current_stream", lambda _: device.compute)
         patch.setattr(cuda_link, "_copy_on", lambda stream, to, source: stream.work.append(lambda: to.copy_(source)))
         patch.setattr(host, "_pin", lambda *_: None)
         patch.setattr(host, "_unpin", lambda *_: None)

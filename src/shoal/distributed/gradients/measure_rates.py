@@ -218,4 +218,4 @@ class _Timed:
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.accelerator.synchronize(self._device)

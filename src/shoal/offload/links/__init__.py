@@ -4,5 +4,5 @@
 (`open_link.OpenLink`): CUDA to pinned host memory on two side streams, CPU to host memory or to a file by two threads.
 Host bytes come from a pool of slabs that are allocated once and leased to one step after another.
 
-Imports `core`.
+Imports `lowlevel` and `core`.
 """

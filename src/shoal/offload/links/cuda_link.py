@@ -22,12 +22,12 @@ class StreamCopy:
 
     def __init__(self, storage: torch.UntypedStorage, slab: Slab) -> None:
         self.nbytes = storage.nbytes()
-        self.done: torch.cuda.Event | None = None  # None until it is enqueued
+        self.done: torch.Event | None = None  # None until it is enqueued
         self._device = storage.device
         self._storage: torch.UntypedStorage | None = storage
         self._slab: Slab | None = slab
         self._abandoned = False
-        self._stall: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._stall: tuple[torch.Event, torch.Event] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -42,8 +42,8 @@ class StreamCopy:
             raise TransferError(f"the transfer of {format_bytes(self.nbytes)} was abandoned")
         if self._storage is None:
             return
-        compute = torch.cuda.current_stream(self._device)
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        compute = torch.accelerator.current_stream(self._device)
+        began, ended = (torch.Event(device=self._device, enable_timing=True) for _ in range(2))
         began.record(compute)
         compute.wait_event(self.done)
         ended.record(compute)
@@ -86,8 +86,8 @@ class CudaLink:
     def __init__(self, device: torch.device, budget_bytes: int | None) -> None:
         self.device = device
         self.pool = SlabPool(lambda nbytes: HostSlab(nbytes, pinned=True), "pinned host memory", budget_bytes)
-        self._to_host = torch.cuda.Stream(device)
-        self._to_device = torch.cuda.Stream(device)
+        self._to_host = torch.Stream(device=device)
+        self._to_device = torch.Stream(device=device)
         self._closed = False
         self._pid = os.getpid()
         self._closer = weakref.finalize(self, _close, self._to_host, self._to_device, self.pool, self._pid)
@@ -107,7 +107,7 @@ class CudaLink:
         self._closer()
 
     def _copy(
-        self, stream: torch.cuda.Stream, storage: torch.UntypedStorage, slab: Slab, offset: int, after: Copy | None
+        self, stream: torch.Stream, storage: torch.UntypedStorage, slab: Slab, offset: int, after: Copy | None
     ) -> Copy:
         if self._closed or os.getpid() != self._pid:
             raise TransferError("the link was closed, or belongs to the process before a fork; open another one")
@@ -116,14 +116,14 @@ class CudaLink:
         try:
             if isinstance(after, StreamCopy) and after.done is not None:
                 stream.wait_event(after.done)
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+            stream.wait_stream(torch.accelerator.current_stream(self.device))
             if copy.nbytes:
                 assert isinstance(slab, HostSlab)
                 device_bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
                 host_bytes = slab.bytes[offset : offset + copy.nbytes]
                 outwards = stream is self._to_host
                 _copy_on(stream, *((host_bytes, device_bytes) if outwards else (device_bytes, host_bytes)))
-            done = torch.cuda.Event()
+            done = torch.Event(device=self.device)
             done.record(stream)
             copy.done = done
         except BaseException:
@@ -133,12 +133,12 @@ class CudaLink:
         return copy
 
 
-def _copy_on(stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.cuda.stream(stream), torch.no_grad():
+def _copy_on(stream: torch.Stream, to: torch.Tensor, source: torch.Tensor) -> None:
+    with stream, torch.no_grad():
         to.copy_(source, non_blocking=True)
 
 
-def _close(to_host: torch.cuda.Stream, to_device: torch.cuda.Stream, pool: SlabPool, pid: int) -> None:
+def _close(to_host: torch.Stream, to_device: torch.Stream, pool: SlabPool, pid: int) -> None:
     if os.getpid() == pid:
         to_host.synchronize()
         to_device.synchronize()

@@ -12,9 +12,8 @@ import torch
 
 from shoal.core.sizes import format_bytes
 from shoal.errors import TransferError
+from shoal.lowlevel.cuda_calls import pin, unpin
 from shoal.offload.links.slab import Slab
-
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
 class HostSlab(Slab):
@@ -57,7 +56,7 @@ class HostSlab(Slab):
 
 
 def _pin(address: int, nbytes: int) -> None:
-    status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+    status = pin(address, nbytes)
     if status:
         raise TransferError(
             f"CUDA cannot pin {format_bytes(nbytes)} of host memory (error {status}); allow fewer host bytes, or raise "
@@ -67,5 +66,5 @@ def _pin(address: int, nbytes: int) -> None:
 
 def _unpin(address: int, mapping: mmap.mmap, pid: int) -> None:
     if os.getpid() == pid:  # a forked child has neither the pages nor CUDA
-        torch.cuda.cudart().cudaHostUnregister(address)
+        unpin(address)
     del mapping  # held until here: pages must be unpinned before they are unmapped

@@ -39,8 +39,8 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
             "bnff": and convolutions measure their results, and normalise what they read: no normalised tensor is kept.
             "icf": and tensors that are concatenated are measured once, where they are made, and no concatenation is
             kept that only batch norms read: a dense block saves each feature map once.
-        when: "pays": in eager mode on the CPU, small maps run as PyTorch's own layers: calling a fused one would cost
-            more than the passes it saves. Decided at every call, by `shoal.transforms.fuse.fusion_size.MIN_ELEMS`.
+        when: "pays": in eager mode, small maps run as PyTorch's own layers: calling a fused one would cost more than
+            the passes it saves. Decided at every call, by the numbers of `shoal.transforms.fuse.fusion_size`.
             "always": they are fused too, which saves their bytes. Under `shoal.compile` and `torch.compile` all are.
 
     Returns:

@@ -27,6 +27,11 @@ what calling an op written in Python costs beside PyTorch's own."""
 MIN_BLOCK_ELEMS = MIN_ELEMS // 8
 """The same for all channels of a dense block: one call there, and no concatenation is written for any of its layers."""
 
+DEVICE_FACTOR = 32
+"""How many times more elements pay a fused batch norm's call on a GPU. Forward and backward, its kernels and vectors
+take some 0.5 ms of the host to launch, which a GPU hides only while its own work on the layer, a dozen passes over the
+map, takes as long: 2^25 elements at 3 TB/s. Reckoned from launches counted without a GPU, not measured on one."""
+
 MIN_PRODUCTS = 1 << 24
 """Multiplications of a direct 3 x 3 convolution from which on the native Winograd one is worth its call by itself."""
 
@@ -35,10 +40,9 @@ class FusionSize:
     """Decides for one network, at every call, which of its fused layers run as such.
 
     Args:
-        when: "always", or "pays": by the numbers above, in eager mode on the CPU. For other devices nothing was
-            measured, and a compiler, a capture or a dispatch mode that watches gets the op, whose call costs nothing
-            there. Neither in an empty batch, where there is nothing to measure. "large": by the numbers above
-            everywhere, for a planner that compares the two.
+        when: "always", or "pays": by the numbers above, in eager mode. A compiler, a capture or a dispatch mode that
+            watches gets the op, whose call costs nothing there. Neither in an empty batch, where there is nothing to
+            measure. "large": by the CPU's numbers everywhere, for a planner that compares the two.
 
     Attributes:
         fusions: how often the answer was yes in eager mode. It only grows, so that whoever compares it before and after
@@ -60,12 +64,13 @@ class FusionSize:
         """
         if x.numel() == 0:
             return False
-        enough = (x.numel() if elems is None else elems) >= (MIN_ELEMS if min_elems is None else min_elems)
+        least = MIN_ELEMS if min_elems is None else min_elems
+        elems = x.numel() if elems is None else elems
         if self.when == "large":
-            return enough
+            return elems >= least
         if torch.compiler.is_compiling():
             return True
-        found = self.when == "always" or enough or not x.is_cpu or needs_dispatch((x,))
+        found = self.when == "always" or elems >= least * (1 if x.is_cpu else DEVICE_FACTOR) or needs_dispatch((x,))
         self.fusions += found
         return found
 

@@ -1,0 +1,475 @@
+"""What one GPU shows in ten minutes: bench/gpu.sh runs these parts one by one, each in a process of its own.
+
+    python -m bench.gpu --device cuda --part contract     one part; each row is written as soon as it is known
+    python -m bench.gpu --device cuda --part verdict      one table of what the parts wrote
+
+environment  versions, the allocator, rates of the device and of its link, whether Triton runs
+contract     ResNet-18 in half of its memory, float32: predicted, allocated, requested, reserved bytes; bits
+speed        ResNet-50, bfloat16, channels_last: PyTorch, torch.compile, its activation_memory_budget, Shoal
+wall         the device limited to what Shoal is given: who trains
+offload      the link to the host, and what a step waits for it
+triton       the kernels' numbers against their references
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.markup import escape
+from torch import nn
+from torch._functorch import config as functorch_config
+
+import shoal
+from bench.conditions import describe
+from bench.frame import Bench, Run, WrongResult, option, use_exact_kernels
+from bench.interleave import median_ratio
+from bench.tables import new_table
+from bench.workload import Forward, Workload, make_workload
+from shoal.core.files import write_json
+from shoal.core.sizes import format_bytes
+from shoal.cost.measure import measure
+from shoal.cost.measure_links import measure_links
+from shoal.kernels.norm.norm_sweeps import TRITON_KERNELS
+from shoal.offload.links.cuda_link import StreamCopy
+
+MEASURED = ("environment", "contract", "speed", "wall", "offload", "triton")
+PARTS = (*MEASURED, "verdict")
+_TRITON_TESTS = (
+    "tests/codecs/test_kernels_triton.py",
+    "tests/kernels/norm/test_norm_sweeps_triton.py",
+    "tests/kernels/invertible_norm/test_inverted_batch_norm_sweeps_triton.py",
+)
+_WITHIN = 0.02  # of the metered peak that a prediction may lie from it: the contract
+_TO_PREPARE = 0.75  # of the time of `speed`; the rest is for all in turns
+_RESERVED = 1.1  # of the budget that the allocator may reserve
+
+
+class Rows:
+    """The rows of one part, written after each.
+
+    Args:
+        run: names the folder.
+        part: names the file.
+        seconds: after so many the part begins nothing new.
+    """
+
+    def __init__(self, run: Run, part: str, seconds: float) -> None:
+        self._run, self._began, self._seconds = run, time.perf_counter(), seconds
+        self._path = run.out / f"{part}.json"
+        self._rows: list[dict[str, Any]] = []
+        self._write()
+
+    def add(self, **row: Any) -> dict[str, Any]:
+        """Write a row, and print it."""
+        self._rows.append(row)
+        self._write()
+        self._run.say("  ".join(f"{name}={_short(name, value)}" for name, value in row.items()))
+        return row
+
+    def there_is_time(self, what: str, share: float = 1.0) -> bool:
+        """Whether to go on with `what`, within this share of the time; if not, a row says that it was left out."""
+        if time.perf_counter() - self._began < share * self._seconds:
+            return True
+        self.add(row=what, left_out=f"{share * self._seconds:.0f} seconds were over")
+        return False
+
+    def _write(self) -> None:
+        write_json(self._path, {"conditions": self._run.conditions, "quick": self._run.asked.quick, "rows": self._rows})
+
+
+def _short(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return format_bytes(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to run the step of `speed`."""
+
+    name: str
+    forward: Forward
+    model: nn.Module | None = None  # Shoal's
+    activation_memory_budget: float | None = None
+
+
+def environment(run: Run, rows: Rows) -> None:
+    """What there is, and its rates."""
+    rows.add(row="versions", **{key: run.conditions.get(key) for key in ("torch", "cuda", "cudnn", "python", "device")})
+    free_bytes, memory_bytes = torch.cuda.mem_get_info()
+    rows.add(
+        row="memory",
+        memory_bytes=memory_bytes,
+        free_bytes=free_bytes,
+        allocator=torch.cuda.get_allocator_backend(),
+        capability=".".join(map(str, torch.cuda.get_device_capability())),
+    )
+    rows.add(row="triton", runs=TRITON_KERNELS.run_on(run.device))
+    device = measure(run.device, cache=False).device
+    rows.add(
+        row="rates",
+        teraflops=device.flops_per_second / 1e12,
+        gigabytes_per_second=device.bytes_per_second / 1e9,
+        launch_microseconds=device.launch_seconds * 1e6,
+    )
+
+
+def contract(run: Run, rows: Rows) -> None:
+    """Bytes of each of the first steps, and bits."""
+    use_exact_kernels()
+    workload = _workload(run, "resnet18", 64)
+    plain_bytes = max(workload.peak_bytes(workload.model) for _ in range(2))
+    rows.add(row="plain PyTorch", allocated_bytes=plain_bytes, budget_bytes=plain_bytes // 2)
+    start = workload.buffers()
+    eager = _gradients(workload, workload.model, start)
+    again = _gradients(workload, workload.model, start)
+    aot = _gradients(workload, torch.compile(workload.shared_copy(), backend="aot_eager"), start)
+    rows.add(row="plain PyTorch again", **_compared(again, eager))
+    rows.add(row="aot_eager", **_compared(aot, eager))
+    model = _planned(run, workload, plain_bytes, run.pick(0.5, 0.75), "bitwise")
+    for number in range(5):
+        workload.restore(start)
+        allocated_bytes = workload.peak_bytes(model)
+        stats, status = torch.cuda.memory_stats(), model.shoal
+        metered = number < 2  # the meter of the first steps resets the allocator's peaks
+        rows.add(
+            row=f"step {number + 1}",
+            predicted_bytes=status.predicted_peak_bytes,
+            metered_bytes=status.measured_peak_bytes,
+            allocated_bytes=None if metered else allocated_bytes,
+            requested_bytes=None if metered else stats["requested_bytes.all.peak"],
+            reserved_bytes=torch.cuda.max_memory_reserved(),
+            budget_bytes=status.budget_bytes,
+            repairs=status.repairs,
+        )
+    ours = _gradients(workload, model, start)
+    rows.add(row="Shoal against eager", **_compared(ours, eager))
+    rows.add(row="Shoal against aot_eager", **_compared(ours, aot))
+
+
+def speed(run: Run, rows: Rows) -> None:
+    """Each contender alone as soon as it is ready, then all in turns."""
+    workload = _workload(run, "resnet50", 128)
+    plain_bytes = max(workload.peak_bytes(_autocast(workload.model)) for _ in range(2))
+    ready: list[Contender] = []
+    for name, make in _contenders(run, workload, plain_bytes).items():
+        if not rows.there_is_time(name, _TO_PREPARE):
+            continue
+        try:
+            contender = make()
+            began = time.perf_counter()
+            _warm_up(workload, contender, 3)
+            preparing_seconds = time.perf_counter() - began
+            seconds = [workload.seconds(contender.forward) for _ in range(run.pick(5, 2))]
+        except Exception as error:  # a contender that cannot run is a row, not the end of the part
+            rows.add(row=name, error=_first_line(error))
+            continue
+        ready.append(contender)
+        rows.add(
+            row=name,
+            alone_ms=1e3 * statistics.median(seconds),
+            images_per_second=len(workload.images) / statistics.median(seconds),
+            peak_bytes=workload.peak_bytes(contender.forward),
+            reserved_bytes=torch.cuda.max_memory_reserved(),
+            preparing_seconds=preparing_seconds,
+            **_plan_of(contender.model),
+        )
+    if len(ready) > 1 and rows.there_is_time("in turns"):
+        found = workload.in_turns({one.name: one.forward for one in ready}, run.pick(7, 2))
+        for name, each in found.items():
+            rows.add(
+                row="in turns",
+                contender=name,
+                ms=1e3 * statistics.median(each),
+                of_plain=median_ratio(each, found[ready[0].name]),
+            )
+
+
+def wall(run: Run, rows: Rows) -> None:
+    """Plain PyTorch and Shoal where the device has what the allocator may reserve for the budget."""
+    workload = _workload(run, "resnet50", 128)
+    plain_bytes = max(workload.peak_bytes(_autocast(workload.model)) for _ in range(2))
+    budget_bytes = int(run.pick(0.4, 0.75) * plain_bytes)
+    model = _planned(run, workload, plain_bytes, run.pick(0.4, 0.75))
+    torch.cuda.empty_cache()
+    wall_bytes = int(_RESERVED * budget_bytes)
+    torch.cuda.set_per_process_memory_fraction(wall_bytes / torch.cuda.get_device_properties(run.device).total_memory)
+    for name, forward in (("plain PyTorch", _autocast(workload.model)), ("Shoal", _autocast(model))):
+        steps, error = 0, ""
+        try:
+            for _ in range(3):
+                workload.reset()
+                workload.step(forward)
+                steps += 1
+        except torch.OutOfMemoryError as ran_out:
+            error = _first_line(ran_out)
+        workload.reset()
+        torch.cuda.empty_cache()
+        rows.add(row=name, steps=steps, wall_bytes=wall_bytes, budget_bytes=budget_bytes, error=error)
+    rows.add(row="repairs", repairs=model.shoal.repairs, reserved_bytes=torch.cuda.max_memory_reserved())
+
+
+def offload(run: Run, rows: Rows) -> None:
+    """The link's rates, and what a planned step waits for it."""
+    for link in measure_links(run.device, cache=False):
+        rows.add(
+            row=link.name,
+            to_host_gigabytes_per_second=link.to_host_bytes_per_second / 1e9,
+            to_device_gigabytes_per_second=link.to_device_bytes_per_second / 1e9,
+        )
+    workload = _workload(run, "resnet50", 128)
+    plain = _autocast(workload.model)
+    plain_bytes = max(workload.peak_bytes(plain) for _ in range(2))
+    model = _planned(run, workload, plain_bytes, run.pick(0.6, 0.75), "offload")
+    forward = _autocast(model)
+    _warm_up(workload, Contender("Shoal", forward), 3)
+    found = workload.in_turns({"plain": plain, "offload": forward}, run.pick(7, 2))
+    waited: list[StreamCopy] = []
+    wait = StreamCopy.wait
+
+    def noting(copy: StreamCopy) -> None:
+        waited.append(copy)
+        wait(copy)
+
+    with mock.patch.object(StreamCopy, "wait", noting):
+        workload.seconds(forward)
+    plan = model.shoal.plan
+    rows.add(
+        row="offload",
+        offloaded_bytes=sum(storage.nbytes for storage in plan.offloaded),
+        plain_ms=1e3 * statistics.median(found["plain"]),
+        predicted_added_ms=1e3 * plan.added_seconds,
+        measured_added_ms=1e3 * (statistics.median(found["offload"]) - statistics.median(found["plain"])),
+        predicted_stall_ms=1e3 * plan.timeline.stall_seconds,
+        measured_stall_ms=1e3 * sum(copy.stalled_seconds() for copy in waited),
+        predicted_bytes=model.shoal.predicted_peak_bytes,
+        allocated_bytes=workload.peak_bytes(forward),
+        repairs=model.shoal.repairs,
+    )
+
+
+def triton(run: Run, rows: Rows) -> None:
+    """The numeric tests of Triton's kernels on the device; with --quick they are only collected."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *_TRITON_TESTS]
+    done = subprocess.run(
+        [*command, "-o", "addopts=--import-mode=importlib", *run.pick([], ["--collect-only"])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (run.out / "triton.log").write_text(done.stdout + done.stderr)
+    counted = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout)}
+    rows.add(row="tests", exit_code=done.returncode, **counted)
+
+
+def verdict(run: Run, rows: Rows) -> None:
+    """One line for each thing that was to be shown."""
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for part in MEASURED:
+        path = run.out / f"{part}.json"
+        parts[part] = json.loads(path.read_text())["rows"] if path.exists() else []
+    table = new_table(describe(run.conditions), "<part | <what | <found | <verdict", title_justify="left")
+    for part, what, found, holds in verdicts(parts):
+        word = ("figure" if found else "not measured") if holds is None else "holds" if holds else "DOES NOT HOLD"
+        rows.add(row=what, part=part, found=found, verdict=word)
+        table.add_row(part, what, escape(found), word)
+    run.say(table)
+
+
+Verdict = tuple[str, str, str, bool | None]
+
+
+def verdicts(parts: Mapping[str, list[dict[str, Any]]]) -> list[Verdict]:
+    """Part, what was to be shown, what was found, and whether it holds; None: it was not measured.
+
+    >>> verdicts({})[0]
+    ('environment', 'Triton runs', '', None)
+    """
+    named = {part: {row["row"]: row for row in rows} for part, rows in parts.items()}
+    steps = [row for row in parts.get("contract", []) if str(row["row"]).startswith("step ")][1:]
+    told = [(row["allocated_bytes"] or row["metered_bytes"], row["predicted_bytes"]) for row in steps]
+    off = max((abs(measured / predicted - 1) for measured, predicted in told), default=None)
+    reserved = max((row["reserved_bytes"] / row["budget_bytes"] for row in steps), default=None)
+    walls, stall = named.get("wall", {}), named.get("offload", {}).get("offload")
+    tests = named.get("triton", {}).get("tests")
+    bits = named.get("contract", {}).get("Shoal against aot_eager")
+    runs = named.get("environment", {}).get("triton")
+    ours = [row for row in parts.get("speed", []) if row["row"].startswith("Shoal ") and "peak_bytes" in row]
+    over = [row["row"] for row in ours if row["peak_bytes"] > row["budget_bytes"]]
+    plain_wall, our_wall = walls.get("plain PyTorch"), walls.get("Shoal")
+    found: list[Verdict] = [
+        ("environment", "Triton runs", str(runs["runs"]) if runs else "", runs and runs["runs"]),
+        ("contract", "predicted = allocated within 2 %", _percent(off), None if off is None else off <= _WITHIN),
+        ("contract", "no repairs", _counted(steps), None if not steps else steps[-1]["repairs"] == 0),
+        (
+            "contract",
+            f"reserved at most {_RESERVED} of the budget",
+            "" if reserved is None else f"{reserved:.2f}",
+            None if reserved is None else reserved <= _RESERVED,
+        ),
+        ("contract", "gradients of aot_eager, bit for bit", _found(bits), bits and bits["equal"]),
+        ("speed", "each budget met", f"over: {over}" if over else f"{len(ours)} met", not over if ours else None),
+        (
+            "wall",
+            "Shoal trains where plain PyTorch ends",
+            f"{our_wall['steps']} and {plain_wall['steps']} steps" if our_wall and plain_wall else "",
+            our_wall["steps"] == 3 and plain_wall["steps"] == 0 if our_wall and plain_wall else None,
+        ),
+        (
+            "offload",
+            "added time as predicted within 10 % of the step",
+            f"{stall['measured_added_ms']:.1f} ms, predicted {stall['predicted_added_ms']:.1f}" if stall else "",
+            stall and abs(stall["measured_added_ms"] - stall["predicted_added_ms"]) <= 0.1 * stall["plain_ms"],
+        ),
+        ("triton", "numbers of the references", _found(tests), tests and tests["exit_code"] == 0),
+    ]
+    turns = [row for row in parts.get("speed", []) if row["row"] == "in turns" and "ms" in row]
+    found += [
+        ("speed", row["contender"], f"{row['ms']:.1f} ms, {row['of_plain']:.3f} of plain PyTorch's", None)
+        for row in turns
+    ]
+    return found
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.2f} % off"
+
+
+def _counted(steps: list[dict[str, Any]]) -> str:
+    return f"{steps[-1]['repairs']} in {len(steps) + 1} steps" if steps else ""
+
+
+def _found(row: Mapping[str, Any] | None) -> str:
+    return (
+        ""
+        if row is None
+        else ", ".join(f"{name} {_short(name, value)}" for name, value in row.items() if name != "row")
+    )
+
+
+def _workload(run: Run, name: str, batch: int) -> Workload:
+    """The network on images of 224 pixels; with --quick a few small layers, most of whose step is activations."""
+    if not run.asked.quick:
+        return make_workload(name, batch, 224, device=str(run.device))
+    layers: list[nn.Module] = []
+    for place in range(6):
+        layers += [nn.Conv2d(32 if place else 3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
+    small = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    return make_workload(name, 32, 64, device=str(run.device), model=small.to(run.device))
+
+
+def _autocast(model: Callable[[torch.Tensor], torch.Tensor]) -> Forward:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return model(x).float()
+
+    return forward
+
+
+def _planned(run: Run, workload: Workload, plain_bytes: int, share: float, allow: str = "") -> Any:
+    chosen: dict[str, Any] = {"allow": allow} if allow else {}
+    return shoal.compile(workload.shared_copy(), budget=int(share * plain_bytes), **chosen)
+
+
+def _contenders(run: Run, workload: Workload, plain_bytes: int) -> dict[str, Callable[[], Contender]]:
+    """Quickest to prepare first."""
+
+    def shoal_at(share: float) -> Callable[[], Contender]:
+        def make() -> Contender:
+            model = _planned(run, workload, plain_bytes, share)
+            return Contender(f"Shoal at {share:.0%}", _autocast(model), model)
+
+        return make
+
+    def compiled(name: str, value: float | None) -> Callable[[], Contender]:
+        def make() -> Contender:
+            model = workload.shared_copy()
+
+            def call(x: torch.Tensor) -> torch.Tensor:
+                return model(x)
+
+            # Dynamo keeps its graphs by code object: one of its own for every value.
+            own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+            return Contender(name, _autocast(torch.compile(own)), None, value)
+
+        return make
+
+    shares, values = run.pick(((0.6, 0.4, 0.3), (0.7, 0.5, 0.3)), ((0.75,), (0.5,)))
+    return {
+        "plain PyTorch": lambda: Contender("plain PyTorch", _autocast(workload.model)),
+        **{f"Shoal at {share:.0%}": shoal_at(share) for share in shares},
+        "torch.compile": compiled("torch.compile", None),
+        **{(name := f"activation_memory_budget={value:g}"): compiled(name, value) for value in values},
+    }
+
+
+def _warm_up(workload: Workload, contender: Contender, steps: int) -> None:
+    value = contender.activation_memory_budget
+    with functorch_config.patch(**({} if value is None else {"activation_memory_budget": value})):
+        for _ in range(steps):
+            workload.reset()
+            workload.step(contender.forward)
+    torch.cuda.synchronize()
+
+
+def _plan_of(model: Any) -> dict[str, Any]:
+    if model is None:
+        return {}
+    status = model.shoal
+    return {
+        "budget_bytes": status.budget_bytes,
+        "predicted_bytes": status.predicted_peak_bytes,
+        "predicted_ms": 1e3 * status.plan.predicted_seconds,
+        "planning_seconds": status.planning_seconds,
+        "repairs": status.repairs,
+    }
+
+
+def _gradients(workload: Workload, forward: Forward, start: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    workload.restore(start)
+    workload.reset()
+    workload.step(forward)
+    return workload.gradients()
+
+
+def _compared(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Whether they are equal, bit for bit, and the largest difference beside the largest value."""
+    pairs = [(ours[name], theirs[name]) for name in theirs]
+    off = max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
+    return {"equal": all(torch.equal(a, b) for a, b in pairs), "largest_difference": off}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _main(run: Run) -> None:
+    if run.device.type != "cuda":
+        raise WrongResult("it measures a CUDA device; give --device cuda")
+    part = run.asked.part
+    globals()[part](run, Rows(run, part, run.asked.seconds))
+
+
+main = Bench(
+    _main,
+    option("--part", required=True, choices=PARTS, help="which part"),
+    option("--seconds", type=float, default=600.0, help="after which the part begins nothing new"),
+    quick="tiny networks: does it run?",
+    device=True,
+    header=False,
+    out="runs/gpu",
+)
+
+if __name__ == "__main__":
+    sys.exit(main())
