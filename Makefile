@@ -72,7 +72,7 @@ docs: .venv-docs/.docs
 wheel: build-test .venv-wheel/.wheel
 	@rm -rf build/wheel dist && mkdir -p build/wheel
 	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
-	@PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/auditwheel repair --plat manylinux_2_28_$$(uname -m) \
+	@PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/auditwheel repair --plat manylinux_2_28_$$(uname -m) --only-plat \
 	  --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
 	@tests/wheel/run $(PYTHON) dist/*.whl
 

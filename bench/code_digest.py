@@ -39,7 +39,8 @@ def code_digests() -> dict[str, str]:
 def meaning(text: str, suffix: str) -> str:
     """A source file without comments, docstrings and layout.
 
-    >>> meaning("def f(x):\\n    '''Twice.'''\\n    return 2 * x  # so\\n", ".py") == meaning("def f(x): return 2*x", ".py")
+    >>> documented = "def f(x):\\n    '''Twice.'''\\n    return 2 * x  # so\\n"
+    >>> meaning(documented, ".py") == meaning("def f(x): return 2*x", ".py")
     True
     >>> meaning("int a;  // one\\n", ".cpp") == meaning("int a;", ".cpp")
     True
