@@ -1,6 +1,6 @@
 """The page of the command line is what the program says of itself; the page of the API names what is public.
 
-    python tests/docs/test_reference.py      writes the page of the command line
+python tests/docs/test_reference.py      writes the page of the command line
 """
 
 from __future__ import annotations
