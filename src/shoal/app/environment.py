@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import torch
 
+import shoal
 from shoal.core.files import cache_dir
 from shoal.core.sizes import format_bytes
-from shoal.core.version import __version__
 from shoal.cost.measurement_cache import device_name
 from shoal.errors import InputError
 from shoal.lowlevel import dispatch, native
@@ -45,7 +45,7 @@ def environment() -> dict[str, dict[str, str]]:
 
 def _versions() -> dict[str, str]:
     found = {
-        "shoal": f"{__version__} in {Path(native.__file__).parents[1]}",
+        "shoal": f"{shoal.__version__} in {Path(shoal.__file__).parent}",
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
