@@ -82,7 +82,7 @@ def _planned(found: Examination) -> str:
     measured = "not measured" if peak_bytes is None else format_bytes(peak_bytes)
     slower = ""
     if found.plain is not None:
-        slower = f", {100 * (found.planned.seconds / found.plain.seconds - 1):+.0f} % of plain"
+        slower = f", {100 * (found.planned.seconds / found.plain.seconds - 1):+.0f} % (one step each)"
     verdict = "fits" if found.fits_planned else "is over the budget"
     return f"{verdict}: {measured}, {1e3 * found.planned.seconds:.0f} ms{slower}{least}"
 
