@@ -24,7 +24,10 @@ CUDA := .venv-cuda/bin
 PIP_CUDA := env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null $(CUDA)/python -m pip --disable-pip-version-check -qq
 STANDIN := build/cuda-standin
 
-.PHONY: demo test test-hosts test-cuda-standin lint sanitize build-demo build-test build-hosts build-cuda clean
+# The site is made without torch and without Shoal itself.
+DOCS := .venv-docs/bin
+
+.PHONY: demo test test-hosts test-cuda-standin lint sanitize docs wheel build-demo build-test build-hosts build-cuda clean
 
 demo: build-demo
 	@echo "== Plain PyTorch inside a wall of $(DEMO_BUDGET): it must run out of memory =="
@@ -52,6 +55,31 @@ lint: build-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# The site, in build/site: open build/site/index.html. A link that leads nowhere is an error.
+docs: .venv-docs/.docs
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+.venv-docs/.docs: requirements/docs.txt
+	@echo "Installing requirements/docs.txt into .venv-docs ..."
+	@$(PYTHON) -m venv .venv-docs
+	@$(DOCS)/python -m pip --disable-pip-version-check -qq install --no-deps -r $<
+	@touch $@
+
+# One wheel for every Python, in dist/, with the native kernels and without libgomp: torch brings that. It is tested in a
+# fresh environment in which no compiler is found.
+wheel: build-test .venv-wheel/.wheel
+	@rm -rf build/wheel dist && mkdir -p build/wheel
+	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+	@PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/auditwheel repair --plat manylinux_2_28_$$(uname -m) --only-plat \
+	  --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
+	@tests/wheel/run $(PYTHON) dist/*.whl
+
+.venv-wheel/.wheel: requirements/wheel.txt
+	@$(PYTHON) -m venv .venv-wheel
+	@.venv-wheel/bin/python -m pip --disable-pip-version-check -qq install --no-deps -r $<
+	@touch $@
 
 # Random calls of the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer; skipped, with the reason,
 # where the compiler cannot link them.
@@ -98,4 +126,4 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf build dist $(VENV) .venv-hosts .venv-cuda
+	rm -rf build dist $(VENV) .venv-hosts .venv-cuda .venv-docs .venv-wheel

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bench.code_digest import code_digests
 from shoal.cost import measurement_cache
 
 _MALLOC = ("LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -38,6 +39,7 @@ def conditions(device: torch.device, seed: int) -> dict[str, Any]:
         "malloc": environment(_MALLOC),
         "huge_pages": _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else "unknown",
         "load_average": os.getloadavg()[0],
+        "code": code_digests(),
     }
     if device.type == "cuda":
         found["cuda"] = torch.version.cuda

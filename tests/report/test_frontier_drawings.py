@@ -49,6 +49,15 @@ def test_the_budget_is_a_line_in_the_image_or_is_named(budget_bytes: int | None,
     ]
 
 
+def test_a_point_of_many_times_the_plain_step_does_not_flatten_the_others() -> None:
+    frontier = made_up_frontier()
+    slow = replace(frontier.points[0], seconds=35 * frontier.plain_seconds)
+    svg = render_svg(replace(frontier, points=(slow, *frontier.points[1:])))
+    down = [place[2] for place in circles(svg)]
+    assert down[0] < down[1] < down[2] < down[3] and down[3] - down[1] > 30  # 12.5 and 9 ms of a plain step of 10
+    assert "+3400.0 % time (further up)" in svg
+
+
 def test_one_point_is_an_image_too() -> None:
     frontier = made_up_frontier()
     svg = render_svg(replace(frontier, points=frontier.points[-1:], budget_bytes=None))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import platform
 import sys
 import sysconfig
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import cast
 
 from shoal.errors import InputError
+
+log = logging.getLogger("shoal")
 
 ABI_VERSION = 13
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
@@ -29,7 +32,7 @@ _CPUINFO_NAMES = {"avx512_bf16": "avx512bf16", "avx512_vbmi": "avx512vbmi", "asi
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library, or None where it was not built, does not load or has another ABI version.
+    """The loaded library, or None where it was not built, does not load or has another ABI version; that is said once.
 
     Every function of `csrc/shoal_native.h` is an attribute; `restype` is set for those this module names, callers set
     the rest.
@@ -45,6 +48,10 @@ def library() -> ctypes.CDLL | None:
             found = _load(path) if path.is_file() else None
             if found is not None:
                 return found
+    log.warning(
+        "the native kernels are not here, and PyTorch's own ops run in their place: install a wheel of Shoal, or "
+        "install it again where there is a C++ compiler"
+    )
     return None
 
 

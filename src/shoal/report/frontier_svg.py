@@ -16,6 +16,7 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 28, 96, 56
 _UNITS = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
 _TIMES = (("\u00b5s", 1e-6), ("ms", 1e-3), ("s", 1.0))
 _BEYOND = 1.15  # the chart ends there, as a multiple of plain PyTorch's peak: a budget further on is only named
+_TALLEST = 3.0  # the axis of time ends there, as a multiple of plain PyTorch's step: slower points stand at its end
 NARROWEST = 0.8  # the axis of time begins there at the latest, as a share of its end: small differences stay small
 STYLE = """
 :root { --card: #ffffff; --text: #16202b; --soft: #566472; --rule: #dfe5ea; --kept: #2b82bd; --fused: #00735c;
@@ -49,9 +50,14 @@ def render_svg(frontier: FrontierData) -> str:
     most_bytes = max(plain_bytes, points[-1].budget_bytes, told_bytes or 0)
     least_bytes = min(points[0].budget_bytes, told_bytes or most_bytes)
     x = Axis(least_bytes, most_bytes, LEFT, WIDTH - RIGHT, _UNITS)
-    slowest = max(plain_seconds, *(point.seconds for point in points))
+    tallest = _TALLEST * plain_seconds
+    slowest = min(tallest, max(plain_seconds, *(point.seconds for point in points)))
     fastest = min(NARROWEST * slowest, *(point.bound_seconds for point in points))
-    y = Axis(fastest, slowest, HEIGHT - BOTTOM, TOP, _TIMES)
+    within = Axis(fastest, slowest, HEIGHT - BOTTOM, TOP, _TIMES)
+
+    def y(seconds: float) -> float:
+        return within(min(seconds, slowest))
+
     floor = HEIGHT - BOTTOM
 
     bound = " ".join(f"{x(point.budget_bytes):.1f},{y(point.bound_seconds):.1f}" for point in points)
@@ -64,15 +70,15 @@ def render_svg(frontier: FrontierData) -> str:
         f'<text x="{LEFT}" y="50">{escape(title(frontier).partition(", ")[2])}</text>',
         *_legend(frontier),
         *(f'<path class="grid" d="M{x(v):.1f},{TOP}V{floor}"/>' for v in x.ticks),
-        *(f'<path class="grid" d="M{LEFT},{y(v):.1f}H{WIDTH - RIGHT}"/>' for v in y.ticks),
+        *(f'<path class="grid" d="M{LEFT},{y(v):.1f}H{WIDTH - RIGHT}"/>' for v in within.ticks),
         f'<polygon class="below" points="{bound} {ends[0]:.1f},{floor} {ends[1]:.1f},{floor}"/>',
         f'<polyline class="bound" points="{bound}"/>',
         f'<path class="steps" d="{steps}"/>',
         f'<path class="axis" d="M{LEFT},{floor}H{WIDTH - RIGHT}"/>',
         *(f'<text x="{x(v):.1f}" y="{floor + 18}" text-anchor="middle">{x.label(v)}</text>' for v in x.ticks),
-        *(f'<text x="{LEFT - 8}" y="{y(v) + 4:.1f}" text-anchor="end">{y.label(v)}</text>' for v in y.ticks),
+        *(f'<text x="{LEFT - 8}" y="{y(v) + 4:.1f}" text-anchor="end">{within.label(v)}</text>' for v in within.ticks),
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 14}" text-anchor="end">budget, {x.unit}</text>',
-        f'<text x="{LEFT - 8}" y="{TOP - 12}" text-anchor="end">{y.unit}</text>',
+        f'<text x="{LEFT - 8}" y="{TOP - 12}" text-anchor="end">{within.unit}</text>',
     ]
     if told_bytes is not None:
         at = x(told_bytes)
@@ -93,8 +99,10 @@ def render_svg(frontier: FrontierData) -> str:
     share = (
         f"{100 * least.budget_bytes / plain_bytes:.0f} % of the bytes, {described_added(frontier.added_share(least))}"
     )
+    beyond = " (further up)" if least.seconds > tallest else ""
     parts.append(
-        f'<text class="least" x="{x(least.budget_bytes) + 10:.1f}" y="{y(least.seconds) - 9:.1f}">{share} time</text>'
+        f'<text class="least" x="{x(least.budget_bytes) + 10:.1f}" y="{y(least.seconds) - 9:.1f}">'
+        f"{share} time{beyond}</text>"
     )
     return image(title(frontier), parts)
 

@@ -52,6 +52,7 @@ class ShardedWeights:
         InputError: the model is not sharded, or in a way that cannot be packed.
         TransferError: ranks differ in precision, rounding, AWP's numbers, model or version of Shoal: on every rank.
 
+    Example, on every rank:
         fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         weights = ShardedWeights(model, optimizer, precision=AdaptivePrecision(model, -2e-3, 4000))

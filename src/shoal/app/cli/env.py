@@ -1,0 +1,21 @@
+"""`shoal env`."""
+
+from __future__ import annotations
+
+from json import dumps
+from typing import Annotated
+
+import typer
+
+from shoal.app.cli.console import app, errors_reported
+from shoal.app.environment import as_text, environment
+
+
+@app.command()
+def env(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+) -> None:
+    """Show versions, devices, kernels, cache and settings, to paste into an issue."""
+    with errors_reported():
+        found = environment()
+        typer.echo(dumps(found, indent=1) if json else as_text(found))

@@ -1,0 +1,172 @@
+"""An examination as ten lines for who asked, and as plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal.app.doctor.examine import Examination
+from shoal.core.sizes import format_bytes
+
+_SLOWER = 0.1  # of the plain step: what a plan adds from which on more bytes are worth naming
+
+
+def as_lines(found: Examination) -> list[str]:
+    """Ten lines: what was examined, whether it fits, what would help most, what breaks capture, what to type."""
+    subject = found.subject
+    device = "cpu" if subject.device.type == "cpu" else torch.cuda.get_device_name(subject.device)
+    rows = {
+        subject.name: f"{subject.where}, input {subject.shapes}, torch {torch.__version__} on {device}",
+        "budget": f"{format_bytes(found.budget_bytes)}, optimizer {found.optimizer or 'none declared'}",
+        "plain step": _plain(found),
+        "planned step": _planned(found),
+        "by means of": _means(found),
+        "at the peak": _at_the_peak(found),
+        "gradients": _gradients(found),
+        "capture": _capture(found),
+        "helps most": _helps(found),
+        "type": _type(found),
+    }
+    width = max(map(len, rows))
+    return [f"{name.ljust(width)}  {words}" for name, words in rows.items()]
+
+
+def as_json(found: Examination) -> dict[str, Any]:
+    """The same as plain values."""
+    plan = found.plan
+    return {
+        "model": found.subject.name,
+        "where": found.subject.where,
+        "input": found.subject.shapes,
+        "budget_bytes": found.budget_bytes,
+        "optimizer": found.optimizer,
+        "optimizer_state_bytes": found.state_bytes,
+        "parameter_bytes": found.parameter_bytes,
+        "fits_plain": found.fits_plain,
+        "fits_planned": found.fits_planned,
+        "plain_peak_bytes": found.plain_peak_bytes,
+        "plain_seconds": None if found.plain is None else found.plain.seconds,
+        "predicted_peak_bytes": None if plan is None or found.refused else plan.predicted_peak_bytes,
+        "measured_peak_bytes": None if found.planned is None else found.planned.peak_bytes,
+        "planned_seconds": None if found.planned is None else found.planned.seconds,
+        "least_bytes": found.least_bytes,
+        "gradient_difference": found.difference,
+        "breaks": list(found.breaks),
+        "uncaptured": found.uncaptured or None,
+        "refused": found.refused or None,
+        "remedies": list(found.remedies),
+        "type": _type(found),
+    }
+
+
+def _plain(found: Examination) -> str:
+    peak_bytes = found.plain_peak_bytes
+    if found.plain is None:
+        predicted = "" if peak_bytes is None else f"; predicted {format_bytes(peak_bytes)}"
+        return f"{found.plain_reason}{predicted}"
+    took = f"{1e3 * found.plain.seconds:.0f} ms"
+    if peak_bytes is None:
+        return f"{took}; its peak could not be measured"
+    verdict = "fits" if found.fits_plain else "does not fit"
+    return f"{verdict}: {format_bytes(peak_bytes)}, {took}"
+
+
+def _planned(found: Examination) -> str:
+    least = "" if found.least_bytes is None else f"; the least that works is {format_bytes(found.least_bytes)}"
+    if found.uncaptured:
+        return "not taken: nothing of the model can be captured"
+    if found.planned is None:
+        return f"does not fit{least}"
+    peak_bytes = found.planned.peak_bytes
+    measured = "not measured" if peak_bytes is None else format_bytes(peak_bytes)
+    slower = ""
+    if found.plain is not None:
+        slower = f", {100 * (found.planned.seconds / found.plain.seconds - 1):+.0f} % (one step each)"
+    verdict = "fits" if found.fits_planned else "is over the budget"
+    return f"{verdict}: {measured}, {1e3 * found.planned.seconds:.0f} ms{slower}{least}"
+
+
+def _means(found: Examination) -> str:
+    plan = found.plan
+    if plan is None or found.planned is None:
+        return "nothing"
+    parts = [
+        f"{len(storages)} {how} ({format_bytes(sum(storage.nbytes for storage in storages))})"
+        for how, storages in (
+            ("recomputed", plan.recomputed),
+            ("offloaded", plan.offloaded),
+            ("encoded", plan.encoded),
+        )
+        if storages
+    ]
+    return f"computed {plan.variant}; {', '.join(parts) or 'everything is kept'}"
+
+
+def _at_the_peak(found: Examination) -> str:
+    plan = found.plan
+    if plan is None:
+        return f"not known; parameters take {format_bytes(found.parameter_bytes)}, their gradients as much"
+    peak = plan.timeline.peak
+    saved_bytes = peak.kept_bytes + peak.recomputed_bytes + peak.fetched_bytes
+    return (
+        f"{peak.op} of {peak.layer or 'the model'} ({peak.phase}): standing {format_bytes(peak.resident_bytes)}, "
+        f"gradients {format_bytes(peak.gradient_bytes)}, saved {format_bytes(saved_bytes)}, "
+        f"others {format_bytes(peak.activation_gradient_bytes + peak.workspace_bytes)}"
+    )
+
+
+def _gradients(found: Examination) -> str:
+    if found.difference is None:
+        return "not compared, as one of the two steps was not taken"
+    if found.difference == 0:
+        return "equal plain PyTorch's bit for bit"
+    return f"differ from plain PyTorch's by {found.difference:.0e} of a gradient's largest value at most"
+
+
+def _capture(found: Examination) -> str:
+    if found.uncaptured:
+        return found.uncaptured
+    if found.breaks:
+        return f"breaks at {'; '.join(found.breaks)}: planned as several graphs, and what crosses is kept"
+    return "one graph"
+
+
+def _helps(found: Examination) -> str:
+    if found.uncaptured:
+        return "take the named line out of the forward pass, or offload eagerly: shoal.offload_activations()"
+    if found.remedies:
+        return f"{'; or '.join(found.remedies)}; or the bytes named above"
+    if found.refused:
+        return "the bytes named above, or smaller inputs; no smaller batch that was planned fits"
+    if found.breaks:
+        return "take the named line out: one graph has more means, and less has to be kept"
+    if found.fits_plain:
+        return "nothing is needed; shoal.fit finds the largest batch inside these bytes"
+    plain_bytes = found.plain_peak_bytes
+    if found.plain and found.planned and found.planned.seconds > (1 + _SLOWER) * found.plain.seconds and plain_bytes:
+        return f"more bytes, up to {format_bytes(plain_bytes)}: `shoal.frontier` shows the time for each budget"
+    return "nothing is needed"
+
+
+def _type(found: Examination) -> str:
+    if found.uncaptured:
+        return "with shoal.offload_activations(): loss = criterion(model(x), y)"
+    named = f', optimizer="{found.optimizer}"' if found.optimizer else ", optimizer=optimizer"
+    given = f'"{_size(found.budget_bytes)}"'
+    if found.refused and not found.remedies and found.least_bytes is not None:
+        given = str(found.least_bytes)
+    changed = "  # with the change above" if found.remedies else ""
+    return f"model = shoal.compile(model, budget={given}{named}){changed}"
+
+
+def _size(size_bytes: int) -> str:
+    """A size as one would type it.
+
+    >>> _size(2**31), _size(150 * 2**20), _size(12345)
+    ('2GiB', '150MiB', '12345')
+    """
+    for name, unit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes % unit == 0:
+            return f"{size_bytes // unit}{name}"
+    return str(size_bytes)

@@ -1,0 +1,158 @@
+"""The model that a command names: a function in a file of the user's, and an input for it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.errors import InputError, brief
+
+_EXPECTED = "expected FILE.py:FUNCTION or MODULE:FUNCTION, such as train.py:make_model"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in training mode, and the arguments of its forward pass.
+
+    Attributes:
+        where: how it was named.
+    """
+
+    where: str
+    model: nn.Module
+    example: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        """The model's class."""
+        return type(self.model).__name__
+
+    @property
+    def device(self) -> torch.device:
+        """Of its parameters."""
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
+    @property
+    def shapes(self) -> str:
+        """Of the tensors among the arguments.
+
+        >>> Subject("train.py:make_model", nn.ReLU(), (torch.empty(8, 3, 32, 32), 1)).shapes
+        '8 x 3 x 32 x 32'
+        """
+        return ", ".join(
+            " x ".join(map(str, value.shape)) or "scalar" for value in self.example if isinstance(value, torch.Tensor)
+        )
+
+    def of_samples(self, count: int) -> tuple[Any, ...]:
+        """The arguments with as many samples: every tensor whose first size is the batch is cut."""
+        batch = self.samples
+        return tuple(
+            value[:count] if isinstance(value, torch.Tensor) and value.dim() and len(value) == batch else value
+            for value in self.example
+        )
+
+    @property
+    def samples(self) -> int:
+        """The first size of the first tensor that has one; 1 without any."""
+        return next((len(value) for value in self.example if isinstance(value, torch.Tensor) and value.dim()), 1)
+
+
+def load_subject(where: str, shapes: Sequence[str] = (), device: str | None = None) -> Subject:
+    """Call the function that `where` names.
+
+    Args:
+        where: FILE.py:FUNCTION or MODULE:FUNCTION. The function takes nothing and returns a module, or a pair of a
+            module and the argument of its forward pass or a tuple of its arguments.
+        shapes: of the arguments, in place of those that the function returns; see `tensor_of`.
+        device: where model and arguments are put; None: where they are.
+
+    Raises:
+        InputError: there is no such file or function, it raised, or what it returned is none of these.
+    """
+    place, _, name = where.rpartition(":")
+    if not place or not name.isidentifier():
+        raise InputError(f"{where}: {_EXPECTED}")
+    module = _module_at(place)
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise InputError(f"{where}: {place} has no function {name}; {_EXPECTED}")
+    try:
+        made = make()
+    except Exception as error:  # whatever a user's code raises
+        raise InputError(f"{where}() raised {_described(error)}") from error
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"{where}() returned {_kind(model)}; expected a torch.nn.Module, or a pair of one and its input"
+        )
+    if shapes:
+        example = tuple(map(tensor_of, shapes))
+    elif example is None:
+        raise InputError(
+            f"{where}() returned no input beside the model; return a pair, or give its shape: --example 8x3x224x224"
+        )
+    arguments = example if isinstance(example, tuple | list) else (example,)
+    if device is not None:
+        model = model.to(device)
+        arguments = tuple(value.to(device) if isinstance(value, torch.Tensor) else value for value in arguments)
+    return Subject(where, model.train(), tuple(arguments))
+
+
+def tensor_of(text: str) -> torch.Tensor:
+    """A tensor of a shape, such as 8x3x224x224, and of a dtype behind a colon: random numbers, or zeros of an integer.
+
+    Raises:
+        InputError: it is none.
+
+    >>> tensor_of("2x3").shape, tensor_of("2x16:int64").dtype
+    (torch.Size([2, 3]), torch.int64)
+    """
+    sizes, _, kind = text.partition(":")
+    dtype = getattr(torch, kind or "float32", None)
+    numbers = sizes.lower().split("x")
+    if not isinstance(dtype, torch.dtype) or not all(n.isdecimal() and int(n) for n in numbers):
+        raise InputError(
+            f"--example {text}: expected sizes with an x in between, and a dtype behind a colon where it is not "
+            "float32, such as 8x3x224x224 or 8x128:int64"
+        )
+    shape = tuple(map(int, numbers))
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _module_at(place: str) -> ModuleType:
+    path = Path(place)
+    try:
+        if path.suffix != ".py":
+            sys.path.insert(0, "")
+            return importlib.import_module(place)
+        if not path.is_file():
+            raise InputError(f"{place}: no such file; {_EXPECTED}")
+        sys.path.insert(0, str(path.resolve().parent))  # what it imports lies beside it, as when it is run
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever importing a user's file raises
+        raise InputError(f"{place} cannot be imported: {_described(error)}") from error
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"{type(value).__name__} ({brief(value)})"
+
+
+def _described(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
