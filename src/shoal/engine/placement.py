@@ -111,10 +111,9 @@ class Placement:
         return cuda_allocator.segments(self._device)
 
     def _place(self, step: Step) -> None:
-        budget_bytes = self._status.budget_bytes
-        assert budget_bytes is not None
-        natural = step.as_it_is()
-        filled = step.filled(min(budget_bytes, int((1 + _MORE) * natural.allocated_bytes)))
+        natural, status = step.as_it_is(), self._status
+        left_bytes = max(0, (status.budget_bytes or 0) - (status.predicted_peak_bytes or 0))
+        filled = step.filled(natural.allocated_bytes + min(left_bytes, int(_MORE * natural.allocated_bytes)))
         if filled.reserved_bytes > _WORTH * natural.reserved_bytes:
             self._expected_bytes = natural.reserved_bytes
             return
@@ -147,8 +146,11 @@ class Placement:
 
 
 def fill(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Blocks of these sizes, to fill holes; nothing is written to them."""
-    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+    """Blocks of these sizes, to fill holes; nothing is written to them. None where the device has no more to give."""
+    try:
+        return [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+    except torch.OutOfMemoryError:
+        return []
 
 
 def release(fillers: list[torch.Tensor]) -> None:

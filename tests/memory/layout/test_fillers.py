@@ -80,7 +80,7 @@ def test_a_block_that_would_split_a_hole_lies_behind_it() -> None:
 
 
 def test_no_more_is_filled_than_may_be_in_use() -> None:
-    for seed in range(8):
+    for seed in range(30):
         step = Step(drawn(seed), [])
         natural = step.as_it_is()
         assert step.filled(natural.allocated_bytes).allocated_bytes <= natural.allocated_bytes

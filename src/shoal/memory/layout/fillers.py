@@ -109,7 +109,7 @@ class Step:
             if best.reserved_bytes <= _ENOUGH * best.allocated_bytes:
                 break
             made = self._run(self._layout(grain_bytes), most_bytes)
-            if made.reserved_bytes < best.reserved_bytes:
+            if made.reserved_bytes < best.reserved_bytes and made.allocated_bytes <= most_bytes:
                 best = made
         return best
 
