@@ -87,7 +87,7 @@ class Case:
     optimizer: str = "sgd"
     amp: str = ""
     share: float | None = None
-    steps: int = 3
+    steps: int = 5
     beside: str = ""
     workspace_bytes: int = 0
     channels_last: bool = False

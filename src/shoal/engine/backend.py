@@ -33,11 +33,13 @@ from shoal.engine.loop_memory import Basis
 from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.options import CompileOptions
+from shoal.engine.placement import Placement
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, Form
 from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
+from shoal.lowlevel.cuda_allocator import can_record
 from shoal.lowlevel.torch_internals import eager_kernels
 from shoal.memory.budget import budget_bytes
 from shoal.memory.limit import no_memory_limit
@@ -148,6 +150,7 @@ class PlannedStep:
         self.handed_stayed: bool | None = None
         self.leaving: tuple[tuple[int, ...], ...] = ()  # places of the gradients that leave early, group by group
         self.gradient_order: list[int] = []  # places of all gradients as eager PyTorch finds them
+        self.placement: Placement | None = None
         self._captured: Captured | None = None  # as it was planned, where sizes vary
         self._sizes_seen: set[tuple[int, ...]] = set()
         self._numbers: Numbers = {}  # of the last call that was metered
@@ -211,7 +214,15 @@ class PlannedStep:
             handed_over(backward.graph),
             gradient_order(captured.joint.graph, captured.backward_outputs),
         )
+        if self._can_be_placed():
+            self.placement = Placement(self.device, self.session.status, self.session.name or "model")
         return forward, backward
+
+    def _can_be_placed(self) -> bool:
+        """Whether its blocks can lie at planned addresses: one step after the other takes the same course."""
+        if not self.session.status.expandable_segments or self.aten_only or self.leaving:
+            return False
+        return self._captured is None and can_record()
 
     def make_plan(self, captured: Captured) -> Captured:
         """Set `plan` and `basis`; the step as it is under the plan."""
@@ -223,13 +234,16 @@ class PlannedStep:
             return self.basis
         return self.basis.resized(bytes_at(self._captured, self._numbers))
 
-    def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _compile(self, part: str, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.aten_only:  # Inductor's code holds strides against the trace itself
             return self.run_graphs(module, example_inputs)
-        return checked(module, self.run_graphs, example_inputs, self.departures)
+        run = checked(module, self.run_graphs, example_inputs, self.departures)
+        if self.placement is None:
+            return run
+        return self.placement.follow(part, module, run, lambda module: self.run_graphs(module, example_inputs))
 
     def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        run = self._compile(module, example_inputs)
+        run = self._compile("forward", module, example_inputs)
         sizes_of = call_sizes(module.graph)
 
         def forward(arguments: list[Any]) -> Any:
@@ -239,6 +253,8 @@ class PlannedStep:
                 self.steps_to_meter = max(self.steps_to_meter, 1)
             if self.steps_to_meter and sizes:
                 self._numbers = numbers_of(module.graph, arguments)
+            if self.placement is not None:
+                self.placement.begins()
             measures = self.errors_unknown and not self.steps_to_meter
             return self.session.metering.forward(
                 self, partial(self._measure_errors, run) if measures else run, arguments
@@ -257,7 +273,7 @@ class PlannedStep:
         return outputs
 
     def compile_backward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        run = self._compile(module, example_inputs)
+        run = self._compile("backward", module, example_inputs)
         output: Any = module.graph.output_node().args[0]
         n_gradients = len(output)
 
@@ -275,6 +291,8 @@ class PlannedStep:
             if self.leaving:
                 return gates_or_all(in_parts(arguments), self.leaving, n_gradients)
             gradients = self.session.metering.backward(self, run, arguments)
+            if self.placement is not None:
+                self.placement.ends()
             learn_layouts()
             return gradients
 

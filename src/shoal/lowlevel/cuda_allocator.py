@@ -1,14 +1,16 @@
-"""Settings of PyTorch's caching allocator on CUDA, which has no public way to change them once a process runs."""
+"""PyTorch's caching allocator on CUDA: settings once a process runs, and its record of what it does."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 _EXPANDABLE = "expandable_segments"
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _set_here = ""
+_MOST_ENTRIES = 1_000_000
 
 
 def set_expandable_segments() -> bool:
@@ -41,3 +43,56 @@ def _set(settings: str) -> None:
     _set_here = settings
     set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # not before PyTorch 2.12
     (set_settings or torch.cuda.memory._set_allocator_settings)(settings)
+
+
+def can_record() -> bool:
+    """Whether the allocator's record can say which op ran: this PyTorch lets a text stand beside each entry."""
+    return hasattr(torch._C, "_cuda_setMemoryMetadata")
+
+
+def start_record() -> bool:
+    """Let the allocator write down what it does; False where somebody has it write already."""
+    if torch._C._cuda_isHistoryEnabled():
+        return False
+    torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=_MOST_ENTRIES)
+    return True
+
+
+def stop_record() -> None:
+    """End it, and drop what was written."""
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def label(text: str) -> None:
+    """What stands beside each entry of the record from here on."""
+    torch._C._cuda_setMemoryMetadata(text)
+
+
+def record_length(device: torch.device) -> int:
+    """How many entries there are."""
+    return len(_entries(device))
+
+
+def recorded(device: torch.device, start: int) -> list[tuple[str, int, int, bool]]:
+    """What was done on the current stream since the entry `start`: label, address, bytes, allocated (or freed)."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    found = []
+    for entry in _entries(device)[start:]:
+        if entry["stream"] == stream and entry["action"] in ("alloc", "free_completed"):
+            allocated = entry["action"] == "alloc"
+            found.append((entry.get("user_metadata", ""), entry["addr"], entry["size"], allocated))
+    return found
+
+
+def segments(device: torch.device) -> list[dict[str, Any]]:
+    """What the allocator has reserved for the current stream, outside of private pools."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    found = torch.cuda.memory_snapshot()
+    index = torch.device("cuda", torch.cuda.current_device()).index if device.index is None else device.index
+    return [s for s in found if s["device"] == index and s["stream"] == stream and s["segment_pool_id"] == (0, 0)]
+
+
+def _entries(device: torch.device) -> list[dict[str, Any]]:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    entries: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][index]
+    return entries

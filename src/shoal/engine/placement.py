@@ -1,0 +1,173 @@
+"""Planned addresses on CUDA: the second run of a step is recorded, from the third on its blocks lie as laid out.
+
+PyTorch's allocator reserves more of the device than is in use, where what is free lies in pieces. What it will do is
+known once one step was recorded, and fillers make it choose the addresses of a layout without gaps
+(`shoal.memory.layout.fillers`). No result depends on any of this: where a step takes another course than the recorded
+one, its blocks lie elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shoal.core.sizes import format_bytes
+from shoal.engine.first_run import run_nodes
+from shoal.engine.status import Status
+from shoal.lowlevel import cuda_allocator
+from shoal.memory.layout.fillers import Event, Filled, Step
+
+log = logging.getLogger("shoal")
+
+_RECORDED_RUN = 2  # the first one has libraries and the optimizer allocate what stays
+_MORE = 0.015  # of a peak: what may be filled above it, or reserved beyond what was planned
+_WORTH = 0.97  # of what is reserved anyway
+
+Run = Callable[[list[Any]], Any]
+
+
+class Placement:
+    """The addresses of one step's blocks.
+
+    Args:
+        device: where it runs.
+        status: `model.shoal`, whose reserved peak is noted.
+        name: the model's, for what is logged.
+    """
+
+    def __init__(self, device: torch.device, status: Status, name: str) -> None:
+        self._device = device
+        self._status = status
+        self._name = name
+        self._runs = 0
+        self._is_recording = self._records_alone = False
+        self._start = 0
+        self._events: list[Event] = []
+        self._graphs: dict[str, tuple[fx.GraphModule, Callable[[fx.GraphModule], Run]]] = {}
+        self._placed: dict[str, Run] = {}
+        self._expected_bytes = 0
+
+    def follow(self, part: str, module: fx.GraphModule, run: Run, compiled: Callable[[fx.GraphModule], Run]) -> Run:
+        """`run`, recorded and placed.
+
+        Args:
+            part: "forward" or "backward".
+            module: the graph that `run` runs.
+            run: takes a list of arguments, which it empties.
+            compiled: makes a graph such a callable.
+        """
+        self._graphs[part] = module, compiled
+
+        def follow(arguments: list[Any]) -> Any:
+            if self._is_recording:
+                return self._recorded(part, module, arguments)
+            return self._placed.get(part, run)(arguments)
+
+        return follow
+
+    def begins(self) -> None:
+        """Before each forward pass of the step."""
+        self._runs += 1
+        if self._is_recording:  # its backward pass did not come
+            self._stop()
+        if self._runs == _RECORDED_RUN:
+            self._records_alone = cuda_allocator.start_record()
+            self._start = cuda_allocator.record_length(self._device)
+            self._is_recording = True
+        elif self._events:
+            self._place(Step(self._events, self._trimmed()))
+            self._events = []
+        elif self._expected_bytes:
+            self._look()
+
+    def ends(self) -> None:
+        """After each backward pass of the step."""
+        if self._is_recording:
+            recorded = cuda_allocator.recorded(self._device, self._start)
+            self._events = [Event(*entry) for entry in recorded]
+            self._stop()
+
+    def _stop(self) -> None:
+        self._is_recording = False
+        if self._records_alone:
+            cuda_allocator.stop_record()
+
+    def _recorded(self, part: str, module: fx.GraphModule, arguments: list[Any]) -> Any:
+        def name_the_next(node: fx.Node, value: Any) -> Any:
+            cuda_allocator.label(_key(part, node.next))
+            return value
+
+        try:
+            return run_nodes(module, arguments, name_the_next)
+        finally:
+            cuda_allocator.label("")
+
+    def _trimmed(self) -> list[dict[str, Any]]:
+        torch.cuda.empty_cache()
+        return cuda_allocator.segments(self._device)
+
+    def _place(self, step: Step) -> None:
+        natural, status = step.as_it_is(), self._status
+        left_bytes = max(0, (status.budget_bytes or 0) - (status.predicted_peak_bytes or 0))
+        filled = step.filled(natural.allocated_bytes + min(left_bytes, int(_MORE * natural.allocated_bytes)))
+        if filled.reserved_bytes > _WORTH * natural.reserved_bytes:
+            self._expected_bytes = natural.reserved_bytes
+            return
+        release(fill(self._device, filled.mapping))
+        for part, (module, compiled) in self._graphs.items():
+            _write(part, module, filled, self._device)
+            self._placed[part] = compiled(module)
+        self._expected_bytes = filled.reserved_bytes
+        log.info(
+            "%s: its blocks lie at planned addresses from here on: %s reserved, else %s, for %s in use",
+            self._name,
+            format_bytes(filled.reserved_bytes),
+            format_bytes(natural.reserved_bytes),
+            format_bytes(natural.allocated_bytes),
+        )
+
+    def _look(self) -> None:
+        """Note what is reserved now; let the allocator choose where the step takes another course than it did."""
+        reserved_bytes = torch.cuda.memory_reserved(self._device)
+        self._status.reserved_peak_bytes = reserved_bytes
+        if self._placed and reserved_bytes > (1 + _MORE) * self._expected_bytes:
+            log.info(
+                "%s: %s are reserved where %s were planned: the step takes another course than was recorded; its "
+                "blocks lie where the allocator puts them from here on",
+                self._name,
+                format_bytes(reserved_bytes),
+                format_bytes(self._expected_bytes),
+            )
+            self._placed.clear()
+
+
+def fill(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Blocks of these sizes, to fill holes; nothing is written to them. None where the device has no more to give."""
+    try:
+        return [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+    except torch.OutOfMemoryError:
+        return []
+
+
+def release(fillers: list[torch.Tensor]) -> None:
+    """Release them."""
+    fillers.clear()
+
+
+def _key(part: str, node: fx.Node) -> str:
+    return f"{part} {node.name}"
+
+
+def _write(part: str, module: fx.GraphModule, filled: Filled, device: torch.device) -> None:
+    """Write into the graph what is filled while each of its ops runs."""
+    for node in list(module.graph.nodes):
+        sizes = filled.sizes.get(_key(part, node))
+        if sizes is not None and node.op == "call_function":
+            with module.graph.inserting_before(node):
+                fillers = module.graph.call_function(fill, (device, sizes))
+            with module.graph.inserting_after(node):
+                module.graph.call_function(release, (fillers,))

@@ -1,0 +1,292 @@
+"""PyTorch's caching allocator on CUDA as data: where it puts each block, and what it reserves of the device for it.
+
+Blocks are handed out from the smallest free one that is large enough, of several from one of a segment of a fixed
+size, then the lowest; up to 1 MiB they come from
+pages of their own. With `expandable_segments`, which is what is followed here, one range of addresses grows page by
+page where nothing free is large enough, and a block at its growing end is taken only where no other is.
+`tests/cuda_standin/test_caching_allocator.py` compares this with the allocator itself, address by address.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from itertools import islice, pairwise
+from typing import Any
+
+BLOCK_BYTES = 512
+LARGEST_SMALL_BYTES = 1 << 20
+_PAGE_BYTES = {True: 2 << 20, False: 20 << 20}  # of small blocks, and of large ones
+_RANGE_BYTES = 1 << 44  # of addresses, more than any device has bytes
+
+
+def block_bytes(nbytes: int) -> int:
+    """What the allocator hands out for so many bytes.
+
+    >>> block_bytes(1), block_bytes(513)
+    (512, 1024)
+    """
+    return max(1, -(-nbytes // BLOCK_BYTES)) * BLOCK_BYTES
+
+
+class Block:
+    """A range of addresses that is in use, free, or not backed by memory.
+
+    Attributes:
+        address, size_bytes: the range.
+        small: whether it is of the pages for small blocks.
+        grows: whether it is of a range that grows.
+        free, mapped: a free one can be handed out; one that is not mapped takes no memory.
+        before, after: its neighbours.
+    """
+
+    __slots__ = ("address", "after", "before", "free", "grows", "mapped", "size_bytes", "small")
+
+    def __init__(self, address: int, size_bytes: int, *, small: bool, grows: bool = True, mapped: bool = True) -> None:
+        self.address, self.size_bytes, self.small, self.grows = address, size_bytes, small, grows
+        self.free, self.mapped = True, mapped
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+    @property
+    def end(self) -> int:
+        """The address behind it."""
+        return self.address + self.size_bytes
+
+    @property
+    def reach_bytes(self) -> int:
+        """Its size once it has grown."""
+        beyond = self.after
+        return self.size_bytes + (beyond.size_bytes if beyond is not None and not beyond.mapped else 0)
+
+
+class CachingAllocator:
+    """The blocks of one stream of a device.
+
+    What a snapshot does not tell is not known to it: pages that were given back below the lowest address that is left,
+    and which of two segments of a fixed size is older, whose holes come first among holes of one size.
+
+    Attributes:
+        reserved_bytes: that are mapped. peak_reserved_bytes: the most of them.
+        allocated_bytes: in use. peak_allocated_bytes: the most of them.
+    """
+
+    def __init__(self) -> None:
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self._free: dict[bool, list[tuple[int, bool, int]]] = {True: [], False: []}  # bytes, grows, address; sorted
+        self._at: dict[int, Block] = {}
+        self._first: dict[bool, Block] = {}  # of the range that grows
+
+    @classmethod
+    def of_snapshot(cls, segments: Iterable[Mapping[str, Any]]) -> CachingAllocator:
+        """The allocator as `torch.cuda.memory_snapshot()` tells it, of one stream's segments and no private pool's."""
+        made = cls()
+        for small, kind in ((True, "small"), (False, "large")):
+            some = sorted((s for s in segments if s["segment_type"] == kind), key=lambda s: int(s["address"]))
+            for segment in some:
+                if not segment["is_expandable"]:
+                    made._chain(made._blocks_of(segment, small=small, grows=False))
+            growing = [block for s in some if s["is_expandable"] for block in made._blocks_of(s, small=small)]
+            if growing:
+                made._first[small] = made._chain(_with_gaps(growing, small=small))
+        made.peak_reserved_bytes, made.peak_allocated_bytes = made.reserved_bytes, made.allocated_bytes
+        return made
+
+    def in_use(self) -> list[Block]:
+        """The blocks in use, by address."""
+        return sorted((block for block in self._at.values() if not block.free), key=lambda block: block.address)
+
+    def block_at(self, address: int) -> Block | None:
+        """The block in use that begins there."""
+        found = self._at.get(address)
+        return None if found is None or found.free else found
+
+    def holes(self, size_bytes: int) -> list[Block]:
+        """The free large blocks of at least so many bytes."""
+        return [self._at[address] for nbytes, _, address in self._free[False] if nbytes >= size_bytes]
+
+    def choice(self, size_bytes: int) -> Block | None:
+        """The free block that the next request of so many bytes is cut from; None where the range has to grow."""
+        small = size_bytes <= LARGEST_SMALL_BYTES
+        free = self._free[small]
+        place = bisect_left(free, (size_bytes, False, 0))
+        if place == len(free):
+            return None
+        found = self._at[free[place][2]]
+        for _, _, address in islice(free, place + 1, None):
+            other = self._at[address]
+            if not found.grows or other.reach_bytes >= found.reach_bytes:
+                break
+            found = other
+        return found
+
+    def allocate(self, nbytes: int) -> Block:
+        """Hand out a block."""
+        size_bytes = block_bytes(nbytes)
+        block = self.choice(size_bytes)
+        if block is not None:
+            self._take(block)
+        else:
+            block = self._grow(size_bytes, small=size_bytes <= LARGEST_SMALL_BYTES)
+        left_bytes = block.size_bytes - size_bytes
+        if left_bytes:
+            rest = self._cut(block, size_bytes)
+            self._put(rest)
+        block.free = False
+        self._at[block.address] = block
+        self.allocated_bytes += block.size_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def release(self, block: Block) -> None:
+        """Take a block back."""
+        self.allocated_bytes -= block.size_bytes
+        block.free = True
+        after, before = block.after, block.before
+        if after is not None and after.mapped and after.free:
+            self._take(after)
+            _join(block, after)
+        if before is not None and before.mapped and before.free:
+            self._take(before)
+            self._at.pop(block.address, None)
+            _join(before, block)
+            block = before
+        self._put(block)
+
+    @property
+    def top(self) -> int:
+        """The address behind the last large block in use of the range that grows."""
+        return self._tail().address
+
+    def _tail(self) -> Block:
+        last = self._range(small=False)
+        while last.after is not None:
+            last = last.after
+        before = last.before
+        return before if before is not None and before.free and before.mapped else last
+
+    def map_up_to(self, end: int) -> tuple[int, ...]:
+        """Let the range of large blocks be mapped up to `end`; the sizes that were allocated and released for it."""
+        tail = self._tail()
+        if end <= tail.end and tail.mapped:
+            return ()
+        held = [self.allocate(end - tail.address)]
+        while held[-1].end < end:  # a hole elsewhere was large enough
+            held.append(self.allocate(end - tail.address))
+        sizes = tuple(block.size_bytes for block in held)
+        for block in held:
+            self.release(block)
+        return sizes
+
+    def _put(self, block: Block) -> None:
+        insort(self._free[block.small], (block.size_bytes, block.grows, block.address))
+        self._at[block.address] = block
+
+    def _take(self, block: Block) -> None:
+        free = self._free[block.small]
+        del free[bisect_left(free, (block.size_bytes, block.grows, block.address))]
+        del self._at[block.address]
+
+    def _cut(self, block: Block, size_bytes: int) -> Block:
+        rest = Block(
+            block.address + size_bytes,
+            block.size_bytes - size_bytes,
+            small=block.small,
+            grows=block.grows,
+            mapped=block.mapped,
+        )
+        block.size_bytes = size_bytes
+        rest.before, rest.after, block.after = block, block.after, rest
+        if rest.after is not None:
+            rest.after.before = rest
+        return rest
+
+    def _grow(self, size_bytes: int, *, small: bool) -> Block:
+        start = self._room(self._range(small=small), size_bytes)
+        if start.mapped:
+            self._take(start)
+        else:
+            self._map(start, size_bytes)
+        while start.size_bytes < size_bytes:
+            beyond = start.after
+            assert beyond is not None
+            if not beyond.mapped:
+                self._map(beyond, size_bytes - start.size_bytes)
+            else:
+                self._take(beyond)
+            _join(start, beyond)
+        beyond = start.after
+        if beyond is not None and beyond.mapped and beyond.free:
+            self._take(beyond)
+            _join(start, beyond)
+        return start
+
+    def _range(self, *, small: bool) -> Block:
+        """The first block of the range that grows."""
+        if small not in self._first:
+            self._first[small] = Block(_RANGE_BYTES * (2 + 2 * small), _RANGE_BYTES, small=small, mapped=False)
+        return self._first[small]
+
+    @staticmethod
+    def _room(first: Block, size_bytes: int) -> Block:
+        """The first place, by address, where enough addresses are free or not mapped."""
+        at: Block | None = first
+        while at is not None:
+            if not at.mapped:
+                before = at.before
+                start = before if before is not None and before.mapped and before.free else at
+                room_bytes, beyond = start.size_bytes, start.after
+                while beyond is not None and beyond.free and room_bytes < size_bytes:  # what is not mapped is free
+                    room_bytes, beyond = room_bytes + beyond.size_bytes, beyond.after
+                if room_bytes >= size_bytes:
+                    return start
+            at = at.after
+        raise AssertionError("the last block reaches beyond all memory")
+
+    def _map(self, block: Block, wanted_bytes: int) -> None:
+        page_bytes = _PAGE_BYTES[block.small]
+        mapped_bytes = min(-(-wanted_bytes // page_bytes) * page_bytes, block.size_bytes)
+        if mapped_bytes < block.size_bytes:
+            self._cut(block, mapped_bytes)
+        block.mapped = True
+        self.reserved_bytes += mapped_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _blocks_of(self, segment: Mapping[str, Any], *, small: bool, grows: bool = True) -> list[Block]:
+        self.reserved_bytes += int(segment["total_size"])
+        made = []
+        for block in segment["blocks"]:
+            one = Block(int(block["address"]), int(block["size"]), small=small, grows=grows)
+            one.free = block["state"] == "inactive"
+            made.append(one)
+        return made
+
+    def _chain(self, blocks: list[Block]) -> Block:
+        for one, other in pairwise(blocks):
+            one.after, other.before = other, one
+        for block in blocks:
+            if block.mapped and block.free:
+                self._put(block)
+            elif block.mapped:
+                self._at[block.address] = block
+                self.allocated_bytes += block.size_bytes
+        return blocks[0]
+
+
+def _join(block: Block, beyond: Block) -> None:
+    block.size_bytes += beyond.size_bytes
+    block.after = beyond.after
+    if beyond.after is not None:
+        beyond.after.before = block
+
+
+def _with_gaps(blocks: list[Block], *, small: bool) -> list[Block]:
+    """The blocks of a range that grows, and what is not mapped between and behind them."""
+    whole: list[Block] = []
+    for block in blocks:
+        if whole and whole[-1].end < block.address:
+            gap_bytes = block.address - whole[-1].end
+            whole.append(Block(whole[-1].end, gap_bytes, small=small, mapped=False))
+        whole.append(block)
+    return [*whole, Block(whole[-1].end, _RANGE_BYTES, small=small, mapped=False)]

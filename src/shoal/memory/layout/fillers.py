@@ -1,0 +1,299 @@
+"""Planned addresses in PyTorch's caching allocator, which decides itself where a block lies: the holes that it would
+choose are filled while an op allocates.
+
+What a step allocates and frees, in order, is the same in every step. So its blocks can be laid out over the whole of
+it (the largest first, each at the lowest address that is free all its life), and the allocator's choice at each op is
+known (`caching_allocator`). Where that is another hole, or another part of it, blocks of exactly the size of what comes
+first are allocated before the op and released behind it. They write nothing, and take what no tensor has.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, Block, CachingAllocator, block_bytes
+from shoal.memory.layout.fit import best_fit
+from shoal.memory.layout.problem import Block as LaidOut
+from shoal.memory.layout.problem import Problem
+from shoal.memory.layout.search import search
+
+_SEARCH_SECONDS = 1.0
+_GRAINS = (512, 1 << 20, 3 << 19, 5 << 19)
+_ENOUGH = 1.02  # of the bytes in use at the peak
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that the allocator did.
+
+    Attributes:
+        op: that ran; "" for what runs beside the planned ops, such as the loss.
+        address: where the block was.
+        size_bytes: its size, as it was asked for.
+        allocated: whether it was allocated; else freed.
+    """
+
+    op: str
+    address: int
+    size_bytes: int
+    allocated: bool
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A step with planned addresses.
+
+    Attributes:
+        mapping: blocks to allocate and release once before it, so that the addresses are backed by memory.
+        sizes: by op, the blocks that fill holes while it runs, in order.
+        reserved_bytes: at its peak.
+        allocated_bytes: at its peak, with what fills holes.
+    """
+
+    mapping: tuple[int, ...]
+    sizes: Mapping[str, tuple[int, ...]]
+    reserved_bytes: int
+    allocated_bytes: int
+
+
+@dataclass(frozen=True)
+class _Life:
+    """A large block of the step: allocated by the event `start`, in use in these `spans` of events."""
+
+    start: int
+    size_bytes: int
+    spans: tuple[tuple[int, int], ...]
+
+    def meets(self, other: _Life) -> bool:
+        return any(a < d and c < b for a, b in self.spans for c, d in other.spans)
+
+
+class Step:
+    """A recorded step, from its first event to the first of the next one.
+
+    Args:
+        events: in order.
+        segments: the allocator's, as they are when the step begins; see `CachingAllocator.of_snapshot`.
+    """
+
+    def __init__(self, events: Sequence[Event], segments: Iterable[Mapping[str, Any]]) -> None:
+        self._segments = list(segments)
+        self._events = list(events)
+        self._groups = _by_op(self._events)
+        there = {b.address: b for b in CachingAllocator.of_snapshot(self._segments).in_use()}
+        self._frees: dict[int, int] = {}  # event → address, in the record, of what it frees
+        self._stays: dict[int, int] = {}  # address of what is there until it is freed → event that makes its successor
+        self._standing, self._lives = self._lifetimes(there)
+        # An op's first large block lies where it is planned; what else it allocates finds its place by itself.
+        self._planned = {
+            next((n for n in group if events[n].allocated and events[n].size_bytes > LARGEST_SMALL_BYTES), -1)
+            for group in self._groups
+            if events[group[0]].op and events[group[0]].allocated
+        } - {-1}
+
+    def as_it_is(self) -> Filled:
+        """The step with nothing filled."""
+        return self._run({}, 0)
+
+    def filled(self, most_bytes: int) -> Filled:
+        """The step with the addresses that reserve least, as far as was looked.
+
+        Args:
+            most_bytes: that may be in use at its peak, with what fills holes.
+        """
+        best = self._run({}, 0)
+        for grain_bytes in _GRAINS:
+            if best.reserved_bytes <= _ENOUGH * best.allocated_bytes:
+                break
+            made = self._run(self._layout(grain_bytes), most_bytes)
+            if made.reserved_bytes < best.reserved_bytes and made.allocated_bytes <= most_bytes:
+                best = made
+        return best
+
+    def _layout(self, grain_bytes: int) -> dict[int, int]:
+        """Addresses of the step's blocks: in holes between what was there before, all others above it in fewest bytes.
+
+        Sizes are rounded up to whole grains: before a block, the allocator can fill more than 1 MiB, or nothing.
+        """
+        end = len(self._events)
+        top = CachingAllocator.of_snapshot(self._segments).top
+        planned = self._in_holes(top)
+        lives = [life for life in self._lives if life.start not in planned]
+        spans = (life.spans[0] if len(life.spans) == 1 else (0, end) for life in lives)
+        problem = Problem(
+            tuple(
+                LaidOut(str(life.start), *span, -(-life.size_bytes // grain_bytes) * grain_bytes)
+                for life, span in zip(lives, spans, strict=True)
+            )
+        )
+        found = search(problem, problem.highest_live_bytes, time_limit_seconds=_SEARCH_SECONDS).layout
+        for life, offset in zip(lives, (found or best_fit(problem)).offsets, strict=True):
+            planned[life.start] = top + offset
+        return {start: address for start, address in planned.items() if start in self._planned}
+
+    def _in_holes(self, top: int) -> dict[int, int]:
+        """Addresses of blocks that are in use at the peak and fit into holes below `top`, the longest in use first."""
+        peak = self._peak()
+        holes = [h for h in CachingAllocator.of_snapshot(self._segments).holes(LARGEST_SMALL_BYTES) if h.address < top]
+        placed: dict[int, list[tuple[int, int, _Life]]] = {hole.address: [] for hole in holes}
+        found: dict[int, int] = {}
+        long = sorted(self._lives, key=lambda life: (-sum(b - a for a, b in life.spans), life.start))
+        for life in long:
+            if life.start not in self._planned or not any(a <= peak < b for a, b in life.spans):
+                continue
+            for hole in holes:
+                address = hole.address
+                for start, stop, other in placed[hole.address]:
+                    if life.meets(other):
+                        if start - address >= life.size_bytes:
+                            break
+                        address = max(address, stop)
+                if address + life.size_bytes <= hole.end:
+                    insort(placed[hole.address], (address, address + life.size_bytes, life), key=lambda one: one[:2])
+                    found[life.start] = address
+                    break
+        return found
+
+    def _peak(self) -> int:
+        """The event at which most bytes of the step's large blocks are in use."""
+        changes = [(a, life.size_bytes) for life in self._lives for a, _ in life.spans]
+        changes += [(b, -life.size_bytes) for life in self._lives for _, b in life.spans]
+        in_use = highest = peak = 0
+        for event, change in sorted(changes):
+            in_use += change
+            if in_use > highest:
+                highest, peak = in_use, event
+        return peak
+
+    def _lifetimes(self, there: Mapping[int, Block]) -> tuple[list[_Life], list[_Life]]:
+        """Large blocks from before the step, and those of the step.
+
+        What a step frees of the one before, such as its gradients, takes the place of what it leaves to the next one.
+        Anything else that it freed of before was there once, and is not in the next one.
+        """
+        end = len(self._events)
+        began: dict[int, tuple[int, int]] = {}
+        lives: list[_Life] = []
+        freed: list[tuple[int, int]] = []  # of what was there: when, bytes
+        for number, event in enumerate(self._events):
+            size_bytes = block_bytes(event.size_bytes)
+            if event.allocated:
+                began[event.address] = number, size_bytes
+            elif event.address in began:
+                start, size_bytes = began.pop(event.address)
+                self._frees[number] = event.address
+                lives.append(_Life(start, size_bytes, ((start, number),)))
+            else:
+                freed.append((number, size_bytes))
+        until: dict[int, int] = {}
+        for address, (start, size_bytes) in began.items():
+            spans: tuple[tuple[int, int], ...] = ((start, end),)
+            same = there.get(address)
+            match = next((one for one in freed if one[1] == size_bytes), None)
+            if match is not None and same is not None and same.size_bytes == size_bytes:
+                freed.remove(match)
+                until[address], self._frees[match[0]] = match[0], address
+                self._stays[address] = start
+                spans = ((0, match[0]), *spans) if match[0] else spans
+            lives.append(_Life(start, size_bytes, spans))
+        standing = [
+            _Life(address, block.size_bytes, ((0, until.get(address, end)),))
+            for address, block in there.items()
+            if not block.small and block.grows
+        ]
+        return standing, [life for life in lives if life.size_bytes > LARGEST_SMALL_BYTES]
+
+    def _run(self, planned: Mapping[int, int], most_bytes: int) -> Filled:
+        """Two steps in a row, as the allocator runs them."""
+        allocator = CachingAllocator.of_snapshot(self._segments)
+        blocks: dict[int, Block] = {block.address: block for block in allocator.in_use()}
+        sizes: dict[str, tuple[int, ...]] = {}
+        mapping: tuple[int, ...] = ()
+        if planned:
+            mapping = allocator.map_up_to(max(planned[n] + block_bytes(self._events[n].size_bytes) for n in planned))
+        for repeated in (False, True):
+            made: dict[int, int] = {}  # address in the record → event, of what is in use
+            for group in self._groups:
+                first = self._events[group[0]]
+                op = first.op if first.allocated else ""
+                target = next((n for n in group if n in planned), None)
+                fillers: list[Block] = []
+                if repeated:
+                    fillers = [allocator.allocate(nbytes) for nbytes in sizes.get(op, ())]
+                elif target is not None:
+                    fillers = _fill(
+                        allocator, planned[target], block_bytes(self._events[target].size_bytes), most_bytes
+                    )
+                    if fillers:
+                        sizes[op] = tuple(block.size_bytes for block in fillers)
+                for number in group:
+                    event = self._events[number]
+                    if event.allocated:
+                        blocks[event.address] = allocator.allocate(event.size_bytes)
+                        made[event.address] = number
+                    elif (address := self._frees.get(number, -1)) in blocks:
+                        allocator.release(blocks.pop(address))
+                        made.pop(address, None)
+                for block in fillers:
+                    allocator.release(block)
+            for address, number in made.items():
+                if self._stays.get(address) != number:  # gone when the next step begins, such as gradients
+                    allocator.release(blocks.pop(address))
+        return Filled(mapping, sizes, allocator.peak_reserved_bytes, allocator.peak_allocated_bytes)
+
+
+def _by_op(events: Sequence[Event]) -> list[list[int]]:
+    """Events in a row of the same op. What an op frees before it allocates are the operands of the one before."""
+    groups: list[list[int]] = []
+    current = ""
+    for number, event in enumerate(events):
+        op = event.op if event.allocated or event.op == current else ""
+        if groups and op == current:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+        current = op
+    return groups
+
+
+def _fill(allocator: CachingAllocator, planned: int, size_bytes: int, most_bytes: int) -> list[Block]:
+    """Allocate what makes the next block of so many bytes lie as near to `planned` as can be."""
+    near = (_nearest(hole, planned, size_bytes) for hole in allocator.holes(size_bytes))
+    wanted = min(near, key=lambda place: (abs(place[1] - planned), place), default=None)
+    if wanted is None:
+        return []
+    hole, address = wanted
+    filled: list[Block] = []
+
+    def fill_until(chosen: int, wanted_bytes: int) -> bool:
+        while (choice := allocator.choice(wanted_bytes)) is not None and choice.address != chosen:
+            if allocator.allocated_bytes + choice.size_bytes + size_bytes > most_bytes:
+                return False
+            filled.append(allocator.allocate(choice.size_bytes))
+        return choice is not None
+
+    before_bytes = address - hole
+    done = before_bytes == 0
+    if not done and fill_until(hole, before_bytes):
+        done = allocator.allocated_bytes + before_bytes + size_bytes <= most_bytes
+        if done:
+            filled.append(allocator.allocate(before_bytes))
+    if done and fill_until(address, size_bytes):
+        return filled
+    for block in filled:
+        allocator.release(block)
+    return []
+
+
+def _nearest(hole: Block, planned: int, size_bytes: int) -> tuple[int, int]:
+    """Where the hole begins, and where in it the block lies nearest to where it is planned.
+
+    What fills the hole before it has to be a large block, too.
+    """
+    address = min(max(planned, hole.address), hole.end - size_bytes)
+    if address - hole.address <= LARGEST_SMALL_BYTES:
+        address = hole.address
+    return hole.address, address

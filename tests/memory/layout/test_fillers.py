@@ -1,0 +1,97 @@
+"""Fillers make the allocator choose planned addresses: replayed here with an allocator that knows nothing of a plan."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from shoal.memory.layout.caching_allocator import Block, CachingAllocator
+from shoal.memory.layout.fillers import Event, Filled, Step
+
+MIB = 1 << 20
+
+
+def allocated(op: str, address: int, mib: int) -> Event:
+    return Event(op, address, mib * MIB, allocated=True)
+
+
+def freed(event: Event) -> Event:
+    return Event("", event.address, event.size_bytes, allocated=False)
+
+
+def drawn(seed: int) -> list[Event]:
+    random, live, events = Random(seed), list[Event](), list[Event]()
+    for number in range(60):
+        if len(live) > 3 and random.random() < 0.55:
+            events.append(freed(live.pop(random.randrange(len(live)))))
+        else:
+            live.append(allocated(f"op {number}", number, random.choice((3, 5, 8, 13, 40, 80))))
+            events.append(live[-1])
+    return events + [freed(event) for event in live]
+
+
+def replayed(events: list[Event], filled: Filled, steps: int = 3) -> CachingAllocator:
+    """What the allocator does in some steps."""
+    allocator = CachingAllocator()
+    for block in [allocator.allocate(nbytes) for nbytes in filled.mapping]:
+        allocator.release(block)
+    for _ in range(steps):
+        blocks: dict[int, Block] = {}
+        for event in events:
+            if not event.allocated:
+                allocator.release(blocks.pop(event.address))
+                continue
+            fillers = [allocator.allocate(nbytes) for nbytes in filled.sizes.get(event.op, ())]
+            blocks[event.address] = allocator.allocate(event.size_bytes)
+            for block in fillers:
+                allocator.release(block)
+    return allocator
+
+
+EMPTY = Filled((), {}, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_step_reserves_what_is_said_and_no_more_than_unplanned(seed: int) -> None:
+    events = drawn(seed)
+    step = Step(events, [])
+    natural, filled = step.as_it_is(), step.filled(1 << 40)
+    unplanned, planned = replayed(events, EMPTY), replayed(events, filled)
+    assert (natural.reserved_bytes, natural.allocated_bytes) == (
+        unplanned.peak_reserved_bytes,
+        unplanned.peak_allocated_bytes,
+    )
+    assert (filled.reserved_bytes, filled.allocated_bytes) == (
+        planned.peak_reserved_bytes,
+        planned.peak_allocated_bytes,
+    )
+    assert filled.reserved_bytes <= natural.reserved_bytes
+
+
+def test_a_block_that_would_split_a_hole_lies_behind_it() -> None:
+    wide, saved, late, again = (allocated(f"op {n}", n, mib) for n, mib in enumerate((100, 20, 20, 100)))
+    events = [wide, saved, freed(wide), late, again, freed(again), freed(late), freed(saved)]
+    step = Step(events, [])
+    assert step.as_it_is().reserved_bytes == 220 * MIB
+    filled = step.filled(140 * MIB)
+    assert filled.reserved_bytes == filled.allocated_bytes == 140 * MIB
+    assert sum(map(len, filled.sizes.values())) == 1
+
+
+def test_no_more_is_filled_than_may_be_in_use() -> None:
+    for seed in range(30):
+        step = Step(drawn(seed), [])
+        natural = step.as_it_is()
+        assert step.filled(natural.allocated_bytes).allocated_bytes <= natural.allocated_bytes
+
+
+def test_what_was_there_before_stays_and_its_holes_are_used() -> None:
+    used = {"address": 0, "size": 18 * MIB, "state": "active_allocated"}
+    hole = {"address": 18 * MIB, "size": 20 * MIB, "state": "inactive"}
+    behind = {"address": 38 * MIB, "size": 2 * MIB, "state": "active_allocated"}
+    segment = {"address": 0, "total_size": 40 * MIB, "segment_type": "large", "is_expandable": True}
+    one, two = allocated("op 1", 1 << 50, 19), allocated("op 2", 1 << 51, 41)
+    step = Step([one, two, freed(two), freed(one)], [{**segment, "blocks": [used, hole, behind]}])
+    filled = step.filled(1 << 40)
+    assert (filled.reserved_bytes, filled.allocated_bytes) == (100 * MIB, 80 * MIB)
