@@ -24,6 +24,8 @@ from tests.joint_graphs import NETWORKS, captured_step, operands, run_joint, run
 aten = torch.ops.aten
 inverted_batch_norm = torch.ops.shoal.inverted_batch_norm.default
 norm_act_backward = torch.ops.shoal.norm_act_backward.default
+sliced_norm = torch.ops.shoal.sliced_norm.default
+sliced_norm_gradient = torch.ops.shoal.sliced_norm_gradient.default
 norm_conv_backward = torch.ops.shoal.norm_conv_backward.default
 inverted_batch_norm_backward = torch.ops.shoal.inverted_batch_norm_backward.default
 
@@ -89,6 +91,9 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (norm_act_backward, lambda x, y: (x, [y], *statistics(x)[:3], y.sin(), True, [False, True, True])),
     (norm_act_backward, lambda x, y: (x, [y], *statistics(x)[:3], None, False, [True, False, False])),
     (norm_conv_backward, convolved),
+    (sliced_norm, lambda x, y: (x, *statistics(x)[:3], True)),
+    (sliced_norm, lambda x, y: (x, *statistics(x)[:3], False)),
+    (sliced_norm_gradient, lambda x, y: (x, y, *statistics(x), statistics(x)[0], True)),
     (aten.add.Tensor, lambda x, y: (x, 0.3)),
     (aten.sub.Tensor, lambda x, y: (x, 0.3)),
     (aten.mul.Tensor, lambda x, y: (x, 0.3)),
