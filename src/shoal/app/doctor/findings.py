@@ -121,7 +121,7 @@ def _gradients(found: Examination) -> str:
         return "not compared, as one of the two steps was not taken"
     if found.difference == 0:
         return "equal plain PyTorch's bit for bit"
-    return f"differ from plain PyTorch's by {found.difference:.0e} of a gradient's largest value at most"
+    return f"differ from plain PyTorch's by {found.difference:.0e} of the largest gradient at most"
 
 
 def _capture(found: Examination) -> str:
