@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.lowlevel.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 13
+#define SHOAL_ABI_VERSION 14
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -109,6 +109,28 @@ struct ShoalNormWeightGrad {
 
 SHOAL_API std::int64_t shoal_norm_weight_grad_workspace_bytes(const ShoalNormWeightGrad* call);
 SHOAL_API std::int32_t shoal_norm_weight_grad(const ShoalNormWeightGrad* call);
+
+// A convolution in three dimensions, float32 or bfloat16 where a flag says so, sums in float32. What the first filter element
+// of result (d, h, w) reads is at (d, h, w) * stride + origin of x, the others `dilation` apart; outside of x it is zero.
+// Sizes, kernel, stride and dilation are at least 1. Strides `ld_` are in elements and may be anything: of x and y (image,
+// channel, d, h, w), of the weight and its gradient (out, in, d, h, w). Results add to y where `accumulate` is set; the
+// bias, of the weight's type, may be null. The gradient of the weight reads x and grad_y, which lies as y does. Nothing
+// written may overlap anything read. Each sum is one thread's, in one order.
+struct ShoalDirectConv {
+    std::int64_t images, in_channels, out_channels;
+    std::int64_t in_size[3], out_size[3], kernel[3], stride[3], dilation[3], origin[3];
+    std::int64_t ld_x[5], ld_y[5], ld_weight[5];
+    std::int32_t x_bfloat16, y_bfloat16, weight_bfloat16, accumulate;
+    std::int32_t threads, level;
+    const void *x, *weight, *bias;
+    void* y;
+    const void* grad_y;
+    void *grad_weight, *workspace;
+};
+
+SHOAL_API std::int64_t shoal_direct_conv_workspace_bytes(const ShoalDirectConv* call, std::int32_t of_weight);
+SHOAL_API std::int32_t shoal_direct_conv(const ShoalDirectConv* call);
+SHOAL_API std::int32_t shoal_direct_conv_weight_grad(const ShoalDirectConv* call);
 
 // Passes over `rows` pixels of an NHWC tensor. `out` of activate = act((x - mean) * scale + shift + residual); its backward
 // gives grad_x = da * scale, grad_residual = da and the sums of da and da * (x - mean), where da is `grad`, zero where

@@ -38,14 +38,14 @@ def profiled() -> tuple[Captured, StepGraph]:
 
 def test_those_are_chosen_whose_scratch_may_make_the_peak(profiled: tuple[Captured, StepGraph]) -> None:
     captured, graph = profiled
-    chosen = choose_pieces(captured, graph)
+    chosen = choose_pieces(captured, graph, {"pieces"}, lambda step: profile_step(step, CPU))
     assert [graph.op_called[cut.op].layer for cut in chosen] == ["2", "2", "2"]  # with both gradients
     assert all(graph.op_called[cut.op].workspace_bytes >= 4 << 20 for cut in chosen)
 
 
 def test_the_step_computes_the_same_with_less_scratch(profiled: tuple[Captured, StepGraph]) -> None:
     captured, graph = profiled
-    chosen = choose_pieces(captured, graph)
+    chosen = choose_pieces(captured, graph, {"pieces"}, lambda step: profile_step(step, CPU))
     cut = in_pieces(captured, chosen)
     after = profile_step(cut, CPU)
     assert {op.target for op in after.ops} & TARGETS == TARGETS
@@ -68,7 +68,7 @@ def test_what_needs_less_than_an_op_that_stays_whole_is_not_tried(
     monkeypatch.setattr(pieces, "choose", lambda *_: pytest.fail("tried"))
     pooling = next(op for op in graph.ops if op.target == "shoal.pooling.forward")
     larger = tuple(replace(op, workspace_bytes=1 << 30) if op is pooling else op for op in graph.ops)
-    assert choose_pieces(captured, replace(graph, ops=larger)) == ()
+    assert choose_pieces(captured, replace(graph, ops=larger), {"pieces"}, lambda _: graph) == ()
 
 
 def test_a_plan_of_another_step_is_refused_by_the_op_it_cuts(profiled: tuple[Captured, StepGraph]) -> None:
@@ -84,7 +84,7 @@ def test_a_plan_of_another_step_is_refused_by_the_op_it_cuts(profiled: tuple[Cap
 def test_what_could_be_encoded_of_the_whole_step_can_be_in_pieces(profiled: tuple[Captured, StepGraph]) -> None:
     captured, graph = profiled
     lossy = LossyOptions("dynamic_tree")
-    cut = in_pieces(captured, choose_pieces(captured, graph))
+    cut = in_pieces(captured, choose_pieces(captured, graph, {"pieces"}, lambda step: profile_step(step, CPU)))
     offered = offers(cut, lossy)
     assert offered and offered == offers(captured, lossy)
     step = encoded(cut, [offered[0].storage], lossy).graph

@@ -25,7 +25,7 @@ def test_names_come_as_a_text_or_a_collection(allow: Any) -> None:
 @pytest.mark.parametrize(
     ("allow", "said"),
     [
-        ("fusion", "unknown name 'fusion'; expected some of encode, "),
+        ("fusion", "unknown name 'fusion'; expected some of direct, encode, "),
         ("", "unknown name ''"),
         ((), "allow is empty"),
         (7, "allow=7: expected"),

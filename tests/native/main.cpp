@@ -28,10 +28,11 @@ struct Kernel {
 };
 
 Kernel kernels[] = {
-    {"norm_conv", &norm_conv, 30, 0},
+    {"norm_conv", &norm_conv, 24, 0},
+    {"direct_conv", &direct_conv, 12, 0},
     {"norm_pass", &norm_pass, 15, 0},
     {"inverted_batch_norm", &inverted_batch_norm, 12, 0},
-    {"codec", &codec, 20, 0},
+    {"codec", &codec, 14, 0},
     {"gradient_sweeps", &gradient_sweeps, 10, 0},
     {"layout", &layout, 12, 0},
     {"features", &features, 1, 0},

@@ -1,12 +1,13 @@
-"""A captured step with some of its convolutions in pieces, where their scratch makes the peak."""
+"""A captured step with some of its convolutions by direct kernels, or in pieces where their scratch makes the peak."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torch import fx
 
 from shoal.capture.captured import Captured
+from shoal.capture.direct import DIRECT, choose_direct, computed_directly
 from shoal.capture.fx_nodes import copied_joint
 from shoal.capture.op_counts import flops
 from shoal.capture.step_reader import read_joint
@@ -18,16 +19,33 @@ from shoal.kernels.convolution_pieces import IN_PIECES, WORTH_PIECES_BYTES, Cut,
 _NEAR_WHAT_STAYS = 0.5  # what else is held while an op runs differs about that much
 
 
-def choose_pieces(captured: Captured, graph: StepGraph) -> tuple[Pieces, ...]:
-    """Which convolutions of a step to compute in pieces, and in how many: those that set its smallest peak.
+def choose_pieces(
+    captured: Captured, graph: StepGraph, means: Collection[str], costed: Callable[[Captured], StepGraph]
+) -> tuple[Pieces, ...]:
+    """Which convolutions of a step to compute by direct kernels, and which in pieces.
 
-    From the op that needs the most bytes, with operands, results and scratch, down to where the others need half of
-    what stays at most: the fewer are cut, the less time that takes. They come in the order of the step.
+    In pieces are those that set the smallest peak then: from the op that needs the most bytes, with operands, results
+    and scratch, down to where the others need half of what stays at most: the fewer are cut, the less time that takes.
 
     Args:
         captured: the step, to be run on this machine.
-        graph: the same with workspaces.
+        graph: the same with times and workspaces.
+        means: what may be used: "direct", "pieces".
+        costed: measures those of another form of the step.
+
+    Returns:
+        The direct ones, then the cut ones, each in the order of the step.
     """
+    direct = choose_direct(captured, graph, costed) if "direct" in means else ()
+    if "pieces" not in means:
+        return direct
+    if direct:
+        captured = computed_directly(captured, direct)
+        graph = costed(captured)
+    return (*direct, *_cut_pieces(captured, graph))
+
+
+def _cut_pieces(captured: Captured, graph: StepGraph) -> tuple[Pieces, ...]:
     needed_bytes = {op.name: _needed_bytes(op, graph) for op in graph.ops}
     found: dict[str, Pieces] = {}
     stays_bytes = 0
@@ -51,7 +69,7 @@ def _cut(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
 
 
 def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
-    """The step with these convolutions in pieces; `captured` stays as it is.
+    """The step with these convolutions in pieces, or by direct kernels; `captured` stays as it is.
 
     Raises:
         PlanError: one of them is no convolution of this step, or Inductor is to run it.
@@ -60,9 +78,15 @@ def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
         return captured
     if captured.read_with.aten_only:
         raise PlanError("the plan computes convolutions in pieces, which Inductor does not know; give kernels='eager'")
+    direct = [one for one in chosen if one.direct]
+    if direct:
+        _check_direct(captured, direct)
+        captured = computed_directly(captured, direct)
     joint = copied_joint(captured.joint)
     node_called = {node.name: node for node in joint.graph.nodes}
     for cut in chosen:
+        if cut.direct:
+            continue
         node = node_called.get(cut.op)
         if node is None or node.target not in IN_PIECES:
             raise PlanError(f"the plan cuts {cut.op!r} into pieces, which is no convolution here; plan this step anew")
@@ -70,6 +94,13 @@ def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
         node.target, node.args = IN_PIECES[node.target], (*node.args, cut.dim, cut.count)
     joint.graph.lint()
     return read_joint(joint, captured.backward_names, captured.read_with)
+
+
+def _check_direct(captured: Captured, direct: Collection[Pieces]) -> None:
+    known = {node.name for node in captured.joint.graph.nodes if node.target in DIRECT}
+    for one in direct:
+        if one.op not in known:
+            raise PlanError(f"the plan computes {one.op!r} directly, which is no convolution here; plan this step anew")
 
 
 def _needed_bytes(op: Op, graph: StepGraph) -> int:

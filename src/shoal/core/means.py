@@ -14,10 +14,12 @@ from shoal.errors import InputError, brief
 
 BITWISE = frozenset({"recompute", "offload", "order", "pieces"})
 """They give the bits that plain PyTorch gives."""
-EXACT = BITWISE | {"fuse", "exact_split"}
+EXACT = BITWISE | {"fuse", "exact_split", "direct"}
 """They compute the same function, to rounding."""
 LOSSY = EXACT | {"encode", "split"}
 """All that there are."""
+KERNEL_MEANS = frozenset({"pieces", "direct"})
+"""Those that choose how a convolution is computed."""
 _SETS = {"keep": frozenset[str](), "bitwise": BITWISE, "exact": EXACT, "lossy": LOSSY}
 _DESCRIBED = (
     f"some of {', '.join(sorted(LOSSY))}; or 'keep' for none of them, 'bitwise' for those that give PyTorch's own "

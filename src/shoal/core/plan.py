@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -36,6 +37,8 @@ FORMAT = "shoal-plan"
 # convolutions are computed in pieces
 VERSION = 4
 _OPS_IN_PIECES = "shoal.convolution_pieces."
+_DIRECT_OPS = "shoal.direct_convolution."
+_OF_PART = re.compile(r"_of_\d+$")  # the gradient of a part of what was concatenated
 _CODEC_OPS = (".encoded_activation.encode", ".encoded_activation.decode")
 
 
@@ -414,8 +417,12 @@ def _plan_of(value: Any) -> Plan:
     if (exact is None) != (not any(isinstance(residence, Encode) for residence in plan.residences.values())):
         raise PlanError("exact_step is there for plans that encode, and for no others")
     in_pieces = sorted(op.name for op in plan.graph.ops if op.target.startswith(_OPS_IN_PIECES))
-    if in_pieces != sorted(cut.op for cut in plan.variant.pieces):
-        raise PlanError("variant.pieces names the ops that are computed in pieces, and no others")
+    direct = {_OF_PART.sub("", op.name) for op in plan.graph.ops if op.target.startswith(_DIRECT_OPS)}
+    if (in_pieces, direct) != (
+        sorted(cut.op for cut in plan.variant.pieces if not cut.direct),
+        {cut.op for cut in plan.variant.pieces if cut.direct},
+    ):
+        raise PlanError("variant.pieces names the ops that are computed in pieces or directly, and no others")
     check_plan(plan.graph, plan.residences, plan.budget_bytes)
     check_order(plan.captured_graph, plan.graph)
     check_plan(plan.exact_step, {})

@@ -11,17 +11,19 @@ from shoal.errors import InputError
 
 @dataclass(frozen=True)
 class Pieces:
-    """A convolution or a gradient of one that is computed in pieces, for less scratch: the same bits.
+    """A convolution or a gradient of one that is computed for less scratch: in pieces, with the same bits, or directly.
 
     Attributes:
         op: its name in the step.
         dim: along which dimension of the result: 0, samples; 2, the first spatial one; of a weight's gradient: 0 or 1.
         count: how many pieces.
+        direct: whether it is computed as a whole by a kernel that takes no scratch and sums in another order.
     """
 
     op: str
-    dim: int
-    count: int
+    dim: int = 0
+    count: int = 1
+    direct: bool = False
 
     def __post_init__(self) -> None:
         if self.dim not in (0, 1, 2) or self.count < 1:
@@ -39,7 +41,7 @@ class Variant:
         grid: patches along each spatial dimension.
         exact: whether patches overlap, so that the function stays the same.
         slices: of the batch, on which those layers run one after another instead of on patches; 0 for none.
-        pieces: convolutions that are computed in pieces there.
+        pieces: convolutions that are computed in pieces there, or directly.
 
     >>> print(Variant(), Variant(fuse="icf"), Variant(depth=0.5, grid=(2, 2)), sep="; ")
     as it is; batch norm fused (icf); 50 % of the convolutions in 2 x 2 overlapping patches
@@ -56,7 +58,9 @@ class Variant:
     def __str__(self) -> str:
         if self.pieces:
             others = replace(self, pieces=())
-            cut = f"{len(self.pieces)} convolutions in pieces"
+            n_direct = sum(one.direct for one in self.pieces)
+            counts = ((n_direct, "direct convolutions"), (len(self.pieces) - n_direct, "convolutions in pieces"))
+            cut = ", ".join(f"{count} {kind}" for count, kind in counts if count)
             return cut if others == WHOLE else f"{others}, {cut}"
         if self.fuse:
             return f"batch norm fused ({self.fuse}{', large maps' if self.large_only else ''})"
@@ -70,7 +74,7 @@ class Variant:
     @property
     def means(self) -> frozenset[str]:
         """What has to be allowed for it."""
-        used = {"pieces"} if self.pieces else set()
+        used = {"direct" if one.direct else "pieces" for one in self.pieces}
         if self.fuse:
             used.add("fuse")
         elif self.depth:

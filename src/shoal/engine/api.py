@@ -120,11 +120,12 @@ def compile(
         allow: by which means the step may be brought into the budget: a text with commas or a collection of
             "recompute" and "offload"; "order" of the ops; "pieces", convolutions with a large scratch in pieces where
             these repeat its bits (on the CPU, measured here); "fuse", batch norms done by their neighbours
-            (`shoal.fuse_batchnorm`); "exact_split", the first layers on overlapping patches (`shoal.split(...,
+            (`shoal.fuse_batchnorm`); "direct", convolutions of volumes by kernels without
+            scratch (on the CPU); "exact_split", the first layers on overlapping patches (`shoal.split(...,
             halo="exact")`); "encode", convolution inputs in 8 bits (as `lossy`); "split", the first layers on
             independent patches. Or a set of them: "bitwise" gives the bits that plain PyTorch gives (recompute,
-            offload, order, pieces), "exact" computes the same function, to rounding (bitwise, fuse, exact_split),
-            "lossy" is all, "keep" none. None: SHOAL_ALLOW of the environment, else "exact" (with kernels="inductor",
+            offload, order, pieces), "exact" computes the same function, to rounding (bitwise, fuse, direct,
+            exact_split), "lossy" is all, "keep" none. None: SHOAL_ALLOW of the environment, else "exact" (with kernels="inductor",
             or a planner other than "joint": "bitwise"). The forms that were considered are listed in
             `model.shoal.plan.explain()`.
         strict: whether the model has to be one graph. By default, where PyTorch cannot capture it as one (a `print`, a

@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused, is_of_a_module
 from shoal.capture.pieces import choose_pieces, in_pieces
+from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
+from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces
 from shoal.engine import form_cache
 from shoal.engine.loop_memory import LoopMemory
@@ -146,10 +148,15 @@ def _best_form(
             return (laid_out, planned, loop), planned.plan
 
         def cut() -> tuple[tuple[Pieces, ...], Priced[_Made]] | None:
-            if "pieces" not in session.options.form_means:
+            if not KERNEL_MEANS & session.options.form_means:
                 return None
+
+            def costed(other: Captured) -> StepGraph:
+                changed = session.planning(session.in_traced_layouts(other), other.device)
+                return changed.priced(session.least_loop(changed))
+
             with no_memory_limit(), unset_fake_temporarily():
-                pieces = choose_pieces(captured, known)
+                pieces = choose_pieces(captured, known, session.options.form_means, costed)
                 return (pieces, priced(in_pieces(captured, pieces))) if pieces else None
 
         known = planning.priced(session.least_loop(planning))

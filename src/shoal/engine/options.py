@@ -15,7 +15,7 @@ from shoal import codecs, planners
 from shoal.core import presets
 from shoal.core.hardware import Hardware
 from shoal.core.lossy import CODECS, DEFAULT_BLOCK_ELEMS, EXEMPTIONS, LossyOptions
-from shoal.core.means import BITWISE, EXACT, means_of
+from shoal.core.means import BITWISE, EXACT, KERNEL_MEANS, means_of
 from shoal.core.sizes import parse_bytes
 from shoal.cost.measure import measure
 from shoal.engine import graph_runner
@@ -207,9 +207,12 @@ class CompileOptions:
 
     @property
     def form_means(self) -> frozenset[str]:
-        """The means that the forms of a step may use: `joint` alone chooses pieces, and Inductor does not know them."""
+        """The means that the forms of a step may use: `joint` alone chooses how convolutions are computed.
+
+        Inductor knows neither pieces nor direct kernels.
+        """
         chooses = self.planner == _ENCODING_PLANNER and self.kernels == "eager"
-        return self.means if chooses else self.means - {"pieces"}
+        return self.means if chooses else self.means - KERNEL_MEANS
 
     def offloading(self, device_type: str) -> Offloading | None:
         """Where saved tensors may wait on a device; None for nowhere. Inductor's graphs leave them where they are."""

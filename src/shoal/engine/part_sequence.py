@@ -17,6 +17,7 @@ from shoal.capture.graph_breaks import break_after
 from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.capture.varying_sizes import SizesSeen, bytes_at, make_static, shape_of
 from shoal.core.joined_step import label
+from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
 from shoal.core.progress import preparing
 from shoal.core.residence import Residence
@@ -182,12 +183,13 @@ class PartSequence(ABC):
     def pieces_of(self, captured: Captured, in_use_bytes: int) -> tuple[Pieces, ...]:
         """Which convolutions of a part to compute in pieces: none where everything can be kept."""
         budget_bytes = self.session.status.budget_bytes
-        if budget_bytes is None or "pieces" not in self.session.options.form_means or captured.largest_nodes:
+        means = self.session.options.form_means
+        if budget_bytes is None or not KERNEL_MEANS & means or captured.largest_nodes:
             return ()
         graph = profile_step(captured, captured.device)
         if fits_easily(graph, in_use_bytes, budget_bytes):
             return ()
-        return choose_pieces(captured, graph)
+        return choose_pieces(captured, graph, means, lambda other: profile_step(other, other.device))
 
     def compile_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs a graph of Dynamo's, wherever in the sequence that comes."""

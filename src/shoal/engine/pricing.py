@@ -16,6 +16,7 @@ from shoal.capture.captured import Captured
 from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
+from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
 from shoal.core.sizes import MAX_BYTES
 from shoal.core.step import StepGraph
@@ -140,10 +141,10 @@ class Pricing:
             return None, found
 
         def cut() -> tuple[tuple[Pieces, ...], Priced[None]] | None:
-            if captured is None or self.target is not None or "pieces" not in self.options.form_means:
+            if captured is None or self.target is not None or not KERNEL_MEANS & self.options.form_means:
                 return None
             with unset_fake_temporarily():
-                pieces = choose_pieces(captured, known)
+                pieces = choose_pieces(captured, known, self.options.form_means, costed)
                 if not pieces:
                     return None
                 changed = in_pieces(captured, pieces)

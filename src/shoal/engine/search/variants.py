@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.capture.layered import LayeredGraph, Refused, as_dynamo_graph, layered
+from shoal.core.means import KERNEL_MEANS
 from shoal.core.variant import WHOLE, Variant
 from shoal.errors import CaptureError, InputError
 from shoal.kernels.convolution_pieces import may_be_worth_pieces
@@ -91,7 +92,7 @@ class Variants:
 
     @property
     def _may_cut(self) -> bool:
-        if "pieces" not in self._means:
+        if not KERNEL_MEANS & self._means:
             return False
         for node in self.own.graph.nodes:
             values = [one.meta.get("example_value") for one in (*node.all_input_nodes[:2], node)]

@@ -1,0 +1,359 @@
+"""Convolutions of volumes and their gradients without unfolding: no scratch but a few hundred KiB.
+
+PyTorch's convolutions of volumes on the CPU unfold 27 columns a voxel for a batch of one with few channels, or convert
+every tensor into a blocked layout: 91 MiB of scratch for two tensors of 3.4. `csrc/direct_conv.cpp` copies a few padded
+rows at a time into a panel that stays in L2 and multiplies from there. An input gradient is a convolution by the turned
+filter, one for each remainder along a stride; so is a transposed convolution.
+
+What is convolved may come in parts, as if concatenated along the channels, which then is never done.
+
+The reference is PyTorch's own convolution of the same arguments, of the concatenated parts.
+
+Known limits: five dimensions, float32 or bfloat16 on the CPU, one group, dense results (N, C, D, H, W). Sums are in
+another order than PyTorch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+from typing import Any
+
+import torch
+
+from shoal.kernels.convolution import input_gradient as library_input_gradient
+from shoal.kernels.norm.norm_rows import workspace
+from shoal.lowlevel.dispatch import Implementation, choose, level_number, register
+from shoal.lowlevel.native import levels, run_native
+
+_aten = torch.ops.aten
+_DTYPES = (torch.float32, torch.bfloat16)
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+
+def forward(
+    x: Tensors,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """Replaces `aten.convolution` of the same arguments; `x` may be parts that lie side by side along the channels.
+
+    Returns:
+        (N, K, D', H', W'), contiguous, of the dtype of `weight`.
+
+    >>> x, weight = torch.ones(1, 2, 3, 3, 3), torch.ones(1, 2, 3, 3, 3)
+    >>> three = [1, 1, 1]
+    >>> forward([x[:, :1], x[:, 1:]], weight, None, three, three, three, False, [0, 0, 0], 1)[0, 0, 1]
+    tensor([[24., 36., 24.],
+            [36., 54., 36.],
+            [24., 36., 24.]])
+    """
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    parts = _parts(x)
+    result: torch.Tensor = choose(_OP, *parts, weight, bias).forward(parts, weight, bias, options)
+    return result
+
+
+def input_gradient(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    input_shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    first_channel: int = 0,
+) -> torch.Tensor:
+    """The gradient of a convolution's input, or of the part of it that begins at a channel.
+
+    Args:
+        input_shape: of the part, which is all of the input where it has as many channels.
+        first_channel: where it begins.
+        The others as of `convolution.input_gradient`.
+
+    Returns:
+        Contiguous.
+    """
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    part = weight.narrow(0 if transposed else 1, first_channel, input_shape[1])
+    result: torch.Tensor = choose(_OP, grad, weight).input_gradient(grad, part, input_shape, options)
+    return result
+
+
+def weight_gradient(
+    grad: torch.Tensor,
+    x: Tensors,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    wanted: Sequence[bool],
+) -> tuple[None, torch.Tensor, torch.Tensor | None]:
+    """Replaces `aten.convolution_backward` of the same arguments where the input's gradient is not wanted."""
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    parts = _parts(x)
+    of_weight: torch.Tensor = choose(_OP, grad, *parts, weight).weight_gradient(grad, parts, weight, options)
+    return None, of_weight, grad.sum((0, 2, 3, 4)) if wanted[2] else None
+
+
+def applies(*operands: torch.Tensor | None) -> bool:
+    """Whether the kernels can do it here: of all that is read. Tensors may be fake."""
+    return bool(levels()) and all(
+        operand.device.type == "cpu"
+        and operand.dtype in _DTYPES
+        and operand.layout == torch.strided
+        and (operand.dim() == 5 or operand.dim() == 1)
+        and 0 not in operand.shape
+        for operand in operands
+        if operand is not None
+    )
+
+
+_Options = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
+
+
+class _Reference:
+    """PyTorch's own."""
+
+    @staticmethod
+    def forward(
+        parts: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, options: _Options
+    ) -> torch.Tensor:
+        result: torch.Tensor = _aten.convolution(_joined(parts), weight, bias, *options).contiguous()
+        return result
+
+    @staticmethod
+    def input_gradient(
+        grad: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], options: _Options
+    ) -> torch.Tensor:
+        strides = torch.empty(tuple(input_shape), device="meta").stride()
+        return library_input_gradient(grad, weight, input_shape, strides, *options).contiguous()
+
+    @staticmethod
+    def weight_gradient(
+        grad: torch.Tensor, parts: Sequence[torch.Tensor], weight: torch.Tensor, options: _Options
+    ) -> torch.Tensor:
+        mask = [False, True, False]
+        found: torch.Tensor = _aten.convolution_backward(grad, _joined(parts), weight, None, *options, mask)[1]
+        return found.contiguous()
+
+
+class _Native:
+    """`csrc/direct_conv.cpp`."""
+
+    @staticmethod
+    def forward(
+        parts: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, options: _Options
+    ) -> torch.Tensor:
+        stride, padding, dilation, transposed, extra, _ = options
+        sizes = [
+            (n - 1) * s - 2 * p + d * (k - 1) + 1 + e if transposed else (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d, e in zip(
+                parts[0].shape[2:], weight.shape[2:], stride, padding, dilation, extra, strict=True
+            )
+        ]
+        result = weight.new_empty((parts[0].shape[0], weight.shape[1 if transposed else 0], *sizes))
+        begin = 0
+        for x in parts:
+            part = weight.narrow(0 if transposed else 1, begin, x.shape[1])
+            own = (x, part, bias if begin == 0 else None, options, result, begin > 0)
+            _scatter(*own) if transposed else _gather(*own)
+            begin += x.shape[1]
+        return result
+
+    @staticmethod
+    def input_gradient(
+        grad: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], options: _Options
+    ) -> torch.Tensor:
+        result = grad.new_empty(tuple(input_shape))
+        if options[3]:
+            _gather(grad, weight, None, options, result, False)
+        else:
+            _scatter(grad, weight, None, options, result, False)
+        return result
+
+    @staticmethod
+    def weight_gradient(
+        grad: torch.Tensor, parts: Sequence[torch.Tensor], weight: torch.Tensor, options: _Options
+    ) -> torch.Tensor:
+        result = weight.new_empty(weight.shape)
+        begin = 0
+        for x in parts:
+            part = result.narrow(0 if options[3] else 1, begin, x.shape[1])
+            source, onto = (grad, x) if options[3] else (x, grad)
+            _gradient_of_weight(source, onto, part, options)
+            begin += x.shape[1]
+        return result
+
+
+_NATIVE: Implementation[Any] = Implementation("native", _Native, applies)
+_OP = register("direct_convolution", _Reference, _NATIVE)
+
+
+class _Call(ctypes.Structure):
+    """ShoalDirectConv of csrc/shoal_native.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("images", "in_channels", "out_channels")),
+        *((name, ctypes.c_int64 * 3) for name in ("in_size", "out_size", "kernel", "stride", "dilation", "origin")),
+        *((name, ctypes.c_int64 * 5) for name in ("ld_x", "ld_y", "ld_weight")),
+        *((name, ctypes.c_int32) for name in ("x_bfloat16", "y_bfloat16", "weight_bfloat16", "accumulate")),
+        *((name, ctypes.c_int32) for name in ("threads", "level")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "y", "grad_y", "grad_weight", "workspace")),
+    )
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """The results along an axis that one call computes: every `step`-th from `first`, `count` of them.
+
+    They read `taps` elements of the filter from `tap` on, every `tap_step`-th, `dilation` apart from `origin` on.
+    """
+
+    first: int
+    step: int
+    count: int
+    origin: int
+    taps: int
+    tap: int
+    tap_step: int
+    dilation: int
+
+
+def _gather(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: _Options, y: torch.Tensor, add: bool
+) -> None:
+    """`y`, or what is added to it: each result reads a window of `x`. `weight` is (out, in, ...)."""
+    stride, padding, dilation, *_ = options
+    axes = [
+        _Axis(0, 1, y.shape[axis + 2], -padding[axis], weight.shape[axis + 2], 0, 1, dilation[axis])
+        for axis in range(3)
+    ]
+    _convolve(x, weight, (0, 1), bias, stride, axes, y, add)
+
+
+def _scatter(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: _Options, y: torch.Tensor, add: bool
+) -> None:
+    """`y`, or what is added to it: each element of `x` is spread over a window of it. `weight` is (in, out, ...)."""
+    stride, padding, dilation, *_ = options
+    of_axis = [
+        list(_phases(y.shape[axis + 2], weight.shape[axis + 2], stride[axis], padding[axis], dilation[axis]))
+        for axis in range(3)
+    ]
+    for axes in product(*of_axis):
+        if all(axis.taps for axis in axes):
+            _convolve(x, weight, (1, 0), bias, (1, 1, 1), axes, y, add)
+        elif not add:
+            at = (slice(None), slice(None), *(slice(axis.first, None, axis.step) for axis in axes))
+            y[at] = 0 if bias is None else bias.view(-1, 1, 1, 1)
+
+
+def _phases(size: int, kernel: int, stride: int, padding: int, dilation: int) -> Iterator[_Axis]:
+    """Results i with i + padding = stride * m + r, for each r: they read taps k of k * dilation = r modulo stride."""
+    common = gcd(stride, dilation)
+    for remainder in range(stride):
+        start = -((remainder - padding) // stride)  # the least m of a result
+        first = remainder + stride * start - padding
+        count = -(-(size - first) // stride) if size > first else 0
+        taps = [k for k in range(kernel) if k * dilation % stride == remainder]
+        if count == 0:
+            continue
+        if not taps:
+            yield _Axis(first, stride, count, 0, 0, 0, 0, 1)
+            continue
+        apart = dilation // common
+        furthest = (taps[-1] * dilation - remainder) // stride
+        yield _Axis(first, stride, count, start - furthest, len(taps), taps[-1], -(stride // common), apart)
+
+
+def _convolve(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out_and_in: tuple[int, int],
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    axes: Sequence[_Axis],
+    y: torch.Tensor,
+    add: bool,
+) -> None:
+    at = (slice(None), slice(None), *(slice(axis.first, None, axis.step) for axis in axes))
+    into = y[at]
+    strides, tap_strides = weight.stride(), weight.stride()[2:]
+    own_bias = None if bias is None else bias.to(weight.dtype).contiguous()
+    call = _call(x, into, out_and_in, weight, stride, axes)
+    call.ld_weight[:] = [
+        *(strides[place] for place in out_and_in),
+        *(step * axis.tap_step for step, axis in zip(tap_strides, axes, strict=True)),
+    ]
+    offset = sum(axis.tap * step for axis, step in zip(axes, tap_strides, strict=True))
+    call.weight = weight.data_ptr() + offset * weight.element_size()
+    call.bias = None if own_bias is None else own_bias.data_ptr()
+    call.y, call.accumulate = into.data_ptr(), add
+    space = workspace("shoal_direct_conv_workspace_bytes", ctypes.byref(call), 0)
+    call.workspace = space.data_ptr()
+    run_native("shoal_direct_conv", call)
+
+
+def _gradient_of_weight(x: torch.Tensor, grad: torch.Tensor, of_weight: torch.Tensor, options: _Options) -> None:
+    stride, padding, dilation, *_ = options
+    axes = [
+        _Axis(0, 1, grad.shape[axis + 2], -padding[axis], of_weight.shape[axis + 2], 0, 1, dilation[axis])
+        for axis in range(3)
+    ]
+    call = _call(x, grad, (0, 1), of_weight, stride, axes)
+    call.ld_weight[:] = of_weight.stride()
+    call.grad_y, call.grad_weight = grad.data_ptr(), of_weight.data_ptr()
+    space = workspace("shoal_direct_conv_workspace_bytes", ctypes.byref(call), 1)
+    call.workspace = space.data_ptr()
+    run_native("shoal_direct_conv_weight_grad", call)
+
+
+def _call(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    out_and_in: tuple[int, int],
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    axes: Sequence[_Axis],
+) -> _Call:
+    """What all have in common; it points into `x`."""
+    call = _Call(
+        images=x.shape[0],
+        in_channels=weight.shape[out_and_in[1]],
+        out_channels=weight.shape[out_and_in[0]],
+        x_bfloat16=x.dtype == torch.bfloat16,
+        y_bfloat16=y.dtype == torch.bfloat16,
+        weight_bfloat16=weight.dtype == torch.bfloat16,
+        threads=torch.get_num_threads(),
+        level=level_number(),
+        x=x.data_ptr(),
+    )
+    call.in_size[:], call.out_size[:] = x.shape[2:], [axis.count for axis in axes]
+    call.kernel[:], call.stride[:] = [axis.taps for axis in axes], stride
+    call.dilation[:], call.origin[:] = [axis.dilation for axis in axes], [axis.origin for axis in axes]
+    call.ld_x[:], call.ld_y[:] = x.stride(), y.stride()
+    return call
+
+
+def _parts(x: Tensors) -> list[torch.Tensor]:
+    return [x] if isinstance(x, torch.Tensor) else list(x)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
