@@ -68,7 +68,7 @@ def train(
     image: Annotated[int | None, typer.Option(help="Pixels along each side.")] = None,
     kernels: Annotated[
         str, typer.Option("--kernels", "--inner", help="What runs the planned step: eager, compiled or auto.")
-    ] = "eager",
+    ] = "auto",
     amp: Annotated[str, typer.Option(help="Autocast: bf16, fp16 or none.")] = "none",
     channels_last: Annotated[
         bool, typer.Option("--channels-last/--contiguous", help="Memory format of images and weights.")
