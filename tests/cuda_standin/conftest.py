@@ -20,5 +20,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def kernels_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled that is not asked for: compilers take longer than these tests, and their code does nothing."""
     monkeypatch.setattr(
-        "shoal.engine.options.CompileOptions.compiles", lambda options, device_type: options.kernels == "compiled"
+        "shoal.engine.options.CompileOptions.compiles", lambda options, _: options.kernels == "compiled"
     )
