@@ -30,3 +30,31 @@ def pin(address: int, nbytes: int) -> int:
 def unpin(address: int) -> None:
     """Undo `pin`."""
     torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def is_left_to_cudnn(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    eps: float,
+) -> bool:
+    """Whether eager PyTorch runs cuDNN's batch norm on these; fake tensors will do."""
+    if x.device.type != "cuda":
+        return False
+    chosen = torch._C._select_batch_norm_backend(x, weight, bias, running_mean, running_var, training, eps)
+    return bool(chosen == torch._C._BatchNormBackend.Cudnn)
+
+
+def cudnn_reserve_bytes(x: torch.Tensor) -> int:
+    """What cuDNN's batch norm in training mode saves of `x` beside its statistics."""
+    return int(torch._C._get_cudnn_batch_norm_reserve_space_size(x, True))
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs on this thread may be followed by another over the same graph."""
+    if torch._C._current_graph_task_id() == -1:
+        return True
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
