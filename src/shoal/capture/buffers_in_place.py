@@ -16,6 +16,8 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
+from shoal.kernels.buffers import add_to
+
 _aten = torch.ops.aten
 _FUNCTIONAL, _IN_PLACE = _aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.default
 _STATISTICS = ((3, 3), (4, 4))  # place of a running statistic among the arguments and of its new value in the results
@@ -70,14 +72,16 @@ def _write_statistics(graph: fx.Graph, node: fx.Node, changed: dict[fx.Node, fx.
 
 
 def _count_in_place(graph: fx.Graph, node: fx.Node, changed: dict[fx.Node, fx.Node]) -> None:
-    buffer, *others = node.args
-    if not isinstance(buffer, fx.Node) or any(isinstance(other, fx.Node) for other in others):
+    if len(node.args) != 2 or node.kwargs:
+        return
+    buffer, count = node.args
+    if not isinstance(buffer, fx.Node) or not isinstance(count, int):
         return
     if not _is_all_there_is(buffer, node, node, changed) or buffer.meta["val"].dtype != node.meta["val"].dtype:
         return
     with graph.inserting_before(node):
-        counting = graph.call_function(_aten.add_.Tensor, node.args, dict(node.kwargs))
-    counting.meta = {key: value for key, value in node.meta.items() if key != "val"}  # it makes no tensor
+        counting = graph.call_function(add_to, node.args)
+    counting.meta = {key: value for key, value in node.meta.items() if key != "val"}
     node.replace_all_uses_with(buffer)
     graph.erase_node(node)
 

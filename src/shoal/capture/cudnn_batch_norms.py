@@ -34,8 +34,8 @@ def leave_to_cudnn(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
     for target in _OPERANDS:
         for node in graph.find_nodes(op="call_function", target=target):
             x, weight, bias, mean, var, training, momentum, eps = _OPERANDS[target](node)
-            values = [_plain(operand) for operand in (x, weight, bias, mean, var)]
-            if values[0] is None or not is_left_to_cudnn(*values, training, eps):
+            tensors = map(_plain, (x, weight, bias, mean, var))
+            if not is_left_to_cudnn(*tensors, training, eps):  # type: ignore[call-arg]  # as many
                 continue
             readers = _backwards(node) if training else []
             if readers is not None:
@@ -51,11 +51,11 @@ _OPERANDS: dict[Any, Any] = {
 """Arguments as of `cudnn_batch_norm`."""
 
 
-def _plain(operand: fx.Node | None) -> torch.Tensor | None:
+def _plain(operand: fx.Node | None) -> Any:
     """The operand's fake tensor, with numbers for symbolic sizes: a question about those would settle them."""
     if operand is None:
         return None
-    value: torch.Tensor = operand.meta["val"]
+    value = operand.meta["val"]
     if not any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):
         return value
     shape, strides = (tuple(usual(size) for size in sizes) for sizes in (value.shape, value.stride()))
@@ -84,7 +84,7 @@ def _replace(
     if not training:
         return
     value, place = x.meta["val"], len(node.meta["val"])
-    reserve_bytes = cudnn_reserve_bytes(_plain(x)) if readers else 0  # type: ignore[arg-type]
+    reserve_bytes = cudnn_reserve_bytes(_plain(x)) if readers else 0
     kept = value.new_empty(reserve_bytes, dtype=torch.uint8) if reserve_bytes else None
     node.meta["val"] = (*node.meta["val"], kept)
     reserve = None
@@ -94,8 +94,7 @@ def _replace(
         reserve.meta = {**node.meta, "val": kept}
     for reader in readers:
         grad, _, weight, _, _, mean, invstd, _, _, wanted = reader.args
-        like = suggested_memory_format(_plain(x))  # type: ignore[arg-type]
-        grad = _dense(graph, grad, reader, like)  # type: ignore[arg-type]
+        grad = _dense(graph, grad, reader, suggested_memory_format(_plain(x)))  # type: ignore[arg-type]
         if grad not in reader.args:
             backward.add(grad)
         reader.target = cudnn_batch_norm.backward
@@ -105,7 +104,6 @@ def _replace(
 def _dense(graph: fx.Graph, node: fx.Node, reader: fx.Node, layout: torch.memory_format | None = None) -> fx.Node:
     """The node itself, or what eager PyTorch copies for cuDNN where it has gaps or another layout."""
     value = _plain(node)
-    assert value is not None
     layout = layout or suggested_memory_format(value)
     if value.is_contiguous(memory_format=layout):
         return node

@@ -28,8 +28,7 @@ from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.core.lossy import LossyOptions
 from shoal.core.residence import Encode, Residence
 from shoal.errors import PlanError
-from shoal.kernels import convolution_pieces
-from shoal.kernels import cudnn_batch_norm
+from shoal.kernels import convolution_pieces, cudnn_batch_norm
 from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.convolution import weight_gradient
 from shoal.kernels.encoded_activation import decode, encode, payload_bytes, relu_backward

@@ -391,7 +391,7 @@ def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bo
 def _mask_of(output: fx.Node, device: str, aten_only: bool) -> tuple[Any, ...]:
     """The call that makes a ReLU's mask of its output. A NaN lets its gradient through."""
     if device == "cuda" and not aten_only:
-        # Where the gradient is zero. A kernel that takes booleans beside floats converts them one by one; this does not.
+        # Where the gradient is zero, for `masked_fill`: `threshold_backward` converts booleans one by one.
         return _aten.le.Scalar, (output, 0)
     # Where it passes; `ne` gives the same in four times the time.
     return _aten._to_copy.default, (output,), {"dtype": torch.bool}

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from shoal.kernels import batch_norm, cudnn_batch_norm, group_norm
+from shoal.kernels.buffers import add_to
 from shoal.kernels.dropout import dropout, noise_like
 from shoal.kernels.invertible_norm.inverted_batch_norm import inverted_batch_norm  # noqa: F401  registers the op
 from shoal.kernels.memory_format import channels_last_format
@@ -43,7 +44,7 @@ def can_run_again(node: fx.Node) -> bool:
     target = node.target
     if "batch_norm" in str(target):
         return target in _BATCH_NORMS_THAT_CAN
-    return not (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
+    return target is not add_to and not (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
 
 
 def second_call(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:

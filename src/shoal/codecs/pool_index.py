@@ -54,9 +54,7 @@ class Windows:
         self._kernel, self._dilation = tuple(kernel), tuple(dilation)
         rows = zip(output_sizes, stride, padding, self._inner, strict=True)
         # The flat place of every window's corner; padding puts some outside.
-        self._corners = _outer_sum(
-            self._run(count, step * inner, -pad * inner) for count, step, pad, inner in rows
-        )
+        self._corners = _outer_sum(self._run(count, step * inner, -pad * inner) for count, step, pad, inner in rows)
         reach = zip(kernel, dilation, self._inner, strict=True)
         self._farthest = sum((places - 1) * step * inner for places, step, inner in reach)
 

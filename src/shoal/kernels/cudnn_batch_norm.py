@@ -52,7 +52,7 @@ def functional(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """`cudnn_batch_norm` that returns the new running statistics, before the reserve, and leaves the old as they are."""
+    """`cudnn_batch_norm` that leaves the running statistics as they are and returns new ones, before the reserve."""
     moved = running_mean.clone(), running_var.clone()
     y, mean, invstd, reserve = _aten.cudnn_batch_norm.default(x, weight, bias, *moved, training, momentum, eps)
     return y, mean, invstd, *moved, reserve

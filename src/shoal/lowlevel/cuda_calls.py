@@ -8,6 +8,7 @@ import torch
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 _OTHERWISE_BYTES = 64 << 20
+_private: Any = torch._C  # its stubs lack these names
 
 
 def spin(device: torch.device, cycles: int) -> None:
@@ -42,15 +43,19 @@ def is_left_to_cudnn(
     eps: float,
 ) -> bool:
     """Whether eager PyTorch runs cuDNN's batch norm on these; fake tensors will do."""
-    if x.device.type != "cuda":
+    if x.device.type != "cuda" or weight is None or bias is None or (running_mean is None) != (running_var is None):
         return False
-    chosen = torch._C._select_batch_norm_backend(x, weight, bias, running_mean, running_var, training, eps)
-    return bool(chosen == torch._C._BatchNormBackend.Cudnn)
+    if running_mean is None and not training:
+        return False
+    # Of running statistics it only asks whether there are any, and cannot be given none.
+    statistics = (running_mean, running_var) if running_mean is not None else (weight, weight)
+    chosen = _private._select_batch_norm_backend(x, weight, bias, *statistics, training, eps)
+    return bool(chosen == _private._BatchNormBackend.Cudnn)
 
 
 def cudnn_reserve_bytes(x: torch.Tensor) -> int:
     """What cuDNN's batch norm in training mode saves of `x` beside its statistics."""
-    return int(torch._C._get_cudnn_batch_norm_reserve_space_size(x, True))
+    return int(_private._get_cudnn_batch_norm_reserve_space_size(x, True))
 
 
 def keeps_graph() -> bool:
