@@ -27,6 +27,7 @@ from rich.table import Table
 
 from bench.conditions import file_name
 from bench.frame import (
+    CPU_TIME,
     NETWORKS,
     Bench,
     Run,
@@ -177,6 +178,7 @@ def _peer(found: Mapping[str, Any]) -> str:
 def _run(run: Run) -> int:
     asked = run.asked
     settings = run.chosen(CUDA_SETTINGS if run.device.type == "cuda" else SETTINGS, QUICK_SETTINGS)
+    settings = {name: one.resized(asked.batch, asked.image) for name, one in settings.items()}
     options = Options(
         shares=tuple(asked.budgets or run.pick(SHARES, QUICK_SHARES)),
         values=sweep(asked.sweep or run.pick(SWEEP, QUICK_SWEEP)),
@@ -184,6 +186,7 @@ def _run(run: Run) -> int:
         planner=asked.planner,
         repeats=asked.repeats or run.pick(None, 1),
         least=asked.least,
+        cpu_time=asked.cpu_time,
         device=run.device.type,
         seed=asked.seed,
     )
@@ -219,6 +222,9 @@ main = Bench(
     switch("--no-peers", "plain PyTorch and Shoal only"),
     option("--sweep", type=int, help=f"values of activation_memory_budget; by default {SWEEP}"),
     option("--planner", default="joint", help="Shoal's planner"),
+    option("--batch", type=int, help="images in the batch, of every network"),
+    option("--image", type=int, help="pixels along each side, of every network"),
+    CPU_TIME,
     quick="tiny inputs, one repeat: does it run?",
     device=True,
     seed=True,
