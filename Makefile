@@ -27,7 +27,7 @@ STANDIN := build/cuda-standin
 # The site is made without torch and without Shoal itself.
 DOCS := .venv-docs/bin
 
-.PHONY: demo test test-hosts test-cuda-standin lint sanitize aarch64 docs wheel build-demo build-test build-hosts build-cuda clean
+.PHONY: demo test test-hosts test-cuda-standin lint sanitize aarch64 docs notebooks wheel build-demo build-test build-hosts build-cuda clean
 
 demo: build-demo
 	@echo "== Plain PyTorch inside a wall of $(DEMO_BUDGET): it must run out of memory =="
@@ -66,6 +66,13 @@ docs: .venv-docs/.docs
 	@$(PYTHON) -m venv .venv-docs
 	@$(DOCS)/python -m pip --disable-pip-version-check -qq install --no-deps -r $<
 	@touch $@
+
+# The tutorials as notebooks: each is made of its page and run from its first cell to its last; what it printed is kept.
+TUTORIALS := $(wildcard docs/tutorials/*.md)
+notebooks: build-test $(VENV)/.notebooks
+	@$(BIN)/jupytext --quiet --update --to ipynb $(TUTORIALS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/jupyter execute --inplace --timeout=600 \
+	  --NbClientApp.log_level=WARN --NotebookClient.record_timing=False $(TUTORIALS:.md=.ipynb)
 
 # One wheel for every Python, in dist/, with the native kernels and without libgomp: torch brings that. It is tested in a
 # fresh environment in which no compiler is found.

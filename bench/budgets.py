@@ -92,7 +92,9 @@ _NOISE = 1.0  # percent of added time that two contenders may differ by and be c
 def network_table(result: Mapping[str, Any]) -> Table:
     """One row for each budget of one network."""
     peers = [peer for peer in PEERS if any(peer in row for row in result["rows"])]
+    exact = any("exact" in row for row in result["rows"])
     columns = "budget | <met | predicted | measured | off | added | bound | planned | MONeT"
+    columns += " | <by default, computed | added" if exact else ""
     table = new_table(escape(heading(result)), " | ".join([columns, *map(_PEER_TITLES.__getitem__, peers), "<verdict"]))
     for row in result["rows"]:
         ours = row["shoal"]
@@ -102,7 +104,9 @@ def network_table(result: Mapping[str, Any]) -> Table:
         predicted = cells("{predicted_peak_bytes:bytes} | ≥ {least_feasible_bytes:bytes}", ours)
         shown = cells(form, {**row, **ours}, met=_met(ours), predicted=predicted[0] or predicted[1])
         shown.append("-" if row["monet_percent"] is None else f"{row['monet_percent']:+.1f} %")
-        shown += [_peer(row[peer]) for peer in peers]
+        if exact:
+            shown += [row["exact"].get("variant", _met(row["exact"])), *cells("{added_percent:+.1f} %", row["exact"])]
+        shown += [_peer(row[peer]) if peer in row else "not run" for peer in peers]
         table.add_row(*map(escape, shown), verdict(row))
     return table
 

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from bench.peers import PEERS
+from bench.peers import ACTIVATION_MEMORY_BUDGET
 from bench.plain import heading
 from shoal.report.frontier_svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, diamond, image
 
-_CONTENDERS = {"shoal": ("whole", "Shoal"), "checkpoint": ("patches", "checkpointing by hand")}
-_CONTENDERS |= {"activation_memory_budget": ("fused", "activation_memory_budget")}
+_CONTENDERS = {"shoal": ("whole", "Shoal, bitwise"), "exact": ("fused", "Shoal, exact")}
+_CONTENDERS |= {
+    "checkpoint": ("patches", "checkpointing"),
+    "activation_memory_budget": ("peer", ACTIVATION_MEMORY_BUDGET),
+}
 _MOST = 100.0  # percent of added time that are drawn; what adds more stands at the end of the axis, with its number
 _FLOOR = HEIGHT - BOTTOM
 
@@ -19,7 +22,7 @@ _FLOOR = HEIGHT - BOTTOM
 def budgets_svg(result: Mapping[str, Any]) -> str:
     """The image of what `bench.budgets` measured of one network."""
     rows = sorted(result["rows"], key=lambda row: -row["share"])
-    contenders = [name for name in ("shoal", *PEERS) if any(name in row for row in rows)]
+    contenders = [name for name in _CONTENDERS if any(name in row for row in rows)]
     added = [row[name]["added_percent"] for row in rows for name in contenders if name in row and row[name]["met"]]
     low, high = min(-5.0, *added) - 3, min(_MOST, max(15.0, *added)) + 3
     least, most = min(row["share"] for row in rows) - 3, 103.0

@@ -66,19 +66,15 @@ _POOL_BACKWARDS = {
 }
 
 
-def save_fewer_bytes(
-    joint: fx.GraphModule, backward: set[fx.Node], *, aten_only: bool = False, cpu_kernels: bool = True
-) -> None:
+def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kernels: bool = True) -> None:
     """Apply every rewrite to `joint`.
 
     Args:
         joint: the joint graph.
         backward: its backward nodes; kept up to date.
-        aten_only: leave out the rewrites that bring in ops Inductor does not know.
         cpu_kernels: make those too that are for the CPU alone, where the tensors are on it. False for a step that is
             captured here but planned for another device.
     """
-    cpu_kernels = cpu_kernels and not aten_only
     graph = joint.graph
     for node in list(graph.nodes):
         if (kept := _kept_as_it_is(node)) is not None:
@@ -92,9 +88,8 @@ def save_fewer_bytes(
     for node in graph.find_nodes(op="call_function", target=_aten.native_batch_norm_backward.default):
         if node.args[_TRAINING_OF_BATCH_NORM] is True:
             node.args = tuple(None if i in _STATISTICS_OF_BATCH_NORM else arg for i, arg in enumerate(node.args))
-    if not aten_only:  # Inductor's graphs are functional
-        change_in_place(joint, backward)
-        leave_to_cudnn(joint, backward)
+    change_in_place(joint, backward)
+    leave_to_cudnn(joint, backward)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -112,14 +107,14 @@ def save_fewer_bytes(
             _split_convolution_backward(graph, node, backward, cpu_kernels)
         elif node.target is _aten.native_dropout.default and cpu_kernels:
             _keep_dropout_bits(node)
-        elif node.target is _aten.bernoulli.p and not aten_only:
+        elif node.target is _aten.bernoulli.p:
             _draw_in_layout(graph, node)
-        elif node.target in _POOL_BACKWARDS and not aten_only:
+        elif node.target in _POOL_BACKWARDS:
             _encode_pool(graph, node, _POOL_BACKWARDS[node.target], backward)
     if cpu_kernels:
         fold_norm_gradients(joint, backward)
     _sink(graph, backward)
-    _save_rectifier_masks(graph, backward, aten_only)
+    _save_rectifier_masks(graph, backward)
     _copy_what_waits(graph, backward)
     graph.lint()
 
@@ -362,7 +357,7 @@ def _take_in_rectifier(graph: fx.Graph, unfolded: fx.Node, output: fx.Node, back
     return True
 
 
-def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bool) -> None:
+def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.find_nodes(op="call_function", target=_aten.threshold_backward.default):
         grad, output, threshold = _args(node)
@@ -376,21 +371,19 @@ def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bo
         if others and (_held_bytes(value) < _WORTH_A_MASK_BYTES or last.next is node):
             continue
         with graph.inserting_after(last):
-            mask = graph.call_function(*_mask_of(output, value.device.type, aten_only))
+            mask = graph.call_function(*_mask_of(output, value.device.type))
         _describe(mask, value.new_empty_strided(value.shape, value.stride(), dtype=torch.bool), output)
         if others:
             backward.add(mask)
-        if aten_only:
-            node.target, node.args = _aten.where.ScalarOther, (mask, grad, 0)
-        elif mask.target is _aten.le.Scalar:
+        if mask.target is _aten.le.Scalar:
             node.target, node.args = _aten.masked_fill.Scalar, (grad, mask, 0)
         else:
             node.target, node.args = relu_backward, (grad, mask)
 
 
-def _mask_of(output: fx.Node, device: str, aten_only: bool) -> tuple[Any, ...]:
+def _mask_of(output: fx.Node, device: str) -> tuple[Any, ...]:
     """The call that makes a ReLU's mask of its output. A NaN lets its gradient through."""
-    if device == "cuda" and not aten_only:
+    if device == "cuda":
         # Where the gradient is zero, for `masked_fill`: `threshold_backward` converts booleans one by one.
         return _aten.le.Scalar, (output, 0)
     # Where it passes; `ne` gives the same in four times the time.

@@ -16,6 +16,7 @@ from torch import fx
 
 from shoal.kernels import batch_norm, cudnn_batch_norm, group_norm
 from shoal.kernels.buffers import add_to
+from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, noise_like
 from shoal.kernels.invertible_norm.inverted_batch_norm import inverted_batch_norm  # noqa: F401  registers the op
 from shoal.kernels.memory_format import channels_last_format
@@ -42,6 +43,8 @@ _BATCH_NORMS_THAT_CAN = (
 def can_run_again(node: fx.Node) -> bool:
     """Whether a second run gives the same tensors and changes nothing else."""
     target = node.target
+    if isinstance(target, CompiledRegion):
+        return True
     if "batch_norm" in str(target):
         return target in _BATCH_NORMS_THAT_CAN
     return target is not add_to and not (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
