@@ -99,13 +99,13 @@ def test_a_norm_without_running_statistics_takes_those_of_the_batch_once(layer: 
     (node,) = batch_norms(joint)
     assert is_of_the_batch(node) and not moves_statistics(node)
     channels = node.args[0].meta["val"].shape[1]  # type: ignore[union-attr]
-    assert (second_call(node)[0] is normalise) == repeats_bits(torch.float32, CPU, 4, channels, False, True)
+    assert (second_call(node)[0] is normalise) == repeats_bits(torch.float32, CPU, 4, channels, False, torch.float32)
 
 
 def test_the_second_node_is_the_second_call_with_the_first_result_alone() -> None:
     joint, _ = nodes_of(nn.BatchNorm2d(4))
     (node,) = batch_norms(joint)
-    if not repeats_bits(torch.float32, CPU, 4, 4, False, True):
+    if not repeats_bits(torch.float32, CPU, 4, 4, False, torch.float32):
         assert second_node(node) is None
         return
     second = second_node(node)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal
+from shoal.app import models
 from shoal.capture.capture_step import capture_step
 from shoal.capture.captured import Captured
 from shoal.capture.lower import lower
@@ -139,3 +140,20 @@ def test_a_step_with_everything_kept_launches_what_eager_pytorch_launches(channe
     model, x = Layer(2, nn.BatchNorm2d(4)).cuda(), example(2, channels_last)
     plain = launches(model, x)
     assert launches(shoal.compile(model, budget="1GiB", planner="keep_all"), x) == plain
+
+
+def test_a_kept_step_of_resnet50_launches_little_more_than_eager_pytorch() -> None:
+    model, x = models.build("resnet50").cuda(), torch.empty(2, 3, 64, 64, device="cuda")
+    plain = launches(model, x)
+    assert launches(shoal.compile(model, budget="4GiB", planner="keep_all"), x) <= 1.15 * plain
+
+
+def test_pooling_of_large_images_does_not_wait_for_the_device() -> None:
+    """An image of 127 pixels and more looks its codes up in a table, which is made on the device."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 4, 1)).cuda()
+    step, x = shoal.compile(model, budget="1GiB", planner="keep_all"), torch.empty(2, 3, 160, 160, device="cuda")
+    launches(step, x)
+    before = device_counts()
+    step(x).sum().backward()
+    after = device_counts()
+    assert (after.synchronizations, after.copies) == (before.synchronizations, before.copies)

@@ -89,10 +89,10 @@ def second_node(node: fx.Node) -> fx.Node | None:
 
 def _repeats_bits(node: fx.Node) -> bool:
     x, weight, bias = _values(node.args[:3])
-    if (weight is None) != (bias is None) or (weight is not None and weight.dtype != x.dtype) or not _is_dense(x):
+    if (weight is None) != (bias is None) or (weight is not None and weight.dtype != bias.dtype) or not _is_dense(x):
         return False
-    affine, channels_last = weight is not None, not x.is_contiguous()
-    return batch_norm.repeats_bits(x.dtype, _tried_on(x), x.dim(), int(x.shape[1]), channels_last, affine)
+    of_weight, channels_last = weight.dtype if weight is not None else None, not x.is_contiguous()
+    return batch_norm.repeats_bits(x.dtype, _tried_on(x), x.dim(), int(x.shape[1]), channels_last, of_weight)
 
 
 def _group_norm_repeats_bits(node: fx.Node) -> bool:
