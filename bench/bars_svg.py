@@ -58,6 +58,8 @@ def bars_svg(title: str, about: str, bars: Sequence[Bar], mark: float | None = N
         parts.append(
             f'<rect class="{kind}" x="{begin:.1f}" y="{y}" width="{max(end - begin, 1):.1f}" height="15" rx="2"/>'
         )
+        near = mark is not None and end <= x(mark) < end + 56  # the line would strike the words out
+        end = x(mark) if near and mark is not None else end
         at, anchor = (end + 6, "start") if bar.value >= 0 else (begin - 6, "end")
         parts.append(f'<text x="{at:.1f}" y="{y + 12}" text-anchor="{anchor}">{escape(bar.words)}</text>')
     parts.append(f'<path class="axis" d="M{x(0):.1f},{_TOP - 6}V{floor}"/>')

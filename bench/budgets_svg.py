@@ -49,7 +49,7 @@ def budgets_svg(result: Mapping[str, Any]) -> str:
     parts.append(
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 14}" text-anchor="end">budget, of plain PyTorch\'s peak</text>'
     )
-    at = float(LEFT)
+    at, missed = float(LEFT), list[str]()
     for name in contenders:
         kind, words = _CONTENDERS[name]
         parts.append(f'<circle class="{kind}" cx="{at + 6:.0f}" cy="70" r="5.5"/>')
@@ -69,12 +69,12 @@ def budgets_svg(result: Mapping[str, Any]) -> str:
                     f'<text x="{x(share):.1f}" y="{y(_MOST) - 10:.1f}" text-anchor="middle">'
                     f"{found['added_percent']:+.0f} %</text>"
                 )
-        for share in (row["share"] for row in rows if name in row and not row[name]["met"]):
-            parts.append(
-                f'<text class="{kind}" x="{x(share):.1f}" y="{_FLOOR - 6}" text-anchor="middle">'
-                f"{words.split(' ')[0]}: none fits</text>"
-            )
+        lost = [f"{row['share']:g}" for row in rows if name in row and not row[name]["met"]]
+        if lost:
+            missed.append(f"{words}: none of its settings fits {' or '.join(lost)} %")
     parts.append(diamond(x(100), y(0), "plain PyTorch"))
     parts.append(diamond(at + 6, 70, "plain PyTorch"))
     parts.append(f'<text x="{at + 17:.0f}" y="74">plain PyTorch</text>')
-    return image(title, parts)
+    for line, words in enumerate(missed):
+        parts.append(f'<text x="{LEFT}" y="{HEIGHT + 4 + 18 * line}">{escape(words)}</text>')
+    return image(title, parts, HEIGHT + 18 * len(missed))

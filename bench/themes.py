@@ -119,7 +119,7 @@ def taken_over_chart(result: Result) -> str:
         if any(row[int(place)] != words for place, words in of.get("only", {}).items()):
             continue
         name = ", ".join(filter(None, (row[place] for place in of["names"]))).replace("`", "").replace("*", "")
-        words = row[of["column"]].replace("*", "").partition(" (")[0]
+        words = row[of["column"]].replace("*", "").partition(" (")[0].partition(":")[0]
         number = re.match(r"[-+]?[\d.]+", words.replace("\u2212", "-").replace(",", ""))
         bars.append(Bar(name, float(number.group()) if number else None, words or of.get("none", "")))
     return bars_svg(of["title"], of["about"], bars, of.get("mark"), of.get("marked", ""))
