@@ -31,6 +31,7 @@ from shoal.errors import InputError
 ROOT = Path(__file__).parents[1]
 PAGES = {"one_plan": "one-plan.md", "budgets": "budgets.md"}
 _END = "<!-- end of figures -->"
+_DATE = len("2026-11-24")  # a file's name ends with it: the newest stand first
 
 
 def theme_of(path: Path) -> str:
@@ -79,7 +80,8 @@ def one_plan_table(result: Mapping[str, Any]) -> str:
     columns = "network | budget | allow | computed | predicted peak | measured | added, measured | predicted | bound | "
     lines = _head(columns + "step off | planned in | MONeT", left=4)
     for network in result["results"]:
-        name = heading(network).partition(": plain PyTorch")[0].replace(" x ", " × ")
+        setting = network["setting"]
+        name = f"{network['network']}, {setting['batch']} × {setting['image']} pixels"
         for row in network["rows"]:
             budget = cells("{share:g} %, {budget_bytes:bytes}", row)[0]
             for allow, found in row["contenders"].items():
@@ -147,7 +149,7 @@ def written(figures: Path, docs: Path, now: Mapping[str, str]) -> dict[Path, str
     """
     blocks: dict[str, list[str]] = {}
     made: dict[Path, str] = {}
-    for path in sorted(figures.glob("*.json")):
+    for path in sorted(sorted(figures.glob("*.json")), key=lambda path: path.stem[-_DATE:], reverse=True):
         theme = theme_of(path)
         if theme not in PAGES:
             raise InputError(f"{path}: no page is made of {theme}; there are {', '.join(PAGES)}")
