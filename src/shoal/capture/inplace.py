@@ -15,6 +15,7 @@ from torch import fx
 
 from shoal.capture.symbolic_sizes import at_numbers, expression_of
 from shoal.kernels import batch_norm, group_norm
+from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, dropout_, dropout_backward, dropout_backward_
 from shoal.kernels.encoded_activation import relu_backward as encoded_relu_backward
 from shoal.kernels.encoded_activation import relu_backward_ as encoded_relu_backward_
@@ -90,6 +91,8 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
         places = _OUT[node.target][0]
     elif node.target in _CALLS:
         places = _CALLS[node.target][0]
+    elif isinstance(node.target, CompiledRegion):
+        places = node.target.overwritable
     else:
         return ()
     value = node.meta["val"]
@@ -109,6 +112,8 @@ def usually_overwrites(target: Any) -> bool:
 
 def overwriting(target: Any, kwargs: Mapping[str, Any], operand: fx.Node) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Target and keyword arguments of the call that writes its first result over `operand`, one of `operands`."""
+    if isinstance(target, CompiledRegion):
+        return target, {**kwargs, "over": operand}
     if target in _CALLS:
         return _CALLS[target][1], dict(kwargs)
     _, form, keyword = _OUT[target]

@@ -62,19 +62,15 @@ _POOL_BACKWARDS = {
 }
 
 
-def save_fewer_bytes(
-    joint: fx.GraphModule, backward: set[fx.Node], *, aten_only: bool = False, cpu_kernels: bool = True
-) -> None:
+def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kernels: bool = True) -> None:
     """Apply every rewrite to `joint`.
 
     Args:
         joint: the joint graph.
         backward: its backward nodes; kept up to date.
-        aten_only: leave out the rewrites that bring in ops Inductor does not know.
         cpu_kernels: make those too that are for the CPU alone, where the tensors are on it. False for a step that is
             captured here but planned for another device.
     """
-    cpu_kernels = cpu_kernels and not aten_only
     graph = joint.graph
     for node in list(graph.nodes):
         if (kept := _kept_as_it_is(node)) is not None:
@@ -103,14 +99,14 @@ def save_fewer_bytes(
             _split_convolution_backward(graph, node, backward, cpu_kernels)
         elif node.target is _aten.native_dropout.default and cpu_kernels:
             _keep_dropout_bits(node)
-        elif node.target is _aten.bernoulli.p and not aten_only:
+        elif node.target is _aten.bernoulli.p:
             _draw_in_layout(graph, node)
-        elif node.target in _POOL_BACKWARDS and not aten_only:
+        elif node.target in _POOL_BACKWARDS:
             _encode_pool(graph, node, _POOL_BACKWARDS[node.target], backward)
     if cpu_kernels:
         fold_norm_gradients(joint, backward)
     _sink(graph, backward)
-    _save_rectifier_masks(graph, backward, aten_only)
+    _save_rectifier_masks(graph, backward)
     _copy_what_waits(graph, backward)
     graph.lint()
 
@@ -353,7 +349,7 @@ def _take_in_rectifier(graph: fx.Graph, unfolded: fx.Node, output: fx.Node, back
     return True
 
 
-def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bool) -> None:
+def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.find_nodes(op="call_function", target=_aten.threshold_backward.default):
         grad, output, threshold = _args(node)
@@ -372,9 +368,7 @@ def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bo
         _describe(mask, value.new_empty_strided(value.shape, value.stride(), dtype=torch.bool), output)
         if others:
             backward.add(mask)
-        node.target, node.args = (
-            (_aten.where.ScalarOther, (mask, grad, 0)) if aten_only else (relu_backward, (grad, mask))
-        )
+        node.target, node.args = relu_backward, (grad, mask)
 
 
 def _flops(node: fx.Node) -> int | torch.SymInt:

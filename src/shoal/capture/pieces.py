@@ -54,12 +54,10 @@ def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
     """The step with these convolutions in pieces; `captured` stays as it is.
 
     Raises:
-        PlanError: one of them is no convolution of this step, or Inductor is to run it.
+        PlanError: one of them is no convolution of this step.
     """
     if not chosen:
         return captured
-    if captured.read_with.aten_only:
-        raise PlanError("the plan computes convolutions in pieces, which Inductor does not know; give kernels='eager'")
     joint = copied_joint(captured.joint)
     node_called = {node.name: node for node in joint.graph.nodes}
     for cut in chosen:

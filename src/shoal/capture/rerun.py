@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from shoal.kernels import batch_norm, group_norm
+from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, noise_like
 from shoal.kernels.invertible_norm.inverted_batch_norm import inverted_batch_norm  # noqa: F401  registers the op
 from shoal.kernels.memory_format import channels_last_format
@@ -36,6 +37,8 @@ _BATCH_NORMS_THAT_CAN = (
 def can_run_again(node: fx.Node) -> bool:
     """Whether a second run gives the same tensors and changes nothing else."""
     target = node.target
+    if isinstance(target, CompiledRegion):
+        return True
     if "batch_norm" in str(target):
         return target in _BATCH_NORMS_THAT_CAN
     return not (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)

@@ -107,8 +107,8 @@ def profile(
     Raises:
         InputError: the device is not available, or a profiler is running on this thread.
 
-    Limits: on the CPU operands are in the shared cache more often than within a step. Values are random, so the times of
-    ops that depend on values (sorting, sparse indexing) are only indicative.
+    Limits: on the CPU operands are in the shared cache more often than within a step. Values are random, so the times
+    of ops that depend on values (sorting, sparse indexing) are only indicative.
     """
     place = measurement_cache.device_of(device)
     known = _readable(measurement_cache.recall("costs", place)) if cache else {}

@@ -56,12 +56,10 @@ class PlansByBatch:
         if not callable(make_example):
             raise InputError(f"make_example={brief(make_example)}: expected a function of a batch size, such as "
                              "lambda batch: torch.empty(batch, 3, 224, 224)")  # fmt: skip
-        if pricing.budget_bytes is None:
-            raise InputError("no budget was given; say how many bytes a step may use, such as budget='2GiB'")
+        self.budget_bytes = required_budget(pricing)
         self._pricing = pricing
         self._make_example = make_example
         self._max_batch = max_batch
-        self.budget_bytes = pricing.budget_bytes
         self._captured: dict[int, _CapturedForms] = {}
         self._plans: dict[int, Plan] = {}
 
@@ -98,10 +96,7 @@ class PlansByBatch:
             plan: called in place of this object, which it calls.
             trying, first: as there.
         """
-        model, optimizer = self._pricing.model, self._pricing.optimizer
-        fixed_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
-        fixed_bytes += distinct_bytes(p for p in model.parameters() if p.requires_grad)
-        fixed_bytes += StaticMemory(model, optimizer).state_bytes()
+        fixed_bytes = least_bytes(self._pricing)
         return largest_fitting(
             plan, fixed_bytes, self.budget_bytes, first=first, max_batch=self._max_batch, trying=trying
         )
@@ -286,6 +281,25 @@ class _ScaledForms:
         if counts[0] + slope * (beyond - below) != counts[2] or found.denominator != 1:
             raise NotLinear
         return int(found)
+
+
+def required_budget(pricing: Pricing) -> int:
+    """The budget that a search is inside.
+
+    Raises:
+        InputError: there is none.
+    """
+    if pricing.budget_bytes is None:
+        raise InputError("no budget was given; say how many bytes a step may use, such as budget='2GiB'")
+    return pricing.budget_bytes
+
+
+def least_bytes(pricing: Pricing) -> int:
+    """About what a step needs without any images."""
+    model, optimizer = pricing.model, pricing.optimizer
+    fixed_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
+    fixed_bytes += distinct_bytes(p for p in model.parameters() if p.requires_grad)
+    return fixed_bytes + StaticMemory(model, optimizer).state_bytes()
 
 
 def positive(what: str, number: object) -> int:
