@@ -58,6 +58,7 @@ _OUT: dict[Any, tuple[tuple[int, ...], Callable[..., Any], str]] = {
 _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     _aten.relu.default: ((0,), _aten.relu_.default),
     _aten.div.Scalar: ((0,), _aten.div_.Scalar),
+    _aten.masked_fill.Scalar: ((0,), _aten.masked_fill_.Scalar),
     _aten.native_dropout_backward.default: ((0,), _dropout_backward),
     dropout: ((0,), dropout_),
     batch_norm.normalise: ((0,), batch_norm.normalise_),
@@ -77,6 +78,7 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
 _READ_LATER = (batch_norm.normalise, group_norm.normalise)
 _NORMS = (
     _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit.default,
     _aten._native_batch_norm_legit.no_stats,
     _aten.native_group_norm.default,
 )
