@@ -58,8 +58,13 @@ class Variant:
     def __str__(self) -> str:
         if self.pieces:
             others = replace(self, pieces=())
-            n_direct = sum(one.direct for one in self.pieces)
-            counts = ((n_direct, "direct convolutions"), (len(self.pieces) - n_direct, "convolutions in pieces"))
+            cut_ops = [one.op for one in self.pieces if not one.direct]
+            kinds = dict.fromkeys("batch norms" if "norm" in op else "convolutions" for op in cut_ops)
+            n_direct = len(self.pieces) - len(cut_ops)
+            counts = (
+                (n_direct, "direct convolutions"),
+                (len(cut_ops), f"{' and '.join(sorted(kinds, reverse=True))} in pieces"),
+            )
             cut = ", ".join(f"{count} {kind}" for count, kind in counts if count)
             return cut if others == WHOLE else f"{others}, {cut}"
         if self.fuse:

@@ -27,7 +27,7 @@ import torch
 from shoal.kernels.convolution import input_gradient as library_input_gradient
 from shoal.kernels.norm.norm_rows import workspace
 from shoal.lowlevel.dispatch import Implementation, choose, level_number, register
-from shoal.lowlevel.native import levels, run_native
+from shoal.lowlevel.native import has, run_native
 
 _aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -113,7 +113,7 @@ def weight_gradient(
 
 def applies(*operands: torch.Tensor | None) -> bool:
     """Whether the kernels can do it here: of all that is read. Tensors may be fake."""
-    return bool(levels()) and all(
+    return has("shoal_direct_conv") and all(
         operand.device.type == "cpu"
         and operand.dtype in _DTYPES
         and operand.layout == torch.strided

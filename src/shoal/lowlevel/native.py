@@ -21,7 +21,7 @@ from shoal.errors import InputError
 
 log = logging.getLogger("shoal")
 
-ABI_VERSION = 14
+ABI_VERSION = 13
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 LEVELS = ("portable", "avx2", "avx512")  # in the order of ShoalLevel in csrc/shoal_native.h
 # In the order of the bits of ShoalFeature in csrc/shoal_native.h.
@@ -71,6 +71,13 @@ def function(name: str) -> Callable[..., int] | None:
     found = getattr(native, name)
     found.restype = ctypes.c_int64 if name.endswith("_bytes") else ctypes.c_int32
     return cast(Callable[..., int], found)
+
+
+@cache
+def has(name: str) -> bool:
+    """Whether the library is here and has a function, which one that was built before it was written has not."""
+    native = library()
+    return native is not None and hasattr(native, name)
 
 
 def run_native(name: str, arguments: ctypes.Structure) -> None:
