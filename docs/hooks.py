@@ -6,6 +6,7 @@ that each link leads somewhere within the site. Pages of figures say what is old
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 import sys
@@ -49,7 +50,23 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith("figures/"):
         page.meta["hide"] = ["toc"]  # tables take its place
         markdown = aged(markdown, ROOT / "figures")
+    notebook = ROOT / "docs" / Path(page.file.src_uri).with_suffix(".ipynb")
+    if notebook.exists():
+        markdown = _with_outputs(markdown, json.loads(notebook.read_text())["cells"])
     return _moved(markdown, "docs/" + posixpath.dirname(page.file.src_uri), page.file.src_uri)
+
+
+def _with_outputs(markdown: str, cells: list[dict[str, Any]]) -> str:
+    """A tutorial with what its notebook printed under each block."""
+    printed = iter(
+        ["".join("".join(o.get("text", "")) for o in c["outputs"]) for c in cells if c["cell_type"] == "code"]
+    )
+
+    def shown(match: re.Match[str]) -> str:
+        text = next(printed, "").rstrip()
+        return match.group(0) + (f"\n\n```text\n{text}\n```" if text else "")
+
+    return re.sub(r"^```python\n.*?^```$", shown, markdown, flags=re.S | re.M)
 
 
 def _beyond(uri: str, text: str) -> set[str]:

@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def kernels_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled that is not asked for: compilers take longer than these tests, and their code does nothing."""
+    """Nothing is compiled that is not asked for: compilers take long, and here their code does nothing."""
     monkeypatch.setattr(
         "shoal.engine.options.CompileOptions.compiles", lambda options, _: options.kernels == "compiled"
     )

@@ -2,7 +2,9 @@
 
 Each takes the joint graph of forward and backward (aten ops, functional) and edits it in place:
 
-- running statistics named by batch norm's backward, which does not read them in training mode, are not saved;
+- running statistics named by batch norm's backward, which does not read them in training mode, are not saved, and the
+  forward pass writes them, and counters of batches, in place (`buffers_in_place`);
+- batch norms on CUDA that eager PyTorch leaves to cuDNN are left to it (`cudnn_batch_norms`), for the bits;
 - the input of max pooling, of which the backward pass reads only the shape, is not saved for it;
 - max-pool indices wait in 1 byte (the place within the window) instead of 8, which also says where a ReLU before the
   pooling lets no gradient through;
@@ -34,6 +36,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from shoal.capture.buffers_in_place import change_in_place
+from shoal.capture.cudnn_batch_norms import leave_to_cudnn
 from shoal.capture.fx_nodes import is_view, per_axis
 from shoal.capture.norm_gradients import fold_norm_gradients
 from shoal.capture.op_counts import convolution_backward_flops
@@ -81,11 +85,15 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
         if not node.users:  # what a copy was for
             graph.erase_node(node)
             backward.discard(node)
+    for node in graph.find_nodes(op="call_function", target=_aten.native_batch_norm_backward.default):
+        if node.args[_TRAINING_OF_BATCH_NORM] is True:
+            node.args = tuple(None if i in _STATISTICS_OF_BATCH_NORM else arg for i, arg in enumerate(node.args))
+    change_in_place(joint, backward)
+    leave_to_cudnn(joint, backward)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if node.target is _aten.native_batch_norm_backward.default and node.args[_TRAINING_OF_BATCH_NORM] is True:
-            node.args = tuple(None if i in _STATISTICS_OF_BATCH_NORM else arg for i, arg in enumerate(node.args))
             if cpu_kernels and _can_run_in_pieces(node):
                 grad, x, weight, _, _, mean, deviation = node.args[:7]
                 node.target, node.args = batch_norm_backward, (grad, x, weight, mean, deviation)
@@ -363,12 +371,23 @@ def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
         if others and (_held_bytes(value) < _WORTH_A_MASK_BYTES or last.next is node):
             continue
         with graph.inserting_after(last):
-            # True for a NaN too, which lets its gradient through; `ne` gives the same in four times the time.
-            mask = graph.call_function(_aten._to_copy.default, (output,), {"dtype": torch.bool})
+            mask = graph.call_function(*_mask_of(output, value.device.type))
         _describe(mask, value.new_empty_strided(value.shape, value.stride(), dtype=torch.bool), output)
         if others:
             backward.add(mask)
-        node.target, node.args = relu_backward, (grad, mask)
+        if mask.target is _aten.le.Scalar:
+            node.target, node.args = _aten.masked_fill.Scalar, (grad, mask, 0)
+        else:
+            node.target, node.args = relu_backward, (grad, mask)
+
+
+def _mask_of(output: fx.Node, device: str) -> tuple[Any, ...]:
+    """The call that makes a ReLU's mask of its output. A NaN lets its gradient through."""
+    if device == "cuda":
+        # Where the gradient is zero, for `masked_fill`: `threshold_backward` converts booleans one by one.
+        return _aten.le.Scalar, (output, 0)
+    # Where it passes; `ne` gives the same in four times the time.
+    return _aten._to_copy.default, (output,), {"dtype": torch.bool}
 
 
 def _flops(node: fx.Node) -> int | torch.SymInt:

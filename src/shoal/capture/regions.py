@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from shoal.capture.captured import Captured
 from shoal.capture.fx_nodes import copied_joint, is_view
@@ -26,9 +27,12 @@ from shoal.capture.region_groups import Group, grouped, is_worth_it
 from shoal.capture.region_ops import in_known_ops, normalised, statistics
 from shoal.capture.rerun import is_of_the_batch
 from shoal.capture.step_reader import read_joint
+from shoal.kernels.buffers import add_to
 from shoal.kernels.compiled_region import CompiledRegion, compile_regions, region_of
 
 _aten = torch.ops.aten
+_FUNCTIONAL = _aten._native_batch_norm_legit_functional.default
+_NORMS = (_FUNCTIONAL, _aten._native_batch_norm_legit.default, _aten.cudnn_batch_norm.default)
 _LEAST_BYTES = 1 << 14  # of what a region reads and writes
 _OF_OP = "shoal_region_of"  # in a node's meta: the op of the captured step that it is a part of
 
@@ -80,7 +84,7 @@ def in_regions(captured: Captured, left_out: Collection[str] = ()) -> Regional:
 
 
 def _can_be_split(node: fx.Node) -> bool:
-    if node.target is not _aten._native_batch_norm_legit_functional.default or not is_of_the_batch(node):
+    if node.target not in _NORMS or not is_of_the_batch(node):
         return False
     x, weight, bias, mean, var = (node.args[place] for place in range(5))
     values = [operand.meta["val"] for operand in (x, weight, bias, mean, var) if isinstance(operand, fx.Node)]
@@ -91,6 +95,8 @@ def _can_be_split(node: fx.Node) -> bool:
 def _split_norm(graph: fx.Graph, node: fx.Node) -> None:
     x, weight, bias, running_mean, running_var, _, momentum, eps = node.args
     items: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
+    if node.target is not _FUNCTIONAL:
+        _return_statistics(graph, node, items)
     fakes: Any = node.meta["val"]
     wide = torch.promote_types(x.meta["val"].dtype, torch.float32)  # type: ignore[union-attr]
     node.target, node.args = statistics, (x, running_mean, running_var, momentum, eps)
@@ -109,6 +115,35 @@ def _split_norm(graph: fx.Graph, node: fx.Node) -> None:
     if y is not None:
         y.target, y.args = normalised, (x, weight, bias, items[1], items[2])
         y.meta[_OF_OP] = node.name
+
+
+def _return_statistics(graph: fx.Graph, node: fx.Node, items: dict[Any, fx.Node]) -> None:
+    """Let a batch norm that writes into its running statistics return them: they are copied when the step has them."""
+    if node.target is _aten.cudnn_batch_norm.default:
+        _take_from_cudnn(graph, items)
+    values = list(node.meta["val"][:3])
+    for place, buffer in enumerate(node.args[3:5], 3):
+        if buffer is None:
+            continue
+        values.append(torch.empty_like(buffer.meta["val"]))  # type: ignore[union-attr]
+        with graph.inserting_after(node):
+            items[place] = graph.call_function(operator.getitem, (node, place))
+        items[place].meta = {**node.meta, "val": values[-1]}
+        output = graph.output_node()
+        left: Any = output.args[0]
+        output.args = ([items[place] if value is buffer else value for value in left],)
+    node.meta["val"] = tuple(values)
+
+
+def _take_from_cudnn(graph: fx.Graph, items: dict[Any, fx.Node]) -> None:
+    """The backward pass by the native formula, without what cuDNN would have reserved for its own."""
+    readers = {reader for place in (1, 2) if place in items for reader in items[place].users}
+    for reader in readers:
+        grad, x, weight, mean, invstd, _, eps, wanted = reader.args
+        reader.target = _aten.native_batch_norm_backward.default
+        reader.args = (grad, x, weight, None, None, mean, invstd, True, eps, wanted)
+    if 3 in items:
+        graph.erase_node(items.pop(3))
 
 
 def _is_large(group: Group) -> bool:
@@ -138,7 +173,7 @@ class _Writer:
                 self._out.output(args[0]).meta = dict(node.meta)
             elif (group := self._group_at.get(place)) is not None:
                 self._write_region(group)
-            elif node not in self._inside and (node.op != "call_function" or is_op(node)):
+            elif node not in self._inside and (node.op != "call_function" or is_op(node) or node.target is add_to):
                 self._copy(node)
         self._out.lint()
         return fx.GraphModule(self._joint, self._out)
@@ -155,7 +190,8 @@ class _Writer:
         body = _Body(group, self._flow)
         last = group.nodes[-1]
         first, *_ = values = [value.meta["val"] for value in body.results]
-        region = region_of(body.run, first, [node.meta["val"] for node in body.inputs], body.words)
+        inputs = [node.meta["val"] for node in body.inputs]
+        region = region_of(body.run, first, inputs, body.words, body.description)
         node = self._out.create_node(
             "call_function", region, tuple(map(self._copy, body.inputs)), {}, f"region_{last.name}"
         )
@@ -199,6 +235,29 @@ class _Body:
         self.results = sorted(results, key=lambda node: _block(node) not in laid_out)
         self.words = ", ".join(dict.fromkeys(_word(node) for node in self._nodes))
 
+    @property
+    def description(self) -> str:
+        """Equal for regions that compute the same of tensors that are laid out alike."""
+        numbers: dict[fx.Node, int] = {}
+
+        def number(node: fx.Node) -> str:
+            if node not in numbers and node not in self.inputs:
+                write(node)
+            return f"%{numbers.setdefault(node, len(numbers))}"
+
+        lines: list[str] = []
+
+        def write(node: fx.Node) -> None:
+            args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: _Name(number(operand)))
+            numbers[node] = len(numbers)
+            lines.append(f"{number(node)} = {target_name(node.target)} {args} {_laid(node)}")
+
+        for node in self.inputs:
+            lines.append(f"{number(node)} {_laid(node)}")
+        for node in self._nodes:
+            number(node)
+        return "\n".join([*lines, ", ".join(map(number, self.results))])
+
     def run(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """The region's results."""
         values: dict[fx.Node, Any] = dict(zip(self.inputs, tensors, strict=True))
@@ -213,6 +272,22 @@ class _Body:
         for node in self._nodes:
             value_of(node)
         return [_laid_out(value_of(node), node.meta["val"]) for node in self.results]
+
+
+class _Name(str):
+    """A text that prints without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _laid(node: fx.Node) -> str:
+    values = tree_leaves(node.meta.get("val"))
+    return ", ".join(
+        f"{v.dtype} {tuple(v.shape)} {v.stride()} {v.device}" if isinstance(v, torch.Tensor) else str(v) for v in values
+    )
 
 
 def _block(node: fx.Node) -> Any:

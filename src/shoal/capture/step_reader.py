@@ -236,7 +236,7 @@ class _Reader:
             for place, part in enumerate(value):
                 if isinstance(part, torch.Tensor):
                     # Running statistics are the caller's, also where a second call of the layer moves them on.
-                    part_kind: StorageKind = "output" if moves_statistics(node) and place > 2 else kind
+                    part_kind: StorageKind = "output" if moves_statistics(node) and place in (3, 4) else kind
                     name = f"{node.name}.{place}"
                     writes.append(self._add_storage(items.get(place, node), part, part_kind, name, node))
         # An operand that is also read through a view of another layout must stay whole until the op ends.
