@@ -75,6 +75,7 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     torch.ops.shoal.inverted_batch_norm.default: ((0,), inverted_batch_norm_),
     torch.ops.shoal.inverted_batch_norm_backward.default: ((0,), inverted_batch_norm_backward_),
 }
+_READ_LATER = (batch_norm.normalise, group_norm.normalise)
 _NORMS = (
     _aten._native_batch_norm_legit_functional.default,
     _aten._native_batch_norm_legit.default,
@@ -104,6 +105,11 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
         if isinstance(operand, fx.Node) and _same_block(operand.meta.get("val"), result):
             found.append(operand)
     return tuple(found)
+
+
+def usually_overwrites(target: Any) -> bool:
+    """Whether most runs of an op that has `operands` overwrite one: a norm's gradient reads what a norm would."""
+    return (target in _OUT or target in _CALLS) and target not in _READ_LATER
 
 
 def overwriting(target: Any, kwargs: Mapping[str, Any], operand: fx.Node) -> tuple[Callable[..., Any], dict[str, Any]]:

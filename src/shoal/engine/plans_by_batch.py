@@ -25,7 +25,7 @@ from shoal.engine.pricing import Pricing
 from shoal.engine.search.best_variant import best_variant, captured_form
 from shoal.engine.search.max_batch import largest_fitting
 from shoal.engine.search.scaled_step import NotLinear, scaled_step
-from shoal.engine.search.variants import PatchWork, Variants, fused_forms
+from shoal.engine.search.variants import PatchWork, Variants, fused_forms, sliced_forms
 from shoal.errors import InputError, brief
 from shoal.memory.static_memory import StaticMemory, distinct_bytes
 
@@ -140,6 +140,21 @@ class _Listed:
     split: tuple[Variant, ...]
     norm_elems: tuple[int, ...]
     works: dict[Variant, PatchWork | str]
+    sliced_depth: float
+    samples: int
+
+    @property
+    def patches(self) -> tuple[Variant, ...]:
+        """Those of `split` that do not depend on the batch: how many slices there are does."""
+        return tuple(one for one in self.split if not one.slices)
+
+    @property
+    def calls_a_slice(self) -> int:
+        """Layers that run slice by slice."""
+        calls = (
+            work.n_calls // one.slices for one, work in self.works.items() if one.slices and not isinstance(work, str)
+        )
+        return next(calls, 0)
 
 
 class _CapturedForms:
@@ -157,10 +172,11 @@ class _CapturedForms:
     def listed(self) -> _Listed:
         def read(variants: Variants, step: Callable[[fx.GraphModule], StepGraph]) -> _Listed:
             fused = tuple(variants.fused())
-            split = tuple(one for one in variants.split() if not one.slices)  # how many differs by batch
+            split = tuple(variants.split())
             for variant in (WHOLE, *fused):
                 self._graphs[variant] = _captured(variants, step, variant)
-            return _Listed(fused, split, variants.norm_elems, {one: _work(variants, one) for one in split})
+            works = {one: _work(variants, one) for one in split}
+            return _Listed(fused, split, variants.norm_elems, works, variants.sliced_depth, variants.samples)
 
         return self._read(read)
 
@@ -208,10 +224,11 @@ class _ScaledForms:
         self._batch, self._known, self._here = batch, known, here
         self._below, self._above, _ = known
         lists = [forms.listed for forms in known.values()]
-        if len({(one.split, one.fused[:1], len(one.norm_elems)) for one in lists}) > 1:
+        if len({(one.patches, one.sliced_depth, one.fused[:1], len(one.norm_elems)) for one in lists}) > 1:
             raise NotLinear
         self._listed = lists[0]
         self._norm_elems = tuple(map(self._scaled, *(one.norm_elems for one in lists)))
+        self._samples = self._scaled(*(one.samples for one in lists))
         self._whole = self._scaled_graph(WHOLE)
 
     def fused(self) -> Iterator[Variant]:
@@ -219,9 +236,13 @@ class _ScaledForms:
             yield from fused_forms(variant.fuse, self._norm_elems)
 
     def split(self) -> Iterator[Variant]:
-        return iter(self._listed.split)
+        if self._samples > 1:
+            yield from sliced_forms(self._listed.sliced_depth, self._samples)
+        yield from self._listed.patches
 
     def work(self, variant: Variant) -> PatchWork:
+        if variant.slices:
+            return PatchWork(0.0, variant.slices * self._listed.calls_a_slice)
         one, *others = (forms.listed.works[variant] for forms in self._known.values())
         for other in others:
             if isinstance(one, str) or isinstance(other, str):
@@ -235,8 +256,9 @@ class _ScaledForms:
     def graph(self, variant: Variant) -> StepGraph:
         if variant == WHOLE:
             return self._whole
-        with suppress(NotLinear, Refused):
-            return self._scaled_graph(variant)
+        if not variant.slices:  # how many there are, and whether they are of one size, differs by batch
+            with suppress(NotLinear, Refused):
+                return self._scaled_graph(variant)
         return self._here.graph(variant)
 
     def _scaled_graph(self, variant: Variant) -> StepGraph:

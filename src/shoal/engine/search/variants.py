@@ -136,17 +136,25 @@ class Variants:
                         yield Variant(depth=depth, grid=(parts,) * dims, exact=kind)
 
     def _sliced(self) -> Iterator[Variant]:
-        """On slices of the batch as deep as it takes for what comes behind them to be small."""
-        if (source := self._source) is None or not source.layers(_ConvNd):
-            return
-        images = next(iter(source.graph.nodes)).meta.get("example_value")
-        samples = images.shape[0] if isinstance(images, torch.Tensor) and images.dim() > 2 else 1
-        if not isinstance(samples, int) or samples < 2:
-            return
+        if (samples := self.samples) > 1:
+            yield from sliced_forms(self.sliced_depth, samples)
+
+    @cached_property
+    def sliced_depth(self) -> float:
+        """Of slices of the batch, as deep as it takes for what comes behind them to be small; 0 for none."""
+        if "exact_split" not in self._means or (source := self._source) is None or not self.samples:
+            return 0.0
         largest = max(_elems(node) for node in source.graph.nodes)
-        depth = next((d for d in _SLICED_DEPTHS if self._elems_behind(d) <= _SMALL_BEHIND * largest), 1.0)
-        for slices in dict.fromkeys(-(-samples // -(-samples // most)) for most in _SLICES):
-            yield Variant(depth=depth, slices=slices)
+        return next((d for d in _SLICED_DEPTHS if self._elems_behind(d) <= _SMALL_BEHIND * largest), 1.0)
+
+    @property
+    def samples(self) -> int:
+        """In the batch; 0 where there are no convolutions of images."""
+        if (source := self._source) is None or not source.layers(_ConvNd):
+            return 0
+        images = next(iter(source.graph.nodes)).meta.get("example_value")
+        samples = images.shape[0] if isinstance(images, torch.Tensor) and images.dim() > 2 else 0
+        return samples if isinstance(samples, int) else 0
 
     def _elems_behind(self, depth: float) -> float:
         """Of the largest tensor that would not be cut into slices."""
@@ -216,6 +224,13 @@ def fused_forms(level: str, norm_elems: Sequence[int]) -> Iterator[Variant]:
     yield Variant(fuse=level)
     if any(elems >= MIN_ELEMS for elems in norm_elems) and any(elems < MIN_ELEMS for elems in norm_elems):
         yield Variant(fuse=level, large_only=True)
+
+
+def sliced_forms(depth: float, samples: int) -> Iterator[Variant]:
+    """On few slices of the batch, then on more, each about as large as the others; none where the depth is 0."""
+    for slices in dict.fromkeys(-(-samples // -(-samples // most)) for most in _SLICES):
+        if depth and slices > 1:
+            yield Variant(depth=depth, slices=slices)
 
 
 @dataclass(frozen=True)
