@@ -65,7 +65,7 @@ def test_what_needs_less_than_an_op_that_stays_whole_is_not_tried(
     profiled: tuple[Captured, StepGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured, graph = profiled
-    monkeypatch.setattr(pieces, "choose", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(pieces.convolution_pieces, "choose", lambda *_: pytest.fail("tried"))
     pooling = next(op for op in graph.ops if op.target == "shoal.pooling.forward")
     larger = tuple(replace(op, workspace_bytes=1 << 30) if op is pooling else op for op in graph.ops)
     assert choose_pieces(captured, replace(graph, ops=larger)) == ()

@@ -15,6 +15,9 @@ from shoal.app import models
 from shoal.capture.capture_step import capture_step
 from shoal.capture.captured import Captured
 from shoal.capture.lower import lower
+from shoal.capture.pieces import choose_pieces, in_pieces
+from shoal.cost.profile import profile_step
+from shoal.kernels import batch_norm_pieces
 from shoal.planners.just_in_time import just_in_time
 from tests.cuda_standin.counts import device_counts
 
@@ -157,3 +160,28 @@ def test_pooling_of_large_images_does_not_wait_for_the_device() -> None:
     step(x).sum().backward()
     after = device_counts()
     assert (after.synchronizations, after.copies) == (before.synchronizations, before.copies)
+
+
+@pytest.mark.parametrize(
+    ("amp", "channels_last", "held"),
+    [(torch.bfloat16, True, 1 / 8), (torch.bfloat16, False, 1 / 8), (None, False, 3 / 8)],
+)
+def test_the_gradient_of_a_large_map_takes_the_block_of_the_incoming_one(
+    amp: torch.dtype | None, channels_last: bool, held: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether bits repeat cannot be told where kernels do nothing."""
+    monkeypatch.setattr(batch_norm_pieces, "_repeats_bits", lambda *_: True)
+    layers = [nn.Conv2d(3, 32, 1), nn.BatchNorm2d(32), nn.Tanh(), nn.Conv2d(32, 2, 1)]
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model = nn.Sequential(*layers).cuda().to(memory_format=layout)
+    x = torch.empty(8, 3, 128, 128, device="cuda").to(memory_format=layout)
+    with torch.autocast("cuda", amp) if amp else nullcontext():
+        captured, device = capture_step(model, x, name="large")
+    whole = profile_step(captured, device)
+    cuts = [cut for cut in choose_pieces(captured, whole) if "norm" in cut.op]
+    assert len(cuts) == 1
+    cut = profile_step(in_pieces(captured, cuts), device)
+    before, after = whole.op_called[cuts[0].op], cut.op_called[cuts[0].op]
+    map_bytes = whole.storages[before.writes[0]].nbytes
+    assert before.overwrites == -1 and after.overwrites in after.reads
+    assert after.workspace_bytes == pytest.approx(held * map_bytes, rel=0.05)

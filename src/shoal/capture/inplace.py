@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from shoal.capture.symbolic_sizes import at_numbers, expression_of
-from shoal.kernels import batch_norm, group_norm
+from shoal.kernels import batch_norm, batch_norm_pieces, group_norm
 from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, dropout_, dropout_backward, dropout_backward_
 from shoal.kernels.encoded_activation import relu_backward as encoded_relu_backward
@@ -66,6 +66,8 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     relu_backward: ((0,), relu_backward_),
     encoded_relu_backward: ((0,), encoded_relu_backward_),
     batch_norm.backward: ((0,), batch_norm.backward_),
+    batch_norm_pieces.native_backward: ((0,), batch_norm_pieces.native_backward_),
+    batch_norm_pieces.cudnn_backward: ((0,), batch_norm_pieces.cudnn_backward_),
     group_norm.backward: ((0,), group_norm.backward_),
     dropout_backward: ((0,), dropout_backward_),
     torch.ops.shoal.norm_act_backward.default: ((0,), norm_act_backward_),

@@ -13,13 +13,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.capture.layered import LayeredGraph, Refused, as_dynamo_graph, layered
 from shoal.core.variant import WHOLE, Variant
 from shoal.errors import CaptureError, InputError
-from shoal.kernels.convolution_pieces import may_be_worth_pieces
+from shoal.kernels.convolution_pieces import WORTH_PIECES_BYTES, may_be_worth_pieces
 from shoal.transforms.fuse.fuse_graph import fuse_graph, highest_level
 from shoal.transforms.fuse.fusion_size import MIN_ELEMS, FusionSize
 from shoal.transforms.split.patch_sizes import Measuring, check_patches
@@ -97,6 +98,9 @@ class Variants:
             values = [one.meta.get("example_value") for one in (*node.all_input_nodes[:2], node)]
             known = node.target in _CONVOLUTIONS and all(isinstance(value, torch.Tensor) for value in values)
             if known and may_be_worth_pieces(*values):
+                return True
+            x = values[0] if node.target is F.batch_norm else None
+            if isinstance(x, torch.Tensor) and x.device.type == "cuda" and x.nbytes >= WORTH_PIECES_BYTES:
                 return True
         return False
 
