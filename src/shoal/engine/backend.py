@@ -215,12 +215,12 @@ class PlannedStep:
             gradient_order(captured.joint.graph, captured.backward_outputs),
         )
         if self._can_be_placed():
-            self.placement = Placement(self.device, self.session.status, self.session.name or "model")
+            self.placement = self.session.placement_on(self.device)
         return forward, backward
 
     def _can_be_placed(self) -> bool:
         """Whether its blocks can lie at planned addresses: one step after the other takes the same course."""
-        if not self.session.status.expandable_segments or self.aten_only or self.leaving:
+        if not self.session.status.expandable_segments or self.aten_only:
             return False
         return self._captured is None and can_record()
 
@@ -240,7 +240,8 @@ class PlannedStep:
         run = checked(module, self.run_graphs, example_inputs, self.departures)
         if self.placement is None:
             return run
-        return self.placement.follow(part, module, run, lambda module: self.run_graphs(module, example_inputs))
+        name = f"{part} {id(self)}"
+        return self.placement.follow(name, module, run, lambda module: self.run_graphs(module, example_inputs))
 
     def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self._compile("forward", module, example_inputs)
@@ -254,7 +255,7 @@ class PlannedStep:
             if self.steps_to_meter and sizes:
                 self._numbers = numbers_of(module.graph, arguments)
             if self.placement is not None:
-                self.placement.begins()
+                self.placement.begins(str(id(self)))
             measures = self.errors_unknown and not self.steps_to_meter
             return self.session.metering.forward(
                 self, partial(self._measure_errors, run) if measures else run, arguments
@@ -291,8 +292,6 @@ class PlannedStep:
             if self.leaving:
                 return gates_or_all(in_parts(arguments), self.leaving, n_gradients)
             gradients = self.session.metering.backward(self, run, arguments)
-            if self.placement is not None:
-                self.placement.ends()
             learn_layouts()
             return gradients
 

@@ -1,4 +1,4 @@
-"""Planned addresses on CUDA: the second run of a step is recorded, from the third on its blocks lie as laid out.
+"""Planned addresses on CUDA: the second step is recorded, from the third on its blocks lie as laid out.
 
 PyTorch's allocator reserves more of the device than is in use, where what is free lies in pieces. What it will do is
 known once one step was recorded, and fillers make it choose the addresses of a layout without gaps
@@ -9,14 +9,15 @@ one, its blocks lie elsewhere.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from shoal.capture.early_gradients import handed_over
 from shoal.core.sizes import format_bytes
-from shoal.engine.first_run import run_nodes
+from shoal.engine.first_run import nodes_in_parts, run_nodes
 from shoal.engine.status import Status
 from shoal.lowlevel import cuda_allocator
 from shoal.memory.layout.fillers import Event, Filled, Step
@@ -31,7 +32,7 @@ Run = Callable[[list[Any]], Any]
 
 
 class Placement:
-    """The addresses of one step's blocks.
+    """The addresses of the blocks of a model's training step: of all its passes, the loss and the optimizer.
 
     Args:
         device: where it runs.
@@ -43,10 +44,10 @@ class Placement:
         self._device = device
         self._status = status
         self._name = name
+        self._first = ""  # the graph whose forward pass a training step begins with
         self._runs = 0
-        self._is_recording = self._records_alone = False
+        self._is_recording = self._records_alone = self._is_over = False
         self._start = 0
-        self._events: list[Event] = []
         self._graphs: dict[str, tuple[fx.GraphModule, Callable[[fx.GraphModule], Run]]] = {}
         self._placed: dict[str, Run] = {}
         self._expected_bytes = 0
@@ -55,7 +56,7 @@ class Placement:
         """`run`, recorded and placed.
 
         Args:
-            part: "forward" or "backward".
+            part: no other graph of the model has it.
             module: the graph that `run` runs.
             run: takes a list of arguments, which it empties.
             compiled: makes a graph such a callable.
@@ -67,29 +68,39 @@ class Placement:
                 return self._recorded(part, module, arguments)
             return self._placed.get(part, run)(arguments)
 
-        return follow
+        def follow_parts(arguments: list[Any]) -> Generator[list[Any], None, Any]:
+            if self._is_recording:
+                return (yield from self._recorded_parts(part, module, arguments))
+            return (yield from self._placed.get(part, run)(arguments))
 
-    def begins(self) -> None:
-        """Before each forward pass of the step."""
+        return follow_parts if handed_over(module.graph) else follow
+
+    def begins(self, graph: str) -> None:
+        """Before each forward pass of a graph of the model."""
+        self._first = self._first or graph
+        if graph != self._first or self._is_over:
+            return
         self._runs += 1
-        if self._is_recording:  # its backward pass did not come
+        if self._is_recording:
+            recorded = cuda_allocator.recorded(self._device, self._start)
             self._stop()
-        if self._runs == _RECORDED_RUN:
+            if recorded:
+                self._place(Step([Event(*entry) for entry in recorded], self._trimmed()))
+            else:  # somebody else ended the record
+                self._runs = 0
+        elif self._runs == _RECORDED_RUN:
             self._records_alone = cuda_allocator.start_record()
             self._start = cuda_allocator.record_length(self._device)
             self._is_recording = True
-        elif self._events:
-            self._place(Step(self._events, self._trimmed()))
-            self._events = []
         elif self._expected_bytes:
             self._look()
 
     def ends(self) -> None:
-        """After each backward pass of the step."""
+        """The plans are not in force any more."""
         if self._is_recording:
-            recorded = cuda_allocator.recorded(self._device, self._start)
-            self._events = [Event(*entry) for entry in recorded]
             self._stop()
+        self._placed.clear()
+        self._is_over = True
 
     def _stop(self) -> None:
         self._is_recording = False
@@ -97,14 +108,24 @@ class Placement:
             cuda_allocator.stop_record()
 
     def _recorded(self, part: str, module: fx.GraphModule, arguments: list[Any]) -> Any:
-        def name_the_next(node: fx.Node, value: Any) -> Any:
-            cuda_allocator.label(_key(part, node.next))
-            return value
-
+        cuda_allocator.label(_key(part, next(iter(module.graph.nodes))))
         try:
-            return run_nodes(module, arguments, name_the_next)
+            return run_nodes(module, arguments, _labelled(part))
         finally:
             cuda_allocator.label("")
+
+    def _recorded_parts(
+        self, part: str, module: fx.GraphModule, arguments: list[Any]
+    ) -> Generator[list[Any], None, Any]:
+        running = nodes_in_parts(module, arguments, _labelled(part))
+        while True:
+            try:
+                leaving = next(running)
+            except StopIteration as end:
+                cuda_allocator.label("")
+                return end.value
+            cuda_allocator.label("")  # what hooks allocate is not of an op
+            yield leaving
 
     def _trimmed(self) -> list[dict[str, Any]]:
         torch.cuda.empty_cache()
@@ -143,6 +164,14 @@ class Placement:
                 format_bytes(self._expected_bytes),
             )
             self._placed.clear()
+
+
+def _labelled(part: str) -> Callable[[fx.Node, Any], Any]:
+    def name_the_next(node: fx.Node, value: Any) -> Any:
+        cuda_allocator.label(_key(part, node.next))
+        return value
+
+    return name_the_next
 
 
 def fill(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:

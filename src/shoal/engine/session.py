@@ -25,6 +25,7 @@ from shoal.engine.metering import Metered, Metering, Window
 from shoal.engine.observe_loop import observe_loop
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.options import CompileOptions
+from shoal.engine.placement import Placement
 from shoal.engine.refusal_hints import with_hint, with_hope
 from shoal.engine.repair import SetAside, exceeded, highest_predicted
 from shoal.engine.status import Status
@@ -73,6 +74,7 @@ class Session:
     early: EarlyGradients = field(default_factory=EarlyGradients)
     metering: Metering = field(init=False)
     state_bytes: int = 0
+    _placement: Placement | None = None
     _aside: SetAside = field(default_factory=SetAside)
     _improved: bool = False
     _in_force: weakref.WeakSet[Metered] = field(default_factory=weakref.WeakSet)
@@ -210,6 +212,9 @@ class Session:
         self.status.plans = ()
         self.status.measured_peak_bytes = None
         self._in_force.clear()
+        if self._placement is not None:
+            self._placement.ends()
+            self._placement = None
         if not self.metering.calls.under_way():
             self.close()
         self.on_repair()
@@ -344,6 +349,12 @@ class Session:
             format_bytes(sum(departure.nbytes for departure in departures.values())),
         )
         self._plan_anew()
+
+    def placement_on(self, device: torch.device) -> Placement:
+        """The addresses of the plans in force, on a CUDA device."""
+        if self._placement is None:
+            self._placement = Placement(device, self.status, self.name or "model")
+        return self._placement
 
     def carry(self, plan: Plan, device: torch.device) -> Transfers | None:
         """What moves the storages that the plan offloads; None where it offloads nothing.

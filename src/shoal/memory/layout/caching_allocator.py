@@ -159,6 +159,18 @@ class CachingAllocator:
         """The address behind the last large block in use of the range that grows."""
         return self._tail().address
 
+    @property
+    def bottom(self) -> int:
+        """Where the range of large blocks that grows begins."""
+        return self._range(small=False).address
+
+    def is_of_range(self, address: int) -> bool:
+        """Whether it is of the range of large blocks that grows."""
+        first = self._range(small=False)
+        return first.address <= address < first.address + _RANGE_BYTES and not any(
+            block.address <= address < block.end for block in self._at.values() if not block.grows
+        )
+
     def _tail(self) -> Block:
         last = self._range(small=False)
         while last.after is not None:
