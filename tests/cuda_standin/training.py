@@ -79,6 +79,7 @@ class Case:
         channels_last: the memory format of model and images.
         passes: forward and backward passes of a step, onto the same gradients.
         allow: the means that Shoal may use.
+        budget_of: what the budget bounds.
         recorded: whether peaks are counted by the allocator's record, which Shoal then shares; else by its statistics.
     """
 
@@ -95,6 +96,7 @@ class Case:
     passes: int = 1
     allow: str = "bitwise"
     recorded: bool = True
+    budget_of: str = "allocated"
 
     def __str__(self) -> str:
         words = (self.net, self.optimizer, self.amp or "fp32", f"{self.share or 1:.0%}", self.beside)
@@ -112,6 +114,7 @@ class Step:
         counted_bytes: the peak of its forward and backward pass, by the allocator's record.
         allocated_bytes: the peak that torch.cuda.max_memory_allocated reads for the same.
         reserved_bytes: the most that was taken from the device meanwhile, by the stand-in's own count.
+        predicted_reserved_bytes: as `model.shoal` says after it; 0 where it does not.
         repairs: how often was planned again.
         launches, synchronizations: in its forward and backward pass.
     """
@@ -121,6 +124,7 @@ class Step:
     counted_bytes: int
     allocated_bytes: int
     reserved_bytes: int
+    predicted_reserved_bytes: int
     repairs: int
     launches: int
     synchronizations: int
@@ -186,7 +190,9 @@ def _run(case: Case, budget_bytes: int) -> Run:
     labels = torch.zeros(case.batch, dtype=torch.long, device="cuda")
     optimizer = _OPTIMIZERS[case.optimizer](model.parameters())
     if budget_bytes:
-        model = shoal.compile(model, budget=budget_bytes, optimizer=optimizer, allow=case.allow)
+        model = shoal.compile(
+            model, budget=budget_bytes, optimizer=optimizer, allow=case.allow, budget_of=case.budget_of
+        )
     scaler = torch.amp.GradScaler("cuda", enabled=case.amp == "fp16")
     steps = tuple(_step(case, model, optimizer, scaler, images, labels) for _ in range(case.steps))
     beside_bytes = sum(p.nbytes for one in beside for p in (*one.parameters(), *one.buffers()))
@@ -220,6 +226,7 @@ def _step(
         counted_bytes=record.peak_bytes or allocated_bytes,
         allocated_bytes=allocated_bytes,
         reserved_bytes=after.peak_bytes,
+        predicted_reserved_bytes=(status and status.predicted_reserved_bytes) or 0,
         repairs=status.repairs if status else 0,
         launches=after.launches - before.launches,
         synchronizations=after.synchronizations - before.synchronizations,

@@ -34,6 +34,7 @@ from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.options import CompileOptions
 from shoal.engine.placement import Placement
+from shoal.engine.reserved_budget import grow_segments
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, Form
@@ -58,10 +59,11 @@ def backend(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="shoal", options={"budget": "2GiB"})`.
 
-    Options: `budget`, `planner`, `kernels`, `optimizer`, `offload_to`, `host_budget`, `lossy` and `allow`, as of
-    `shoal.compile`; each may be text, as hosts that copy their options need it: {"budget": "80%", "optimizer":
-    "adamw"}. Where there is no budget, SHOAL_BUDGET of the environment counts; without that too, everything is kept.
-    The model has to come as one graph. `shoal.compile` does the same and also reports in `model.shoal`.
+    Options: `budget`, `planner`, `kernels`, `optimizer`, `offload_to`, `host_budget`, `lossy`, `allow` and
+    `budget_of`, as of `shoal.compile`; each may be text, as hosts that copy their options need it: {"budget": "80%",
+    "optimizer": "adamw"}. Where there is no budget, SHOAL_BUDGET of the environment counts; without that too,
+    everything is kept. The model has to come as one graph. `shoal.compile` does the same and also reports in
+    `model.shoal`.
     """
     with refusals():
         return _compile_as_asked(gm, example_inputs, options or {}, mode)
@@ -73,10 +75,15 @@ def _compile_as_asked(
     devices = {value.device.type: value.device for value in example_inputs if isinstance(value, torch.Tensor)}
     device = devices.get("cuda") or torch.device("cpu")
     options, optimizer = CompileOptions.of_backend({**given, "budget": budget_bytes(given.get("budget"), device)}, mode)
+    options.check_device(device.type)
     parameters = [value for value in example_inputs if isinstance(value, torch.nn.Parameter)]
     reject_copy(optimizer, parameters)
     session = Session(
-        Status(options.budget_bytes),
+        Status(
+            options.budget_bytes,
+            budget_of=options.budget_of,
+            expandable_segments=grow_segments(device, options),
+        ),
         options,
         StaticMemory(optimizer=optimizer, parameters=parameters),
         offloading=options.offloading(device.type),

@@ -134,15 +134,19 @@ class Placement:
     def _place(self, step: Step) -> None:
         natural, status = step.as_it_is(), self._status
         left_bytes = max(0, (status.budget_bytes or 0) - (status.predicted_peak_bytes or 0))
-        filled = step.filled(natural.allocated_bytes + min(left_bytes, int(_MORE * natural.allocated_bytes)))
+        # Where reserved bytes are bounded it does not matter how many of them are in use.
+        more_bytes = (
+            left_bytes if status.budget_of == "reserved" else min(left_bytes, int(_MORE * natural.allocated_bytes))
+        )
+        filled = step.filled(natural.allocated_bytes + more_bytes)
         if filled.reserved_bytes > _WORTH * natural.reserved_bytes:
-            self._expected_bytes = natural.reserved_bytes
+            self._expects(natural.reserved_bytes)
             return
         release(fill(self._device, filled.mapping))
         for part, (module, compiled) in self._graphs.items():
             _write(part, module, filled, self._device)
             self._placed[part] = compiled(module)
-        self._expected_bytes = filled.reserved_bytes
+        self._expects(filled.reserved_bytes)
         log.info(
             "%s: its blocks lie at planned addresses from here on: %s reserved, else %s, for %s in use",
             self._name,
@@ -150,6 +154,12 @@ class Placement:
             format_bytes(natural.reserved_bytes),
             format_bytes(natural.allocated_bytes),
         )
+
+    def _expects(self, reserved_bytes: int) -> None:
+        """Predict so much; a limit holds whatever is predicted."""
+        limit_bytes = self._status.budget_bytes if self._status.budget_of == "reserved" else None
+        self._expected_bytes = min(reserved_bytes, limit_bytes or reserved_bytes)
+        self._status.predicted_reserved_bytes = self._expected_bytes
 
     def _look(self) -> None:
         """Note what is reserved now; let the allocator choose where the step takes another course than it did."""

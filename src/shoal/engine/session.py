@@ -28,9 +28,11 @@ from shoal.engine.options import CompileOptions
 from shoal.engine.placement import Placement
 from shoal.engine.refusal_hints import with_hint, with_hope
 from shoal.engine.repair import SetAside, exceeded, highest_predicted
+from shoal.engine.reserved_budget import limit_for, look_at_allocator, within_reserved
 from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, Form, Planned, StepPlanning
 from shoal.errors import BudgetError, CaptureError, PlanError
+from shoal.memory.limit import limit_reserved
 from shoal.memory.static_memory import StaticMemory, distinct_bytes
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.policy import Offloading
@@ -75,6 +77,7 @@ class Session:
     metering: Metering = field(init=False)
     state_bytes: int = 0
     _placement: Placement | None = None
+    _unlimit: Callable[[], None] | None = None
     _aside: SetAside = field(default_factory=SetAside)
     _improved: bool = False
     _in_force: weakref.WeakSet[Metered] = field(default_factory=weakref.WeakSet)
@@ -210,7 +213,7 @@ class Session:
         if self.on_repair is None:
             return
         self.status.plans = ()
-        self.status.measured_peak_bytes = None
+        self.status.measured_peak_bytes = self.status.predicted_reserved_bytes = None
         self._in_force.clear()
         if self._placement is not None:
             self._placement.ends()
@@ -228,8 +231,8 @@ class Session:
         """The loop that holds least, of those that a plan may be made for."""
         return best_case(self.loop, planning.outputs) if self._may_hope else self.loop
 
-    def planning(self, captured: Captured, device: torch.device) -> StepPlanning:
-        """The step, profiled here and ready to be planned."""
+    def planning(self, captured: Captured, device: torch.device, aside_bytes: int = 0) -> StepPlanning:
+        """The step, profiled here and ready to be planned, with so many bytes more set aside."""
         self.state_bytes = self.static.state_bytes()
         return StepPlanning(
             captured,
@@ -238,7 +241,7 @@ class Session:
             self.ready_plan,
             self.status.encoded,
             self.offloading,
-            self._bytes_beside,
+            lambda graph: self._bytes_beside(graph) + aside_bytes,
         )
 
     def try_to_plan(self, planning: StepPlanning) -> tuple[Planned, LoopMemory]:
@@ -272,6 +275,8 @@ class Session:
         started = time.perf_counter()
         doing("plan", f"{len(captured.graph.ops)} ops, {form.variant}")
         made, self.loop = form.planned_for(captured) or self.try_to_plan(self.planning(captured, device))
+        if self.options.budget_of == "reserved":
+            made = self._within_reserved(captured, device, made)
         captured, plan = made.captured, made.plan
         check_own_plan(plan.captured_graph, plan.graph, plan.residences, self.status.budget_bytes or 0)
         seconds = time.perf_counter() - started + form.seconds
@@ -289,6 +294,38 @@ class Session:
         self.status.plans = (*others, plan)
         self.status.planning_seconds += plan.planning_seconds
         return replace(captured, graph=plan.graph)
+
+    def _within_reserved(self, captured: Captured, device: torch.device, made: Planned) -> Planned:
+        """The plan, or another one, for which the allocator reserves no more than the budget; it may not from here on.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        static, status = self.static, self.status
+        budget_bytes = status.budget_bytes or 0
+
+        def again(aside_bytes: int) -> Planned:
+            return self.planning(captured, device, aside_bytes).plan(self.loop, self.status.plans)
+
+        look = look_at_allocator(
+            device,
+            budget_bytes,
+            static.trained_tensors(),
+            max(0, static.state_bytes() - static.state_there_bytes()),
+            static.optimizer_step_bytes()[1],
+        )
+        made, found = within_reserved(made, again, look, budget_bytes)
+        status.predicted_reserved_bytes = max(found.reserved_bytes, status.predicted_reserved_bytes or 0)
+        if self._unlimit is None:
+            self._unlimit = limit_reserved(limit_for(budget_bytes), device)
+        return made
+
+    def let_go(self) -> None:
+        """The model is gone: `close`, and bound nothing any more."""
+        self.close()
+        if self._unlimit is not None:
+            self._unlimit()
+            self._unlimit = None
 
     def go_back_to(self, plans: tuple[Plan, ...]) -> None:
         """Have these plans in force, of all that are: a step that was planned since will not run."""

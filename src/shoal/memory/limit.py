@@ -11,7 +11,7 @@ Limits can be nested: the lowest one holds.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -103,6 +103,7 @@ class MemoryLimit:
 
 
 _active: list[MemoryLimit] = []
+_lasting: dict[_Memory, list[int]] = {}
 _suspended = 0
 
 
@@ -134,7 +135,7 @@ def memory_limit(limit_bytes: int | str | None, device: str | torch.device = "cp
     if _active and _active[-1]._memory is not memory:
         raise InputError(f"a memory limit on {_active[-1].device} is active; leave it before one on {device}")
     outer_peak_bytes = memory.peak_bytes()
-    if not _active:
+    if not _active and memory not in _lasting:
         memory.install()
     limit = MemoryLimit(memory, device, parsed_bytes)
     limit.reset_peak()
@@ -147,8 +148,36 @@ def memory_limit(limit_bytes: int | str | None, device: str | torch.device = "cp
         if _active:
             memory.set_peak(max(outer_peak_bytes, memory.peak_bytes()))
         _enforce(memory)
-        if not _active:
+        if not _active and memory not in _lasting:
             memory.uninstall()
+
+
+def limit_reserved(limit_bytes: int, device: torch.device) -> Callable[[], None]:
+    """Bound what the caching allocator of a CUDA device reserves, from here on; the lowest limit holds.
+
+    Replaces `torch.cuda.set_per_process_memory_fraction`. Where the allocator reaches the limit it gives cached blocks
+    back to the device first.
+
+    Returns:
+        What takes the limit away again; a second call does nothing.
+    """
+    memory, ours = _memory_of(device), [limit_bytes]
+    if not _active and memory not in _lasting:
+        memory.install()
+    _lasting.setdefault(memory, []).extend(ours)
+    _enforce(memory)
+
+    def release() -> None:
+        if not ours:
+            return
+        _lasting[memory].remove(ours.pop())
+        if not _lasting[memory]:
+            del _lasting[memory]
+        _enforce(memory)
+        if not _active and memory not in _lasting:
+            memory.uninstall()
+
+    return release
 
 
 @contextmanager
@@ -159,7 +188,8 @@ def no_memory_limit() -> Iterator[None]:
     """
     global _suspended
     if not _active:
-        yield
+        with _no_lasting_limits():
+            yield
         return
     memory = _active[-1]._memory
     peak_bytes, fresh_peak_bytes = memory.peak_bytes(), memory.fresh_peak_bytes()
@@ -174,8 +204,23 @@ def no_memory_limit() -> Iterator[None]:
         _enforce(memory)
 
 
+@contextmanager
+def _no_lasting_limits() -> Iterator[None]:
+    global _suspended
+    _suspended += 1
+    try:
+        for memory in _lasting:
+            _enforce(memory)
+        yield
+    finally:
+        _suspended -= 1
+        for memory in _lasting:
+            _enforce(memory)
+
+
 def _enforce(memory: _Memory) -> None:
-    limits = [limit.limit_bytes for limit in _active if limit.limit_bytes is not None]
+    limits = [limit.limit_bytes for limit in _active if limit.limit_bytes is not None and limit._memory is memory]
+    limits += _lasting.get(memory, [])
     memory.set_limit(_NO_LIMIT if _suspended or not limits else min(limits))
 
 

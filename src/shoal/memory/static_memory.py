@@ -227,6 +227,10 @@ class StaticMemory:
             exchanged = [p for p in exchanged if p.grad is None]
         return sum(p.numel() * p.element_size() for p in exchanged) + self.hook_bytes
 
+    def trained_tensors(self) -> list[torch.Tensor]:
+        """The parameters of all models."""
+        return self._trained()
+
     def _trained(self, of: weakref.ref[nn.Module] | None = None) -> list[torch.Tensor]:
         """The parameters of one model, or of all."""
         models = self._alive()[0] if of is None else [model for model in [of()] if model is not None]
