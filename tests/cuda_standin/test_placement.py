@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.cuda_standin.training import Case, trained
 
 COMPARE = """
@@ -88,5 +90,5 @@ def test_a_placed_step_reserves_what_was_planned_and_takes_no_more_launches() ->
     assert unplaced.reserved_bytes > 1.2 * unplaced.counted_bytes
     for step in placed:
         assert step.reserved_bytes == step.predicted_reserved_bytes < 1.1 * step.counted_bytes
-        assert step.counted_bytes == unplaced.counted_bytes
+        assert step.counted_bytes == pytest.approx(unplaced.metered_bytes, rel=0.001)
         assert (step.launches, step.synchronizations) == (unplaced.launches, 0)
