@@ -261,6 +261,7 @@ class PlannedStep:
                 self.steps_to_meter = max(self.steps_to_meter, 1)
             if self.steps_to_meter and sizes:
                 self._numbers = numbers_of(module.graph, arguments)
+            self.session.check_caller()
             if self.placement is not None:
                 self.placement.begins(str(id(self)))
             measures = self.errors_unknown and not self.steps_to_meter

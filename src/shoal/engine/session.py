@@ -99,6 +99,7 @@ class Session:
             Whether the step accumulates onto gradients that are there.
         """
         self.metering.calls.begins()
+        self.check_caller()
         static = self.static
         there = static.gradients()
         used = bool(there) and self.metering.gradients_are_used
@@ -154,9 +155,7 @@ class Session:
             format_bytes(self.state_bytes),
         )
         self.state_bytes += more_bytes
-        for step in self._in_force:
-            step.basis = step.basis and step.basis.with_static(more_bytes)
-        self._adapt(self.loop)
+        self._count(more_bytes)
         budget_bytes, predicted_bytes = self.status.budget_bytes, self.status.predicted_peak_bytes or 0
         if self.on_repair is None and budget_bytes is not None and predicted_bytes > budget_bytes:
             log.warning(
@@ -166,6 +165,24 @@ class Session:
                 format_bytes(predicted_bytes),
                 format_bytes(budget_bytes),
             )
+
+    def check_caller(self) -> None:
+        """A step is called: from another thread or stream than before, cuBLAS keeps another workspace, which counts."""
+        more_bytes = self.static.called_from_elsewhere()
+        if more_bytes and self.ready_plan is None:
+            log.info(
+                "%s: called from another thread or stream than before, for which cuBLAS keeps %s; they count in the "
+                "budget from here on",
+                self.name or "model",
+                format_bytes(more_bytes),
+            )
+            self._count(more_bytes)
+
+    def _count(self, more_bytes: int) -> None:
+        """Count so many bytes more in use all step; plan anew where the budget is exceeded with them."""
+        for step in self._in_force:
+            step.basis = step.basis and step.basis.with_static(more_bytes)
+        self._adapt(self.loop)
 
     def check_optimizer_step(self) -> None:
         """Say where an optimizer's own step, which comes between the steps that are planned, passes the budget."""
