@@ -37,6 +37,7 @@ class _Memory(Protocol):
     def fresh_peak_bytes(self) -> int: ...
     def set_fresh_peak(self, peak_bytes: int) -> None: ...
     def is_fresh(self, address: int) -> bool: ...
+    def stale_bytes(self) -> int: ...
     def live_bytes(self) -> int: ...
     def peak_bytes(self) -> int: ...
     def set_peak(self, peak_bytes: int) -> None: ...
@@ -96,6 +97,11 @@ class MemoryLimit:
     def is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether `fresh_peak_bytes` counts the tensor's storage."""
         return self._memory.is_fresh(tensor.untyped_storage().data_ptr())
+
+    @property
+    def stale_bytes(self) -> int:
+        """Bytes in use of what was allocated before `start_fresh`, on CUDA; 0 on the CPU, which does not count them."""
+        return self._memory.stale_bytes()
 
     def reset_peak(self) -> None:
         """Reset `peak_bytes` to `live_bytes`."""
@@ -265,9 +271,15 @@ class _CudaMemory:
         self._stale = self._addresses()
         self.set_fresh_peak(0)
 
-    def _addresses(self) -> frozenset[int]:
+    def _in_use(self) -> dict[int, int]:
         blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
-        return frozenset(block["address"] for block in blocks if block["state"] == "active_allocated")
+        return {block["address"]: block["size"] for block in blocks if block["state"] == "active_allocated"}
+
+    def _addresses(self) -> frozenset[int]:
+        return frozenset(self._in_use())
+
+    def stale_bytes(self) -> int:
+        return sum(size for address, size in self._in_use().items() if address in self._stale)
 
     def fresh_peak_bytes(self) -> int:
         return self.peak_bytes() - self._stale_bytes
@@ -336,6 +348,9 @@ class _CpuMemory:
 
     def set_peak(self, peak_bytes: int) -> None:
         self._library.limit_set_peak(peak_bytes)
+
+    def stale_bytes(self) -> int:
+        return 0
 
     def reserved_peak_bytes(self) -> int:
         return 0
