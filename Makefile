@@ -27,7 +27,7 @@ STANDIN := build/cuda-standin
 # The site is made without torch and without Shoal itself.
 DOCS := .venv-docs/bin
 
-.PHONY: demo test test-hosts test-cuda-standin lint sanitize docs wheel build-demo build-test build-hosts build-cuda clean
+.PHONY: demo test test-hosts test-cuda-standin lint sanitize aarch64 docs notebooks wheel build-demo build-test build-hosts build-cuda clean
 
 demo: build-demo
 	@echo "== Plain PyTorch inside a wall of $(DEMO_BUDGET): it must run out of memory =="
@@ -67,6 +67,13 @@ docs: .venv-docs/.docs
 	@$(DOCS)/python -m pip --disable-pip-version-check -qq install --no-deps -r $<
 	@touch $@
 
+# The tutorials as notebooks: each is made of its page and run from its first cell to its last; what it printed is kept.
+TUTORIALS := $(wildcard docs/tutorials/*.md)
+notebooks: build-test $(VENV)/.notebooks
+	@$(BIN)/jupytext --quiet --update --to ipynb $(TUTORIALS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/jupyter execute --inplace --timeout=600 \
+	  --NbClientApp.log_level=WARN --NotebookClient.record_timing=False $(TUTORIALS:.md=.ipynb)
+
 # One wheel for every Python, in dist/, with the native kernels and without libgomp: torch brings that. It is tested in a
 # fresh environment in which no compiler is found.
 wheel: build-test .venv-wheel/.wheel
@@ -88,6 +95,16 @@ sanitize: $(VENV)/.build
 	@$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DSHOAL_FUZZ=ON \
 	  -DSHOAL_SANITIZE=ON -DSHOAL_FUZZ_SEED=$(FUZZ_SEED) -DSHOAL_FUZZ_CASES=$(FUZZ_CASES) >build/sanitize/configure.log
 	@$(BIN)/cmake --build build/sanitize --target sanitize
+
+# The same calls of the kernels that an AArch64 processor runs, cross-compiled, under QEMU.
+aarch64: $(VENV)/.build
+	@command -v aarch64-linux-gnu-g++ qemu-aarch64 >/dev/null || { \
+	  echo "make aarch64: apt-get install g++-aarch64-linux-gnu qemu-user" >&2; exit 1; }
+	@mkdir -p build/aarch64
+	@$(BIN)/cmake -S . -B build/aarch64 -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/tests/native/aarch64.cmake -DSHOAL_FUZZ=ON -DSHOAL_FUZZ_SEED=$(FUZZ_SEED) \
+	  -DSHOAL_FUZZ_CASES=$(FUZZ_CASES) >build/aarch64/configure.log
+	@$(BIN)/cmake --build build/aarch64 --target shoal_native fuzz
 
 # The package itself is installed anew each time: seconds, and never stale.
 build-demo: $(VENV)/.demo

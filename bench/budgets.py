@@ -27,6 +27,7 @@ from rich.table import Table
 
 from bench.conditions import file_name
 from bench.frame import (
+    CPU_TIME,
     NETWORKS,
     Bench,
     Run,
@@ -91,7 +92,9 @@ _NOISE = 1.0  # percent of added time that two contenders may differ by and be c
 def network_table(result: Mapping[str, Any]) -> Table:
     """One row for each budget of one network."""
     peers = [peer for peer in PEERS if any(peer in row for row in result["rows"])]
+    exact = any("exact" in row for row in result["rows"])
     columns = "budget | <met | predicted | measured | off | added | bound | planned | MONeT"
+    columns += " | <by default, computed | added" if exact else ""
     table = new_table(escape(heading(result)), " | ".join([columns, *map(_PEER_TITLES.__getitem__, peers), "<verdict"]))
     for row in result["rows"]:
         ours = row["shoal"]
@@ -101,7 +104,9 @@ def network_table(result: Mapping[str, Any]) -> Table:
         predicted = cells("{predicted_peak_bytes:bytes} | ≥ {least_feasible_bytes:bytes}", ours)
         shown = cells(form, {**row, **ours}, met=_met(ours), predicted=predicted[0] or predicted[1])
         shown.append("-" if row["monet_percent"] is None else f"{row['monet_percent']:+.1f} %")
-        shown += [_peer(row[peer]) for peer in peers]
+        if exact:
+            shown += [row["exact"].get("variant", _met(row["exact"])), *cells("{added_percent:+.1f} %", row["exact"])]
+        shown += [_peer(row[peer]) if peer in row else "not run" for peer in peers]
         table.add_row(*map(escape, shown), verdict(row))
     return table
 
@@ -177,6 +182,7 @@ def _peer(found: Mapping[str, Any]) -> str:
 def _run(run: Run) -> int:
     asked = run.asked
     settings = run.chosen(CUDA_SETTINGS if run.device.type == "cuda" else SETTINGS, QUICK_SETTINGS)
+    settings = {name: one.resized(asked.batch, asked.image) for name, one in settings.items()}
     options = Options(
         shares=tuple(asked.budgets or run.pick(SHARES, QUICK_SHARES)),
         values=sweep(asked.sweep or run.pick(SWEEP, QUICK_SWEEP)),
@@ -184,6 +190,7 @@ def _run(run: Run) -> int:
         planner=asked.planner,
         repeats=asked.repeats or run.pick(None, 1),
         least=asked.least,
+        cpu_time=asked.cpu_time,
         device=run.device.type,
         seed=asked.seed,
     )
@@ -219,6 +226,9 @@ main = Bench(
     switch("--no-peers", "plain PyTorch and Shoal only"),
     option("--sweep", type=int, help=f"values of activation_memory_budget; by default {SWEEP}"),
     option("--planner", default="joint", help="Shoal's planner"),
+    option("--batch", type=int, help="images in the batch, of every network"),
+    option("--image", type=int, help="pixels along each side, of every network"),
+    CPU_TIME,
     quick="tiny inputs, one repeat: does it run?",
     device=True,
     seed=True,

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from bench.peers import PEERS
+from bench.peers import ACTIVATION_MEMORY_BUDGET
 from bench.plain import heading
 from shoal.report.frontier_svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, diamond, image
 
-_CONTENDERS = {"shoal": ("whole", "Shoal"), "checkpoint": ("patches", "checkpointing by hand")}
-_CONTENDERS |= {"activation_memory_budget": ("fused", "activation_memory_budget")}
+_CONTENDERS = {"shoal": ("whole", "Shoal, bitwise"), "exact": ("fused", "Shoal, exact")}
+_CONTENDERS |= {
+    "checkpoint": ("patches", "checkpointing"),
+    "activation_memory_budget": ("peer", ACTIVATION_MEMORY_BUDGET),
+}
 _MOST = 100.0  # percent of added time that are drawn; what adds more stands at the end of the axis, with its number
 _FLOOR = HEIGHT - BOTTOM
 
@@ -19,7 +22,7 @@ _FLOOR = HEIGHT - BOTTOM
 def budgets_svg(result: Mapping[str, Any]) -> str:
     """The image of what `bench.budgets` measured of one network."""
     rows = sorted(result["rows"], key=lambda row: -row["share"])
-    contenders = [name for name in ("shoal", *PEERS) if any(name in row for row in rows)]
+    contenders = [name for name in _CONTENDERS if any(name in row for row in rows)]
     added = [row[name]["added_percent"] for row in rows for name in contenders if name in row and row[name]["met"]]
     low, high = min(-5.0, *added) - 3, min(_MOST, max(15.0, *added)) + 3
     least, most = min(row["share"] for row in rows) - 3, 103.0
@@ -46,7 +49,7 @@ def budgets_svg(result: Mapping[str, Any]) -> str:
     parts.append(
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 14}" text-anchor="end">budget, of plain PyTorch\'s peak</text>'
     )
-    at = float(LEFT)
+    at, missed = float(LEFT), list[str]()
     for name in contenders:
         kind, words = _CONTENDERS[name]
         parts.append(f'<circle class="{kind}" cx="{at + 6:.0f}" cy="70" r="5.5"/>')
@@ -66,12 +69,12 @@ def budgets_svg(result: Mapping[str, Any]) -> str:
                     f'<text x="{x(share):.1f}" y="{y(_MOST) - 10:.1f}" text-anchor="middle">'
                     f"{found['added_percent']:+.0f} %</text>"
                 )
-        for share in (row["share"] for row in rows if name in row and not row[name]["met"]):
-            parts.append(
-                f'<text class="{kind}" x="{x(share):.1f}" y="{_FLOOR - 6}" text-anchor="middle">'
-                f"{words.split(' ')[0]}: none fits</text>"
-            )
+        lost = [f"{row['share']:g}" for row in rows if name in row and not row[name]["met"]]
+        if lost:
+            missed.append(f"{words}: none of its settings fits {' or '.join(lost)} %")
     parts.append(diamond(x(100), y(0), "plain PyTorch"))
     parts.append(diamond(at + 6, 70, "plain PyTorch"))
     parts.append(f'<text x="{at + 17:.0f}" y="74">plain PyTorch</text>')
-    return image(title, parts)
+    for line, words in enumerate(missed):
+        parts.append(f'<text x="{LEFT}" y="{HEIGHT + 4 + 18 * line}">{escape(words)}</text>')
+    return image(title, parts, HEIGHT + 18 * len(missed))

@@ -1,26 +1,46 @@
 """What code a figure was measured with, folder by folder, so that a figure older than that can be told.
 
-A digest is of what the code does: comments, docstrings and layout do not count.
+A digest is of what the code does: comments, docstrings and layout do not count. Nothing but Python's own library is
+imported here: the site is built where there is no torch, and says then what is older than the code it is built of.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-import shoal
-
-SOURCE = Path(shoal.__file__).parent
-NATIVE = SOURCE.parents[1] / "csrc"
+ROOT = Path(__file__).parents[1]
+SOURCE, NATIVE = ROOT / "src" / "shoal", ROOT / "csrc"
 # What a step inside a budget runs through. How a page or a command looks changes no figure.
 STEP = ("capture", "codecs", "core", "cost", "csrc", "engine", "kernels", "lowlevel", "memory", "offload", "planners")
 MEASURED = (*STEP, "transforms", "distributed")
-_NOT_IN_A_STEP = {"distributed"}
-_OF_RANKS = ("allreduce", "link_lab", "train_link", "parallel_accuracy", "adaptive_precision", "adaptive_race")
+# What a bench measures, where that is not a step inside a budget.
+_PLANS = ("capture", "core", "cost", "planners")  # nothing runs: simulated, or planned on the meta device
+_OF_RANKS = ("distributed", "codecs", "csrc")
+_MEASURES = {
+    "allreduce": _OF_RANKS,
+    "parallel_accuracy": _OF_RANKS,
+    "train_link": (*_OF_RANKS, *STEP),
+    "adaptive_precision": (*_OF_RANKS, "offload"),
+    "adaptive_race": (*_OF_RANKS, "offload"),
+    "codecs": ("codecs", "csrc", "lowlevel"),
+    "norm_conv": ("kernels", "csrc", "lowlevel"),
+    "norm_sweeps": ("kernels", "csrc", "lowlevel"),
+    "batchnorm": ("kernels", "transforms", "csrc", "lowlevel", "memory"),
+    "inverted_batchnorm": ("kernels", "transforms", "csrc", "lowlevel"),
+    "arena": ("memory", "csrc", "lowlevel"),
+    "layout": ("memory", "csrc"),
+    "hmms": _PLANS,
+    "order": _PLANS,
+    "split_memory": (*_PLANS, "transforms"),
+    "split_cost": ("transforms",),
+    "split_accuracy": ("transforms",),
+}
 
 
 @cache
@@ -62,5 +82,38 @@ def changed_since(theme: str, measured: Mapping[str, str], now: Mapping[str, str
     >>> changed_since("budgets", {"core": "a", "planners": "b", "distributed": "c"}, {"core": "a", "planners": "x"})
     ['planners']
     """
-    counted = set(measured) if theme in _OF_RANKS else set(measured) - _NOT_IN_A_STEP
+    counted = set(measured) & set(_MEASURES.get(theme, STEP))
     return sorted(folder for folder in counted if measured[folder] != now.get(folder))
+
+
+def age(theme: str, measured: Mapping[str, str] | None, now: Mapping[str, str]) -> str:
+    """What a page says of how old a figure is."""
+    if measured is None:
+        return "**Older than the code**: it was measured before a digest of the code was noted beside a figure."
+    changed = changed_since(theme, measured, now)
+    if not changed:
+        return "What it measures has not changed since."
+    return f"**Older than the code**: {', '.join(f'`{name}`' for name in changed)} changed since."
+
+
+def theme_of(path: Path) -> str:
+    """The bench that wrote a file.
+
+    >>> theme_of(Path("one_plan_amd-epyc_2026-11-24.json")), theme_of(Path("budgets-unet_amd-epyc_2026-11-21.json"))
+    ('one_plan', 'budgets')
+    """
+    return re.sub(r"_[^_]+_\d{4}-\d{2}-\d{2}$", "", path.stem).partition("-")[0]
+
+
+_AGE = re.compile(r"^(`figures/(\S+\.json)`, [\d-]+\. ).*$", re.MULTILINE)
+
+
+def aged(text: str, figures: Path) -> str:
+    """A page whose lines about the age of its figures are as of now."""
+
+    def of(match: re.Match[str]) -> str:
+        path = figures / match.group(2)
+        measured = json.loads(path.read_text())["conditions"].get("code")
+        return match.group(1) + age(theme_of(path), measured, code_digests())
+
+    return _AGE.sub(of, text)

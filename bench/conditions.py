@@ -62,6 +62,16 @@ def describe(found: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def brief(found: Mapping[str, Any]) -> str:
+    """What a reader of a page is told of the conditions; the file has all of them."""
+    threads = "one thread" if found["threads"] == 1 else f"{found['threads']} threads"
+    cuda = f", CUDA {found['cuda']}, cuDNN {found['cudnn']}" if "cuda" in found else ""
+    return (
+        f"torch {found['torch']}{cuda}, {found['device']}, {threads} of {found['cores']} cores, seed {found['seed']}, "
+        f"load {found['load_average']:.1f} at the start"
+    )
+
+
 def file_name(theme: str, device: torch.device) -> str:
     """`theme_hardware_date.json`.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bench.interleave import Clock
 from bench.ours import Ours, Unsettled, least_budget, run_within
 from bench.peers import PEERS, Confirmed, Scouted, candidates, fastest_within, least, scout
 from bench.plain import Plain, plan_columns
@@ -35,6 +36,12 @@ class Setting:
     image: int
     scout_batches: tuple[int, ...] = ()
 
+    def resized(self, batch: int | None, image: int | None) -> Setting:
+        """With another batch or image, where one is given."""
+        batch = batch or self.batch
+        scouts = tuple(one for one in self.scout_batches if one < batch)
+        return Setting(batch, image or self.image, scouts if len(scouts) == len(self.scout_batches) else ())
+
 
 @dataclass(frozen=True)
 class Options:
@@ -47,6 +54,7 @@ class Options:
         planner: of Shoal.
         repeats: timed steps of each contender; None: by how long a step takes.
         least: whether to look for the least feasible peak of each contender too.
+        cpu_time: whether steps are timed by the CPU time of their one thread; else by the wall clock.
         device, seed: of everything.
     """
 
@@ -56,9 +64,19 @@ class Options:
     planner: str = "joint"
     repeats: int | None = None
     least: bool = False
+    cpu_time: bool = False
     device: str = "cpu"
     seed: int = 0
 
+    @property
+    def clock(self) -> Clock:
+        return time.thread_time if self.cpu_time else time.perf_counter
+
+
+OURS = {
+    "shoal": "bitwise",
+    "exact": "exact",
+}  # Shoal twice: with plain PyTorch's bits, and with what is allowed by default
 
 Advance = Callable[[str], None]
 
@@ -103,10 +121,10 @@ class _Network:
         workload, options = self.workload, self.options
         self.advance("plain PyTorch")
         plain = self.plain = Plain(workload)
-        rough_seconds = workload.seconds(plain.forward)
+        rough_seconds = workload.seconds(plain.forward, options.clock)
         self.slow = rough_seconds > _SLOW_SECONDS and options.device == "cpu"
         budgets = {share: plain.budget_bytes(share) for share in options.shares}
-        ours = {share: self._ours(share, budgets[share]) for share in options.shares}
+        ours = {(who, share): self._ours(share, budgets[share], who) for share in options.shares for who in OURS}
         scouted, failed = self._scout(max(budgets.values())) if options.peers else ([], {})
         confirmed = Confirmed(workload, self.advance)
         chosen = {
@@ -114,19 +132,21 @@ class _Network:
             for peer in PEERS
             for share in options.shares
         }
-        forwards: dict[Any, Forward] = {share: run.forward for share, run in ours.items() if isinstance(run, Ours)}
+        forwards: dict[Any, Forward] = {key: run.forward for key, run in ours.items() if isinstance(run, Ours)}
         forwards |= {one.candidate: one.candidate.forward for one in chosen.values() if one is not None}
         self.advance(f"timing {1 + len(forwards)} contenders in turns")
         repeats = options.repeats or (2 if self.slow else 5 if rough_seconds < _QUICK_SECONDS else 3)
-        times = plain.in_turns(forwards, repeats, warm_ups=0 if self.slow else 1)
+        times = plain.in_turns(forwards, repeats, warm_ups=0 if self.slow else 1, clock=options.clock)
         rows = []
         for share in options.shares:
             row: dict[str, Any] = {"share": share, "budget_bytes": budgets[share]}
-            run = ours[share]
-            if isinstance(run, Ours):
-                row["shoal"] = shoal_columns(run, budgets[share]) | times.columns(share)
-            else:
-                row["shoal"] = refusal_columns(run)
+            for who in OURS:
+                run = ours[who, share]
+                if isinstance(run, Ours):
+                    row[who] = shoal_columns(run, budgets[share]) | times.columns((who, share))
+                    row[who]["variant"] = str(run.plan.variant)
+                else:
+                    row[who] = refusal_columns(run)
             row["monet_percent"] = monet_overhead_percent(workload.name, share)
             for peer in PEERS if options.peers else ():
                 one = chosen[peer, share]
@@ -158,14 +178,20 @@ class _Network:
             "peers_failed": failed,
         }
         if options.least:
-            fit = [run.predicted_peak_bytes for run in ours.values() if isinstance(run, Ours)]
+            fit = [
+                run.predicted_peak_bytes for (who, _), run in ours.items() if who == "shoal" and isinstance(run, Ours)
+            ]
             result["least"] = self._least(min([plain.peak_bytes, *fit]), scouted, confirmed)
         return result
 
-    def _ours(self, share: float, budget_bytes: int) -> Ours | BudgetError | Unsettled:
-        self.advance(f"Shoal inside {share:g} % ({format_bytes(budget_bytes)})")
+    def _ours(self, share: float, budget_bytes: int, who: str = "shoal") -> Ours | BudgetError | Unsettled:
+        allow = OURS[who]
+        self.advance(f"Shoal inside {share:g} % ({format_bytes(budget_bytes)}), {allow}")
+        reference = self.plain.reference
+        check = reference.check if who == "shoal" else reference.check_function
+        options = {"planner": self.options.planner, "allow": allow}
         try:
-            return run_within(self.plain, budget_bytes, planner=self.options.planner, brief=self.slow)
+            return run_within(self.plain, budget_bytes, check=check, brief=self.slow, **options)
         except (BudgetError, Unsettled) as error:
             return error
 
@@ -182,7 +208,8 @@ class _Network:
             )
             for batch in setting.scout_batches
         ]
-        return scout(candidates(workload, self.options.values), workload, smaller, most_bytes, self.advance)
+        peers = candidates(workload, self.options.values)
+        return scout(peers, workload, smaller, most_bytes, self.advance, self.options.clock)
 
     def _least(self, known_bytes: int, scouted: Sequence[Scouted], confirmed: Confirmed) -> dict[str, Any]:
         """The least feasible peak of each contender, really run."""
@@ -190,14 +217,15 @@ class _Network:
         self.advance("the least feasible budget of Shoal")
 
         def figures(peak_bytes: int, forward: Forward) -> dict[str, Any]:
-            times = plain.in_turns({"least": forward}, self.options.repeats or 2, warm_ups=0)
+            times = plain.in_turns({"least": forward}, self.options.repeats or 2, warm_ups=0, clock=self.options.clock)
             share_percent = plain.share_percent(peak_bytes)
             return {"measured_peak_bytes": peak_bytes, "share_percent": share_percent, **times.columns("least")}
 
         budget_bytes = least_budget(self.workload, self.options.planner, known_bytes)
         run: Ours | BudgetError | Unsettled
         try:
-            run = run_within(self.plain, budget_bytes, planner=self.options.planner, brief=self.slow)
+            options = {"planner": self.options.planner, "allow": OURS["shoal"]}
+            run = run_within(self.plain, budget_bytes, brief=self.slow, **options)
         except Unsettled as error:
             run = error
         except BudgetError as error:  # the measured peak was over it, and with that set aside nothing fits

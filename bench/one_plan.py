@@ -253,8 +253,7 @@ def summary_line(totals: Mapping[str, int]) -> str:
 def _run(run: Run) -> int:
     asked = run.asked
     settings = run.chosen(SETTINGS | TIMM_SETTINGS, QUICK_SETTINGS)
-    if asked.batch or asked.image:
-        settings = {name: Setting(asked.batch or one.batch, asked.image or one.image) for name, one in settings.items()}
+    settings = {name: one.resized(asked.batch, asked.image) for name, one in settings.items()}
     shares = asked.shares or run.pick(SHARES, QUICK_SHARES)
     use_exact_kernels()
     results: list[dict[str, Any]] = []

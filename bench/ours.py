@@ -97,7 +97,8 @@ def least_budget(workload: Workload, planner: str, known_bytes: int) -> int:
     for _ in range(_HALVINGS):
         asked_bytes = (hopeless_bytes + known_bytes) // 2
         try:
-            made = plan_model(workload.model, workload.images, asked_bytes, planner=planner, name=workload.name)
+            options = {"planner": planner, "allow": "bitwise", "name": workload.name}
+            made = plan_model(workload.model, workload.images, asked_bytes, **options)
             known_bytes = min(asked_bytes, made.predicted_peak_bytes)
         except BudgetError as error:
             hopeless_bytes = asked_bytes

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from bench.interleave import Clock
 from bench.workload import Forward, Workload
 from shoal.app.models.densenet import DenseNet
 from shoal.app.models.googlenet import GoogLeNet
@@ -131,6 +133,7 @@ def scout(
     smaller: Sequence[Workload] = (),
     most_bytes: float = float("inf"),
     advance: Callable[[str], None] = print,
+    clock: Clock = time.perf_counter,
 ) -> tuple[list[Scouted], dict[str, str]]:
     """Expected peak and time of every candidate.
 
@@ -140,6 +143,7 @@ def scout(
         smaller: two steps of the same model with fewer images, in ascending order, to scout on instead.
         most_bytes: a candidate that is expected to take more is not timed: no budget will choose it.
         advance: called with the name of each candidate before it runs.
+        clock: what times a step.
 
     Returns:
         What was scouted; and why the other candidates were not, by name.
@@ -153,7 +157,7 @@ def scout(
             peaks = [workload.peak_bytes(candidate.forward) for workload in smaller or (whole,)]
             peak_bytes = extrapolate(peaks, [w.images.shape[0] for w in smaller], whole) if smaller else peaks[0]
             worth_timing = peak_bytes <= most_bytes * (1 + _SLACK)
-            seconds = (smaller or (whole,))[-1].seconds(candidate.forward) if worth_timing else float("inf")
+            seconds = (smaller or (whole,))[-1].seconds(candidate.forward, clock) if worth_timing else float("inf")
         except (SamePartition, BackendCompilerFailed) as error:
             if not isinstance(getattr(error, "inner_exception", error), SamePartition):
                 failed[name] = _first_line(error)

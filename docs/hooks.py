@@ -1,13 +1,15 @@
-"""What mkdocs needs to make the site of the files as they are read on a code host: README, changes, source.
+"""What mkdocs needs to make the site of the files as they are read on a code host: README, changes, source, figures.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md become pages, and every source file that a page links to becomes one too, so
-that each link leads somewhere within the site.
+that each link leads somewhere within the site. Pages of figures say what is older than the code that is here now.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from bench.code_digest import aged  # noqa: E402
+
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 _LINK = re.compile(r"(\[[^\]]*\]\()([^)\s#]+)(#[^)]*)?\)")
 _LANGUAGES = {".py": "python", ".cpp": "cpp", ".h": "cpp", ".sh": "sh", ".toml": "toml"}
@@ -42,7 +47,26 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links that leave the folder of the docs lead to the pages made above."""
     if page.file.generated_by:
         return markdown
+    if page.file.src_uri.startswith("figures/"):
+        page.meta["hide"] = ["toc"]  # tables take its place
+        markdown = aged(markdown, ROOT / "figures")
+    notebook = ROOT / "docs" / Path(page.file.src_uri).with_suffix(".ipynb")
+    if notebook.exists():
+        markdown = _with_outputs(markdown, json.loads(notebook.read_text())["cells"])
     return _moved(markdown, "docs/" + posixpath.dirname(page.file.src_uri), page.file.src_uri)
+
+
+def _with_outputs(markdown: str, cells: list[dict[str, Any]]) -> str:
+    """A tutorial with what its notebook printed under each block."""
+    printed = iter(
+        ["".join("".join(o.get("text", "")) for o in c["outputs"]) for c in cells if c["cell_type"] == "code"]
+    )
+
+    def shown(match: re.Match[str]) -> str:
+        text = next(printed, "").rstrip()
+        return match.group(0) + (f"\n\n```text\n{text}\n```" if text else "")
+
+    return re.sub(r"^```python\n.*?^```$", shown, markdown, flags=re.S | re.M)
 
 
 def _beyond(uri: str, text: str) -> set[str]:

@@ -16,7 +16,7 @@ from shoal.capture.captured import Captured
 from shoal.capture.lower import lower, offloaded_storages
 from shoal.capture.step_reader import capture
 from shoal.core.residence import Residence
-from shoal.engine.graph_runner import compiler
+from shoal.engine.graph_runner import run_kernels
 from shoal.lowlevel.torch_internals import eager_kernels
 from shoal.offload.links.open_link import open_link
 from shoal.offload.transfers import Transfers
@@ -112,23 +112,22 @@ def captured_step(model: nn.Module, *inputs: Any) -> Captured:
         return capture_step(model, inputs or batch(), name="net")[0]
 
 
-def before_and_after_rewrites(model: nn.Module, *inputs: Any) -> tuple[Captured, Captured, Captured]:
-    """The same step captured without the lossless rewrites, with them, and with those that Inductor understands."""
+def before_and_after_rewrites(model: nn.Module, *inputs: Any) -> tuple[Captured, Captured]:
+    """The same step captured without the lossless rewrites, and with them."""
     steps = []
 
-    def capture_thrice(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Captured:
+    def capture_twice(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Captured:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(capturing, "save_fewer_bytes", lambda *_, **__: None)
             steps.append(capture(_copy(joint), *args, **kwargs))
         steps.append(capture(_copy(joint), *args, **kwargs))
-        steps.append(capture(_copy(joint), *args, **{**kwargs, "aten_only": True}))
         return steps[1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.capture.capture_step.capture", capture_thrice)
+        patch.setattr("shoal.capture.capture_step.capture", capture_twice)
         captured_step(model, *inputs)
-    before, after, for_inductor = steps
-    return before, after, for_inductor
+    before, after = steps
+    return before, after
 
 
 def _copy(joint: fx.GraphModule) -> fx.GraphModule:
@@ -190,7 +189,7 @@ def _run(
 ) -> list[Any]:
     prepare(forward)
     prepare(backward)
-    run_forward, run_backward = compiler("eager")(forward, ()), compiler("eager")(backward, ())
+    run_forward, run_backward = run_kernels(forward, ()), run_kernels(backward, ())
     tangents = len([n for n in captured.joint.graph.find_nodes(op="placeholder") if n.name.startswith("tangents")])
     first_tangent = len(tensors) - tangents
     with torch.no_grad():

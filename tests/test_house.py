@@ -50,7 +50,6 @@ PRIVATE_TRADES = {
     "engine": (
         "torch._dynamo",
         "torch._guards",
-        "torch._inductor",
         "torch._subclasses",
         "torch.fx.graph._BoxedCodeGen",
     ),

@@ -381,6 +381,16 @@ def test_a_plan_that_does_not_fit_still_has_its_largest_batch(here: Path) -> Non
     assert 0 < figures["max_batch"]["batch"] < 65536
 
 
+def test_the_largest_patch_is_that_of_fit(here: Path) -> None:
+    arguments = ["plan", "--model", "unet", "--batch", "2", "--image", "64", "--hardware", "rtx-3060-12gb"]
+    arguments += ["--planner", "keep_all", "--allow", "bitwise", "--budget", "1GiB", "--max-patch"]
+    (line,) = (line for line in invoke(*arguments).stdout.splitlines() if line.startswith("largest patch "))
+    answer = json.loads(invoke(*arguments, "--json").stdout)["max_patch"]
+    patch, too_large = ("x".join(map(str, answer[key])) for key in ("patch", "too_large"))
+    assert f"{patch}, 2 at a time ({too_large} does not fit)" in line
+    assert answer["multiple_of"] == [16, 16] and answer["predicted_peak_bytes"] <= 2**30
+
+
 @pytest.mark.usefixtures("tiny")
 def test_the_largest_batch_is_found_for_this_machine_too(here: Path) -> None:
     arguments = ["plan", "--model", "resnet18", "--batch", "2", "--image", "32", "--planner", "keep_all"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -118,39 +117,35 @@ def saved_bytes(captured: Captured) -> int:
 @pytest.mark.parametrize("model", MODELS)
 def test_no_bit_of_any_result_changes_and_no_more_bytes_are_saved(model: str) -> None:
     torch.manual_seed(0)
-    before, *rewritten = before_and_after_rewrites(MODELS[model]())
+    before, after = before_and_after_rewrites(MODELS[model]())
     tensors = operands(before.joint)
     damaged = [tensor.clone() for tensor in tensors]
     (images,) = [tensor for tensor in damaged if tensor.shape == (2, 3, 8, 8)]
     images[0, 0, ::3] = float("nan")
     images[1, 1, ::2, 1::3] = float("-inf")
-    for after in rewritten:
-        assert saved_bytes(after) <= saved_bytes(before)
-        for inputs in (tensors, damaged):
-            for ours, theirs in zip(run_joint(after.joint, inputs), run_joint(before.joint, inputs), strict=True):
-                assert (ours is None) == (theirs is None)
-                if ours is not None:
-                    assert same_bits(ours, theirs)
-                    assert ours.is_contiguous() == theirs.is_contiguous()
-    for node in rewritten[1].joint.graph.nodes:  # Inductor's
-        if node.op == "call_function":
-            assert isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    assert saved_bytes(after) <= saved_bytes(before)
+    for inputs in (tensors, damaged):
+        for ours, theirs in zip(run_joint(after.joint, inputs), run_joint(before.joint, inputs), strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert same_bits(ours, theirs)
+                assert ours.is_contiguous() == theirs.is_contiguous()
 
 
 def test_max_pooling_saves_a_byte_for_each_index_and_nothing_of_its_input() -> None:
-    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.MaxPool2d(2), nn.Flatten()))
+    before, after = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.MaxPool2d(2), nn.Flatten()))
     outputs, inputs = 2 * 4 * 4 * 4, 2 * 4 * 8 * 8
     assert (saved_bytes(before), saved_bytes(after)) == (8 * outputs + 4 * inputs, outputs)
     assert [s.dtype for s in saved(after.graph)] == ["uint8"]
 
 
 def test_indices_that_are_handed_out_stay_what_they_are() -> None:
-    _, after, _ = before_and_after_rewrites(Indexed())
+    _, after = before_and_after_rewrites(Indexed())
     assert [node.meta["val"].dtype for node in after.forward_outputs] == [torch.float32, torch.int64]
 
 
 def test_a_clipped_activation_saves_its_output_which_the_next_layer_saves_anyway() -> None:
-    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU6(), conv(4, 4)))
+    before, after = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU6(), conv(4, 4)))
     assert (saved_bytes(before), saved_bytes(after)) == (2 * 4 * 512, 4 * 512)
     (clipped,) = saved(after.graph)
     assert after.graph.ops[after.graph.producer[clipped.id]].target == "aten.hardtanh.default"
@@ -158,45 +153,45 @@ def test_a_clipped_activation_saves_its_output_which_the_next_layer_saves_anyway
 
 @pytest.mark.parametrize(("slope", "tensors"), [(0.01, 1), (0.0, 1), (-0.5, 2)])
 def test_a_leaky_relu_saves_its_output_unless_that_hides_the_sign_of_its_input(slope: float, tensors: int) -> None:
-    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.LeakyReLU(slope), conv(4, 4)))
+    before, after = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.LeakyReLU(slope), conv(4, 4)))
     assert (saved_bytes(before), saved_bytes(after)) == (2 * 4 * 512, tensors * 4 * 512)
 
 
 def test_a_rectifier_whose_output_no_one_else_saves_waits_in_a_byte_an_element() -> None:
-    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), nn.AvgPool2d(8)))
+    before, after = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), nn.AvgPool2d(8)))
     # Pooling by averages names its input for the shape alone, which keeps it all the same.
     assert saved_bytes(before) == saved_bytes(after) == 4 * 512
 
 
 def test_a_rectifier_before_max_pooling_waits_in_the_codes_of_the_pooling() -> None:
-    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()))
+    before, after = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()))
     assert (saved_bytes(before), saved_bytes(after)) == (4 * 512 + 8 * 128, 128)
     assert [s.dtype for s in saved(after.graph)] == ["uint8"]
 
 
 def test_a_rectifier_that_is_not_pooled_alone_or_in_windows_with_gaps_keeps_its_own_mask() -> None:
     for tail in (nn.MaxPool2d(2, dilation=2), Concatenated(nn.MaxPool2d(3, 1, 1))):
-        _, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), tail, nn.Flatten()))
+        _, after = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), tail, nn.Flatten()))
         assert max(s.nbytes for s in saved(after.graph) if s.dtype == "bool") == 512
 
 
 def test_a_rectifier_whose_output_is_saved_anyway_or_handed_out_is_left_as_it_is() -> None:
     for model in (nn.Sequential(conv(3, 4), nn.ReLU(), conv(4, 4)), Both(nn.ReLU())):
-        before, after, _ = before_and_after_rewrites(model)
+        before, after = before_and_after_rewrites(model)
         assert saved_bytes(after) == saved_bytes(before) == 4 * 512
 
 
 def test_the_backward_pass_of_batch_norm_saves_no_running_statistics() -> None:
-    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.Flatten()))
+    before, after = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.Flatten()))
     assert saved_bytes(before) - saved_bytes(after) == 2 * 4 * 4  # the moved ones; those before belong to the model
     statistics = {s.id for s in after.graph.storages if s.shape == (4,) and s.kind in ("buffer", "output")}
-    assert len(statistics) == 4
+    assert len(statistics) == 2  # moved in place
     for op in after.graph.ops[after.graph.n_forward :]:
         assert op.phase == "loss" or not statistics.intersection(op.reads)
 
 
 def test_a_batch_norm_that_does_not_train_keeps_the_statistics_it_normalised_by() -> None:
-    _, after, _ = before_and_after_rewrites(frozen_statistics(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4))))
+    _, after = before_and_after_rewrites(frozen_statistics(nn.Sequential(conv(3, 4), nn.BatchNorm2d(4))))
     buffers = {s.id for s in after.graph.storages if s.kind == "buffer" and s.shape == (4,)}
     read = {s for op in after.graph.ops[after.graph.n_forward :] for s in op.reads}
     assert buffers & read
@@ -227,7 +222,7 @@ def test_where_pieces_do_not_repeat_the_bits_pytorchs_kernel_stays(monkeypatch: 
 
 @pytest.mark.parametrize("layer", [conv(4, 5), nn.Conv2d(4, 6, 1, groups=2), nn.ConvTranspose2d(4, 4, 2, 2)])
 def test_a_convolution_can_let_its_input_go_before_the_gradient_of_its_input_comes(layer: nn.Module) -> None:
-    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.Tanh(), layer))
+    before, after = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.Tanh(), layer))
     graph = after.graph
     (x,) = [op.writes[0] for op in graph.ops if op.target == "aten.tanh.default"]
     (of_input,) = [op for op in graph.ops if op.target == "shoal.convolution.input_gradient"]
@@ -241,11 +236,10 @@ def test_a_convolution_can_let_its_input_go_before_the_gradient_of_its_input_com
 
 def test_a_weight_gradient_with_a_large_scratch_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.capture.lossless.weight_gradient_pieces", lambda *_: 2)
-    before, after, for_inductor = before_and_after_rewrites(nn.Sequential(nn.Conv2d(3, 5, 3), nn.Tanh(), conv(5, 6)))
+    before, after = before_and_after_rewrites(nn.Sequential(nn.Conv2d(3, 5, 3), nn.Tanh(), conv(5, 6)))
     in_pieces = [op for op in after.graph.ops if op.target == "shoal.convolution.weight_gradient"]
     assert len(in_pieces) == 2
     assert all(op.flops > 0 for op in in_pieces)
-    assert "aten.convolution_backward.default" in {op.target for op in for_inductor.graph.ops}
     tensors = operands(before.joint)
     for ours, theirs in zip(run_joint(after.joint, tensors), run_joint(before.joint, tensors), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -271,7 +265,7 @@ class Skipping(nn.Module):
     ("depth", "skip_channels", "copied"), [(12, 4, True), (2, 4, False), (12, 12, True), (12, 13, False)]
 )
 def test_the_part_of_a_gradient_that_waits_long_waits_alone(depth: int, skip_channels: int, copied: bool) -> None:
-    _, after, _ = before_and_after_rewrites(Skipping(depth, skip_channels))
+    _, after = before_and_after_rewrites(Skipping(depth, skip_channels))
     graph = after.graph
     part_bytes = 4 * prod((2, skip_channels, 8, 8))
     whole_bytes = 4 * prod((2, skip_channels + 4, 8, 8))
@@ -386,7 +380,7 @@ class Sine(nn.Module):
 
 
 def test_what_the_backward_pass_makes_of_forward_tensors_alone_is_made_just_before_it_is_read() -> None:
-    before, after, _ = before_and_after_rewrites(nn.Sequential(conv(3, 4), Sine(), conv(4, 4), nn.Tanh()))
+    before, after = before_and_after_rewrites(nn.Sequential(conv(3, 4), Sine(), conv(4, 4), nn.Tanh()))
 
     def place(captured: Captured) -> int:
         (op,) = [op for op in captured.graph.ops if op.target == "aten.cos.default"]

@@ -13,6 +13,7 @@ from shoal.capture.op_counts import signature
 from shoal.capture.rerun import can_run_again, is_of_the_batch, is_random, moves_statistics, second_call, second_node
 from shoal.kernels import batch_norm
 from shoal.kernels.batch_norm import normalise, repeats_bits
+from shoal.kernels.buffers import add_to
 from tests.engine.training_laws import same_bits
 from tests.joint_graphs import captured_step, operands
 
@@ -98,13 +99,13 @@ def test_a_norm_without_running_statistics_takes_those_of_the_batch_once(layer: 
     (node,) = batch_norms(joint)
     assert is_of_the_batch(node) and not moves_statistics(node)
     channels = node.args[0].meta["val"].shape[1]  # type: ignore[union-attr]
-    assert (second_call(node)[0] is normalise) == repeats_bits(torch.float32, CPU, 4, channels, False, True)
+    assert (second_call(node)[0] is normalise) == repeats_bits(torch.float32, CPU, 4, channels, False, torch.float32)
 
 
 def test_the_second_node_is_the_second_call_with_the_first_result_alone() -> None:
     joint, _ = nodes_of(nn.BatchNorm2d(4))
     (node,) = batch_norms(joint)
-    if not repeats_bits(torch.float32, CPU, 4, 4, False, True):
+    if not repeats_bits(torch.float32, CPU, 4, 4, False, torch.float32):
         assert second_node(node) is None
         return
     second = second_node(node)
@@ -158,8 +159,9 @@ def node(target: Any, *args: Any) -> fx.Node:
         (aten.relu_.default, False),
         (aten.add_.Tensor, False),
         (aten.native_batch_norm.default, False),  # moves the statistics of its owner in place
-        (aten._native_batch_norm_legit.default, False),
-        (aten.cudnn_batch_norm.default, False),
+        (aten._native_batch_norm_legit.default, True),  # its second run takes no running statistics
+        (aten.cudnn_batch_norm.default, True),
+        (add_to, False),
     ],
 )
 def test_what_changes_something_besides_its_results_must_not_run_again(target: Any, expected: bool) -> None:

@@ -109,7 +109,7 @@ def test_ops_read_the_blocks_of_their_operands_and_write_blocks_that_no_one_had(
             dict.fromkeys(real.blocks[operand] for operand in node.all_input_nodes if operand in real.blocks)
         )
         made = real.env[node]
-        made = [made] if isinstance(made, torch.Tensor) else [part for part in made if part is not None]
+        made = [made] if isinstance(made, torch.Tensor) else [part for part in made or () if part is not None]
         known = [block_of[s] for s in op.writes if s in block_of]  # a result that no one takes has no node
         assert len(made) == len(op.writes)
         assert not set(known) & seen
@@ -139,7 +139,7 @@ def test_saved_storages_are_what_forward_ops_write_and_backward_ops_read(capture
     for op in captured.graph.ops:
         node = captured.node_of.get(op.name)
         if op.phase == "forward":
-            results = [real.env[node]] if isinstance(real.env[node], torch.Tensor) else real.env[node]
+            results = [real.env[node]] if isinstance(real.env[node], torch.Tensor) else real.env[node] or ()
             written.update(part.untyped_storage()._cdata for part in results if part is not None)
         elif op.phase == "backward":
             read.update(real.blocks[operand] for operand in node.all_input_nodes if operand in real.blocks)

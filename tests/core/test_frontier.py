@@ -24,6 +24,14 @@ def test_what_a_point_adds_is_a_share_of_the_plain_step() -> None:
     assert [round(frontier.added_share(point), 9) for point in frontier.points] == [0.5, 0.25, 0.1, -0.1]
 
 
+def test_the_smallest_budget_in_which_a_step_takes_twice_as_long_at_most_is_usable() -> None:
+    frontier = made_up_frontier()
+    assert frontier.usable == frontier.points[0]
+    slow = [replace(point, seconds=2.1 * frontier.plain_seconds) for point in frontier.points]
+    assert replace(frontier, points=(*slow[:2], *frontier.points[2:])).usable == frontier.points[2]
+    assert replace(frontier, points=tuple(slow)).usable is None
+
+
 def test_its_json_says_everything(tmp_path: Path) -> None:
     frontier = made_up_frontier()
     read = json.loads(frontier.save(tmp_path / "frontier.json").read_text())

@@ -16,7 +16,7 @@ def test_sets_lie_one_within_the_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "allow", ["recompute, fuse", ["recompute", "fuse"], {"fuse", "recompute"}, "fuse,recompute,keep"]
+    "allow", ["recompute, fuse", ["recompute", "fuse"], {"fuse", "recompute"}, "fuse,recompute,fuse"]
 )
 def test_names_come_as_a_text_or_a_collection(allow: Any) -> None:
     assert means_of(allow) == {"recompute", "fuse"}
@@ -30,6 +30,8 @@ def test_names_come_as_a_text_or_a_collection(allow: Any) -> None:
         ((), "allow is empty"),
         (7, "allow=7: expected"),
         ([7], "unknown name 7"),
+        ({"fuse": False}, "expected some of"),
+        ("fuse, keep", "has 'keep', which is none of the means, beside"),
         ("exact, invert", "shoal.invert_batchnorm"),
     ],
 )

@@ -26,6 +26,14 @@ def test_every_preset_is_complete_and_derated(name):
     assert 5e9 < link.to_device_bytes_per_second < device.bytes_per_second
     assert link.latency_seconds > 0
     assert "NVIDIA" in machine.source
+    assert device.half_flops_per_second == 0 or device.half_flops_per_second > device.flops_per_second
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"), [("rtx-3060-12gb", 12), ("rtx-4090-24gb", 24), ("a100-40gb", 40), ("h100-80gb", 80)]
+)
+def test_a_name_that_tells_the_memory_tells_the_truth(name: str, gib: int) -> None:
+    assert presets.get(name).device.memory_bytes == gib * 2**30
 
 
 def test_the_papers_links_are_as_the_papers_give_them():

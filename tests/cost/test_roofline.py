@@ -237,3 +237,14 @@ def test_the_roofline_leaves_the_step_as_it_was():
     assert graph.ops[0].seconds == 0.0
     assert timed.ops[0].workspace_bytes == 0
     assert timed.fingerprint == graph.fingerprint
+
+
+@pytest.mark.parametrize(("dtype", "rate"), [(torch.float32, 1e12), (torch.bfloat16, 4e12), (torch.float16, 4e12)])
+def test_halves_run_at_their_own_rate_where_the_device_has_one(dtype: torch.dtype, rate: float) -> None:
+    kind = str(dtype).removeprefix("torch.")
+    storages = tuple(Storage(n, f"s{n}", 4, "activation", "", (64, 64), kind) for n in range(2))
+    step = StepGraph("step", (Op(0, "mm", "aten.mm.default", "forward", "", (0,), (1,), flops=10**12),), storages)
+    device = replace(presets.get("p100-nvlink").device, flops_per_second=1e12, launch_seconds=0.0)
+    for halves, expected in ((4e12, rate), (0.0, 1e12)):
+        hardware = replace(presets.get("p100-nvlink"), device=replace(device, half_flops_per_second=halves))
+        assert roofline(step, hardware).ops[0].seconds == pytest.approx(10**12 / expected)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 DEVICE = Path(__file__).parent / "device"
-_PRELOADED = ("runtime.c", "libraries.c")
+_PRELOADED = ("runtime.c", "libraries.c", "batch_norm.c")
 _OF_TORCH = ("c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg", "caffe2_nvrtc")
 _NAMED = re.compile(r"(cuda[A-Z]|__cuda|cublas|cudnn|curand|cusolver)")
 _DEFINED = re.compile(r"^EXPORT\b[^(]*?(\w+)\(", re.MULTILINE)

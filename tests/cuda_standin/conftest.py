@@ -14,3 +14,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "cuda_standin" in str(item.path):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def kernels_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled that is not asked for: compilers take long, and here their code does nothing."""
+    monkeypatch.setattr(
+        "shoal.engine.options.CompileOptions.compiles", lambda options, _: options.kernels == "compiled"
+    )

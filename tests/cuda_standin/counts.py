@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,17 @@ def device_counts() -> DeviceCounts:
     """The counts as they are now."""
     found = DeviceCounts()
     ctypes.CDLL(None).standin_read(ctypes.byref(found))
+    return found
+
+
+def launches_by_kernel() -> Counter[str]:
+    """How often each of torch's own kernels was launched since the process began, by its name in the binary."""
+    found: Counter[str] = Counter()
+
+    def add(name: bytes, launches: int) -> None:
+        found[name.decode()] += launches
+
+    ctypes.CDLL(None).standin_each_kernel(ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_long)(add))
     return found
 
 

@@ -160,11 +160,11 @@ def test_a_command_is_one_of_the_program(command: str) -> None:
 
 
 def test_make_targets_that_are_named_exist() -> None:
-    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.M))
     named = set()
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
-        named |= set(re.findall(r"`make ([a-z-]+)", page.read_text()))
-        named |= set(re.findall(r"^make ([a-z-]+)", page.read_text(), re.M))
+        named |= set(re.findall(r"`make ([a-z0-9-]+)", page.read_text()))
+        named |= set(re.findall(r"^make ([a-z0-9-]+)", page.read_text(), re.M))
     assert named <= targets
 
 

@@ -73,3 +73,82 @@ def test_where_not_even_one_fits_the_least_is_told() -> None:
 def test_a_mistake_is_told(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         shoal.fit(**{"model": network(), "make_example": images, "budget": "1MiB", **arguments})
+
+
+class Halving(nn.Module):
+    """Halves two of three axes twice and joins what it had before: a U-Net in little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv3d(n, 4, 3, (1, 2, 2), 1) for n in (1, 4))
+        self.up = nn.ModuleList(nn.ConvTranspose3d(n, 4, (1, 2, 2), (1, 2, 2)) for n in (4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = self.down[0](x)
+        return torch.cat([x, self.up[1](torch.cat([half, self.up[0](self.down[1](half))], 1))], 1)
+
+
+def halving() -> nn.Module:
+    with torch.device("meta"):
+        return Halving()
+
+
+def volumes(patch: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(2, 1, *patch, device="meta")
+
+
+def patch_fits(patch: tuple[int, ...], budget: int) -> bool:
+    try:
+        return shoal.plan(halving(), volumes(patch), budget, **HOW).predicted_peak_bytes <= budget
+    except BudgetError:
+        return False
+
+
+def test_the_largest_patch_grows_by_what_the_strides_divide_within_its_limits() -> None:
+    budget = 1_500_000
+    tried: list[Any] = []
+    found = shoal.fit(
+        halving(), volumes, budget, patch=(8, 16, 16), max_patch=(19, 999, 999), trying=tried.append, **HOW
+    )
+    assert found.multiple_of == (1, 4, 4) and found.batch == 2 and found.too_many == 0
+    assert found.patch[0] <= 19 and found.patch[1] % 4 == found.patch[2] % 4 == 0
+    assert found.plan == shoal.plan(halving(), volumes(found.patch), budget, **HOW)
+    assert tried[0] == (8, 16, 16) and found.patch in tried and found.too_large in tried
+    deep, high, wide = found.patch
+    assert not patch_fits(found.too_large, budget)
+    assert not patch_fits((deep, high + 4, wide), budget) and not patch_fits((deep, high, wide + 4), budget)
+    assert str(found).startswith(
+        f"{deep}x{high}x{wide}, 2 at a time ({'x'.join(map(str, found.too_large))} does not fit)"
+    )
+    assert found.to_json()["patch"] == [deep, high, wide]
+
+
+def test_it_stops_at_the_largest_patch_that_it_may_take() -> None:
+    found = shoal.fit(halving(), volumes, "1GB", patch=(4, 8, 8), max_patch=(6, 19, 16), multiple_of=(2, 4, 4), **HOW)
+    assert found.patch == (6, 16, 16) and found.too_large == ()
+
+
+def test_where_no_patch_fits_the_smallest_and_its_least_are_told() -> None:
+    with pytest.raises(BudgetError, match="1x4x4 is the smallest patch that the network takes") as refused:
+        shoal.fit(halving(), volumes, 3000, patch=(8, 16, 16), **HOW)
+    least_bytes = refused.value.least_feasible_bytes
+    assert least_bytes is not None and patch_fits((1, 4, 4), least_bytes) and not patch_fits((1, 4, 4), least_bytes - 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"patch": (8, 18, 17)}, "multiples of 1x4x4; 8x16x16 or 8x20x20 would do"),
+        ({"patch": 16}, r"patch=16: expected a few positive ints, such as \(64, 128, 128\)"),
+        ({"patch": (8, 0, 8)}, r"patch=\(8, 0, 8\): expected a few positive ints"),
+        ({"patch": (8, 16, 16), "multiple_of": (4, 4)}, r"multiple_of=\(4, 4\): expected 3 positive ints"),
+        ({"patch": (8, 16, 16), "max_patch": (8, 3, 16)}, "takes no patch below 1x4x4; give at least that"),
+        ({"multiple_of": 4}, "are for the search of a patch; give patch="),
+        ({"patch": (8, 16, 16), "max_batch": 4}, "are for the search of a batch; leave them out beside patch="),
+        ({"patch": (8, 16)}, "the network takes no patch that was tried, such as 8x16"),
+        ({"patch": (8, 16, 16), "make_example": 3}, "make_example=3: expected a function of a patch"),
+    ],
+)
+def test_a_mistaken_patch_is_told(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        shoal.fit(**{"model": halving(), "make_example": volumes, "budget": "1MiB", **HOW, **arguments})

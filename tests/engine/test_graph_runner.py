@@ -5,12 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from torch import fx
 
-from shoal.engine.graph_runner import NAMES, compiler
-from shoal.errors import InputError
+from shoal.engine.graph_runner import run_kernels
 
 
 def doubled_twice(watch: Any = torch.Tensor.clone) -> fx.GraphModule:
@@ -23,7 +21,7 @@ def doubled_twice(watch: Any = torch.Tensor.clone) -> fx.GraphModule:
 
 
 def test_the_arguments_are_taken_out_of_the_list() -> None:
-    run = compiler("eager")(doubled_twice(), ())
+    run = run_kernels(doubled_twice(), ())
     x, y = torch.randn(3), torch.randn(3)
     arguments = [x, y]
     product, doubled = run(arguments)
@@ -40,24 +38,8 @@ def test_an_argument_is_freed_after_its_last_reader() -> None:
         alive.extend(reference() is not None for reference in references)
         return tensor
 
-    run = compiler("eager")(doubled_twice(watch), ())
+    run = run_kernels(doubled_twice(watch), ())
     arguments = [torch.randn(3), torch.randn(3)]
     references = [weakref.ref(argument) for argument in arguments]
     run(arguments)
     assert alive == [False, True]
-
-
-@pytest.mark.parametrize("name", ["", "Eager", "aot_eager", "inductors"])
-def test_an_unknown_name_is_refused_with_those_that_are_known(name: str) -> None:
-    with pytest.raises(InputError, match="'eager' or 'inductor'"):
-        compiler(name)
-    assert set(NAMES) == {"eager", "inductor"}
-
-
-@pytest.mark.slow
-def test_inductor_computes_the_same() -> None:
-    x, y = torch.randn(3), torch.randn(3)
-    run = compiler("inductor")(doubled_twice(), [x, y])
-    product, doubled = run([x, y])
-    torch.testing.assert_close(doubled, 2 * x)
-    torch.testing.assert_close(product, 2 * x * y)

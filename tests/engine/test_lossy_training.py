@@ -277,8 +277,3 @@ def test_what_cannot_be_meant_is_refused_in_one_line(how: dict[str, Any], error:
             call()
         told = getattr(caught.value, "inner_exception", caught.value)
         assert isinstance(told, error) and complaint in str(told) and "\n" not in str(told)
-
-
-def test_inductor_is_refused() -> None:
-    with pytest.raises(InputError, match="kernels='eager'"):
-        shoal.compile(chain(3, 4, 4), budget="1GiB", lossy="linear", kernels="inductor")

@@ -258,7 +258,6 @@ def test_a_plan_that_offloads_is_refused_where_nothing_may_leave_the_device() ->
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        ({"offload_to": "host", "kernels": "inductor"}, "kernels='eager'"),
         ({"offload_to": "/no/such/folder"}, "is not a folder"),
         ({"host_budget": "1GiB"}, "nothing is offloaded"),
         ({"offload_to": "host", "host_budget": "lots"}, "lots"),

@@ -13,7 +13,7 @@ import shoal
 from shoal.core.lossy import LossyOptions
 from shoal.core.means import BITWISE
 from shoal.core.presets import get as preset
-from shoal.engine.options import CompileOptions, OffloadOptions
+from shoal.engine.options import KERNELS, CompileOptions, OffloadOptions
 from shoal.errors import InputError, ShoalError
 from shoal.memory.optimizer_state import NamedOptimizer
 from tests.engine.training_laws import keep_nothing
@@ -51,9 +51,6 @@ def test_the_mapping_of_a_backend_means_the_same_as_keywords() -> None:
         ({"planner": "chaim"}, "did you mean 'chain'"),
         ({"planner": 3}, "planner is a int"),
         ({"kernels": "jit"}, "kernels='jit' is unknown"),
-        ({"kernels": "inductor", "offload_to": "host"}, "needs kernels='eager'"),
-        ({"kernels": "inductor", "host_budget": "1GiB", "budget": 1}, "host_budget=1073741824 needs kernels='eager'"),
-        ({"kernels": "inductor", "rehearse": "p100-nvlink", "budget": 1}, "rehearse='p100-nvlink' needs kernels"),
         ({"rehearse": "p100-nvlink", "offload_to": None, "budget": 1}, "offload_to=None offloads nothing"),
         ({"host_budget": 1, "offload_to": None, "budget": 1}, "offload_to=None offloads nothing"),
         ({"planner": "chain"}, "'chain' plans for a budget; give budget= too"),
@@ -64,7 +61,6 @@ def test_the_mapping_of_a_backend_means_the_same_as_keywords() -> None:
         ({"rehearse": "p1000"}, "p100-nvlink"),
         ({"rehearse": 3}, "expected a preset's name or a Hardware"),
         ({"lossy": "linear"}, "give budget= too"),
-        ({"lossy": "linear", "budget": 1, "kernels": "inductor"}, "needs kernels='eager'"),
         ({"lossy": "linear", "budget": 1, "planner": "chain"}, "needs planner='joint'"),
         ({"lossy": "fp16", "budget": 1}, "not for activations"),
         ({"split": "always"}, "expected 'auto' or None"),
@@ -109,7 +105,17 @@ def test_a_link_is_rehearsed_on_the_cpu_alone() -> None:
 
 def test_inner_is_the_earlier_name_of_kernels() -> None:
     with pytest.warns(DeprecationWarning, match="kernels="):
-        assert CompileOptions.of(inner="inductor") == CompileOptions(kernels="inductor")
+        assert CompileOptions.of(inner="eager") == CompileOptions(kernels="eager")
+
+
+def test_inductor_is_the_earlier_name_of_compiled() -> None:
+    with pytest.warns(DeprecationWarning, match="kernels='inductor' is kernels='compiled' now"):
+        assert CompileOptions.of(kernels="inductor") == CompileOptions(kernels="compiled")
+
+
+def test_regions_are_compiled_on_cuda_unless_asked_for() -> None:
+    found = {name: [CompileOptions(kernels=name).compiles(type) for type in ("cpu", "cuda")] for name in KERNELS}
+    assert found == {"auto": [False, True], "eager": [False, False], "compiled": [True, True]}
 
 
 def test_a_plan_says_what_it_was_made_with(tmp_path: Path) -> None:
@@ -120,8 +126,7 @@ def test_a_plan_says_what_it_was_made_with(tmp_path: Path) -> None:
     assert net.shoal.plan.options == CompileOptions.of(budget="1GiB", planner="chain", offload_to=None).to_json()
 
 
-def test_pieces_are_for_the_planner_that_chooses_and_for_eager_kernels() -> None:
+def test_pieces_are_for_the_planner_that_chooses() -> None:
     assert "pieces" in CompileOptions.of(budget=1, allow="bitwise").form_means
     assert "pieces" not in CompileOptions.of(budget=1, allow="recompute").form_means
-    for other in ({"planner": "chain"}, {"kernels": "inductor"}):
-        assert "pieces" not in CompileOptions.of(budget=1, allow="bitwise", **other).form_means  # type: ignore[arg-type]
+    assert "pieces" not in CompileOptions.of(budget=1, allow="bitwise", planner="chain").form_means

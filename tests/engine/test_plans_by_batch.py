@@ -127,3 +127,17 @@ def test_nothing_is_allocated(net: nn.Module) -> None:
     plan = plans_of(net, 2**50, lambda batch: torch.empty(batch, 3, 512, 512, device="meta"), 2**18)(2**16 + 1)
     assert plan.graph.resident_bytes > 2**37
     assert all(parameter.is_meta and parameter.grad is None for parameter in net.parameters())
+
+
+def test_slices_of_the_batch_are_looked_at_too(captured: list[int]) -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(*blocks(3, 24, 24, 24), nn.MaxPool2d(4), nn.Flatten())
+    how = HOW | {"allow": "recompute, exact_split"}
+
+    def images_of(batch: int) -> torch.Tensor:
+        return torch.empty(batch, 3, 16, 16, device="meta")
+
+    plans = PlansByBatch(Pricing.of(net, 1_000_000, optimizer=None, name=None, **how), images_of, 2**16)
+    made = plans(18)
+    assert made.variant.slices > 1 and sorted(set(captured)) == [4, 16, 18, 64]
+    assert made == shoal.plan(net, images_of(18), 1_000_000, **how)

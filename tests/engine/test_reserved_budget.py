@@ -30,7 +30,6 @@ def test_on_the_cpu_it_is_refused_by_name() -> None:
         ({"budget": "1GiB", "budget_of": "both"}, "'both': expected 'allocated' or 'reserved'"),
         ({"budget_of": "reserved"}, "give budget=, and no plan="),
         ({"budget": "1GiB", "budget_of": "reserved", "has_plan": True}, "and no plan="),
-        ({"budget": "1GiB", "budget_of": "reserved", "kernels": "inductor", "allow": "bitwise"}, "kernels='eager'"),
     ],
 )
 def test_what_it_cannot_be_combined_with(given: dict[str, Any], said: str) -> None:

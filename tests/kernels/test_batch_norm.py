@@ -60,7 +60,7 @@ def test_where_it_repeats_the_bits_it_repeats_them_for_any_batch(x: torch.Tensor
     weight, bias = (per_channel(x, 1), per_channel(x, 2)) if affine else (None, None)
     result, mean, deviation = forward(x, weight, bias)
     again = normalise(x, weight, bias, mean, deviation)
-    if repeats_bits(x.dtype, CPU, x.dim(), x.shape[1], elsewhere(x), affine):
+    if repeats_bits(x.dtype, CPU, x.dim(), x.shape[1], elsewhere(x), x.dtype if affine else None):
         assert torch.equal(again, result)
         assert again.stride() == result.stride()
     if x.dtype == torch.bfloat16:
@@ -141,7 +141,7 @@ def test_whether_bits_repeat_is_found_out_without_a_trace() -> None:
     repeats_bits.cache_clear()
     backward_repeats_bits.cache_clear()
     with torch.autocast("cpu", torch.bfloat16):
-        repeats_bits(torch.float32, CPU, 4, 6, False, True)
+        repeats_bits(torch.float32, CPU, 4, 6, False, torch.float32)
         backward_repeats_bits(torch.float32, CPU, 4, 6, True)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -149,7 +149,7 @@ def test_whether_bits_repeat_is_found_out_without_a_trace() -> None:
 @pytest.mark.skipif("fma" not in cpu_features(), reason="PyTorch's kernel adds and multiplies in other ways here")
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_where_the_processor_has_fused_multiply_adds_the_bits_repeat(elsewhere: bool) -> None:
-    assert repeats_bits(torch.float32, CPU, 4, 24, elsewhere, True)
+    assert repeats_bits(torch.float32, CPU, 4, 24, elsewhere, torch.float32)
     assert backward_repeats_bits(torch.float32, CPU, 4, 24, elsewhere)
 
 
@@ -199,7 +199,7 @@ def test_bits_that_do_not_repeat_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(
             batch_norm, "_whole_backward", lambda grad, *args: whole(grad * (1 + 1e-6 * len(args[1])), *args)
         )
-        assert not repeats_bits(torch.float32, CPU, 4, 8, False, True)
+        assert not repeats_bits(torch.float32, CPU, 4, 8, False, torch.float32)
         assert not backward_repeats_bits(torch.float32, CPU, 4, 8, False)
     finally:
         repeats_bits.cache_clear()
@@ -232,3 +232,35 @@ def test_the_gradient_is_never_there_twice(layout: torch.memory_format, monkeypa
     assert sum(changes) == 2 * weight.nbytes
     _, plain = allocations.record(lambda: gradients(grad, x, weight, mean, deviation))
     assert allocations.peak_bytes(plain) >= grad.nbytes
+
+
+def test_on_cuda_the_second_half_of_pytorchs_kernel_normalises_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its op computes stands here in ops of the CPU: (x - mean) * invstd * weight + bias, in float32."""
+
+    def elemt(x, weight, bias, mean, invstd, eps):  # type: ignore[no-untyped-def]
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        weight, bias = (torch.ones_like(mean), torch.zeros_like(mean)) if weight is None else (weight, bias)
+        y = (x.float() - mean.view(shape)) * invstd.view(shape)
+        return (weight.view(shape) * y + bias.view(shape)).to(x.dtype)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("batch_norm_elemt", elemt, "CPU")
+    library.impl("batch_norm_elemt.out", lambda x, *others, out: out.copy_(elemt(x, *others)), "CPU")
+    try:
+        monkeypatch.setattr(batch_norm, "_has_second_half", lambda device: True)
+        for dtype, affine in ((torch.bfloat16, True), (torch.float32, False)):
+            x = channels_last(torch.randn(4, 6, 9, 7)).to(dtype)
+            weight = torch.rand(6) + 0.5 if affine else None
+            y, mean, invstd = aten._native_batch_norm_legit.no_stats(x, weight, weight, True, 0.1, 1e-5)
+            again = normalise(x, weight, weight, mean, invstd)
+            assert (again.dtype, again.stride()) == (y.dtype, y.stride())
+            torch.testing.assert_close(again, y)
+            taken = x.clone(memory_format=torch.preserve_format)
+            assert normalise_(taken, weight, weight, mean, invstd) is taken
+            assert torch.equal(taken, again)
+    finally:
+        library._destroy()
+
+
+def test_weights_of_another_dtype_are_left_to_pytorch_on_the_cpu() -> None:
+    assert not repeats_bits(torch.bfloat16, CPU, 4, 6, False, torch.float32)

@@ -1,5 +1,5 @@
-# shoal_fuzz: random calls of the kernels against plain loops. `sanitize` runs it under AddressSanitizer and
-# UndefinedBehaviorSanitizer, or says why it cannot.
+# shoal_fuzz: random calls of the kernels against plain loops. `fuzz` runs it as it is, under an emulator where it is of
+# another machine; `sanitize` under AddressSanitizer and UndefinedBehaviorSanitizer, or says why it cannot.
 option(SHOAL_SANITIZE "Build shoal_fuzz with AddressSanitizer and UndefinedBehaviorSanitizer" OFF)
 set(SHOAL_FUZZ_SEED 1 CACHE STRING "What the target `sanitize` draws its cases from")
 set(SHOAL_FUZZ_CASES 1000 CACHE STRING "How many of them it runs")
@@ -65,6 +65,12 @@ if(OpenMP_CXX_FOUND)
   target_link_libraries(shoal_fuzz PRIVATE OpenMP::OpenMP_CXX)
 endif()
 
+# Threads that wait must not spin: there may be more of them than cores.
+set(passive ${CMAKE_COMMAND} -E env OMP_WAIT_POLICY=passive UBSAN_OPTIONS=print_stacktrace=1)
+set(drawn --seed ${SHOAL_FUZZ_SEED} --cases ${SHOAL_FUZZ_CASES})
+add_custom_target(fuzz COMMAND ${passive} ${CMAKE_CROSSCOMPILING_EMULATOR} $<TARGET_FILE:shoal_fuzz> ${drawn}
+  DEPENDS shoal_fuzz USES_TERMINAL VERBATIM)
+
 if(NOT SHOAL_SANITIZE)
   return()
 endif()
@@ -81,10 +87,5 @@ if(NOT SHOAL_CAN_SANITIZE)
 endif()
 target_compile_options(shoal_fuzz PRIVATE -O1 -g -fno-omit-frame-pointer ${sanitizers})
 target_link_options(shoal_fuzz PRIVATE ${sanitizers})
-# Threads that wait must not spin: there may be more of them than cores.
-add_custom_target(sanitize
-  COMMAND ${CMAKE_COMMAND} -E env OMP_WAIT_POLICY=passive UBSAN_OPTIONS=print_stacktrace=1
-    $<TARGET_FILE:shoal_fuzz> --seed ${SHOAL_FUZZ_SEED} --cases ${SHOAL_FUZZ_CASES}
-  DEPENDS shoal_fuzz
-  USES_TERMINAL
-  VERBATIM)
+add_custom_target(sanitize COMMAND ${passive} $<TARGET_FILE:shoal_fuzz> ${drawn}
+  DEPENDS shoal_fuzz USES_TERMINAL VERBATIM)

@@ -134,7 +134,6 @@ def joint_step(
     name: str,
     runs_here: bool = True,
     rewrites: bool = True,
-    aten_only: bool = False,
 ) -> Captured:
     """The step of a graph of Dynamo's: traced by AOTAutograd as far as the joint graph, and read.
 
@@ -142,7 +141,7 @@ def joint_step(
         gm, inputs: as Dynamo hands them to a backend.
         places: what the inputs are.
         name: the model's.
-        runs_here, rewrites, aten_only: as for `capture`.
+        runs_here, rewrites: as for `capture`.
 
     Raises:
         CaptureError: no output needs a gradient.
@@ -165,7 +164,6 @@ def joint_step(
             layers=places.layers,
             cpu_kernels=runs_here,
             rewrites=rewrites,
-            aten_only=aten_only,
             early=places.early,
         )
         raise _Done(captured)

@@ -19,7 +19,11 @@ from shoal.core.step import StepGraph
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How a joint graph is to be read; attributes as the arguments of `capture`."""
+    """How a joint graph is to be read; attributes as the arguments of `capture`.
+
+    Attributes:
+        compiled: what of it is compiled, in words; empty where nothing was to be.
+    """
 
     n_forward_outputs: int
     static_inputs: Collection[int] = ()
@@ -27,8 +31,8 @@ class ReadOptions:
     parameters: Collection[int] = ()
     layers: Mapping[int, str] | None = None
     static_bytes: int = 0
-    aten_only: bool = False
     early: Mapping[int, Fate] = field(default_factory=dict)
+    compiled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

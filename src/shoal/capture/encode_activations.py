@@ -28,7 +28,7 @@ from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.core.lossy import LossyOptions
 from shoal.core.residence import Encode, Residence
 from shoal.errors import PlanError
-from shoal.kernels import convolution_pieces
+from shoal.kernels import batch_norm_pieces, convolution_pieces, cudnn_batch_norm
 from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.convolution import weight_gradient
 from shoal.kernels.encoded_activation import decode, encode, payload_bytes, relu_backward
@@ -36,7 +36,13 @@ from shoal.kernels.relu import backward as from_mask
 
 _aten = torch.ops.aten
 _WEIGHT_GRADIENTS = (_aten.convolution_backward.default, weight_gradient, convolution_pieces.weight_gradient)
-_BATCH_NORM_BACKWARDS = (_aten.native_batch_norm_backward.default, batch_norm_backward)
+_BATCH_NORM_BACKWARDS = (
+    _aten.native_batch_norm_backward.default,
+    batch_norm_backward,
+    cudnn_batch_norm.backward,
+    batch_norm_pieces.native_backward,
+    batch_norm_pieces.cudnn_backward,
+)
 _CONVOLUTIONS = (_aten.convolution.default, convolution_pieces.forward)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SMALL_SHARE = 1 / 4000  # of all saved bytes: not worth two ops

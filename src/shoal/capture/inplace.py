@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from shoal.capture.symbolic_sizes import at_numbers, expression_of
-from shoal.kernels import batch_norm, group_norm
+from shoal.kernels import batch_norm, batch_norm_pieces, group_norm
+from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, dropout_, dropout_backward, dropout_backward_
 from shoal.kernels.encoded_activation import relu_backward as encoded_relu_backward
 from shoal.kernels.encoded_activation import relu_backward_ as encoded_relu_backward_
@@ -57,6 +58,7 @@ _OUT: dict[Any, tuple[tuple[int, ...], Callable[..., Any], str]] = {
 _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     _aten.relu.default: ((0,), _aten.relu_.default),
     _aten.div.Scalar: ((0,), _aten.div_.Scalar),
+    _aten.masked_fill.Scalar: ((0,), _aten.masked_fill_.Scalar),
     _aten.native_dropout_backward.default: ((0,), _dropout_backward),
     dropout: ((0,), dropout_),
     batch_norm.normalise: ((0,), batch_norm.normalise_),
@@ -64,6 +66,8 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     relu_backward: ((0,), relu_backward_),
     encoded_relu_backward: ((0,), encoded_relu_backward_),
     batch_norm.backward: ((0,), batch_norm.backward_),
+    batch_norm_pieces.native_backward: ((0,), batch_norm_pieces.native_backward_),
+    batch_norm_pieces.cudnn_backward: ((0,), batch_norm_pieces.cudnn_backward_),
     group_norm.backward: ((0,), group_norm.backward_),
     dropout_backward: ((0,), dropout_backward_),
     torch.ops.shoal.norm_act_backward.default: ((0,), norm_act_backward_),
@@ -73,8 +77,10 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     torch.ops.shoal.inverted_batch_norm.default: ((0,), inverted_batch_norm_),
     torch.ops.shoal.inverted_batch_norm_backward.default: ((0,), inverted_batch_norm_backward_),
 }
+_READ_LATER = (batch_norm.normalise, group_norm.normalise)
 _NORMS = (
     _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit.default,
     _aten._native_batch_norm_legit.no_stats,
     _aten.native_group_norm.default,
 )
@@ -89,6 +95,8 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
         places = _OUT[node.target][0]
     elif node.target in _CALLS:
         places = _CALLS[node.target][0]
+    elif isinstance(node.target, CompiledRegion):
+        places = node.target.overwritable
     else:
         return ()
     value = node.meta["val"]
@@ -101,8 +109,15 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
+def usually_overwrites(target: Any) -> bool:
+    """Whether most runs of an op that has `operands` overwrite one: a norm's gradient reads what a norm would."""
+    return (target in _OUT or target in _CALLS) and target not in _READ_LATER
+
+
 def overwriting(target: Any, kwargs: Mapping[str, Any], operand: fx.Node) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Target and keyword arguments of the call that writes its first result over `operand`, one of `operands`."""
+    if isinstance(target, CompiledRegion):
+        return target, {**kwargs, "over": operand}
     if target in _CALLS:
         return _CALLS[target][1], dict(kwargs)
     _, form, keyword = _OUT[target]

@@ -2,7 +2,9 @@
 
 Each takes the joint graph of forward and backward (aten ops, functional) and edits it in place:
 
-- running statistics named by batch norm's backward, which does not read them in training mode, are not saved;
+- running statistics named by batch norm's backward, which does not read them in training mode, are not saved, and the
+  forward pass writes them, and counters of batches, in place (`buffers_in_place`);
+- batch norms on CUDA that eager PyTorch leaves to cuDNN are left to it (`cudnn_batch_norms`), for the bits;
 - the input of max pooling, of which the backward pass reads only the shape, is not saved for it;
 - max-pool indices wait in 1 byte (the place within the window) instead of 8, which also says where a ReLU before the
   pooling lets no gradient through;
@@ -34,6 +36,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from shoal.capture.buffers_in_place import change_in_place
+from shoal.capture.cudnn_batch_norms import leave_to_cudnn
 from shoal.capture.fx_nodes import is_view, per_axis
 from shoal.capture.norm_gradients import fold_norm_gradients
 from shoal.capture.op_counts import convolution_backward_flops
@@ -62,19 +66,15 @@ _POOL_BACKWARDS = {
 }
 
 
-def save_fewer_bytes(
-    joint: fx.GraphModule, backward: set[fx.Node], *, aten_only: bool = False, cpu_kernels: bool = True
-) -> None:
+def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kernels: bool = True) -> None:
     """Apply every rewrite to `joint`.
 
     Args:
         joint: the joint graph.
         backward: its backward nodes; kept up to date.
-        aten_only: leave out the rewrites that bring in ops Inductor does not know.
         cpu_kernels: make those too that are for the CPU alone, where the tensors are on it. False for a step that is
             captured here but planned for another device.
     """
-    cpu_kernels = cpu_kernels and not aten_only
     graph = joint.graph
     for node in list(graph.nodes):
         if (kept := _kept_as_it_is(node)) is not None:
@@ -85,11 +85,15 @@ def save_fewer_bytes(
         if not node.users:  # what a copy was for
             graph.erase_node(node)
             backward.discard(node)
+    for node in graph.find_nodes(op="call_function", target=_aten.native_batch_norm_backward.default):
+        if node.args[_TRAINING_OF_BATCH_NORM] is True:
+            node.args = tuple(None if i in _STATISTICS_OF_BATCH_NORM else arg for i, arg in enumerate(node.args))
+    change_in_place(joint, backward)
+    leave_to_cudnn(joint, backward)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if node.target is _aten.native_batch_norm_backward.default and node.args[_TRAINING_OF_BATCH_NORM] is True:
-            node.args = tuple(None if i in _STATISTICS_OF_BATCH_NORM else arg for i, arg in enumerate(node.args))
             if cpu_kernels and _can_run_in_pieces(node):
                 grad, x, weight, _, _, mean, deviation = node.args[:7]
                 node.target, node.args = batch_norm_backward, (grad, x, weight, mean, deviation)
@@ -103,14 +107,14 @@ def save_fewer_bytes(
             _split_convolution_backward(graph, node, backward, cpu_kernels)
         elif node.target is _aten.native_dropout.default and cpu_kernels:
             _keep_dropout_bits(node)
-        elif node.target is _aten.bernoulli.p and not aten_only:
+        elif node.target is _aten.bernoulli.p:
             _draw_in_layout(graph, node)
-        elif node.target in _POOL_BACKWARDS and not aten_only:
+        elif node.target in _POOL_BACKWARDS:
             _encode_pool(graph, node, _POOL_BACKWARDS[node.target], backward)
     if cpu_kernels:
         fold_norm_gradients(joint, backward)
     _sink(graph, backward)
-    _save_rectifier_masks(graph, backward, aten_only)
+    _save_rectifier_masks(graph, backward)
     _copy_what_waits(graph, backward)
     graph.lint()
 
@@ -353,7 +357,7 @@ def _take_in_rectifier(graph: fx.Graph, unfolded: fx.Node, output: fx.Node, back
     return True
 
 
-def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bool) -> None:
+def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.find_nodes(op="call_function", target=_aten.threshold_backward.default):
         grad, output, threshold = _args(node)
@@ -367,14 +371,23 @@ def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node], aten_only: bo
         if others and (_held_bytes(value) < _WORTH_A_MASK_BYTES or last.next is node):
             continue
         with graph.inserting_after(last):
-            # True for a NaN too, which lets its gradient through; `ne` gives the same in four times the time.
-            mask = graph.call_function(_aten._to_copy.default, (output,), {"dtype": torch.bool})
+            mask = graph.call_function(*_mask_of(output, value.device.type))
         _describe(mask, value.new_empty_strided(value.shape, value.stride(), dtype=torch.bool), output)
         if others:
             backward.add(mask)
-        node.target, node.args = (
-            (_aten.where.ScalarOther, (mask, grad, 0)) if aten_only else (relu_backward, (grad, mask))
-        )
+        if mask.target is _aten.le.Scalar:
+            node.target, node.args = _aten.masked_fill.Scalar, (grad, mask, 0)
+        else:
+            node.target, node.args = relu_backward, (grad, mask)
+
+
+def _mask_of(output: fx.Node, device: str) -> tuple[Any, ...]:
+    """The call that makes a ReLU's mask of its output. A NaN lets its gradient through."""
+    if device == "cuda":
+        # Where the gradient is zero, for `masked_fill`: `threshold_backward` converts booleans one by one.
+        return _aten.le.Scalar, (output, 0)
+    # Where it passes; `ne` gives the same in four times the time.
+    return _aten._to_copy.default, (output,), {"dtype": torch.bool}
 
 
 def _flops(node: fx.Node) -> int | torch.SymInt:

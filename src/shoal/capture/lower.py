@@ -41,7 +41,7 @@ def lower(
     Args:
         captured: the step.
         residences: by storage name; an absent storage is kept.
-        in_place: let pointwise ops write over operands that die there. Off for Inductor, which does that itself.
+        in_place: let ops write over operands that die there; False makes every result anew.
         transfers: carries what is offloaded; it has one slot for each storage of `offloaded_storages`, in that order.
 
     Returns:

@@ -1,8 +1,13 @@
-"""A captured step with some of its convolutions in pieces, where their scratch makes the peak."""
+"""A captured step with some of its ops in pieces, where they make the peak.
+
+On the CPU those are convolutions, for their scratch; on CUDA gradients of batch norms, which then take the block of the
+incoming gradient.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from torch import fx
 
@@ -13,13 +18,15 @@ from shoal.capture.step_reader import read_joint
 from shoal.core.step import Op, StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
-from shoal.kernels.convolution_pieces import IN_PIECES, WORTH_PIECES_BYTES, Cut, choose
+from shoal.kernels import batch_norm_pieces, convolution_pieces
+from shoal.kernels.convolution_pieces import Cut
 
+_IN_PIECES = {**convolution_pieces.IN_PIECES, **batch_norm_pieces.IN_PIECES}
 _NEAR_WHAT_STAYS = 0.5  # what else is held while an op runs differs about that much
 
 
 def choose_pieces(captured: Captured, graph: StepGraph) -> tuple[Pieces, ...]:
-    """Which convolutions of a step to compute in pieces, and in how many: those that set its smallest peak.
+    """Which ops of a step to compute in pieces, and in how many: those that set its smallest peak.
 
     From the op that needs the most bytes, with operands, results and scratch, down to where the others need half of
     what stays at most: the fewer are cut, the less time that takes. They come in the order of the step.
@@ -43,31 +50,38 @@ def choose_pieces(captured: Captured, graph: StepGraph) -> tuple[Pieces, ...]:
 
 def _cut(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
     node = captured.node_of.get(op.name)
+    if node is not None and node.target in batch_norm_pieces.IN_PIECES:
+        return batch_norm_pieces.choose(node.target, fx.node.map_arg(node.args, _value))  # type: ignore[arg-type]
     result_bytes = sum(graph.storages[storage].nbytes for storage in op.writes)
-    if node is None or node.target not in IN_PIECES or op.workspace_bytes < max(result_bytes, WORTH_PIECES_BYTES):
+    if (
+        node is None
+        or node.target not in convolution_pieces.IN_PIECES
+        or op.workspace_bytes < max(result_bytes, convolution_pieces.WORTH_PIECES_BYTES)
+    ):
         return None
-    arguments = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
-    return choose(node.target, arguments)  # type: ignore[arg-type]
+    return convolution_pieces.choose(node.target, fx.node.map_arg(node.args, _value))  # type: ignore[arg-type]
+
+
+def _value(operand: fx.Node) -> Any:
+    return operand.meta["val"]
 
 
 def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
-    """The step with these convolutions in pieces; `captured` stays as it is.
+    """The step with these ops in pieces; `captured` stays as it is.
 
     Raises:
-        PlanError: one of them is no convolution of this step, or Inductor is to run it.
+        PlanError: one of them is no op of this step that can be.
     """
     if not chosen:
         return captured
-    if captured.read_with.aten_only:
-        raise PlanError("the plan computes convolutions in pieces, which Inductor does not know; give kernels='eager'")
     joint = copied_joint(captured.joint)
     node_called = {node.name: node for node in joint.graph.nodes}
     for cut in chosen:
         node = node_called.get(cut.op)
-        if node is None or node.target not in IN_PIECES:
-            raise PlanError(f"the plan cuts {cut.op!r} into pieces, which is no convolution here; plan this step anew")
+        if node is None or node.target not in _IN_PIECES:
+            raise PlanError(f"the plan cuts {cut.op!r} into pieces, which cannot be here; plan this step anew")
         node.meta["flops"] = flops(node)
-        node.target, node.args = IN_PIECES[node.target], (*node.args, cut.dim, cut.count)
+        node.target, node.args = _IN_PIECES[node.target], (*node.args, cut.dim, cut.count)
     joint.graph.lint()
     return read_joint(joint, captured.backward_names, captured.read_with)
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal.kernels import batch_norm, group_norm
+from shoal.kernels import batch_norm, cudnn_batch_norm, group_norm
+from shoal.kernels.buffers import add_to
+from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, noise_like
 from shoal.kernels.invertible_norm.inverted_batch_norm import inverted_batch_norm  # noqa: F401  registers the op
 from shoal.kernels.memory_format import channels_last_format
@@ -23,10 +25,15 @@ _aten = torch.ops.aten
 # Place of `training` among the arguments of batch norms that may use the statistics of the batch.
 _TRAINING = {
     _aten._native_batch_norm_legit_functional.default: 5,
+    _aten._native_batch_norm_legit.default: 5,
+    _aten.cudnn_batch_norm.default: 5,
+    cudnn_batch_norm.functional: 5,
     _aten._native_batch_norm_legit.no_stats: 3,
 }
+_CUDNN = (_aten.cudnn_batch_norm.default, cudnn_batch_norm.functional)
+_MOVING = (_aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.default, *_CUDNN)
 _BATCH_NORMS_THAT_CAN = (
-    _aten._native_batch_norm_legit_functional.default,
+    *_MOVING,
     _aten._native_batch_norm_legit.no_stats,
     _aten._native_batch_norm_legit_no_training.default,
     torch.ops.shoal.inverted_batch_norm.default,
@@ -36,13 +43,17 @@ _BATCH_NORMS_THAT_CAN = (
 def can_run_again(node: fx.Node) -> bool:
     """Whether a second run gives the same tensors and changes nothing else."""
     target = node.target
+    if isinstance(target, CompiledRegion):
+        return True
     if "batch_norm" in str(target):
         return target in _BATCH_NORMS_THAT_CAN
-    return not (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
+    return target is not add_to and not (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
 
 
 def second_call(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Target and arguments of the second run; results keep their places."""
+    if node.target in _CUDNN and is_of_the_batch(node):
+        return cudnn_batch_norm.normalise, (*node.args[:3], node.args[7])
     if is_of_the_batch(node):
         x, weight, bias, *_, training, momentum, eps = node.args
         statistics = {user.args[1]: user for user in node.users if user.target is operator.getitem}
@@ -62,7 +73,7 @@ def second_node(node: fx.Node) -> fx.Node | None:
     Only calls that make the first result alone have one.
     """
     target, args = second_call(node)
-    if target not in (batch_norm.normalise, group_norm.normalise):
+    if target not in (batch_norm.normalise, cudnn_batch_norm.normalise, group_norm.normalise):
         return None
     apart = fx.Graph()
 
@@ -78,10 +89,10 @@ def second_node(node: fx.Node) -> fx.Node | None:
 
 def _repeats_bits(node: fx.Node) -> bool:
     x, weight, bias = _values(node.args[:3])
-    if (weight is None) != (bias is None) or (weight is not None and weight.dtype != x.dtype) or not _is_dense(x):
+    if (weight is None) != (bias is None) or (weight is not None and weight.dtype != bias.dtype) or not _is_dense(x):
         return False
-    affine, channels_last = weight is not None, not x.is_contiguous()
-    return batch_norm.repeats_bits(x.dtype, _tried_on(x), x.dim(), int(x.shape[1]), channels_last, affine)
+    of_weight, channels_last = weight.dtype if weight is not None else None, not x.is_contiguous()
+    return batch_norm.repeats_bits(x.dtype, _tried_on(x), x.dim(), int(x.shape[1]), channels_last, of_weight)
 
 
 def _group_norm_repeats_bits(node: fx.Node) -> bool:
@@ -117,8 +128,11 @@ def takes_statistics(node: fx.Node) -> bool:
 
 
 def moves_statistics(node: fx.Node) -> bool:
-    """Whether the node is a batch norm in training mode, whose results after the third are new running statistics."""
-    return node.target is _aten._native_batch_norm_legit_functional.default and is_of_the_batch(node)
+    """Whether the node is a batch norm in training mode that moves running statistics.
+
+    They are written in place, or the results at places 3 and 4.
+    """
+    return node.target in _MOVING and is_of_the_batch(node) and node.args[3] is not None
 
 
 def is_random(node: fx.Node) -> bool:

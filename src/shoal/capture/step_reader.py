@@ -39,7 +39,6 @@ def capture(
     parameters: Collection[int] = (),
     layers: Mapping[int, str] | None = None,
     static_bytes: int = 0,
-    aten_only: bool = False,
     cpu_kernels: bool = True,
     rewrites: bool = True,
     early: Mapping[int, Fate] | None = None,
@@ -54,7 +53,6 @@ def capture(
         parameters: places of the inputs that are parameters; the other static inputs are buffers.
         layers: module paths of the layers that inputs belong to, by their places.
         static_bytes: see `StepGraph`.
-        aten_only: leave out what Inductor does not know: rewrites to other ops, replay of random ones.
         cpu_kernels: False where the step will run on another device than it is captured on.
         rewrites: False leaves out the lossless rewrites, for a look at what PyTorch itself saves.
         early: place of an input → the fate of its gradient, where that may leave before the backward pass ends.
@@ -67,10 +65,8 @@ def capture(
     forward = needed_by(outputs[:n_forward_outputs])
     backward = {node for node in joint.graph.nodes if node.op == "call_function" and node not in forward}
     if rewrites:
-        save_fewer_bytes(joint, backward, aten_only=aten_only, cpu_kernels=cpu_kernels)
-    options = ReadOptions(
-        n_forward_outputs, static_inputs, model, parameters, layers, static_bytes, aten_only, early or {}
-    )
+        save_fewer_bytes(joint, backward, cpu_kernels=cpu_kernels)
+    options = ReadOptions(n_forward_outputs, static_inputs, model, parameters, layers, static_bytes, early or {})
     return read_joint(joint, {node.name for node in backward}, options)
 
 
@@ -90,7 +86,6 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], options: 
         backward = {n for n in graph.nodes if n.name in backward_names}
         reader = _Reader(backward, *parts, options.static_inputs, options.parameters)
         reader.overwritten = _overwritten_inputs(graph)
-        reader.replays = not options.aten_only
         reader.layers = options.layers or {}
         for node in graph.nodes:
             reader.visit(node)
@@ -193,7 +188,6 @@ class _Reader:
         self._n_inputs = 0
         self.overwritten: set[fx.Node] = set()
         self.layers: Mapping[int, str] = {}
-        self.replays = True  # whether a random op's second run can be given the first one's generator state
 
     def visit(self, node: fx.Node) -> None:
         value: Any = node.meta.get("val")
@@ -242,7 +236,7 @@ class _Reader:
             for place, part in enumerate(value):
                 if isinstance(part, torch.Tensor):
                     # Running statistics are the caller's, also where a second call of the layer moves them on.
-                    part_kind: StorageKind = "output" if moves_statistics(node) and place > 2 else kind
+                    part_kind: StorageKind = "output" if moves_statistics(node) and place in (3, 4) else kind
                     name = f"{node.name}.{place}"
                     writes.append(self._add_storage(items.get(place, node), part, part_kind, name, node))
         # An operand that is also read through a view of another layout must stay whole until the op ends.
@@ -288,8 +282,7 @@ class _Reader:
         )
 
     def _can_run_again(self, node: fx.Node) -> bool:
-        draws_anew = is_random(node) and not self.replays
-        return can_run_again(node) and not draws_anew and not self._reads_overwritten_input(node)
+        return can_run_again(node) and not self._reads_overwritten_input(node)
 
     def _reads_overwritten_input(self, node: fx.Node) -> bool:
         """Whether a second run would find a buffer or an input that the forward pass has changed."""

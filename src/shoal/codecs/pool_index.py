@@ -8,7 +8,7 @@ is for windows without a maximum, whose gradient is zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
@@ -23,6 +23,74 @@ def fits(kernel: Sequence[int]) -> bool:
     for size in kernel:
         places *= size
     return places <= MAX_PLACES
+
+
+class Windows:
+    """The windows of one pooling on one device, for any number of images: which byte stands for which place.
+
+    Nothing is copied from the host: what is looked up is made on the device, in few launches.
+
+    Args:
+        input_shape: of the pool's input, (N, C, *input).
+        output_sizes: how many windows there are along each spatial dimension.
+        kernel, stride, padding, dilation: of the pool, one number per spatial dimension.
+        device: where the indices are.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        output_sizes: Sequence[int],
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        sizes = tuple(input_shape[2:])
+        self._image_elems = prod(sizes)
+        self._device = device
+        self._inner = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]  # elements from one to the next
+        self._kernel, self._dilation = tuple(kernel), tuple(dilation)
+        rows = zip(output_sizes, stride, padding, self._inner, strict=True)
+        # The flat place of every window's corner; padding puts some outside.
+        self._corners = _outer_sum(self._run(count, step * inner, -pad * inner) for count, step, pad, inner in rows)
+        reach = zip(kernel, dilation, self._inner, strict=True)
+        self._farthest = sum((places - 1) * step * inner for places, step, inner in reach)
+
+    def encode(self, indices: torch.Tensor) -> torch.Tensor:
+        """The codes of int64 indices, in their shape and memory format."""
+        distance = torch.sub(indices, self._corners, out=torch.empty_like(indices))
+        if self._farthest < MAX_PLACES:
+            return distance.to(torch.uint8)
+        n_places = prod(self._kernel)
+        numbers = torch.arange(n_places, dtype=torch.uint8, device=self._device)
+        number_of = torch.zeros(self._farthest + 1, dtype=torch.uint8, device=self._device)
+        number_of.scatter_(0, self._distances(n_places)[:n_places], numbers)
+        codes = torch.empty_like(indices, dtype=torch.uint8)
+        distance.clamp_(0, self._farthest)
+        torch.index_select(number_of, 0, _in_memory_order(distance), out=_in_memory_order(codes))
+        return codes
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        """The int64 indices of codes; `NO_PLACE` gives any."""
+        if self._farthest < MAX_PLACES:
+            indices = codes.to(torch.int64)
+        else:
+            indices = torch.empty_like(codes, dtype=torch.int64)
+            distance_of = self._distances(MAX_PLACES + 1)
+            torch.index_select(distance_of, 0, _in_memory_order(codes).int(), out=_in_memory_order(indices))
+        # Whatever the byte, the place lies within the input: kernels do not check.
+        return indices.add_(self._corners).clamp_(0, self._image_elems - 1)
+
+    def _distances(self, at_least: int) -> torch.Tensor:
+        """How far each place of a window lies from its corner along the flat image, and more rows of it up to that."""
+        counts = [-(-at_least // prod(self._kernel[1:])), *self._kernel[1:]]
+        runs = zip(counts, self._dilation, self._inner, strict=True)
+        return _outer_sum(self._run(count, step * inner) for count, step, inner in runs).flatten()
+
+    def _run(self, count: int, step: int, start: int = 0) -> torch.Tensor:
+        return torch.arange(start, start + count * step, step, device=self._device)
 
 
 def encode(
@@ -48,17 +116,8 @@ def encode(
     >>> indices.item(), encode(indices, x.shape, [2, 2], [2, 2], [0, 0], [1, 1]).item()
     (2, 2)
     """
-    distances = _distances(input_shape, kernel, dilation)
-    corners = _corners(indices, input_shape, stride, padding)
-    distance = torch.sub(indices, corners, out=torch.empty_like(indices))
-    if distances[-1] < MAX_PLACES:
-        return distance.to(torch.uint8)
-    number_of = torch.zeros(distances[-1] + 1, dtype=torch.uint8, device=indices.device)
-    number_of[distances] = torch.arange(len(distances), dtype=torch.uint8, device=indices.device)
-    codes = torch.empty_like(indices, dtype=torch.uint8)
-    distance.clamp_(0, distances[-1])
-    torch.index_select(number_of, 0, _in_memory_order(distance), out=_in_memory_order(codes))
-    return codes
+    geometry = (input_shape, indices.shape[2:], kernel, stride, padding, dilation)
+    return Windows(*geometry, indices.device).encode(indices)
 
 
 def decode(
@@ -70,36 +129,15 @@ def decode(
     dilation: Sequence[int],
 ) -> torch.Tensor:
     """The inverse of `encode`: the int64 indices that `max_pool2d` or `max_pool3d` gave; `NO_PLACE` gives any."""
-    distances = _distances(input_shape, kernel, dilation)
-    corners = _corners(codes, input_shape, stride, padding)
-    if distances[-1] < MAX_PLACES:
-        indices = codes.to(torch.int64)
-    else:
-        indices = torch.empty_like(codes, dtype=torch.int64)
-        distance_of = torch.zeros(MAX_PLACES + 1, dtype=torch.int64, device=codes.device)
-        distance_of[: len(distances)] = torch.tensor(distances, device=codes.device)
-        torch.index_select(distance_of, 0, _in_memory_order(codes).int(), out=_in_memory_order(indices))
-    # Whatever the byte, the place lies within the input: kernels do not check.
-    return indices.add_(corners).clamp_(0, prod(input_shape[2:]) - 1)
+    return Windows(input_shape, codes.shape[2:], kernel, stride, padding, dilation, codes.device).decode(codes)
 
 
-def _distances(input_shape: Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
-    """How far each place of a window lies from its corner along the flat image, the last place last."""
-    distances = [0]
-    for size, places, step in zip(input_shape[2:], kernel, dilation, strict=True):
-        distances = [distance * size + place * step for distance in distances for place in range(places)]
-    return distances
-
-
-def _corners(
-    outputs: torch.Tensor, input_shape: Sequence[int], stride: Sequence[int], padding: Sequence[int]
-) -> torch.Tensor:
-    """The flat place of every window's corner, to be broadcast against `outputs`; padding puts some outside."""
-    corners = torch.zeros((), dtype=torch.int64, device=outputs.device)
-    for axis, (size, length) in enumerate(zip(input_shape[2:], outputs.shape[2:], strict=True)):
-        along = torch.arange(length, device=outputs.device) * stride[axis] - padding[axis]
-        corners = corners.unsqueeze(-1) * size + along
-    return corners
+def _outer_sum(runs: Iterator[torch.Tensor]) -> torch.Tensor:
+    """One axis for each of them, along which it counts."""
+    total = next(runs)
+    for run in runs:
+        total = total.unsqueeze(-1) + run
+    return total
 
 
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:

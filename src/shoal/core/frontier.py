@@ -11,6 +11,9 @@ from typing import Any, Self
 from shoal.core.plan import Plan
 from shoal.core.variant import Variant
 
+USABLE = 2.0
+"""A step that takes more than so many times plain PyTorch's is called unusable."""
+
 
 @dataclass(frozen=True)
 class Storages:
@@ -99,6 +102,14 @@ class FrontierData:
         if self.budget_bytes is None:
             return None
         return next((p for p in reversed(self.points) if p.budget_bytes <= self.budget_bytes), None)
+
+    @property
+    def usable(self) -> FrontierPoint | None:
+        """The smallest budget whose step takes at most twice plain PyTorch's; None where none does.
+
+        The minimum feasible budget may leave room for nothing but recomputing everything before each op that reads it.
+        """
+        return next((p for p in self.points if p.seconds <= USABLE * self.plain_seconds), None)
 
     def added_share(self, point: FrontierPoint) -> float:
         """What a point adds to plain PyTorch's step, as a share of it; less than 0 where it is faster."""

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from shoal.errors import InputError, brief
 
@@ -33,11 +33,11 @@ def means_of(allow: str | Iterable[str], named: str = "allow") -> frozenset[str]
         named: where they were given, for errors.
 
     Raises:
-        InputError: a name is unknown, or there is none.
+        InputError: a name is unknown, there is none, or 'keep' stands beside others.
     """
     if isinstance(allow, str):
         names: list[object] = [name.strip() for name in allow.split(",")]
-    elif isinstance(allow, Iterable):
+    elif isinstance(allow, Iterable) and not isinstance(allow, Mapping):
         names = list(allow)
     else:
         raise InputError(f"{named}={brief(allow)}: expected {_DESCRIBED}")
@@ -53,4 +53,6 @@ def means_of(allow: str | Iterable[str], named: str = "allow") -> frozenset[str]
         found |= _SETS.get(name, {name})
     if not names:
         raise InputError(f"{named} is empty; expected {_DESCRIBED}")
+    if "keep" in names and found:
+        raise InputError(f"{named} has 'keep', which is none of the means, beside {brief(sorted(found))}; leave it out")
     return frozenset(found)

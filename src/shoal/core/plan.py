@@ -62,6 +62,7 @@ class Plan:
         captured_order: names of the ops in the order in which they were captured; empty where they run in that order.
         breaks: where the model breaks into several graphs, of which this step is joined, and why.
         checkpoints: how many regions of the model stand under `torch.utils.checkpoint`.
+        compiled: what of the step is compiled, and what could not be; empty where nothing was to be.
     """
 
     graph: StepGraph
@@ -81,6 +82,7 @@ class Plan:
     captured_order: tuple[str, ...] = ()
     breaks: tuple[str, ...] = field(default=(), compare=False)
     checkpoints: int = field(default=0, compare=False)
+    compiled: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def captured_graph(self) -> StepGraph:
@@ -199,6 +201,7 @@ class Plan:
             *([f"order           {self.order}"] if self.order else []),
             *describe_breaks(self.graph, self.breaks),
             *self._describe_checkpoints(),
+            *(f"compiled        {line}" for line in self.compiled),
             *self._describe_transfers(),
             *self._describe_encodings(),
             *self._describe_stops(),
@@ -342,6 +345,7 @@ class Plan:
                 "captured_order": list(self.captured_order),
                 "breaks": list(self.breaks),
                 "checkpoints": self.checkpoints,
+                "compiled": list(self.compiled),
                 "step": self.graph.to_json(),
                 "exact_step": self.exact_graph and self.exact_graph.to_json(),
             },
@@ -406,6 +410,7 @@ def _plan_of(value: Any) -> Plan:
         captured_order=read_value(tuple[str, ...], value.get("captured_order"), "captured_order"),
         breaks=read_value(tuple[str, ...], value.get("breaks", []), "breaks"),
         checkpoints=read_value(int, value.get("checkpoints", 0), "checkpoints"),
+        compiled=read_value(tuple[str, ...], value.get("compiled", []), "compiled"),
     )
     if min(plan.budget_bytes, plan.planning_seconds, plan.checkpoints) < 0:
         raise PlanError(f"{plan.budget_bytes=}, {plan.planning_seconds=}, {plan.checkpoints=}: expected 0 or more")

@@ -3,8 +3,9 @@
 A data sheet's rates are ceilings. Planning takes 75 % of the peak float32 rate (large cuDNN convolutions and cuBLAS
 products reach 70 to 85 %), 80 % of the memory bandwidth (what large elementwise kernels reach on HBM and GDDR alike)
 and 80 % of the link's raw rate each way (packets and flow control take the rest). The links of two papers are taken
-as those papers give them. Rates are those of plain float32 with TF32 off: with TF32 or half precision, convolutions
-on A100 and later run several times faster, which `shoal.cost.measure` on such a machine shows.
+as those papers give them. Rates are those of plain float32 with TF32 off. In float16 and bfloat16, as under autocast,
+convolutions and products run on tensor cores, of whose dense peak 40 % is taken: large 3-D convolutions reach 30 to
+50 %. A machine whose row names no such rate computes halves at the float32 rate.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shoal.core.sizes import format_bytes
 from shoal.errors import InputError
 
 _REACHED_FLOPS = 0.75
+_REACHED_HALF_FLOPS = 0.40
 _REACHED_MEMORY = 0.80
 _REACHED_LINK = 0.80
 _GIB = 2**30
@@ -100,7 +102,11 @@ def _machine(
     *,
     raw_link_gbps: float = 0.0,
     measured_link_gbps: float = 0.0,
+    tf32_tflops: float = 0.0,
+    half_tflops: float = 0.0,
 ) -> Hardware:
+    halves = f"; tensor cores {tf32_tflops:g} TF32 (not used) and {half_tflops:g} bfloat16, taken at 40 %"
+    halves = halves if half_tflops else ""
     link_bytes_per_second = (measured_link_gbps or raw_link_gbps * _REACHED_LINK) * 1e9
     return Hardware(
         name=name,
@@ -110,9 +116,10 @@ def _machine(
             flops_per_second=peak_tflops * 1e12 * _REACHED_FLOPS,
             bytes_per_second=peak_gbps * 1e9 * _REACHED_MEMORY,
             launch_seconds=launch_us * 1e-6,
+            half_flops_per_second=half_tflops * 1e12 * _REACHED_HALF_FLOPS,
         ),
         link=Link(link, link_bytes_per_second, link_bytes_per_second, latency_seconds=10e-6),
-        source=f"{source}; peak {peak_tflops:g} TFLOP/s float32 and {peak_gbps:g} GB/s, taken at 75 % and 80 %",
+        source=f"{source}; peak {peak_tflops:g} TFLOP/s float32 and {peak_gbps:g} GB/s, taken at 75 % and 80 %{halves}",
     )
 
 
@@ -162,6 +169,8 @@ _PRESETS = {
             "PCIe 4.0 x16",
             "NVIDIA A100 data sheet; PCIe 4.0 x16, 31.5 GB/s raw each way",
             raw_link_gbps=31.5,
+            tf32_tflops=156,
+            half_tflops=312,
         ),
         _machine(
             "h100-pcie5",
@@ -173,6 +182,8 @@ _PRESETS = {
             "PCIe 5.0 x16",
             "NVIDIA H100 data sheet; PCIe 5.0 x16, 63 GB/s raw each way",
             raw_link_gbps=63,
+            tf32_tflops=378,
+            half_tflops=756,
         ),
         _machine(
             "h200",
@@ -184,6 +195,8 @@ _PRESETS = {
             "PCIe 5.0 x16",
             "NVIDIA H200 data sheet; PCIe 5.0 x16, 63 GB/s raw each way",
             raw_link_gbps=63,
+            tf32_tflops=494.5,
+            half_tflops=989.5,
         ),
         _machine(
             "laptop-rtx4060",
@@ -195,6 +208,59 @@ _PRESETS = {
             "PCIe 4.0 x8",
             "NVIDIA RTX 4060 Laptop specification (3072 cores at 1.89 GHz); PCIe 4.0 x8, 15.75 GB/s raw each way",
             raw_link_gbps=15.75,
+        ),
+        _machine(
+            "rtx-3060-12gb",
+            "GeForce RTX 3060 12 GB",
+            12,
+            12.7,
+            360,
+            6,
+            "PCIe 4.0 x16",
+            "NVIDIA GeForce RTX 3060 specification (3584 cores at 1.78 GHz, 192 bit, 15 Gbit/s), rates per core as in "
+            "NVIDIA's GA102 whitepaper; PCIe 4.0 x16, 31.5 GB/s raw each way",
+            raw_link_gbps=31.5,
+            tf32_tflops=12.7,
+            half_tflops=25.5,
+        ),
+        _machine(
+            "rtx-4090-24gb",
+            "GeForce RTX 4090 24 GB",
+            24,
+            82.6,
+            1008,
+            5,
+            "PCIe 4.0 x16",
+            "NVIDIA Ada GPU architecture whitepaper, appendix A; PCIe 4.0 x16, 31.5 GB/s raw each way",
+            raw_link_gbps=31.5,
+            tf32_tflops=82.6,
+            half_tflops=165.2,
+        ),
+        _machine(
+            "a100-40gb",
+            "A100 SXM4 40 GB",
+            40,
+            19.5,
+            1555,
+            5,
+            "PCIe 4.0 x16",
+            "NVIDIA A100 data sheet (SXM); PCIe 4.0 x16 to the host, 31.5 GB/s raw each way",
+            raw_link_gbps=31.5,
+            tf32_tflops=156,
+            half_tflops=312,
+        ),
+        _machine(
+            "h100-80gb",
+            "H100 SXM5 80 GB",
+            80,
+            66.9,
+            3350,
+            4,
+            "PCIe 5.0 x16",
+            "NVIDIA H100 architecture whitepaper (SXM5); PCIe 5.0 x16 to the host, 63 GB/s raw each way",
+            raw_link_gbps=63,
+            tf32_tflops=494.7,
+            half_tflops=989.4,
         ),
     )
 }

@@ -236,8 +236,11 @@ class StepGraph:
 
     @cached_property
     def held_for_second_runs(self) -> frozenset[int]:
-        """Storages that a second run reads of what the first one wrote: they cannot be given up."""
-        return frozenset(s for op in self.ops if op.again for s in op.again.reads if s in op.writes)
+        """Storages that the first run alone writes, where the second makes the first of them by itself.
+
+        It may read them, and nothing makes them again: they cannot be given up.
+        """
+        return frozenset(s for op in self.ops if op.again for s in op.writes[1:])
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and dicts, for `json.dump`."""

@@ -56,7 +56,8 @@ class Variant:
     def __str__(self) -> str:
         if self.pieces:
             others = replace(self, pieces=())
-            cut = f"{len(self.pieces)} convolutions in pieces"
+            kinds = dict.fromkeys("batch norms" if "norm" in cut.op else "convolutions" for cut in self.pieces)
+            cut = f"{len(self.pieces)} {' and '.join(sorted(kinds, reverse=True))} in pieces"
             return cut if others == WHOLE else f"{others}, {cut}"
         if self.fuse:
             return f"batch norm fused ({self.fuse}{', large maps' if self.large_only else ''})"

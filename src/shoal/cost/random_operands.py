@@ -16,6 +16,7 @@ from shoal.capture.op_counts import concrete
 _aten = torch.ops.aten
 _PATTERN_ELEMS = (1 << 20) - 3  # not a power of two, so that rows of a tensor differ
 _SEED = 20_24
+_CORE_CACHE_BYTES = 2 << 20  # of the L2 cache of a core, at most
 _POOLS = {_aten.max_pool2d_with_indices.default: 2, _aten.max_pool3d_with_indices.default: 3}
 _POOL_BACKWARDS = {
     _aten.max_pool2d_with_indices_backward.default: 2,
@@ -35,6 +36,7 @@ class OperandFactory:
         self.device = device
         self._generator = torch.Generator(device).manual_seed(_SEED)
         self._patterns: dict[torch.dtype, torch.Tensor] = {}
+        self._others: torch.Tensor | None = None
 
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments to call `node.target` with; the same node gives the same tensor."""
@@ -51,6 +53,12 @@ class OperandFactory:
         if isinstance(kwargs.get("device"), torch.device):
             kwargs["device"] = self.device
         return tuple(args), kwargs
+
+    def evict(self) -> None:
+        """Move what was used last out of the cores' own caches."""
+        if self._others is None:
+            self._others = torch.zeros(_CORE_CACHE_BYTES // 4 * torch.get_num_threads())
+        self._others.add_(1)
 
     def _leaf(self, leaf: Any, fill: Callable[[torch.Tensor], None] | None) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -17,7 +17,8 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
 
     Each op takes `max(flops / rate, bytes / bandwidth) + launch_seconds`, where
 
-    - `rate` is `device.flops_per_second`, times `k / 64` for a convolution that does only k < 64 multiply-adds per
+    - `rate` is `device.flops_per_second` (`half_flops_per_second` where the op writes float16 or bfloat16 and the
+      device says it), times `k / 64` for a convolution that does only k < 64 multiply-adds per
       element of its largest tensor. Short inner products do not use all multipliers: first layers (k = 27 for 3x3 on
       three channels) and depthwise convolutions (k = 9) run far below the rate of large ones;
     - `bytes` are the op's `moved_bytes`, times the passes of its kernels over them: batch norm in training reads its
@@ -32,13 +33,15 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
         hardware: a preset or a measured machine.
 
     Returns:
-        A new step, with the hardware's link; `graph` is unchanged. Half-precision ops are timed at the float32 rate: an
-        upper bound.
+        A new step, with the hardware's link; `graph` is unchanged. On a device without a rate for them, half-precision
+        ops are timed at the float32 rate: an upper bound.
     """
     device = hardware.device
 
     def timed(op: Op) -> Op:
-        compute_seconds = op.flops / (device.flops_per_second * _multiplier_use(op, graph))
+        halves = op.writes and graph.storages[op.writes[0]].dtype in _HALVES
+        rate = (halves and device.half_flops_per_second) or device.flops_per_second
+        compute_seconds = op.flops / (rate * _multiplier_use(op, graph))
         traffic_seconds = op.moved_bytes * _passes(op.target) / device.bytes_per_second
         seconds = max(compute_seconds, traffic_seconds) + device.launch_seconds
         return replace(op, seconds=seconds, workspace_bytes=0)
@@ -51,6 +54,7 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
 
 
 _FULL_INNER_PRODUCT = 64
+_HALVES = ("float16", "bfloat16")
 
 
 def _multiplier_use(op: Op, graph: StepGraph) -> float:

@@ -62,7 +62,7 @@ def compile(
     *,
     planner: str | planners.Planner = "joint",
     optimizer: torch.optim.Optimizer | str | None = None,
-    kernels: str = "eager",
+    kernels: str = AUTO,
     plan: Plan | None = None,
     offload_to: str | Path | None = AUTO,
     host_budget: int | str | None = None,
@@ -101,7 +101,10 @@ def compile(
             there is none yet, a name: "sgd", "sgd-momentum", "adam", "adamw", "adamw-amsgrad", "rmsprop", "adagrad" or
             another one of `shoal.memory.optimizer_state.NAMES`. The one that steps then counts as it is, and a
             difference is said.
-        kernels: what runs the planned graphs: "eager" (PyTorch's kernels, no compiler needed) or "inductor".
+        kernels: what runs the planned step: "eager", PyTorch's kernels and ours one by one, with PyTorch's bits; or
+            "compiled", where chains of pointwise ops, normalisations and reductions are joined into regions that
+            Inductor compiles, each one op of the plan, as far as they are faster so (docs/explain/compiled-regions.md).
+            "auto" is "compiled" on CUDA and "eager" on the CPU.
         plan: a saved plan to use as it is instead of planning; see `shoal.plan`. It is validated likewise, and
             compared with `budget` where that is given too.
         offload_to: where saved tensors may wait beside the device: "host" for host memory (pinned on CUDA), a folder on
@@ -125,8 +128,8 @@ def compile(
             halo="exact")`); "encode", convolution inputs in 8 bits (as `lossy`); "split", the first layers on
             independent patches. Or a set of them: "bitwise" gives the bits that plain PyTorch gives (recompute,
             offload, order, pieces), "exact" computes the same function, to rounding (bitwise, fuse, exact_split),
-            "lossy" is all, "keep" none. None: SHOAL_ALLOW of the environment, else "exact" (with kernels="inductor",
-            or a planner other than "joint": "bitwise"). The forms that were considered are listed in
+            "lossy" is all, "keep" none. None: SHOAL_ALLOW of the environment, else "exact" (with a planner other
+            than "joint": "bitwise"). The forms that were considered are listed in
             `model.shoal.plan.explain()`.
         budget_of: what `budget` bounds: "allocated" bytes, those in use, as `torch.cuda.max_memory_allocated` reads
             them; or those that CUDA's caching allocator has "reserved" of the device, for all that the process holds
@@ -221,7 +224,7 @@ def compile(
     if status.budget_bytes is not None:
         _reject_hopeless(network, session)
         session.check_optimizer_step()
-    caller = _Caller(network, session, options.kernels, strict=strict)
+    caller = _Caller(network, session, strict=strict)
     forget = weakref.WeakMethod(caller.forget)
     session.on_repair = lambda: (method := forget()) and method()
     caller.install(network, model, status=status)
@@ -247,10 +250,9 @@ class _Caller(ModelCall):
     function that is compiled around the model, a training step runs outside of Dynamo's graphs.
     """
 
-    def __init__(self, model: nn.Module, session: Session, kernels: str, *, strict: bool = False) -> None:
+    def __init__(self, model: nn.Module, session: Session, *, strict: bool = False) -> None:
         super().__init__(model)
         self.session = session
-        self.kernels = kernels
         self._may_break = not strict and session.ready_plan is None
         self._parts: PartedSteps | None = None
         self._planned: dict[Any, Callable[..., Any]] = {}
@@ -323,7 +325,7 @@ class _Caller(ModelCall):
                 broken.place,
             )
             self._planned.clear()
-            self._parts = PartedSteps(self.session, self.kernels, f"{broken.place}: {broken.reason}")
+            self._parts = PartedSteps(self.session, f"{broken.place}: {broken.reason}")
         except ModelRaised as failure:
             plain_call(model, *args, **kwargs)  # raises as the plain model does
             raise CaptureError(f"the model cannot be captured as one graph: {failure.reason}") from None
@@ -337,13 +339,10 @@ class _Caller(ModelCall):
         return "there are gradients before the step" if kind[0] else "hooks, gradients or their exchange have changed"
 
     def _backend(self) -> Callable[..., Any]:
-        session, kernels = (
-            self.session,
-            self.kernels,
-        )  # Dynamo keeps backends for good: this one must not hold the model
+        session = self.session  # Dynamo keeps backends for good: this one must not hold the model
 
         def shoal(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-            return compile_step(session, kernels, gm, example_inputs)
+            return compile_step(session, gm, example_inputs)
 
         return shoal
 

@@ -28,7 +28,7 @@ from shoal.core.progress import doing, preparing
 from shoal.engine.choose_variant import compile_chosen
 from shoal.engine.first_run import checked
 from shoal.engine.gradient_gates import Gradients, gates_or_all, through_gates
-from shoal.engine.graph_runner import Compiler, compiler
+from shoal.engine.graph_runner import run_kernels
 from shoal.engine.loop_memory import Basis
 from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
@@ -88,31 +88,29 @@ def _compile_as_asked(
         StaticMemory(optimizer=optimizer, parameters=parameters),
         offloading=options.offloading(device.type),
     )
-    return compile_step(session, options.kernels, gm, example_inputs)
+    return compile_step(session, gm, example_inputs)
 
 
-def compile_step(
-    session: Session, kernels: str, gm: fx.GraphModule, example_inputs: Sequence[Any]
-) -> Callable[..., Any]:
+def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Plan and lower the step of one Dynamo graph."""
     _reject_graph_break(gm)
     session.status.captures += 1
-    run_graphs = compiler(kernels)
-    places, aten_only = InputPlaces.of(gm), kernels == "inductor"
-    if not aten_only:
-        places = replace(places, early=session.early.fates(example_inputs, session.static.step_in_hook_bytes))
+    places = InputPlaces.of(gm)
+    places = replace(places, early=session.early.fates(example_inputs, session.static.step_in_hook_bytes))
 
     def captured(graph: fx.GraphModule) -> Captured:
-        return joint_step(graph, example_inputs, places, name=session.name, aten_only=aten_only)
+        return session.in_regions(joint_step(graph, example_inputs, places, name=session.name))
 
     def compiled(graph: fx.GraphModule, form: Form | Callable[[Captured], Form]) -> Callable[..., Any]:
-        return PlannedStep(session, run_graphs, places, form, aten_only=aten_only).compile(graph, example_inputs)
+        return PlannedStep(session, places, form).compile(graph, example_inputs)
 
     def of_this_shape() -> Callable[..., Any]:
         return compile_chosen(session, gm, example_inputs, captured, compiled)
 
     with preparing(session.name, record=session.status.prepared):
-        if aten_only or session.ready_plan is not None:  # Inductor's code and a given plan are for one shape
+        if (
+            session.compiles(example_inputs) or session.ready_plan is not None
+        ):  # a region and a given plan have one shape
             make_static(gm)
             step = of_this_shape()
         else:
@@ -126,25 +124,20 @@ class PlannedStep:
     """One step as AOTAutograd compiles it: partitioned by plan, lowered, metered while it is new.
 
     Args:
-        session, run_graphs, places, aten_only: of the model.
+        session, places: of the model.
         form: in which form it is compiled; or what chooses that once the step is captured as it is.
     """
 
     def __init__(
         self,
         session: Session,
-        run_graphs: Compiler,
         places: InputPlaces,
         form: Form | Callable[[Captured], Form],
-        *,
-        aten_only: bool,
     ) -> None:
         self.session = session
-        self.run_graphs = run_graphs
         self.places = places
         self.form = form if isinstance(form, Form) else WHOLE_FORM
         self._choose = None if isinstance(form, Form) else form
-        self.aten_only = aten_only
         self.plan: Plan | None = None
         self.basis: Basis | None = None
         self.device = torch.device("cpu")
@@ -169,7 +162,7 @@ class PlannedStep:
             compiled: Callable[..., Any] = aot_autograd(
                 fw_compiler=self.compile_forward,
                 bw_compiler=self.compile_backward,
-                inference_compiler=self.run_graphs,
+                inference_compiler=run_kernels,
                 partition_fn=self.partition,
             )(graph, example_inputs)
         if not self.leaving:
@@ -195,11 +188,11 @@ class PlannedStep:
                 num_fwd_outputs,
                 static_lifetime_input_indices or (),
                 model=self.session.name,
-                aten_only=self.aten_only,
                 parameters=self.places.parameters,
                 layers=self.places.layers,
                 early=self.places.early,
             )
+        captured = self.session.in_regions(captured)
         if self._choose is not None:
             self.form = self._choose(captured)
         with no_memory_limit():
@@ -216,7 +209,7 @@ class PlannedStep:
         self.errors_unknown = bool(self.plan.encoded)
         transfers = self.session.carry(self.plan, captured.device)
         doing("plan", "writing its graphs")
-        forward, backward = lower(captured, self.plan.residences, in_place=not self.aten_only, transfers=transfers)
+        forward, backward = lower(captured, self.plan.residences, transfers=transfers)
         self.leaving, self.gradient_order = (
             handed_over(backward.graph),
             gradient_order(captured.joint.graph, captured.backward_outputs),
@@ -227,7 +220,7 @@ class PlannedStep:
 
     def _can_be_placed(self) -> bool:
         """Whether its blocks can lie at planned addresses: one step after the other takes the same course."""
-        if not self.session.status.expandable_segments or self.aten_only:
+        if not self.session.status.expandable_segments or self.leaving:
             return False
         return self._captured is None and can_record()
 
@@ -242,13 +235,11 @@ class PlannedStep:
         return self.basis.resized(bytes_at(self._captured, self._numbers))
 
     def _compile(self, part: str, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if self.aten_only:  # Inductor's code holds strides against the trace itself
-            return self.run_graphs(module, example_inputs)
-        run = checked(module, self.run_graphs, example_inputs, self.departures)
+        run = checked(module, run_kernels, example_inputs, self.departures)
         if self.placement is None:
             return run
         name = f"{part} {id(self)}"
-        return self.placement.follow(name, module, run, lambda module: self.run_graphs(module, example_inputs))
+        return self.placement.follow(name, module, run, lambda module: run_kernels(module, example_inputs))
 
     def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self._compile("forward", module, example_inputs)

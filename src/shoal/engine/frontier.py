@@ -148,10 +148,11 @@ def frontier(
 
     Returns:
         A `Frontier`, plain data: `points` by increasing budget, each with its predicted step and peak, the lower bound
-        of both, the form of the step and what is kept, recomputed, offloaded and encoded. `table()` is for
-        `rich.print`, `save_html(path)` a page, `save_svg(path)` an image, `save(path)` JSON. More bytes are never
-        slower. With a function a `BatchFrontier`, with the same methods: `points` by increasing batch, each as
-        `shoal.plan` plans it inside the budget; `best` is the one of the most images per second, `largest` the last.
+        of both, the form of the step and what is kept, recomputed, offloaded and encoded. `usable` is the one of
+        the smallest budget whose step takes at most twice plain PyTorch's. `table()` is for `rich.print`,
+        `save_html(path)` a page, `save_svg(path)` an image, `save(path)` JSON. More bytes are never slower.
+        With a function a `BatchFrontier`, with the same methods: `points` by increasing batch, each as `shoal.plan`
+        plans it inside the budget; `best` is the one of the most images per second, `largest` the last.
 
     Raises:
         InputError: an argument is none of what is listed above, or `example` is a function and there is no budget.
@@ -168,7 +169,7 @@ def frontier(
         ...     images = torch.empty(4, 3, 32, 32)
         >>> made = shoal.frontier(model, images, hardware="p100-nvlink", allow="recompute", points=3)
         >>> [f"{point.budget_bytes} bytes, +{100 * made.added_share(point):.0f} %" for point in made.points]
-        ['715632 bytes, +56 %', '975440 bytes, +8 %', '1235248 bytes, +0 %']
+        ['715416 bytes, +56 %', '975224 bytes, +8 %', '1235032 bytes, +0 %']
         >>> made.save_svg("frontier.svg").name
         'frontier.svg'
         >>> def example(batch):

@@ -1,38 +1,22 @@
-"""What runs the planned graphs: PyTorch's own kernels one by one, or Inductor."""
+"""What runs the planned graphs: kernels one by one, of PyTorch, of ours, and of compiled regions."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from shoal.capture.early_gradients import hand_over
-from shoal.errors import InputError
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-NAMES = ("eager", "inductor")
 
 
-def compiler(name: str) -> Compiler:
-    """The function that turns a graph into a callable which empties its list of arguments.
-
-    Raises:
-        InputError: there is none of that name.
-    """
-    if name == "eager":
-        return _eager
-    if name == "inductor":
-        return _inductor
-    raise InputError(f"kernels={name!r} is unknown; give 'eager' or 'inductor'")
-
-
-def _eager(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def run_kernels(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A graph as a callable which empties its list of arguments."""
     codegen = _CallsKernels(module.graph)
     module.graph.set_codegen(codegen)
     leaving = [node.name for node in module.graph.nodes if node.target is hand_over]
@@ -89,15 +73,3 @@ def _yielding(leaving: Sequence[str], body: list[str]) -> list[str]:
         name = next((one for one in leaving if text.startswith(f"{one} = ")), "")
         changed.append(text)
     return changed
-
-
-def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    fake_mode = detect_fake_mode(example_inputs)
-    with config.patch(fallback_random=True), fake_mode or nullcontext():  # dropout draws what eager PyTorch draws
-        retraced = make_fx(module, decomposition_table=select_decomp_table())(*example_inputs)
-        return compile_fx_inner(retraced, example_inputs)

@@ -18,7 +18,6 @@ from shoal.core.lossy import CODECS, DEFAULT_BLOCK_ELEMS, EXEMPTIONS, LossyOptio
 from shoal.core.means import BITWISE, EXACT, means_of
 from shoal.core.sizes import parse_bytes
 from shoal.cost.measure import measure
-from shoal.engine import graph_runner
 from shoal.errors import CodecError, InputError, brief
 from shoal.memory.optimizer_state import Declared, declared_optimizer
 from shoal.offload.policy import AUTO, Offloading, offloading, rehearsed
@@ -28,6 +27,7 @@ _ENCODING_PLANNER = "joint"  # the one that looks for what to encode
 _ALLOWED_CODEC = "dynamic_tree"  # of allow="encode" without lossy=
 _WITHOUT_LINK = ("chain", "keep_all", "sqrt")  # planners that offload nothing
 _LOSSY_OPTIONS = ("codec", "block", "stochastic", "exempt")
+KERNELS = (AUTO, "eager", "compiled")
 _OF_A_BACKEND = (
     "budget",
     "budget_of",
@@ -89,7 +89,8 @@ class CompileOptions:
     Attributes:
         budget_bytes: device bytes at the peak of a step; None keeps everything and only reports.
         planner: a name, or a function with the planners' signature.
-        kernels: what runs the planned graphs, "eager" or "inductor".
+        kernels: what runs the planned graphs: "eager", kernels one by one; "compiled", what a compiler joins into
+            regions; "auto", the latter on CUDA.
         offload: where saved tensors may wait.
         lossy: which of them may be encoded, and how; None for none.
         split: "auto" to split the first layers where that makes the faster plan.
@@ -99,7 +100,7 @@ class CompileOptions:
 
     budget_bytes: int | None = None
     planner: str | planners.Planner = _ENCODING_PLANNER
-    kernels: str = "eager"
+    kernels: str = AUTO
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     lossy: LossyOptions | None = None
     split: str | None = None
@@ -108,10 +109,9 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         planners.get(self.planner)
-        graph_runner.compiler(self.kernels)
+        if self.kernels not in KERNELS:
+            raise InputError(f"kernels={brief(self.kernels)} is unknown; give 'eager', 'compiled' or 'auto'")
         offloads = self.offload.given
-        if self.kernels == "inductor" and offloads:
-            raise InputError(f"{offloads[0]} needs kernels='eager': Inductor reorders what is planned")
         if self.offload.to is None and offloads:
             raise InputError(
                 f"{offloads[0]} is for what is offloaded, and offload_to=None offloads nothing; leave one out"
@@ -131,7 +131,7 @@ class CompileOptions:
         *,
         budget: int | str | None = None,
         planner: str | planners.Planner = _ENCODING_PLANNER,
-        kernels: str = "eager",
+        kernels: str = AUTO,
         inner: str | None = None,
         offload_to: str | Path | None = AUTO,
         host_budget: int | str | None = None,
@@ -158,14 +158,19 @@ class CompileOptions:
         if inner is not None:
             warnings.warn("inner= is called kernels= now", DeprecationWarning, stacklevel=3)
             kernels = inner
+        if kernels == "inductor":
+            warnings.warn(
+                "kernels='inductor' is kernels='compiled' now: Inductor compiles the regions of a step, which are "
+                "planned as they run",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            kernels = "compiled"
         if has_plan and split is not None:
             raise InputError("split='auto' chooses for a budget, by planning; give budget=, and no plan=")
         permitted = lossy_options(lossy, planner)
-        if permitted is not None and not has_plan:
-            if budget is None:
-                raise InputError("lossy encodes what a budget leaves no room for; give budget= too")
-            if kernels == "inductor":
-                raise InputError("lossy needs kernels='eager': Inductor does not know the ops that encode")
+        if permitted is not None and not has_plan and budget is None:
+            raise InputError("lossy encodes what a budget leaves no room for; give budget= too")
         target = presets.get(rehearse) if isinstance(rehearse, str) else rehearse
         if target is not None and not isinstance(target, Hardware):
             raise InputError(f"rehearse={brief(rehearse)}: expected a preset's name or a Hardware")
@@ -175,7 +180,7 @@ class CompileOptions:
             target,
         )
         budget_bytes = None if budget is None else parse_bytes(budget)
-        means = _means(allow, budget_bytes, planner, kernels, has_plan=has_plan)
+        means = _means(allow, budget_bytes, planner, has_plan=has_plan)
         for keyword, there, needed in (("lossy", permitted, "encode"), ("split", split, "exact_split")):
             if there is not None and allow is not None and needed not in means:
                 raise InputError(
@@ -212,7 +217,7 @@ class CompileOptions:
         """
         if mode not in (None, "default"):
             raise InputError(
-                f"mode={mode!r}: the backend 'shoal' has no modes; choose options={{'kernels': 'inductor'}}"
+                f"mode={mode!r}: the backend 'shoal' has no modes; choose options={{'kernels': 'compiled'}}"
             )
         given = dict(options)
         if unknown := sorted(given.keys() - {*_OF_A_BACKEND, "inner"}, key=str):
@@ -225,8 +230,6 @@ class CompileOptions:
             raise InputError(f"budget_of={brief(self.budget_of)}: expected 'allocated' or 'reserved'")
         if self.budget_bytes is None or has_plan:
             raise InputError("budget_of='reserved' says what a budget bounds; give budget=, and no plan=")
-        if self.kernels == "inductor":
-            raise InputError("budget_of='reserved' needs kernels='eager': what Inductor allocates is not known before")
 
     def check_device(self, device_type: str) -> None:
         """Whether a device has what is asked for.
@@ -243,13 +246,16 @@ class CompileOptions:
 
     @property
     def form_means(self) -> frozenset[str]:
-        """The means that the forms of a step may use: `joint` alone chooses pieces, and Inductor does not know them."""
-        chooses = self.planner == _ENCODING_PLANNER and self.kernels == "eager"
-        return self.means if chooses else self.means - {"pieces"}
+        """The means that the forms of a step may use: `joint` alone chooses pieces."""
+        return self.means if self.planner == _ENCODING_PLANNER else self.means - {"pieces"}
 
     def offloading(self, device_type: str) -> Offloading | None:
-        """Where saved tensors may wait on a device; None for nowhere. Inductor's graphs leave them where they are."""
-        return None if self.kernels == "inductor" else self.offload.on(device_type)
+        """Where saved tensors may wait on a device; None for nowhere."""
+        return self.offload.on(device_type)
+
+    def compiles(self, device_type: str) -> bool:
+        """Whether the regions of a step are compiled on a device."""
+        return self.kernels == "compiled" or (self.kernels == AUTO and device_type == "cuda")
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data, as plan files hold it."""
@@ -278,7 +284,6 @@ def _means(
     allow: str | Iterable[str] | None,
     budget_bytes: int | None,
     planner: str | planners.Planner,
-    kernels: str,
     *,
     has_plan: bool,
 ) -> frozenset[str]:
@@ -291,17 +296,12 @@ def _means(
     if allow is None and (of_environment := os.environ.get("SHOAL_ALLOW")):
         named, allow = "SHOAL_ALLOW", of_environment
     if allow is None:
-        return EXACT if planner == _ENCODING_PLANNER and kernels == "eager" else BITWISE
+        return EXACT if planner == _ENCODING_PLANNER else BITWISE
     means = means_of(allow, named)
     if planner != _ENCODING_PLANNER and "encode" in means and budget_bytes is not None:
         raise InputError(
             f"{named}={brief(allow)} may encode, which needs planner={_ENCODING_PLANNER!r}; {_named(planner)} does not "
             "look for what to encode: leave out one of the two"
-        )
-    if kernels == "inductor" and (ours := means & {"fuse", "encode"}) and budget_bytes is not None:
-        raise InputError(
-            f"{named}={brief(allow)}: {', '.join(sorted(ours))} need kernels='eager', whose ops Inductor does not "
-            "know; 'bitwise' leaves them out"
         )
     return means
 

@@ -24,7 +24,6 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces
 from shoal.cost.profile import profile_step
 from shoal.engine.backend import PlannedStep
-from shoal.engine.graph_runner import compiler
 from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.part_planning import fits_easily
@@ -99,7 +98,7 @@ class PartStep(PlannedStep):
     in_use_bytes: int
 
     def __init__(self, steps: PartSequence, node: Node, places: InputPlaces) -> None:
-        super().__init__(steps.session, steps.run_graphs, places, WHOLE_FORM, aten_only=steps.aten_only)
+        super().__init__(steps.session, places, WHOLE_FORM)
         self.steps = steps
         self.node = node
         self.trains = False
@@ -149,16 +148,14 @@ class PartSequence(ABC):
 
     Args:
         session: of the model, or of several.
-        kernels: as of `shoal.compile`.
 
     Attributes:
         node: the part that has run last.
         sizes_vary: whether the model has been called with inputs of several shapes.
     """
 
-    def __init__(self, session: Session, kernels: str) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
-        self.run_graphs, self.aten_only = compiler(kernels), kernels == "inductor"
         self.node = Node()
         self.sizes_vary = False
         self._sizes: dict[Any, SizesSeen] = {}
@@ -200,7 +197,7 @@ class PartSequence(ABC):
         def compile_here() -> None:
             self.compile(here)
 
-        if self.sizes_vary and not self.aten_only:
+        if self.sizes_vary and not self.session.compiles(example_inputs):
             compile_for_shapes(self.session, gm, compile_here, compile_here, self._sizes_of_this_graph())
         else:
             make_static(gm)

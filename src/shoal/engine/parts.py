@@ -41,12 +41,11 @@ class PartedSteps(PartSequence):
 
     Args:
         session: of the model.
-        kernels: as of `shoal.compile`.
         broken: where Dynamo could not go on when the model was to be one graph, and why.
     """
 
-    def __init__(self, session: Session, kernels: str, broken: str) -> None:
-        super().__init__(session, kernels)
+    def __init__(self, session: Session, broken: str) -> None:
+        super().__init__(session)
         self.metering = PartMetering(session.static, self.learn)
         self._broken = broken
         self._begin: dict[Any, Node] = {}

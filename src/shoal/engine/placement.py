@@ -9,15 +9,14 @@ one, its blocks lie elsewhere.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from shoal.capture.early_gradients import handed_over
 from shoal.core.sizes import format_bytes
-from shoal.engine.first_run import nodes_in_parts, run_nodes
+from shoal.engine.first_run import run_nodes
 from shoal.engine.status import Status
 from shoal.lowlevel import cuda_allocator
 from shoal.memory.layout.fillers import Event, Filled, Step
@@ -68,12 +67,7 @@ class Placement:
                 return self._recorded(part, module, arguments)
             return self._placed.get(part, run)(arguments)
 
-        def follow_parts(arguments: list[Any]) -> Generator[list[Any], None, Any]:
-            if self._is_recording:
-                return (yield from self._recorded_parts(part, module, arguments))
-            return (yield from self._placed.get(part, run)(arguments))
-
-        return follow_parts if handed_over(module.graph) else follow
+        return follow
 
     def begins(self, graph: str) -> None:
         """Before each forward pass of a graph of the model."""
@@ -113,19 +107,6 @@ class Placement:
             return run_nodes(module, arguments, _labelled(part))
         finally:
             cuda_allocator.label("")
-
-    def _recorded_parts(
-        self, part: str, module: fx.GraphModule, arguments: list[Any]
-    ) -> Generator[list[Any], None, Any]:
-        running = nodes_in_parts(module, arguments, _labelled(part))
-        while True:
-            try:
-                leaving = next(running)
-            except StopIteration as end:
-                cuda_allocator.label("")
-                return end.value
-            cuda_allocator.label("")  # what hooks allocate is not of an op
-            yield leaving
 
     def _trimmed(self) -> list[dict[str, Any]]:
         torch.cuda.empty_cache()

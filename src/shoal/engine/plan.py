@@ -74,10 +74,10 @@ def plan(
         ...     model = nn.Sequential(*block(3), *block(8), *block(8), nn.Flatten())
         ...     images = torch.empty(4, 3, 32, 32)
         >>> shoal.plan(model, images, hardware="p100-nvlink").predicted_peak_bytes
-        1235248
+        1235032
         >>> plan = shoal.plan(model, images, "700KiB", hardware="p100-nvlink", offload_to=None)
         >>> plan.predicted_peak_bytes, len(plan.kept), len(plan.residences) - len(plan.kept)
-        (715632, 8, 6)
+        (715416, 8, 6)
     """
     pricing = Pricing.of(
         model,

@@ -25,7 +25,7 @@ from shoal.engine.pricing import Pricing
 from shoal.engine.search.best_variant import best_variant, captured_form
 from shoal.engine.search.max_batch import largest_fitting
 from shoal.engine.search.scaled_step import NotLinear, scaled_step
-from shoal.engine.search.variants import PatchWork, Variants, fused_forms
+from shoal.engine.search.variants import PatchWork, Variants, fused_forms, sliced_forms
 from shoal.errors import InputError, brief
 from shoal.memory.static_memory import StaticMemory, distinct_bytes
 
@@ -56,12 +56,10 @@ class PlansByBatch:
         if not callable(make_example):
             raise InputError(f"make_example={brief(make_example)}: expected a function of a batch size, such as "
                              "lambda batch: torch.empty(batch, 3, 224, 224)")  # fmt: skip
-        if pricing.budget_bytes is None:
-            raise InputError("no budget was given; say how many bytes a step may use, such as budget='2GiB'")
+        self.budget_bytes = required_budget(pricing)
         self._pricing = pricing
         self._make_example = make_example
         self._max_batch = max_batch
-        self.budget_bytes = pricing.budget_bytes
         self._captured: dict[int, _CapturedForms] = {}
         self._plans: dict[int, Plan] = {}
 
@@ -98,10 +96,7 @@ class PlansByBatch:
             plan: called in place of this object, which it calls.
             trying, first: as there.
         """
-        model, optimizer = self._pricing.model, self._pricing.optimizer
-        fixed_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
-        fixed_bytes += distinct_bytes(p for p in model.parameters() if p.requires_grad)
-        fixed_bytes += StaticMemory(model, optimizer).state_bytes()
+        fixed_bytes = least_bytes(self._pricing)
         return largest_fitting(
             plan, fixed_bytes, self.budget_bytes, first=first, max_batch=self._max_batch, trying=trying
         )
@@ -145,6 +140,21 @@ class _Listed:
     split: tuple[Variant, ...]
     norm_elems: tuple[int, ...]
     works: dict[Variant, PatchWork | str]
+    sliced_depth: float
+    samples: int
+
+    @property
+    def patches(self) -> tuple[Variant, ...]:
+        """Those of `split` that do not depend on the batch: how many slices there are does."""
+        return tuple(one for one in self.split if not one.slices)
+
+    @property
+    def calls_a_slice(self) -> int:
+        """Layers that run slice by slice."""
+        calls = (
+            work.n_calls // one.slices for one, work in self.works.items() if one.slices and not isinstance(work, str)
+        )
+        return next(calls, 0)
 
 
 class _CapturedForms:
@@ -162,10 +172,11 @@ class _CapturedForms:
     def listed(self) -> _Listed:
         def read(variants: Variants, step: Callable[[fx.GraphModule], StepGraph]) -> _Listed:
             fused = tuple(variants.fused())
-            split = tuple(one for one in variants.split() if not one.slices)  # how many differs by batch
+            split = tuple(variants.split())
             for variant in (WHOLE, *fused):
                 self._graphs[variant] = _captured(variants, step, variant)
-            return _Listed(fused, split, variants.norm_elems, {one: _work(variants, one) for one in split})
+            works = {one: _work(variants, one) for one in split}
+            return _Listed(fused, split, variants.norm_elems, works, variants.sliced_depth, variants.samples)
 
         return self._read(read)
 
@@ -213,10 +224,11 @@ class _ScaledForms:
         self._batch, self._known, self._here = batch, known, here
         self._below, self._above, _ = known
         lists = [forms.listed for forms in known.values()]
-        if len({(one.split, one.fused[:1], len(one.norm_elems)) for one in lists}) > 1:
+        if len({(one.patches, one.sliced_depth, one.fused[:1], len(one.norm_elems)) for one in lists}) > 1:
             raise NotLinear
         self._listed = lists[0]
         self._norm_elems = tuple(map(self._scaled, *(one.norm_elems for one in lists)))
+        self._samples = self._scaled(*(one.samples for one in lists))
         self._whole = self._scaled_graph(WHOLE)
 
     def fused(self) -> Iterator[Variant]:
@@ -224,9 +236,13 @@ class _ScaledForms:
             yield from fused_forms(variant.fuse, self._norm_elems)
 
     def split(self) -> Iterator[Variant]:
-        return iter(self._listed.split)
+        if self._samples > 1:
+            yield from sliced_forms(self._listed.sliced_depth, self._samples)
+        yield from self._listed.patches
 
     def work(self, variant: Variant) -> PatchWork:
+        if variant.slices:
+            return PatchWork(0.0, variant.slices * self._listed.calls_a_slice)
         one, *others = (forms.listed.works[variant] for forms in self._known.values())
         for other in others:
             if isinstance(one, str) or isinstance(other, str):
@@ -240,8 +256,9 @@ class _ScaledForms:
     def graph(self, variant: Variant) -> StepGraph:
         if variant == WHOLE:
             return self._whole
-        with suppress(NotLinear, Refused):
-            return self._scaled_graph(variant)
+        if not variant.slices:  # how many there are, and whether they are of one size, differs by batch
+            with suppress(NotLinear, Refused):
+                return self._scaled_graph(variant)
         return self._here.graph(variant)
 
     def _scaled_graph(self, variant: Variant) -> StepGraph:
@@ -264,6 +281,25 @@ class _ScaledForms:
         if counts[0] + slope * (beyond - below) != counts[2] or found.denominator != 1:
             raise NotLinear
         return int(found)
+
+
+def required_budget(pricing: Pricing) -> int:
+    """The budget that a search is inside.
+
+    Raises:
+        InputError: there is none.
+    """
+    if pricing.budget_bytes is None:
+        raise InputError("no budget was given; say how many bytes a step may use, such as budget='2GiB'")
+    return pricing.budget_bytes
+
+
+def least_bytes(pricing: Pricing) -> int:
+    """About what a step needs without any images."""
+    model, optimizer = pricing.model, pricing.optimizer
+    fixed_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
+    fixed_bytes += distinct_bytes(p for p in model.parameters() if p.requires_grad)
+    return fixed_bytes + StaticMemory(model, optimizer).state_bytes()
 
 
 def positive(what: str, number: object) -> int:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from shoal.core.progress import doing
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
+from shoal.engine.compiled_regions import in_compiled_regions
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.loop_memory import LoopMemory, best_case, step_alone
 from shoal.engine.metering import Metered, Metering, Window
@@ -304,6 +306,7 @@ class Session:
             variant=form.variant,
             candidates=form.candidates,
             checkpoints=captured.checkpoints,
+            compiled=captured.read_with.compiled,
         )
         step.plan, step.basis = plan, made.basis
         self._in_force.add(step)
@@ -364,6 +367,17 @@ class Session:
             raise with_hope(refused, error) from None
         log.info("%s: fits if the loop drops outputs when their loss is known; the first step is metered", self.name)
         return made, hoped
+
+    def compiles(self, inputs: Sequence[Any]) -> bool:
+        """Whether the regions of a step with such inputs are compiled."""
+        types = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
+        return self.options.compiles("cuda" if "cuda" in types else "cpu")
+
+    def in_regions(self, captured: Captured) -> Captured:
+        """The step in compiled regions, where the model is compiled so; see `in_compiled_regions`."""
+        if not self.options.compiles(captured.device.type):
+            return captured
+        return in_compiled_regions(captured, self.ready_plan)
 
     def in_traced_layouts(self, captured: Captured) -> Captured:
         """The step with copies behind the ops whose results were not laid out as traced; see `learn_layouts`."""

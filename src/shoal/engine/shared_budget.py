@@ -152,7 +152,7 @@ class Budget:
             )
         if steps is None:
             session = Session(Status(known_bytes), options)
-            steps = TurnSteps(session, options.kernels, device, self._models)
+            steps = TurnSteps(session, device, self._models)
             steps.metering.open()
             weakref.finalize(self, steps.close)
             self._steps, self._options, self._device = steps, options, device

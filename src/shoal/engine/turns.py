@@ -43,7 +43,6 @@ class TurnSteps(PartSequence):
 
     Args:
         session: of all of them.
-        kernels: as of `shoal.compile`.
         device: where they run.
 
     Attributes:
@@ -51,8 +50,8 @@ class TurnSteps(PartSequence):
         known: the turns that have run, by their parts.
     """
 
-    def __init__(self, session: Session, kernels: str, device: torch.device, models: Mapping[str, nn.Module]) -> None:
-        super().__init__(session, kernels)
+    def __init__(self, session: Session, device: torch.device, models: Mapping[str, nn.Module]) -> None:
+        super().__init__(session)
         self.models = models
         self.known: dict[tuple[Node, ...], KnownTurn] = {}
         self.metering = TurnMetering(session.static, device, self._note_back)

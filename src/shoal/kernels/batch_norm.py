@@ -1,5 +1,7 @@
 """Batch norm in fewer bytes and the same bits: its result recomputed from its statistics, its gradient in place.
 
+On CUDA the second half of PyTorch's own kernel normalises again, also in place.
+
 PyTorch's CPU kernel normalises as `x * scale + shift` with `scale = invstd * weight` and `shift = bias - mean * scale`,
 each a fused multiply-add: `torch.addcmul` does the same arithmetic in one pass, in place where the input has no later
 reader. Its backward kernel allocates the gradient twice. It is called for the two sums alone, which allocates nothing,
@@ -40,6 +42,9 @@ def normalise(
 
     `x` is contiguous or channels_last.
     """
+    if _has_second_half(x.device):
+        again: torch.Tensor = torch.ops.aten.batch_norm_elemt.default(x, weight, bias, mean, invstd, 0.0)
+        return again
     scale, shift = _line(x, weight, bias, mean, invstd)
     layout = torch.contiguous_format if x.is_contiguous() else channels_last_format(x.dim())
     y, strides = torch.addcmul(shift, x, scale), torch.empty_like(x, memory_format=layout, device="meta").stride()
@@ -54,8 +59,15 @@ def normalise_(
     invstd: torch.Tensor,
 ) -> torch.Tensor:
     """`normalise` that writes over `x`."""
+    if _has_second_half(x.device):
+        return torch.ops.aten.batch_norm_elemt.out(x, weight, bias, mean, invstd, 0.0, out=x)
     scale, shift = _line(x, weight, bias, mean, invstd)
     return torch.addcmul(shift, x, scale, out=x)
+
+
+def _has_second_half(device: torch.device) -> bool:
+    """Whether PyTorch has the second half of its batch norm as an op: that of CUDA normalises by given statistics."""
+    return device.type == "cuda"
 
 
 def backward(
@@ -240,15 +252,25 @@ def backward_repeats_bits(
 
 @lru_cache(maxsize=1024)
 def repeats_bits(
-    dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool, affine: bool
+    dtype: torch.dtype,
+    device: torch.device,
+    dims: int,
+    channels: int,
+    channels_last: bool,
+    weight_dtype: torch.dtype | None,
 ) -> bool:
-    """Whether `normalise` gives the bits of batch norm here, found out on random data of odd size."""
+    """Whether `normalise` gives the bits of batch norm here, found out on random data of odd size.
+
+    `weight_dtype` is that of weight and bias; None: there are none.
+    """
+    if weight_dtype not in (None, dtype) and not _has_second_half(device):
+        return False
     with isolated(device):
         x = _draw(1, (3, channels, *(7, 5, 3)[: dims - 2]), dtype, device)
         if channels_last:
             x = x.contiguous(memory_format=channels_last_format(dims))
-        weight = _draw(2, (channels,), dtype, device) if affine else None
-        bias = _draw(3, (channels,), dtype, device) if affine else None
+        weight = _draw(2, (channels,), weight_dtype, device) if weight_dtype else None
+        bias = _draw(3, (channels,), weight_dtype, device) if weight_dtype else None
         whole = torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
         again = normalise(x, weight, bias, whole[1], whole[2])
         same = torch.equal(again, whole[0]) and again.stride() == whole[0].stride()

@@ -6,7 +6,8 @@ not zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -32,17 +33,24 @@ def forward(
     With `after_relu`, a window whose maximum is zero has none.
     """
     pool = _aten.max_pool2d_with_indices if len(kernel) == 2 else _aten.max_pool3d_with_indices
-    shape = [_outputs(*axis, ceil_mode) for axis in zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)]
-    pooled = torch.empty(
-        (*x.shape[:2], *shape), dtype=x.dtype, device=x.device, memory_format=suggested_memory_format(x)
-    )
-    codes = torch.empty_like(pooled, dtype=torch.uint8)
-    for some in _pieces(pooled):
+    axes = zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
+    sizes = [_outputs(*axis, ceil_mode) for axis in axes]
+    windows = pool_index.Windows(x.shape, sizes, kernel, stride, padding, dilation, x.device)
+
+    def of(some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # The library's form that writes into given tensors takes five times as long.
-        pooled[some], indices = pool(x[some], kernel, stride, padding, dilation, ceil_mode)
-        codes[some] = pool_index.encode(indices, x.shape, kernel, stride, padding, dilation)
-        if after_relu:
-            codes[some].masked_fill_(pooled[some] == 0, pool_index.NO_PLACE)
+        pooled, indices = pool(some, kernel, stride, padding, dilation, ceil_mode)
+        codes = windows.encode(indices)
+        return pooled, codes.masked_fill_(pooled == 0, pool_index.NO_PLACE) if after_relu else codes
+
+    shape = (*x.shape[:2], *sizes)
+    pieces = _pieces(shape, x.device)
+    if len(pieces) == 1:
+        return of(x)
+    pooled = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=suggested_memory_format(x))
+    codes = torch.empty_like(pooled, dtype=torch.uint8)
+    for some in pieces:
+        pooled[some], codes[some] = of(x[some])
     return pooled, codes
 
 
@@ -62,8 +70,10 @@ def backward(
     layout = channels_last_format(len(input_shape)) if channels_last else torch.contiguous_format
     result = torch.empty(tuple(input_shape), dtype=grad.dtype, device=grad.device, memory_format=layout)
     packet = _aten.max_pool2d_with_indices_backward if len(kernel) == 2 else _aten.max_pool3d_with_indices_backward
-    for some in _pieces(codes):
-        indices = pool_index.decode(codes[some], input_shape, kernel, stride, padding, dilation)
+    geometry = (input_shape, codes.shape[2:], kernel, stride, padding, dilation)
+    windows = pool_index.Windows(*geometry, codes.device)
+    for some in _pieces(codes.shape, codes.device):
+        indices = windows.decode(codes[some])
         given = grad[some]
         if after_relu:
             given = given.masked_fill(codes[some] == pool_index.NO_PLACE, 0)
@@ -80,8 +90,8 @@ def _outputs(size: int, kernel: int, stride: int, padding: int, dilation: int, c
     return count - (ceil_mode and (count - 1) * stride >= size + padding)
 
 
-def _pieces(outputs: torch.Tensor) -> Iterator[slice]:
-    piece_elems = _PIECE_ELEMS if outputs.device.type == "cpu" else _DEVICE_PIECE_ELEMS
-    images = max(1, piece_elems * outputs.shape[0] // max(1, outputs.numel()))
-    for start in range(0, outputs.shape[0], images):
-        yield slice(start, start + images)
+def _pieces(outputs: Sequence[int], device: torch.device) -> list[slice]:
+    """Some images each; at least one piece, also of no images."""
+    piece_elems = _PIECE_ELEMS if device.type == "cpu" else _DEVICE_PIECE_ELEMS
+    images = max(1, piece_elems * outputs[0] // max(1, prod(outputs)))
+    return [slice(start, start + images) for start in range(0, max(1, outputs[0]), images)]

@@ -31,7 +31,7 @@ def render(frontier: FrontierData) -> str:
 
 
 def _headline(frontier: FrontierData) -> str:
-    least = frontier.points[0]
+    least = frontier.usable or frontier.points[0]
     share = format_percent(least.predicted_peak_bytes / frontier.plain_peak_bytes)
     return f"From {share} of plain PyTorch's memory at {described_added(frontier.added_share(least))} time"
 
@@ -56,12 +56,13 @@ def _tiles(frontier: FrontierData) -> list[Tile]:
         return Tile(label, format_seconds(point.seconds), f"{added}, {format_bytes(point.predicted_peak_bytes)}")
 
     plain = Tile("Plain PyTorch", format_seconds(frontier.plain_seconds), format_bytes(frontier.plain_peak_bytes))
-    least = frontier.points[0]
+    least, usable = frontier.points[0], frontier.usable
     share = format_percent(least.budget_bytes / frontier.plain_peak_bytes)
     tiles = [
         plain,
         Tile("Minimum feasible budget", format_bytes(least.budget_bytes), f"{share} of plain PyTorch's peak"),
         tile("In that budget", least),
+        *([tile("In at most twice the time", usable)] if usable not in (None, least) else []),
         tile("Fastest", min(frontier.points, key=lambda point: (point.seconds, point.budget_bytes))),
     ]
     if frontier.budget_bytes is not None:

@@ -20,9 +20,11 @@ _TALLEST = 3.0  # the axis of time ends there, as a multiple of plain PyTorch's 
 NARROWEST = 0.8  # the axis of time begins there at the latest, as a share of its end: small differences stay small
 STYLE = """
 :root { --card: #ffffff; --text: #16202b; --soft: #566472; --rule: #dfe5ea; --kept: #2b82bd; --fused: #00735c;
-  --patches: #c98200; --budget: #c24a00; --bound: #8a96a3; }
+  --patches: #c98200; --budget: #c24a00; --bound: #8a96a3;
+  --peer: #8456b0; }
 @media (prefers-color-scheme: dark) { :root { --card: #172029; --text: #e7edf2; --soft: #9cabb9; --rule: #2a3641;
-  --kept: #3d95d2; --fused: #3fcfa6; --patches: #eba31a; --budget: #ff8a3d; --bound: #6d7985; } }
+  --kept: #3d95d2; --fused: #3fcfa6; --patches: #eba31a; --budget: #ff8a3d; --bound: #6d7985;
+  --peer: #b794e6; } }
 text { font: 12.5px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; fill: var(--soft); }
 .least { fill: var(--text); }
 .title { font-size: 16px; font-weight: 600; fill: var(--text); }
@@ -32,6 +34,7 @@ text { font: 12.5px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-se
 .below { fill: var(--bound); fill-opacity: 0.14; }
 .budget { stroke: var(--budget); stroke-width: 1.6; stroke-dasharray: 6 4; } .budget-name { fill: var(--budget); }
 .whole { fill: var(--kept); } .fused { fill: var(--fused); } .patches { fill: var(--patches); }
+.peer { fill: var(--peer); }
 circle { stroke: var(--card); stroke-width: 1.5; } .plain { fill: var(--text); stroke: var(--card); }
 """.strip()
 _KINDS = {"whole": "as it is", "fused": "batch norm fused", "patches": "on patches or slices"}
@@ -107,13 +110,13 @@ def render_svg(frontier: FrontierData) -> str:
     return image(title(frontier), parts)
 
 
-def image(words: str, parts: Iterable[str]) -> str:
-    """An image of `WIDTH` by `HEIGHT` pixels as text; `words` are for who does not see it."""
+def image(words: str, parts: Iterable[str], height: int = HEIGHT) -> str:
+    """An image, `WIDTH` pixels wide, as text; `words` are for who does not see it."""
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-        f'height="{HEIGHT}" role="img" aria-label="{escape(words)}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'height="{height}" role="img" aria-label="{escape(words)}">'
     )
-    card = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="12" style="fill: var(--card)"/>'
+    card = f'<rect width="{WIDTH}" height="{height}" rx="12" style="fill: var(--card)"/>'
     return "\n".join([head, f"<style>{STYLE}</style>", card, *parts, "</svg>"]) + "\n"
 
 

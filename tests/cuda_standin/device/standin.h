@@ -12,5 +12,6 @@ void standin_read(struct standin_counts *out);
 void standin_reset_peak(void);
 int standin_take(long nbytes);
 void standin_count_launch(void);
+void standin_each_kernel(void (*with)(const char *name, long launches));  // of torch's own, since the process began
 void standin_set_kernel_seconds(double seconds);  // of its stream that each kernel of torch takes; none at first
 long standin_setting(const char *name, long otherwise);

@@ -423,7 +423,6 @@ def test_a_resumed_run_takes_the_form_it_had() -> None:
         ({"budget": "1GiB", "allow": "recompute", "split": "auto"}, "split= needs 'exact_split'"),
         ({"budget": "1GiB", "allow": "exact", "lossy": "dynamic_tree"}, "lossy= needs 'encode'"),
         ({"budget": "1GiB", "allow": "recompute", "offload_to": "host"}, "offload_to='host' needs 'offload'"),
-        ({"budget": "1GiB", "allow": "exact", "kernels": "inductor"}, "fuse need kernels='eager'"),
     ],
 )
 def test_a_mistake_is_told(arguments: dict[str, Any], said: str) -> None:

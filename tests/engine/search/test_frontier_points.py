@@ -95,6 +95,15 @@ def test_budgets_are_evenly_spaced_and_the_users_is_one_more() -> None:
     assert found(forms, 5, budgets[0] - 1) == found(forms)
 
 
+def test_where_the_smallest_budget_takes_more_than_twice_the_step_a_little_more_is_planned_too() -> None:
+    step = conv_bn_relu_chain(8)
+    plain = simulate(step, {})
+    least, *more = found(Forms({WHOLE: step}), 3).points
+    assert least.seconds > 2 * plain.seconds
+    assert [point.budget_bytes for point in more[:3]] == [int(n * least.budget_bytes / 100) for n in (102, 110, 130)]
+    assert all(after.seconds <= before.seconds for before, after in pairwise([least, *more]))
+
+
 def test_where_a_faster_form_keeps_everything_in_less_budgets_are_spaced_below_that() -> None:
     whole, fused = conv_bn_relu_chain(4), conv_bn_relu_chain(3)
     *spaced, last = (point.budget_bytes for point in found(Forms({WHOLE: whole, FUSED: fused})).points)

@@ -38,6 +38,9 @@ def plan(
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="Also find the largest batch that fits, by planning.")
     ] = False,
+    max_patch: Annotated[
+        bool, typer.Option("--max-patch", help="Also find the largest patch that fits, sides about equal, by planning.")
+    ] = False,
     lossy: flags.Lossy = None,
     allow: flags.Allow = None,
     split: flags.Split = None,
@@ -50,8 +53,8 @@ def plan(
 ) -> None:
     """Plan a step without running it, for this machine or for one that is not here.
 
-    With --hardware the network takes no memory, whatever its size. With --max-batch a plan that does not fit still
-    ends with exit code 2, after the batch that does.
+    With --hardware the network takes no memory, whatever its size. With --max-batch or --max-patch a plan that does not
+    fit still ends with exit code 2, after the batch or the patch that does.
     """
     with errors_reported():
         target = None if hardware is None else presets.get(hardware)
@@ -84,7 +87,7 @@ def plan(
         try:
             made = shoal.plan(network, example, within_bytes, **options)
         except BudgetError as error:
-            if not max_batch:
+            if not max_batch and not max_patch:
                 raise
             failure = error
             figures |= {"planner": planner, "reason": str(error)}
@@ -107,6 +110,19 @@ def plan(
             figures["max_batch"] = found.to_json()
             if not json:
                 typer.echo(f"largest batch   {found}")
+        if max_patch:
+            with search_shown("largest patch") as show:
+                found = shoal.fit(
+                    network,
+                    lambda sides: torch.empty((*shape[:2], *sides), device=example.device),
+                    within_bytes,
+                    patch=shape[2:],
+                    trying=lambda sides: show("x".join(map(str, sides))),
+                    **options,
+                )
+            figures["max_patch"] = found.to_json()
+            if not json:
+                typer.echo(f"largest patch   {found}")
         if json:
             typer.echo(dumps(figures, indent=1))
         if failure is not None:

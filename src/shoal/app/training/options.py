@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", "none")
 OPTIMIZERS = ("sgd", "adamw")
 PRECISIONS = ("none", "bf16", "fp16")
-KERNELS = ("eager", "inductor")
+KERNELS = ("auto", "eager", "compiled")
 WEIGHTS = ("host", "sharded")
 PRECISIONS_OF_WEIGHTS = ("8", "16", "24", "32", "bf16", "adaptive")
 PARALLEL = ("hybrid",)
@@ -80,7 +80,7 @@ class TrainOptions:
     seed: int = 0
     workers: int = 0
     image: int | None = None
-    kernels: str = "eager"
+    kernels: str = "auto"
     amp: str = "none"
     channels_last: bool = True
     root: str | None = None

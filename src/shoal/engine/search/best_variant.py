@@ -37,6 +37,7 @@ Cost = TypeVar("Cost")
 _GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
 _WORTH_SLICES = 0.1  # likewise on slices of the batch
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out
+_SURE = 0.9  # of what the step on more slices is expected to take
 _LOWERED = 0.9  # a smallest plan is at most so much lower than about expected
 _MAX_OPS = 12  # of all forms together, as a multiple of the whole step's
 _MIN_OPS = 6_000  # the same for small steps, in ops
@@ -144,6 +145,12 @@ def captured_form(variants: Forms[Graph], price: Callable[[Graph], Cost], varian
         raise Refused(f"cannot be captured ({reason})") from error
 
 
+def _is_on_slices(row: Candidate) -> bool:
+    """Whether a form is the step as it is, or that on slices of the batch."""
+    variant = row.variant
+    return not variant.pieces and (variant == WHOLE or bool(variant.slices))
+
+
 @dataclass(frozen=True)
 class _Form(Generic[Graph, Made]):
     variant: Variant
@@ -243,6 +250,8 @@ class _Search(Generic[Graph, Made]):
         slowed_share = self._best.plan.predicted_seconds / whole.plain_seconds - 1 if self._best else math.inf
         if variant.slices and slowed_share < _WORTH_SLICES:
             return self._left_out(variant, "the other forms are slowed down little")
+        if variant.slices and self._best and self._kept_seconds_on(variant.slices) > self._best.plan.predicted_seconds:
+            return self._left_out(variant, "more slices take longer than the best, with everything kept")
         if work.more_share > 0 and self._most_slices >= _ENOUGH_SLICES:
             return self._left_out(variant, "slices of the batch compute nothing twice")
         if work.more_share > slowed_share:
@@ -250,6 +259,15 @@ class _Search(Generic[Graph, Made]):
         if too_many := why_too_many(work, whole.n_ops, 0 if variant.slices else self._n_ops):
             return self._left_out(variant, too_many)
         return True
+
+    def _kept_seconds_on(self, slices: int) -> float:
+        """About the step with everything kept, from forms on fewer slices: each slice more takes as much more."""
+        known = {row.variant.slices or 1: row.plain_seconds for row in self._rows if row.n_ops and _is_on_slices(row)}
+        (few, fast), *more = sorted(known.items())
+        if not more:
+            return 0.0
+        many, slow = more[-1]
+        return _SURE * (fast + (slow - fast) * (slices - few) / (many - few))
 
     @property
     def _most_slices(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from shoal.capture.layered import Refused
-from shoal.core.frontier import FrontierPoint
+from shoal.core.frontier import USABLE, FrontierPoint
 from shoal.core.plan import Plan
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
@@ -25,6 +25,7 @@ from shoal.engine.search.variants import Variants
 from shoal.errors import BudgetError
 from shoal.planners.joint import least_peak_bytes
 
+_LITTLE_MORE = (0.02, 0.1, 0.3)  # of the smallest budget, tried where that is not usable
 _LOWERED = 0.9  # a form whose smallest peak is estimated above the least over this is not asked for it exactly
 
 
@@ -66,6 +67,8 @@ def frontier_points(
 ) -> Found:
     """Plan inside budgets from the smallest that works to what keeping everything needs.
 
+    The smallest that works may recompute everything again and again; then a little more is planned too.
+
     Args:
         variants: the forms that are allowed.
         price: captures a form and prices it.
@@ -93,6 +96,15 @@ def frontier_points(
     bounds: dict[int, float] = {}
     for within_bytes in sorted(budgets, reverse=True):
         trying(f"{format_bytes(within_bytes)} of {format_bytes(plain.peak_bytes)}")
+        bounds[within_bytes] = _plan_inside(within_bytes, forms, plans)
+    for within_bytes in [int((1 + share) * least_bytes) for share in _LITTLE_MORE]:
+        smaller = _fastest(plans, within_bytes)
+        if smaller is None or smaller.predicted_seconds <= USABLE * plain.seconds or within_bytes >= most_bytes:
+            break
+        budgets.add(within_bytes)
+        trying(
+            f"{format_bytes(within_bytes)}: less takes {smaller.predicted_seconds / plain.seconds:.0f} times the step"
+        )
         bounds[within_bytes] = _plan_inside(within_bytes, forms, plans)
     fastest = {within: _fastest(plans, within) for within in sorted(budgets)}
     points = (FrontierPoint.of(plan, within, bounds[within]) for within, plan in fastest.items() if plan is not None)

@@ -13,13 +13,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.capture.layered import LayeredGraph, Refused, as_dynamo_graph, layered
 from shoal.core.variant import WHOLE, Variant
 from shoal.errors import CaptureError, InputError
-from shoal.kernels.convolution_pieces import may_be_worth_pieces
+from shoal.kernels.convolution_pieces import WORTH_PIECES_BYTES, may_be_worth_pieces
 from shoal.transforms.fuse.fuse_graph import fuse_graph, highest_level
 from shoal.transforms.fuse.fusion_size import MIN_ELEMS, FusionSize
 from shoal.transforms.split.patch_sizes import Measuring, check_patches
@@ -98,6 +99,9 @@ class Variants:
             known = node.target in _CONVOLUTIONS and all(isinstance(value, torch.Tensor) for value in values)
             if known and may_be_worth_pieces(*values):
                 return True
+            x = values[0] if node.target is F.batch_norm else None
+            if isinstance(x, torch.Tensor) and x.device.type == "cuda" and x.nbytes >= WORTH_PIECES_BYTES:
+                return True
         return False
 
     def fused(self) -> Iterator[Variant]:
@@ -136,17 +140,25 @@ class Variants:
                         yield Variant(depth=depth, grid=(parts,) * dims, exact=kind)
 
     def _sliced(self) -> Iterator[Variant]:
-        """On slices of the batch as deep as it takes for what comes behind them to be small."""
-        if (source := self._source) is None or not source.layers(_ConvNd):
-            return
-        images = next(iter(source.graph.nodes)).meta.get("example_value")
-        samples = images.shape[0] if isinstance(images, torch.Tensor) and images.dim() > 2 else 1
-        if not isinstance(samples, int) or samples < 2:
-            return
+        if (samples := self.samples) > 1:
+            yield from sliced_forms(self.sliced_depth, samples)
+
+    @cached_property
+    def sliced_depth(self) -> float:
+        """Of slices of the batch, as deep as it takes for what comes behind them to be small; 0 for none."""
+        if "exact_split" not in self._means or (source := self._source) is None or not self.samples:
+            return 0.0
         largest = max(_elems(node) for node in source.graph.nodes)
-        depth = next((d for d in _SLICED_DEPTHS if self._elems_behind(d) <= _SMALL_BEHIND * largest), 1.0)
-        for slices in dict.fromkeys(-(-samples // -(-samples // most)) for most in _SLICES):
-            yield Variant(depth=depth, slices=slices)
+        return next((d for d in _SLICED_DEPTHS if self._elems_behind(d) <= _SMALL_BEHIND * largest), 1.0)
+
+    @property
+    def samples(self) -> int:
+        """In the batch; 0 where there are no convolutions of images."""
+        if (source := self._source) is None or not source.layers(_ConvNd):
+            return 0
+        images = next(iter(source.graph.nodes)).meta.get("example_value")
+        samples = images.shape[0] if isinstance(images, torch.Tensor) and images.dim() > 2 else 0
+        return samples if isinstance(samples, int) else 0
 
     def _elems_behind(self, depth: float) -> float:
         """Of the largest tensor that would not be cut into slices."""
@@ -216,6 +228,13 @@ def fused_forms(level: str, norm_elems: Sequence[int]) -> Iterator[Variant]:
     yield Variant(fuse=level)
     if any(elems >= MIN_ELEMS for elems in norm_elems) and any(elems < MIN_ELEMS for elems in norm_elems):
         yield Variant(fuse=level, large_only=True)
+
+
+def sliced_forms(depth: float, samples: int) -> Iterator[Variant]:
+    """On few slices of the batch, then on more, each about as large as the others; none where the depth is 0."""
+    for slices in dict.fromkeys(-(-samples // -(-samples // most)) for most in _SLICES):
+        if depth and slices > 1:
+            yield Variant(depth=depth, slices=slices)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,9 @@ def normalised(graph: StepGraph) -> frozenset[int]:
 
 _BATCH_NORMS = (  # by the batch's statistics with running ones beside, without, and by running ones
     "aten._native_batch_norm_legit_functional.default",
+    "aten._native_batch_norm_legit.default",
     "aten._native_batch_norm_legit.no_stats",
     "aten._native_batch_norm_legit_no_training.default",
+    "aten.cudnn_batch_norm.default",
 )
 _ACTIVATIONS = ("relu", "leaky_relu", "hardtanh", "elu", "silu", "hardswish", "gelu")

@@ -1,0 +1,292 @@
+"""A captured step with chains of its ops joined into regions, each one op that Inductor compiles by itself.
+
+Convolutions, matrix products and other library calls stay as they are, and so do random ops, views and writes: a region
+reads tensors and returns new ones. A batch norm in training mode becomes two ops: its statistics, which move the
+running ones and run once, and the normalisation by them, which a region may take in and the plan may run again.
+
+What a backward region reads of a forward one is made again in it, from fewer bytes, where there are such.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shoal.capture.captured import Captured
+from shoal.capture.fx_nodes import copied_joint, is_view
+from shoal.capture.op_counts import target_name
+from shoal.capture.region_cut import make_again
+from shoal.capture.region_flow import Flow, is_op, is_tensor
+from shoal.capture.region_groups import Group, grouped, is_worth_it
+from shoal.capture.region_ops import in_known_ops, normalised, statistics
+from shoal.capture.rerun import is_of_the_batch
+from shoal.capture.step_reader import read_joint
+from shoal.kernels.buffers import add_to
+from shoal.kernels.compiled_region import CompiledRegion, compile_regions, region_of
+
+_aten = torch.ops.aten
+_FUNCTIONAL = _aten._native_batch_norm_legit_functional.default
+_NORMS = (_FUNCTIONAL, _aten._native_batch_norm_legit.default, _aten.cudnn_batch_norm.default)
+_LEAST_BYTES = 1 << 14  # of what a region reads and writes
+_OF_OP = "shoal_region_of"  # in a node's meta: the op of the captured step that it is a part of
+
+
+@dataclass(frozen=True)
+class Regional:
+    """A step in regions.
+
+    Attributes:
+        captured: the step.
+        regions: name of a region's op → what it calls.
+        members: name of a region's op → names of the ops of the step before that it is made of.
+    """
+
+    captured: Captured
+    regions: Mapping[str, CompiledRegion]
+    members: Mapping[str, tuple[str, ...]]
+
+
+def in_regions(captured: Captured, left_out: Collection[str] = ()) -> Regional:
+    """The step in regions, each compiled, or with a `failure`; `captured` stays as it is.
+
+    Args:
+        captured: a step on the CPU or on CUDA. One whose sizes vary has no regions.
+        left_out: names of ops that stay as they are.
+    """
+    if captured.largest_nodes or captured.device.type not in ("cpu", "cuda"):
+        return Regional(captured, {}, {})
+    joint = copied_joint(captured.joint)
+    backward_names = set(captured.backward_names)
+    for node in list(joint.graph.nodes):
+        if node.name not in left_out and _can_be_split(node):
+            _split_norm(joint.graph, node)
+    runs_once = {op.name for op in captured.graph.ops if not op.recomputable}
+    flow = Flow(joint.graph, backward_names)
+    groups = grouped(flow, captured.device.type, left_out)
+    groups = [group for group in groups if is_worth_it(group) and _is_large(group)]
+    make_again(flow, groups, runs_once)
+    writer = _Writer(flow, joint, groups)
+    written = writer.written()
+    compile_regions(writer.regions.values())  # which tells what they may write over
+    names = backward_names | {name for name, group in writer.group_of.items() if group.backward}
+    made = read_joint(written, names, captured.read_with)
+    members = {
+        name: tuple(dict.fromkeys(node.meta.get(_OF_OP, node.name) for node in group.nodes))
+        for name, group in writer.group_of.items()
+    }
+    return Regional(made, writer.regions, members)
+
+
+def _can_be_split(node: fx.Node) -> bool:
+    if node.target not in _NORMS or not is_of_the_batch(node):
+        return False
+    x, weight, bias, mean, var = (node.args[place] for place in range(5))
+    values = [operand.meta["val"] for operand in (x, weight, bias, mean, var) if isinstance(operand, fx.Node)]
+    value = values[0]
+    return value.dim() > 1 and value.dtype.is_floating_point and value.numel() > value.shape[1]
+
+
+def _split_norm(graph: fx.Graph, node: fx.Node) -> None:
+    x, weight, bias, running_mean, running_var, _, momentum, eps = node.args
+    items: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
+    if node.target is not _FUNCTIONAL:
+        _return_statistics(graph, node, items)
+    fakes: Any = node.meta["val"]
+    wide = torch.promote_types(x.meta["val"].dtype, torch.float32)  # type: ignore[union-attr]
+    node.target, node.args = statistics, (x, running_mean, running_var, momentum, eps)
+    node.meta["val"] = (fakes[1].new_empty(fakes[1].shape, dtype=wide), fakes[2].new_empty(fakes[2].shape, dtype=wide))
+    node.meta["val"] += tuple(fakes[3:])
+    y = items.pop(0, None)
+    for place in (1, 2):
+        if place not in items:
+            with graph.inserting_after(node):
+                items[place] = graph.call_function(operator.getitem, (node, place))
+            items[place].meta = dict(node.meta)
+    for place, item in items.items():
+        node.append(item)
+        item.args = (node, place - 1)
+        item.meta["val"] = node.meta["val"][place - 1]
+    if y is not None:
+        y.target, y.args = normalised, (x, weight, bias, items[1], items[2])
+        y.meta[_OF_OP] = node.name
+
+
+def _return_statistics(graph: fx.Graph, node: fx.Node, items: dict[Any, fx.Node]) -> None:
+    """Let a batch norm that writes into its running statistics return them: they are copied when the step has them."""
+    if node.target is _aten.cudnn_batch_norm.default:
+        _take_from_cudnn(graph, items)
+    values = list(node.meta["val"][:3])
+    for place, buffer in enumerate(node.args[3:5], 3):
+        if buffer is None:
+            continue
+        values.append(torch.empty_like(buffer.meta["val"]))  # type: ignore[union-attr]
+        with graph.inserting_after(node):
+            items[place] = graph.call_function(operator.getitem, (node, place))
+        items[place].meta = {**node.meta, "val": values[-1]}
+        output = graph.output_node()
+        left: Any = output.args[0]
+        output.args = ([items[place] if value is buffer else value for value in left],)
+    node.meta["val"] = tuple(values)
+
+
+def _take_from_cudnn(graph: fx.Graph, items: dict[Any, fx.Node]) -> None:
+    """The backward pass by the native formula, without what cuDNN would have reserved for its own."""
+    readers = {reader for place in (1, 2) if place in items for reader in items[place].users}
+    for reader in readers:
+        grad, x, weight, mean, invstd, _, eps, wanted = reader.args
+        reader.target = _aten.native_batch_norm_backward.default
+        reader.args = (grad, x, weight, None, None, mean, invstd, True, eps, wanted)
+    if 3 in items:
+        graph.erase_node(items.pop(3))
+
+
+def _is_large(group: Group) -> bool:
+    read = {operand for node in group.nodes for operand in node.all_input_nodes if is_tensor(operand)}
+    values = [node.meta["val"] for node in (*read, *group.nodes)]
+    tensors = [v for value in values for v in (value if isinstance(value, (tuple, list)) else (value,))]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)) >= _LEAST_BYTES
+
+
+class _Writer:
+    """Writes a joint graph anew: each region where it runs, views right before they are read."""
+
+    def __init__(self, flow: Flow, joint: fx.GraphModule, groups: Sequence[Group]) -> None:
+        self.regions: dict[str, CompiledRegion] = {}
+        self.group_of: dict[str, Group] = {}
+        self._flow, self._joint = flow, joint
+        self._group_at = {group.place: group for group in groups}
+        self._inside = {node for group in groups for node in group.nodes}
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._out = fx.Graph(joint)
+
+    def written(self) -> fx.GraphModule:
+        """The graph with its regions."""
+        for place, node in enumerate(self._joint.graph.nodes):
+            if node.op == "output":
+                args = fx.node.map_arg(node.args, self._copy)
+                self._out.output(args[0]).meta = dict(node.meta)
+            elif (group := self._group_at.get(place)) is not None:
+                self._write_region(group)
+            elif node not in self._inside and (node.op != "call_function" or is_op(node) or node.target is add_to):
+                self._copy(node)
+        self._out.lint()
+        return fx.GraphModule(self._joint, self._out)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        if node not in self._copies:
+            args = fx.node.map_arg((node.args, dict(node.kwargs)), self._copy)
+            copy = self._out.create_node(node.op, node.target, *args, node.name)
+            copy.meta = dict(node.meta)
+            self._copies[node] = copy
+        return self._copies[node]
+
+    def _write_region(self, group: Group) -> None:
+        body = _Body(group, self._flow)
+        last = group.nodes[-1]
+        first, *_ = values = [value.meta["val"] for value in body.results]
+        region = region_of(body.run, first, [node.meta["val"] for node in body.inputs], body.words)
+        node = self._out.create_node(
+            "call_function", region, tuple(map(self._copy, body.inputs)), {}, f"region_{last.name}"
+        )
+        node.meta = {key: value for key, value in last.meta.items() if key != "flops"}
+        node.meta["val"] = tuple(values)
+        self.regions[node.name], self.group_of[node.name] = region, group
+        for place, value in enumerate(body.results):
+            item = self._out.create_node("call_function", operator.getitem, (node, place), {}, value.name)
+            item.meta = dict(value.meta)
+            self._copies[value] = item
+
+
+class _Body:
+    """What a region computes, node by node."""
+
+    def __init__(self, group: Group, flow: Flow) -> None:
+        self._nodes = [*group.again, *group.nodes]
+        own = set(self._nodes)
+        inputs: dict[fx.Node, None] = {}
+        self._views: dict[fx.Node, None] = {}
+
+        def is_inside(node: fx.Node) -> bool:
+            """Whether it is made here: a member, or a part or view of one."""
+            if node in own:
+                return True
+            if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node) or is_op(node):
+                return False
+            if not (node.target is operator.getitem or is_view(node)) or not is_inside(node.args[0]):
+                return False
+            self._views[node] = None
+            return True
+
+        for node in self._nodes:
+            for operand in node.all_input_nodes:
+                if not is_inside(operand):
+                    inputs[operand] = None
+        self.inputs = list(inputs)
+        results = dict.fromkeys(_read_outside(group.nodes, own))
+        laid_out = {_block(node) for node in self.inputs if node.op == "call_function"}
+        # The first may be written over an operand.
+        self.results = sorted(results, key=lambda node: _block(node) not in laid_out)
+        self.words = ", ".join(dict.fromkeys(_word(node) for node in self._nodes))
+
+    def run(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """The region's results."""
+        values: dict[fx.Node, Any] = dict(zip(self.inputs, tensors, strict=True))
+
+        def value_of(node: fx.Node) -> Any:
+            if node not in values:
+                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
+                target: Any = node.target
+                values[node] = in_known_ops(target)(*args, **kwargs)
+            return values[node]
+
+        for node in self._nodes:
+            value_of(node)
+        return [_laid_out(value_of(node), node.meta["val"]) for node in self.results]
+
+
+def _block(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+def _laid_out(value: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
+    """The value in the dtype and layout of the trace."""
+    if value.dtype != traced.dtype:
+        value = value.to(traced.dtype)
+    if value.stride() != traced.stride():
+        empty = torch.empty_strided(tuple(traced.shape), traced.stride(), dtype=traced.dtype, device=value.device)
+        value = _aten.copy.default(empty, value)
+    return value
+
+
+def _read_outside(nodes: Iterable[fx.Node], own: set[fx.Node]) -> Iterable[fx.Node]:
+    """The tensors that others read: an op's result, or parts of it."""
+
+    def others_read(node: fx.Node) -> bool:
+        for user in node.users:
+            if user.op == "output":
+                return True
+            if user.target is operator.getitem or (user.op == "call_function" and is_view(user)):
+                if others_read(user):
+                    return True
+            elif user not in own:
+                return True
+        return False
+
+    for node in nodes:
+        if isinstance(node.meta["val"], (tuple, list)):
+            yield from (user for user in node.users if user.target is operator.getitem and others_read(user))
+        elif others_read(node):
+            yield node
+
+
+def _word(node: fx.Node) -> str:
+    package, *names = target_name(node.target).split(".")
+    if package == "shoal" and names[0] != "region_ops":
+        return " ".join(names)
+    return names[0] if package == "aten" else names[-1]

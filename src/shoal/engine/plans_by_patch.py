@@ -1,0 +1,96 @@
+"""The plan of a network's step at any size of its patches: what `shoal.fit` searches among where `patch=` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from shoal.core.plan import Plan
+from shoal.engine.plan import plan_of
+from shoal.engine.pricing import Pricing
+from shoal.engine.search.max_patch import Patch
+from shoal.errors import InputError, brief
+
+MakePatch = Callable[[Patch], torch.Tensor | Sequence[Any]]
+
+
+class PlansByPatch:
+    """The plans of `shoal.plan` inside one budget, by patch. Whatever was asked for once is remembered.
+
+    Args:
+        pricing: the model, its budget, and how its step is priced.
+        make_example: patch → the forward pass's argument, or a tuple of its arguments.
+    """
+
+    def __init__(self, pricing: Pricing, make_example: MakePatch) -> None:
+        if not callable(make_example):
+            raise InputError(f"make_example={brief(make_example)}: expected a function of a patch, such as "
+                             "lambda patch: torch.empty(2, 1, *patch)")  # fmt: skip
+        self._pricing = pricing
+        self._make_example = make_example
+        self._plans: dict[Patch, Plan] = {}
+
+    def __call__(self, patch: Patch) -> Plan:
+        """The plan at a patch.
+
+        Raises:
+            InputError, BudgetError, CaptureError: as `shoal.plan`; or `make_example` made something else.
+        """
+        if patch not in self._plans:
+            self._plans[patch] = plan_of(self._pricing, self.example(patch))
+        return self._plans[patch]
+
+    def example(self, patch: Patch) -> tuple[Any, ...]:
+        """The forward pass's arguments."""
+        made = self._make_example(patch)
+        if not isinstance(made, (torch.Tensor, tuple, list)):
+            raise InputError(f"make_example({patch}) is {brief(made)}; expected a tensor, or a tuple of arguments")
+        return (made,) if isinstance(made, torch.Tensor) else tuple(made)
+
+    def why_not(self, patch: Patch) -> str:
+        """Why the network does not take a patch, by its forward pass on the meta device; "" where it does."""
+        arguments = self.example(patch)
+        try:
+            _forward_on_meta(self._pricing.model, arguments)
+        except Exception as error:  # of the model, at a size that may be none of its own
+            return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return ""
+
+
+def patch_of(what: str, sizes: object, dims: int = 0) -> Patch:
+    """Sizes that a caller gave.
+
+    Args:
+        dims: how many there have to be; 0 for any number.
+
+    Raises:
+        InputError: they are not so many positive ints.
+    """
+    right = isinstance(sizes, Sequence) and not isinstance(sizes, str) and all(map(_is_positive, sizes))
+    if not right or not sizes or (dims and len(sizes) != dims):  # type: ignore[arg-type]
+        raise InputError(f"{what}={brief(sizes)}: expected {dims or 'a few'} positive ints, such as (64, 128, 128)")
+    return tuple(int(n) for n in sizes)  # type: ignore[attr-defined]
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) > 0
+
+
+def _forward_on_meta(model: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def on_meta(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+    state = {name: on_meta(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.func.functional_call(model, state, tree_map(on_meta, arguments))
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,168 @@
+"""A region of a step as one op: several ops of PyTorch, compiled together by Inductor.
+
+Regions of one content are one object in a process, and are compiled once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shoal.core.progress import doing
+from shoal.lowlevel.inductor_region import Boxed, compile_each, in_primitive_ops
+from shoal.lowlevel.torch_internals import isolated
+
+log = logging.getLogger("shoal")
+
+_DRAWN_ELEMS = (1 << 20) - 3  # not a power of two, so that rows of a tensor differ
+_known: dict[str, CompiledRegion] = {}
+
+
+class CompiledRegion:
+    """Calls what a region computes, as tensors → tuple of new tensors.
+
+    Where an operand has the layout of the first result, it may be given as `over=` too: the first result is then
+    written over it, with the same bits.
+
+    Attributes:
+        words: the ops that it consists of, for people.
+        failure: why it cannot be compiled; "" as long as nothing says so.
+        overwritable: places of the operands that the first result may be written over, found out when it is compiled.
+    """
+
+    def __init__(self, digest: str, words: str, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
+        self.words = words
+        self.failure = ""
+        self.overwritable: tuple[int, ...] = ()
+        self.__name__ = self.__qualname__ = f"region_{digest}"
+        self._module = module
+        self._inputs = inputs  # the block of the first result, then the operands
+        self._first = tuple(inputs[0].shape), inputs[0].stride(), inputs[0].dtype, inputs[0].device
+        self._run: Boxed | None = None
+
+    def __call__(self, *tensors: torch.Tensor, over: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        run = self._run
+        if run is None:
+            compile_regions([self])
+            run = self._run
+            assert run is not None, self.failure
+        if over is None:
+            shape, strides, dtype, device = self._first
+            over = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return (over, *run([over, *tensors]))
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__}: {self.words}>"
+
+    def __deepcopy__(self, memo: Any) -> CompiledRegion:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self!r} cannot be pickled")
+
+    def try_out(self) -> None:
+        """Look on random data at the results' layouts, and at which operands they may be written over."""
+        with isolated(self._inputs[0].device):
+            operands = [_drawn(fake, seed) for seed, fake in enumerate(self._inputs[1:])]
+            results = self(*operands)
+            wanted = [node.meta["val"] for node in _results_of(self._module)]
+            for result, fake in zip(results[1:], wanted, strict=True):
+                if (result.shape, result.stride(), result.dtype) != (fake.shape, fake.stride(), fake.dtype):
+                    self.failure = "a result has another layout than in the trace"
+            blocks = [tensor.untyped_storage().data_ptr() for tensor in results if tensor.numel()]
+            blocks += {tensor.untyped_storage().data_ptr() for tensor in operands if tensor.numel()}
+            if len(set(blocks)) < len(blocks):
+                self.failure = "a result shares memory with another tensor"
+            if not self.failure and self._first[3].type == "cpu":
+                self.overwritable = tuple(
+                    place for place in range(len(operands)) if self._repeats(place, operands, results)
+                )
+
+    def _repeats(self, place: int, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+        operand = operands[place]
+        if (
+            tuple(operand.shape),
+            operand.stride(),
+            operand.dtype,
+            operand.device,
+        ) != self._first or not operand.numel():
+            return False
+        over = operand.clone()
+        again = self(*operands[:place], over, *operands[place + 1 :], over=over)
+        return all(torch.equal(_bits(one), _bits(other)) for one, other in zip(again, results, strict=True))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def _drawn(fake: torch.Tensor, seed: int) -> torch.Tensor:
+    """A tensor like a fake one: normal numbers, positive ones where there is one axis; booleans; zeros."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True))
+    block = torch.zeros(extent if fake.numel() else 0, dtype=fake.dtype, device=fake.device)
+    if fake.dtype.is_floating_point or fake.dtype is torch.bool:
+        draw = torch.Generator("cpu").manual_seed(seed)
+        numbers = torch.randn(min(block.numel(), _DRAWN_ELEMS), generator=draw).to(fake.device)
+        numbers = numbers.abs() + 0.5 if fake.dim() < 2 else numbers
+        numbers = numbers > 0 if fake.dtype is torch.bool else numbers.to(fake.dtype)
+        for start in range(0, block.numel(), _DRAWN_ELEMS):
+            piece = block[start : start + _DRAWN_ELEMS]
+            piece.copy_(numbers[: piece.numel()])
+    return block.as_strided(fake.shape, fake.stride())
+
+
+def _results_of(module: fx.GraphModule) -> list[fx.Node]:
+    results: Any = module.graph.output_node().args[0]
+    return list(results)
+
+
+def region_of(
+    function: Callable[..., Sequence[torch.Tensor]],
+    first: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    words: str,
+) -> CompiledRegion:
+    """The region that computes a function, not yet compiled.
+
+    Args:
+        function: of the inputs, in ops of PyTorch; the results are new tensors.
+        first: a fake tensor laid out as the first result.
+        inputs: fake tensors.
+        words: the ops, for people.
+    """
+
+    def written(first: torch.Tensor, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        result, *others = function(*operands)
+        first.copy_(result)
+        return others
+
+    module, fakes = in_primitive_ops(written, [first, *inputs])
+    described = [f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.device}" for x in fakes]
+    results = [str(node.meta["val"].stride()) for node in _results_of(module)]
+    content = "\n".join([torch.__version__, str(torch.get_num_threads()), *described, *results, module.code])
+    digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+    if digest not in _known:
+        _known[digest] = CompiledRegion(digest, words, module, fakes)
+    return _known[digest]
+
+
+def compile_regions(regions: Iterable[CompiledRegion]) -> None:
+    """Compile those that are not; one that cannot be gets its `failure`."""
+    missing = [region for region in dict.fromkeys(regions) if region._run is None and not region.failure]
+    if not missing:
+        return
+    doing("profile", f"compile {len(missing)} regions")
+    made = compile_each([(region._module, region._inputs) for region in missing])
+    for region, one in zip(missing, made, strict=True):
+        if isinstance(one, Exception):
+            region.failure = (str(one).strip().splitlines() or [type(one).__name__])[0]
+        else:
+            region._run = one
+            region.try_out()
+        if region.failure:
+            log.info("a region cannot be compiled (%s): %s", region.words, region.failure)

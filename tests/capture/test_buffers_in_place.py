@@ -1,0 +1,111 @@
+"""A step changes running statistics and counters where they lie, once, as plain PyTorch does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.capture.captured import Captured
+from tests.joint_graphs import captured_step
+
+
+class Twice(nn.Module):
+    """One layer on two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(self.norm(x)))
+
+
+class Watching(nn.Module):
+    """The result depends on the running mean after it has moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x)) * self.norm.running_mean.sum()
+
+
+class Failing(nn.Module):
+    """The second batch norm is behind a look-up that fails where the model says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.first, self.last = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.shifts = nn.Embedding(2, 3)
+        self.register_buffer("place", torch.tensor([1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(self.conv(x)) + self.shifts(self.place).view(1, 3, 1, 1))
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, momentum=0.3)),
+        *(nn.ReLU(), nn.Conv2d(8, 2, 1)),
+    )
+
+
+def targets(captured: Captured) -> set[str]:
+    return {op.target for op in captured.graph.ops if op.phase == "forward"}
+
+
+def test_the_forward_pass_hands_over_the_buffers_themselves() -> None:
+    captured = captured_step(blocks())
+    own = {captured.graph.storages[captured.storage_of[node]].kind for node in captured.forward_outputs}
+    assert own == {"buffer", "output"}
+    assert sum(storage.kind == "output" for storage in captured.graph.storages) == 1
+    assert targets(captured) >= {"aten._native_batch_norm_legit.default", "shoal.buffers.add_to"}
+    assert not targets(captured) & {"aten._native_batch_norm_legit_functional.default", "aten.add.Tensor"}
+
+
+@pytest.mark.parametrize("model", [Twice, Watching])
+def test_statistics_that_something_else_reads_leave_as_new_tensors(model: type[nn.Module]) -> None:
+    captured = captured_step(model())
+    assert "aten._native_batch_norm_legit_functional.default" in targets(captured)
+    assert "aten._native_batch_norm_legit.default" not in targets(captured)
+
+
+@pytest.mark.parametrize("model", [blocks, Twice, Watching])
+@pytest.mark.parametrize("planner", ["keep_all", "sqrt"])
+def test_buffers_are_moved_as_in_plain_pytorch(model: Callable[[], nn.Module], planner: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 3, 1), model())
+    planned = copy.deepcopy(plain)
+    step = shoal.compile(planned, budget="1GiB", planner=planner)
+    for _ in range(3):
+        x = torch.randn(4, 3, 9, 9)
+        results = [one(x) for one in (plain, step)]
+        for result in results:
+            result.square().sum().backward()
+        assert torch.equal(*results)
+    assert all(map(torch.equal, plain.buffers(), planned.buffers()))
+    for one, other in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
+def test_an_exception_leaves_buffers_as_it_does_in_plain_pytorch() -> None:
+    torch.manual_seed(0)
+    plain = Failing()
+    planned = copy.deepcopy(plain)
+    step = shoal.compile(planned, budget="1GiB", planner="keep_all")
+    x = torch.randn(4, 3, 9, 9)
+    for model in (plain, step):
+        for _ in range(3):
+            model(x).sum().backward()
+    for model, buffers in ((plain, plain), (step, planned)):
+        buffers.place.fill_(2)
+        with pytest.raises(IndexError):
+            model(x)
+    assert plain.first.num_batches_tracked.item() == 4 and plain.last.num_batches_tracked.item() == 3
+    assert all(map(torch.equal, plain.buffers(), planned.buffers()))

@@ -1,0 +1,140 @@
+"""A model compiled with kernels="compiled" trains inside its budget, as far from float64 as eager kernels at most."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.engine import compiled_regions
+from tests.engine.compile.compiled import Residual, compiled
+from tests.engine.training_laws import (
+    blocks,
+    costs_that_do_not_matter,
+    images,
+    needs_compiler,
+    same_bits,
+    train,
+)
+from tests.uncompiled import interpreted
+
+
+@pytest.fixture
+def all_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every region stays, however long it takes."""
+    monkeypatch.setattr(compiled_regions, "_SLOWER", math.inf)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    body = [*blocks(3, 8), Residual(8), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Dropout(0.2)]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+
+def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """How far all tensors together are from the exact ones, relative to these."""
+    pairs = [(found[name].double(), value.double()) for name, value in exact.items() if value.is_floating_point()]
+    off = sum(float((ours - value).square().sum()) for ours, value in pairs)
+    return math.sqrt(off / sum(float(value.square().sum()) for _, value in pairs))
+
+
+@needs_compiler
+def test_kept_or_recomputed_a_step_gives_the_same_bits_and_no_more_error_than_eager(all_regions: None) -> None:
+    net, batches = network(), images(2, 4, 3, 12, 12)
+    with costs_that_do_not_matter():
+        nothing_kept = compiled(net, kernels="compiled")
+        torch.manual_seed(3)
+        found = train(nothing_kept, batches)
+        all_kept = compiled(net, kernels="compiled", planner="keep_all", budget=None)
+        torch.manual_seed(3)
+        kept = train(all_kept, batches)
+    plan = nothing_kept.shoal.plan
+    assert any("compiled_region" in plan.graph.ops[plan.graph.producer[s.id]].target for s in plan.recomputed)
+    assert "regions of" in plan.explain() and plan.compiled == all_kept.shoal.plan.compiled
+    assert all(same_bits(found[name], kept[name]) for name in kept)
+    for layer in (plainer := copy.deepcopy(net)).modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    with costs_that_do_not_matter():
+        ours = train(compiled(plainer, kernels="compiled"), batches)
+    exact = train(copy.deepcopy(plainer).double(), [batch.double() for batch in batches])
+    assert error(ours, exact) <= 1.5 * error(train(plainer, batches), exact) + 1e-7
+
+
+def test_a_budget_holds_and_the_prediction_is_exact(monkeypatch: pytest.MonkeyPatch, all_regions: None) -> None:
+    interpreted(monkeypatch)
+    net, (batch,) = network(), images(1, 16, 3, 24, 24)
+    plain_bytes = shoal.plan(net, batch).predicted_peak_bytes
+    budget_bytes = 9 * plain_bytes // 10  # op by op, a region takes more room
+    planned = shoal.compile(copy.deepcopy(net), budget=budget_bytes, kernels="compiled", allow="bitwise")
+    for _ in range(2):
+        planned(batch).sum().backward()
+        planned.zero_grad()
+    assert planned.shoal.measured_peak_bytes <= budget_bytes
+    assert planned.shoal.measured_peak_bytes == pytest.approx(planned.shoal.predicted_peak_bytes, rel=0.02)
+    assert planned.shoal.plan.recomputed and planned.shoal.plan.compiled
+
+
+def test_a_saved_plan_runs_with_the_regions_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, all_regions: None, tmp_path: Any
+) -> None:
+    interpreted(monkeypatch)
+    net, (batch,) = network(), images(1, 4, 3, 12, 12)
+    with costs_that_do_not_matter():
+        first = compiled(net, kernels="compiled")
+        first(batch).sum().backward()
+        path = first.shoal.plan.save(tmp_path / "plan.json")
+        again = shoal.compile(copy.deepcopy(net), plan=shoal.Plan.load(path), kernels="compiled")
+        again(batch).sum().backward()
+    ours, theirs = ([op.name for op in one.shoal.plan.graph.ops] for one in (again, first))
+    assert [name for name in theirs if name.startswith("region_")] == [n for n in ours if n.startswith("region_")]
+    assert shoal.Plan.load(path).compiled == first.shoal.plan.compiled
+
+
+def test_what_cannot_be_compiled_runs_one_by_one_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted(monkeypatch)
+
+    def failing(graphs: Sequence[Any]) -> list[Any]:
+        return [RuntimeError("no such instruction") for _ in graphs]
+
+    monkeypatch.setattr("shoal.kernels.compiled_region.compile_each", failing)
+    net, (batch,) = network(), images(1, 4, 3, 12, 12)
+    with costs_that_do_not_matter():
+        planned = compiled(net, kernels="compiled")
+        planned(batch).sum().backward()
+    assert not any("compiled_region" in op.target for op in planned.shoal.plan.graph.ops)
+    assert "compiled        not normalised" in planned.shoal.plan.explain()
+    assert "no such instruction; run one by one" in planned.shoal.plan.explain()
+
+
+def test_without_a_compiler_all_runs_one_by_one_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled_regions, "missing_compiler", lambda _: "no C++ compiler is found (CXX names one)")
+    compiled_regions._say_once.cache_clear()
+    net, (batch,) = network(), images(1, 4, 3, 12, 12)
+    with costs_that_do_not_matter(), caplog.at_level(logging.WARNING, "shoal"):
+        for _ in range(2):
+            planned = compiled(net, kernels="compiled")
+            planned(batch).sum().backward()
+    assert caplog.text.count("no C++ compiler is found") == 1
+    assert "compiled        nothing: no C++ compiler is found" in planned.shoal.plan.explain()
+
+
+def test_a_region_that_takes_longer_than_its_ops_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted(monkeypatch)
+    monkeypatch.setattr(compiled_regions, "_SLOWER", 0.0)
+    net, (batch,) = network(), images(1, 4, 3, 12, 12)
+    planned = shoal.compile(copy.deepcopy(net), kernels="compiled")
+    planned(batch).sum().backward()
+    assert not any("compiled_region" in op.target for op in planned.shoal.plan.graph.ops)
+    plain = shoal.compile(copy.deepcopy(net), kernels="eager")
+    plain(batch).sum().backward()
+    assert planned.shoal.plan.graph.fingerprint == plain.shoal.plan.graph.fingerprint

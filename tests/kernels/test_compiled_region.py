@@ -1,0 +1,94 @@
+"""A region compiled by Inductor gives the same in every run, whether it writes over an operand or not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.kernels.compiled_region import CompiledRegion, compile_regions, region_of
+from tests.engine.training_laws import needs_compiler, same_bits
+
+
+def scaled(x: torch.Tensor, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+    y = torch.relu(x * weight.view(1, -1, 1, 1) + 1)
+    return y, y.sum((0, 2, 3))
+
+
+def channel_first(x: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (x.transpose(0, 1).contiguous() + x,)
+
+
+def made(function: Any, *inputs: torch.Tensor) -> CompiledRegion:
+    return region_of(function, function(*inputs)[0], inputs, "words")
+
+
+@pytest.fixture(autouse=True)
+def empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.kernels.compiled_region._known", {})
+
+
+@needs_compiler
+def test_a_region_computes_its_function_also_over_an_operand() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 8, 9, 9).to(memory_format=torch.channels_last), torch.rand(8)
+    region = made(scaled, x, weight)
+    compile_regions([region])
+    assert region.failure == "" and region.overwritable == (0,)
+    expected = scaled(x.double(), weight.double())
+    results = region(x, weight)
+    for ours, theirs in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    assert results[0].stride() == x.stride()
+    over = x.clone()
+    again = region(over, weight, over=over)
+    assert again[0] is over
+    assert all(map(same_bits, again, results))
+
+
+def test_a_result_that_needs_the_whole_operand_is_not_written_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def each(graphs: Sequence[Any]) -> list[Any]:
+        def run(arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            first, x = arguments
+            for row in range(len(x)):  # as a compiled loop would, row by row
+                first[row].copy_(x[:, row] + x[row])
+            return ()
+
+        return [run for _ in graphs]
+
+    monkeypatch.setattr("shoal.kernels.compiled_region.compile_each", each)
+    region = made(channel_first, torch.randn(5, 5))
+    compile_regions([region])
+    assert region.failure == "" and region.overwritable == ()
+
+
+def test_regions_of_one_content_are_one() -> None:
+    x, weight = torch.randn(2, 8, 4, 4), torch.rand(8)
+    assert made(scaled, x, weight) is made(scaled, x.clone(), weight)
+    assert made(scaled, x, weight) is not made(scaled, x.to(memory_format=torch.channels_last), weight)
+    region = made(scaled, x, weight)
+    assert copy.deepcopy(region) is region
+
+
+@pytest.mark.parametrize(
+    ("run", "failure"),
+    [
+        (lambda first, x: (x,), "shares memory"),
+        (lambda first, x: (x.double(),), "another layout"),
+    ],
+)
+def test_a_result_that_is_not_as_traced_is_a_failure(run: Any, failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.kernels.compiled_region.compile_each", lambda graphs: [lambda given: run(*given)])
+    region = made(lambda x: (x + 1, x + 2), torch.randn(4, 4))
+    compile_regions([region])
+    assert failure in region.failure
+
+
+def test_what_the_compiler_says_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.kernels.compiled_region.compile_each", lambda graphs: [ValueError("no such op\nmore")])
+    region = made(scaled, torch.randn(2, 8, 4, 4), torch.rand(8))
+    compile_regions([region])
+    assert region.failure == "no such op"
