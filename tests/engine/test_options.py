@@ -58,7 +58,7 @@ def test_the_mapping_of_a_backend_means_the_same_as_keywords() -> None:
         ({"offload_to": "host"}, "offload_to='host' is for what a budget leaves no room for"),
         ({"rehearse": "p100-nvlink"}, "give budget= too"),
         ({"planner": "chain", "has_plan": True}, "beside plan=, which is run as it is"),
-        ({"rehearse": "p1000"}, "p100-nvlink"),
+        ({"rehearse": "p1000"}, "did you mean"),
         ({"rehearse": 3}, "expected a preset's name or a Hardware"),
         ({"lossy": "linear"}, "give budget= too"),
         ({"lossy": "linear", "budget": 1, "planner": "chain"}, "needs planner='joint'"),

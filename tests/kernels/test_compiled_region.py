@@ -23,12 +23,14 @@ def channel_first(x: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def made(function: Any, *inputs: torch.Tensor) -> CompiledRegion:
-    return region_of(function, function(*inputs)[0], inputs, "words")
+    described = [f"{tuple(x.shape)} {x.stride()}" for x in inputs]
+    return region_of(function, function(*inputs)[0], inputs, "words", f"{function.__qualname__} {described}")
 
 
 @pytest.fixture(autouse=True)
 def empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.kernels.compiled_region._known", {})
+    monkeypatch.setattr("shoal.kernels.compiled_region._described", {})
 
 
 @needs_compiler

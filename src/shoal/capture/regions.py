@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from shoal.capture.captured import Captured
 from shoal.capture.fx_nodes import copied_joint, is_view
@@ -189,7 +190,8 @@ class _Writer:
         body = _Body(group, self._flow)
         last = group.nodes[-1]
         first, *_ = values = [value.meta["val"] for value in body.results]
-        region = region_of(body.run, first, [node.meta["val"] for node in body.inputs], body.words)
+        inputs = [node.meta["val"] for node in body.inputs]
+        region = region_of(body.run, first, inputs, body.words, body.description)
         node = self._out.create_node(
             "call_function", region, tuple(map(self._copy, body.inputs)), {}, f"region_{last.name}"
         )
@@ -233,6 +235,29 @@ class _Body:
         self.results = sorted(results, key=lambda node: _block(node) not in laid_out)
         self.words = ", ".join(dict.fromkeys(_word(node) for node in self._nodes))
 
+    @property
+    def description(self) -> str:
+        """Equal for regions that compute the same of tensors that are laid out alike."""
+        numbers: dict[fx.Node, int] = {}
+
+        def number(node: fx.Node) -> str:
+            if node not in numbers and node not in self.inputs:
+                write(node)
+            return f"%{numbers.setdefault(node, len(numbers))}"
+
+        lines: list[str] = []
+
+        def write(node: fx.Node) -> None:
+            args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: _Name(number(operand)))
+            numbers[node] = len(numbers)
+            lines.append(f"{number(node)} = {target_name(node.target)} {args} {_laid(node)}")
+
+        for node in self.inputs:
+            lines.append(f"{number(node)} {_laid(node)}")
+        for node in self._nodes:
+            number(node)
+        return "\n".join([*lines, ", ".join(map(number, self.results))])
+
     def run(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """The region's results."""
         values: dict[fx.Node, Any] = dict(zip(self.inputs, tensors, strict=True))
@@ -247,6 +272,22 @@ class _Body:
         for node in self._nodes:
             value_of(node)
         return [_laid_out(value_of(node), node.meta["val"]) for node in self.results]
+
+
+class _Name(str):
+    """A text that prints without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _laid(node: fx.Node) -> str:
+    values = tree_leaves(node.meta.get("val"))
+    return ", ".join(
+        f"{v.dtype} {tuple(v.shape)} {v.stride()} {v.device}" if isinstance(v, torch.Tensor) else str(v) for v in values
+    )
 
 
 def _block(node: fx.Node) -> Any:

@@ -20,7 +20,8 @@ from shoal.lowlevel.torch_internals import isolated
 log = logging.getLogger("shoal")
 
 _DRAWN_ELEMS = (1 << 20) - 3  # not a power of two, so that rows of a tensor differ
-_known: dict[str, CompiledRegion] = {}
+_known: dict[str, CompiledRegion] = {}  # by digest
+_described: dict[str, CompiledRegion] = {}  # by description
 
 
 class CompiledRegion:
@@ -126,6 +127,7 @@ def region_of(
     first: torch.Tensor,
     inputs: Sequence[torch.Tensor],
     words: str,
+    description: str,
 ) -> CompiledRegion:
     """The region that computes a function, not yet compiled.
 
@@ -134,7 +136,11 @@ def region_of(
         first: a fake tensor laid out as the first result.
         inputs: fake tensors.
         words: the ops, for people.
+        description: equal where the function and all fake tensors are; what has it is not traced again.
     """
+    description = f"{torch.get_num_threads()} {description}"
+    if description in _described:
+        return _described[description]
 
     def written(first: torch.Tensor, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         result, *others = function(*operands)
@@ -148,6 +154,7 @@ def region_of(
     digest = hashlib.sha256(content.encode()).hexdigest()[:12]
     if digest not in _known:
         _known[digest] = CompiledRegion(digest, words, module, fakes)
+    _described[description] = _known[digest]
     return _known[digest]
 
 

@@ -1,0 +1,428 @@
+"""Compiled regions: networks × budgets × precision, beside eager PyTorch and `torch.compile`.
+
+    python -m bench.compiled            every network, float32 and bfloat16 autocast: hours on two cores
+    python -m bench.compiled --quick    the same on tiny inputs, to see that it runs
+    python -m bench.compiled --networks resnet50,gpt2 --shares 100,50 --precision float32
+    python -m bench.compiled --start --networks resnet50  seconds until the second step, cold and warm
+
+Budgets are shares of eager PyTorch's peak. `torch.compile` runs by itself and at several values of
+`activation_memory_budget`; at a budget, the fastest of its settings whose measured peak fits stands for it. Shoal runs
+with kernels="eager" and kernels="compiled", in whatever form `--allow` permits. All are timed in turns. Gradients of
+each contender are held against eager PyTorch's; `error` is their distance, relative to these.
+
+GPT-2 is of transformers (here 5.23.0), four of the networks are of timm (here 1.0.31); what does not import is skipped.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+from torch._functorch import config as functorch_config
+
+from bench.frame import CPU_TIME, NETWORKS, Bench, Run, Unavailable, WrongResult, bar, option, percentages, switch
+from bench.interleave import Clock
+from bench.network import Setting
+from bench.tables import cells, new_table
+from bench.workload import Forward, Workload, make_workload
+from shoal.engine.api import compile as compile_model
+from shoal.errors import BudgetError, InputError
+
+SETTINGS = {
+    "mobilenet_v2": Setting(16, 128),
+    "googlenet": Setting(16, 128),
+    "unet3d": Setting(1, 48),
+    "densenet121": Setting(8, 128),
+    "resnet50": Setting(16, 128),
+    "unet": Setting(2, 160),
+    "vgg16_bn": Setting(24, 128),
+    "resnet18": Setting(32, 112),
+    "timm/efficientnet_b0": Setting(8, 160),
+    "timm/convnext_tiny": Setting(8, 160),
+    "timm/hrnet_w18_small": Setting(8, 160),
+    "timm/vit_small_patch16_224": Setting(8, 224),
+    "gpt2": Setting(2, 256),  # sequences, tokens
+}
+QUICK_SETTINGS = {name: Setting(2, 64) for name in SETTINGS} | {
+    "unet3d": Setting(1, 16),
+    "timm/vit_small_patch16_224": Setting(1, 224),
+    "gpt2": Setting(1, 32),
+}
+PRECISIONS = ("float32", "bfloat16")
+SHARES = (100.0, 80.0, 60.0, 45.0, 33.0)
+ACTIVATION_BUDGETS = (0.8, 0.6, 0.4, 0.2, 0.0)
+EAGER, INDUCTOR = "eager", "torch.compile"
+OURS = ("shoal eager", "shoal compiled")
+MOST_ERROR = {"float32": 0.02, "bfloat16": 0.5}
+_START = """
+import sys, time, torch
+from bench.compiled import workload_of, SETTINGS
+import shoal
+torch.set_num_threads({threads})
+work = workload_of({name!r}, SETTINGS[{name!r}], 0)
+begun = time.perf_counter()
+model = shoal.compile(work.shared_copy(), kernels="compiled")
+for _ in range(2):
+    work.reset(); work.step(model)
+print(time.perf_counter() - begun)
+"""
+
+
+class _Gpt2(nn.Module):
+    """GPT-2 small on tokens, logits as cross entropy takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            transformers = importlib.import_module("transformers")
+        except ImportError as error:
+            raise Unavailable(f"gpt2 needs transformers, which does not import here ({error})") from error
+        self.network = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.network(tokens, use_cache=False).logits
+        return logits.transpose(1, 2)
+
+
+def workload_of(name: str, setting: Setting, seed: int) -> Workload:
+    """The step of one network.
+
+    Raises:
+        Unavailable: the library that it is of does not import here.
+    """
+    if name != "gpt2":
+        return make_workload(name, setting.batch, setting.image, seed=seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _Gpt2().train()
+    draw = torch.Generator().manual_seed(seed)
+    tokens, target = (torch.randint(50257, (setting.batch, setting.image), generator=draw) for _ in range(2))
+    return Workload(name, model, tokens, target, seed)
+
+
+def in_precision(forward: Forward, precision: str) -> Forward:
+    """The model's call under autocast where the precision is not float32."""
+    if precision == "float32":
+        return forward
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, getattr(torch, precision)):
+            return forward(x)
+
+    return call
+
+
+def by_inductor(workload: Workload, value: float | None) -> Forward:
+    """`torch.compile` of the model, at a value of `activation_memory_budget`; compiled at its first call."""
+    model = workload.shared_copy()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = model(x)
+        return result
+
+    # Dynamo keeps its graphs by code object: one of its own for every value.
+    own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    compiled = torch.compile(own, fullgraph=True, dynamic=False)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with functorch_config.patch(activation_memory_budget=1.0 if value is None else value):
+            result: torch.Tensor = compiled(x)
+            return result
+
+    return run
+
+
+class _Contenders:
+    """Everything that takes a network's step in one precision, with its peak and its distance from eager PyTorch."""
+
+    def __init__(self, workload: Workload, precision: str) -> None:
+        self.workload, self.precision = workload, precision
+        self.forwards: dict[str, Forward] = {}
+        self.rows: dict[str, dict[str, Any]] = {}
+        self._buffers = workload.buffers()
+        eager = in_precision(workload.shared_copy(), precision)
+        self.peak_bytes = workload.peak_bytes(eager)
+        self._gradients = self._taken(eager)
+        self.forwards[EAGER] = eager
+        self.rows[EAGER] = {"measured_peak_bytes": self.peak_bytes}
+
+    def _taken(self, forward: Forward) -> dict[str, torch.Tensor]:
+        self.workload.restore(self._buffers)
+        self.workload.reset()
+        self.workload.step(forward)
+        return self.workload.gradients()
+
+    def add(self, name: str, forward: Forward, **more: Any) -> None:
+        """Take two steps, then meter one.
+
+        Raises:
+            WrongResult: its gradients are too far from eager PyTorch's.
+        """
+        call = in_precision(forward, self.precision)
+        self._taken(call)
+        found = self._taken(call)
+        off = sum(float((found[key] - value).double().square().sum()) for key, value in self._gradients.items())
+        size = sum(float(value.double().square().sum()) for value in self._gradients.values())
+        error = math.sqrt(off / size)
+        if not error <= MOST_ERROR[self.precision]:
+            raise WrongResult(f"{self.workload.name}, {name}: gradients are {error:.2g} of eager PyTorch's off")
+        self.forwards[name] = call
+        self.rows[name] = {"measured_peak_bytes": self.workload.peak_bytes(call), "error": error, **more}
+
+
+def measure_network(
+    name: str,
+    setting: Setting,
+    shares: Sequence[float],
+    precision: str,
+    values: Sequence[float],
+    rounds: int,
+    seed: int,
+    allow: str | None = None,
+    advance: Callable[[str], None] = lambda what: None,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Any]:
+    """Every contender at every budget, as plain values."""
+    advance("eager PyTorch")
+    workload = workload_of(name, setting, seed)
+    found = _Contenders(workload, precision)
+    for value in (None, *values):
+        who = INDUCTOR if value is None else f"{INDUCTOR} at {value:g}"
+        advance(who)
+        found.add(who, by_inductor(workload, value), activation_memory_budget=value)
+    refused: dict[str, str] = {}
+    for share in shares:
+        budget_bytes = int(found.peak_bytes * share / 100)
+        for ours in OURS:
+            who = f"{ours} at {share:g} %"
+            advance(who)
+            try:
+                model = compile_model(
+                    workload.shared_copy(), budget_bytes, kernels=ours.split()[1], allow=allow, name=name
+                )
+                found.add(who, model, budget_bytes=budget_bytes, share=share)
+            except BudgetError as error:
+                refused[who] = str(error).split(";")[0]
+                continue
+            status: Any = model.shoal
+            found.rows[who] |= {
+                "predicted_peak_bytes": status.predicted_peak_bytes,
+                "predicted_seconds": status.plan.predicted_seconds,
+                "repairs": status.repairs,
+                "preparing_seconds": sum(one.seconds for one in status.preparations),
+                "variant": str(status.plan.variant),
+                "compiled": list(status.plan.compiled),
+            }
+    advance(f"timing {len(found.forwards)} contenders in turns")
+    seconds = workload.in_turns(found.forwards, rounds, 1, clock)
+    for who, row in found.rows.items():
+        row["seconds"] = seconds[who]
+    return {
+        "network": name,
+        "setting": asdict(setting),
+        "precision": precision,
+        "allow": allow,
+        "plain_peak_bytes": found.peak_bytes,
+        "contenders": found.rows,
+        "refused": refused,
+    }
+
+
+def fastest_within(result: Mapping[str, Any], budget_bytes: float) -> dict[str, Any] | None:
+    """The fastest of `torch.compile`'s settings whose measured peak is inside a budget; None where none is."""
+    rows = [row for who, row in result["contenders"].items() if who.startswith(INDUCTOR)]
+    fitting = [row for row in rows if row["measured_peak_bytes"] <= budget_bytes]
+    return min(fitting, key=lambda row: statistics.median(row["seconds"]), default=None)
+
+
+def ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> float | None:
+    """Median over the turns of our seconds by theirs."""
+    if theirs is None:
+        return None
+    return statistics.median(one / other for one, other in zip(ours["seconds"], theirs["seconds"], strict=True))
+
+
+def rows_of(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a table shows of a result: a row for each of Shoal's at each budget."""
+    contenders, plain_bytes = result["contenders"], result["plain_peak_bytes"]
+    shares = dict.fromkeys(row["share"] for row in contenders.values() if "share" in row)
+    shares |= dict.fromkeys(float(who.split(" at ")[1].split()[0]) for who in result["refused"])
+    found = []
+    for share in sorted(shares, reverse=True):
+        budget_bytes = plain_bytes * share / 100
+        theirs = fastest_within(result, budget_bytes)
+        eager = contenders.get(f"{OURS[0]} at {share:g} %")
+        for ours in OURS:
+            who = f"{ours} at {share:g} %"
+            row = contenders.get(who)
+            if row is None:
+                found.append({"who": who, "refused": result["refused"].get(who, "")})
+                continue
+            peak_bytes = row["measured_peak_bytes"]
+            found.append(
+                {
+                    "who": who,
+                    "seconds": row["seconds"],
+                    "of_eager": ratio(row, contenders[EAGER]),
+                    "of_inductor": ratio(row, contenders[INDUCTOR]),
+                    "of_theirs": ratio(row, theirs),
+                    "of_ours": ratio(row, eager) if eager is not None and row is not eager else None,
+                    "share": 100 * peak_bytes / plain_bytes,
+                    "off": 100 * (peak_bytes / row["predicted_peak_bytes"] - 1),
+                    "broken": peak_bytes > row["budget_bytes"],
+                    "error": row["error"],
+                }
+            )
+    return found
+
+
+def network_table(result: Mapping[str, Any]) -> Table:
+    """One network in one precision."""
+    setting, contenders = result["setting"], result["contenders"]
+    title = f"{result['network']}, {setting['batch']} x {setting['image']}, {result['precision']}"
+    columns = (
+        "<contender | ms | × eager | × torch.compile | × its fastest inside | × ours, eager | peak, % | "
+        "measured over predicted, %"
+    )
+    table = new_table(title, columns)
+    for who, row in contenders.items():
+        if who not in (EAGER, INDUCTOR) and not who.startswith(INDUCTOR):
+            continue
+        share = 100 * row["measured_peak_bytes"] / result["plain_peak_bytes"]
+        more = {"of_eager": ratio(row, contenders[EAGER]), "share": share}
+        table.add_row(*cells("{who} | {seconds:ms} | {of_eager:.2f} | | | | {share:.1f} |", row, who=who, **more))
+    form = (
+        "{who} | {seconds:ms} | {of_eager:.2f} | {of_inductor:.2f} | {of_theirs:.2f} | {of_ours:.2f} | "
+        "{share:.1f} | {off:+.2f}"
+    )
+    for row in rows_of(result):
+        if "refused" in row:
+            table.add_row(row["who"], "does not fit", "", "", "", "", "", "")
+        else:
+            table.add_row(*cells(form, row))
+    return table
+
+
+def start_table(result: Mapping[str, Any]) -> Table:
+    """Seconds until the second step."""
+    table = new_table("Seconds until the second step", "<network | cold | warm")
+    for row in result.get("starts", ()):
+        table.add_row(*cells("{network} | {cold_seconds:.0f} | {warm_seconds:.0f}", row))
+    return table
+
+
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """What a page shows of a file."""
+    found = [network_table(one) for one in result.get("results", ())]
+    return [*found, *([start_table(result)] if result.get("starts") else [])]
+
+
+def start_seconds(name: str) -> dict[str, Any]:
+    """Seconds until the second step of a process, with nothing on disk and then with what the first one left there."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "SHOAL_CACHE": f"{folder}/shoal"}
+        program = _START.format(name=name, threads=torch.get_num_threads())
+        seconds = []
+        for _ in ("cold", "warm"):
+            done = subprocess.run(
+                [sys.executable, "-c", program],
+                env={**os.environ, **own},
+                capture_output=True,
+                text=True,
+                cwd=Path(__file__).parents[1],
+                check=False,
+            )
+            if done.returncode:
+                raise WrongResult(f"{name}: {(done.stderr.strip().splitlines() or ['it failed'])[-1]}")
+            seconds.append(float(done.stdout.split()[-1]))
+    return {"network": name, "cold_seconds": seconds[0], "warm_seconds": seconds[1]}
+
+
+def _run(run: Run) -> int:
+    asked = run.asked
+    settings = run.chosen(SETTINGS, QUICK_SETTINGS)
+    if unknown := sorted(set(asked.precision) - set(PRECISIONS)):
+        raise InputError(f"--precision {','.join(unknown)}: give some of {', '.join(PRECISIONS)}")
+    if asked.start:
+        starts = []
+        for name in settings:
+            starts.append(start_seconds(name))
+            run.save(starts=starts)
+        run.say(start_table(run.result))
+        return 0
+    shares = asked.shares or run.pick(SHARES, (100.0,))
+    values = asked.sweep if asked.sweep is not None else run.pick(ACTIVATION_BUDGETS, ())
+    results: list[dict[str, Any]] = []
+    with bar(len(settings) * len(asked.precision)) as show:
+        for name, setting in settings.items():
+            for precision in asked.precision:
+                try:
+                    results.append(
+                        measure_network(
+                            name,
+                            setting,
+                            shares,
+                            precision,
+                            values,
+                            run.pick(asked.rounds, 2),
+                            asked.seed,
+                            asked.allow,
+                            partial(show, f"{name}, {precision}"),
+                            run.clock,
+                        )
+                    )
+                except Unavailable as reason:
+                    run.say(f"{name} is skipped: {reason}")
+                    continue
+                run.save(results=results)
+                run.say(network_table(results[-1]))
+                torch._dynamo.reset()
+                gc.collect()
+    broken = [row["who"] for result in results for row in rows_of(result) if row.get("broken")]
+    if broken:
+        run.say(f"Over its budget: {', '.join(broken)}")
+    return 1 if broken else 0
+
+
+def _values(text: str) -> list[float]:
+    return [float(value) for value in text.split(",") if value]
+
+
+main = Bench(
+    _run,
+    NETWORKS,
+    option("--shares", type=percentages, minimum=None, help="budgets in percent of eager PyTorch's peak"),
+    option(
+        "--precision",
+        type=lambda text: text.split(","),
+        minimum=None,
+        default=list(PRECISIONS),
+        help="of float32, bfloat16",
+    ),
+    option("--sweep", type=_values, minimum=None, help="values of activation_memory_budget"),
+    option("--rounds", type=int, default=5, help="timed steps of each"),
+    option("--allow", minimum=None, help="as of shoal.compile; by default its own default"),
+    switch("--start", "seconds until the second step instead, in processes of their own"),
+    CPU_TIME,
+    quick="tiny inputs: does it run?",
+    seed=True,
+)
+
+if __name__ == "__main__":
+    sys.exit(main())
