@@ -18,6 +18,8 @@ FUZZ_CASES ?= 4000
 # The trainers of others have an environment of their own.
 HOSTS := .venv-hosts/bin
 
+NNUNET := .venv-nnunet/bin
+
 # So has torch's CUDA build: 3 GB to download, 5 to store. PyPI's own index has it; a folder of wheels that pip is told
 # of elsewhere may hold a build for the CPU, which would be taken instead.
 CUDA := .venv-cuda/bin
@@ -27,7 +29,7 @@ STANDIN := build/cuda-standin
 # The site is made without torch and without Shoal itself.
 DOCS := .venv-docs/bin
 
-.PHONY: demo test test-hosts test-cuda-standin lint sanitize aarch64 docs notebooks wheel build-demo build-test build-hosts build-cuda clean
+.PHONY: demo test test-hosts test-nnunet test-cuda-standin lint sanitize aarch64 docs notebooks wheel build-demo build-test build-hosts build-nnunet build-cuda clean
 
 demo: build-demo
 	@echo "== Plain PyTorch inside a wall of $(DEMO_BUDGET): it must run out of memory =="
@@ -45,6 +47,10 @@ test: build-test
 # Lightning, Accelerate, Transformers, timm and others train inside a budget; see docs/hosts.
 test-hosts: build-hosts
 	$(HOSTS)/python -m pytest tests/hosts
+
+# nnU-Net's own commands with Shoal's planner and trainer; see docs/hosts/nnunet.md.
+test-nnunet: build-nnunet
+	$(NNUNET)/python -m pytest tests/hosts/test_nnunet.py
 
 # CUDA's allocator, streams and dispatch without a GPU; see docs/accelerators.md.
 test-cuda-standin: build-cuda
@@ -123,6 +129,16 @@ build-hosts: .venv-hosts/.hosts
 	  echo "make test-hosts: the hosts could not be installed, see pip's line above; no test has run" >&2; exit 1; }
 	@touch $@
 
+build-nnunet: .venv-nnunet/.nnunet
+	@$(NNUNET)/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation --force-reinstall .
+
+.venv-nnunet/.nnunet: requirements/nnunet.txt requirements/build.txt requirements/demo.txt
+	@echo "Installing requirements/nnunet.txt into .venv-nnunet ..."
+	@$(PYTHON) -m venv .venv-nnunet
+	@$(NNUNET)/python -m pip --disable-pip-version-check -qq install --no-deps -r $< || { \
+	  echo "make test-nnunet: nnU-Net could not be installed, see pip's line above; no test has run" >&2; exit 1; }
+	@touch $@
+
 build-cuda: .venv-cuda/.cuda
 	@$(PIP_CUDA) install --no-deps --no-build-isolation --force-reinstall .
 
@@ -143,4 +159,4 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf build dist $(VENV) .venv-hosts .venv-cuda .venv-docs .venv-wheel
+	rm -rf build dist $(VENV) .venv-hosts .venv-nnunet .venv-cuda .venv-docs .venv-wheel

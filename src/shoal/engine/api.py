@@ -44,6 +44,7 @@ from shoal.engine.reserved_budget import grow_segments
 from shoal.engine.session import Session
 from shoal.engine.shared_budget import Budget, reject_member
 from shoal.engine.status import Status
+from shoal.engine.tensor_subclass import call_as_function, subclass_among
 from shoal.engine.unreplicated import Unreplicated
 from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.lowlevel.torch_state import active_ddp_module, has_gradient_hook, in_trace
@@ -277,6 +278,8 @@ class _Caller(ModelCall):
         model = self.model
         if in_trace():
             return plain_call(model, *args, **kwargs)
+        if (subclass := subclass_among(args, kwargs)) is not None:
+            return call_as_function(subclass, self.train, args, kwargs)
         reject_function_transforms()
         session = self.session
         wrapper = active_ddp_module()

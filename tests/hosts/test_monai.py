@@ -1,0 +1,120 @@
+"""MONAI: its trainer, a loop with MetaTensors and sliding windows between epochs, and its networks for volumes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from tests.hosts import laws, page
+
+pytest.importorskip("monai", reason="MONAI is not installed: make test-hosts")
+
+from monai.data import DataLoader, MetaTensor
+from monai.losses import DiceCELoss
+from monai.networks.nets import AttentionUnet, DynUNet, SegResNet, UNet
+
+SIDE = 16
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, float]] = {  # how it is made, side of a patch, share of bytes
+    "UNet": (lambda: UNet(3, 1, 2, (8, 16, 32), (2, 2), num_res_units=1), 24, 0.85),
+    "DynUNet": (
+        lambda: DynUNet(
+            3, 1, 2, [3] * 3, [1, 2, 2], [2, 2], filters=[8, 16, 32], deep_supervision=True, deep_supr_num=1
+        ),
+        24,
+        0.8,
+    ),
+    "SegResNet": (
+        lambda: SegResNet(3, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1, 1), blocks_up=(1, 1)),
+        24,
+        0.8,
+    ),
+    "AttentionUnet": (lambda: AttentionUnet(3, 1, 2, (8, 16, 32), (2, 2)), 24, 0.8),
+}
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return UNet(3, 1, 2, (8, 16, 32), (2, 2), num_res_units=1)
+
+
+def volumes() -> DataLoader:
+    """Three batches of MetaTensors, the same every time."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [
+        {
+            "image": MetaTensor(torch.randn(1, SIDE, SIDE, SIDE, generator=generator), meta={"filename": f"{n}.nii"}),
+            "label": MetaTensor(torch.randint(2, (1, SIDE, SIDE, SIDE), generator=generator)),
+        }
+        for n in range(6)
+    ]
+    return DataLoader(rows, batch_size=2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("block", [0, 1, 2], ids=["loop", "trainer", "trainer by name"])
+def test_it_trains_inside_the_budget(block: int) -> None:
+    batches = volumes()
+    volume = torch.randn(1, 1, 20, 24, 18, generator=torch.Generator().manual_seed(2))
+
+    def train(budget: int | None) -> nn.Module:
+        net = small()
+        optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
+        names = {"net": net, "optimizer": optimizer, "loss_function": DiceCELoss(to_onehot_y=True, softmax=True)}
+        page.run(page.block("monai.md", block), budget, batches=batches, volume=volume, torch=torch, **names)
+        return net
+
+    plain, budget = train(None), 2_000_000
+    there = {id(status) for status in laws._statuses()}
+    planned = train(budget)
+    (status,) = (status for status in laws._statuses() if id(status) not in there)
+    assert status.measured_peak_bytes <= budget < status.plan.plain_peak_bytes
+    if block != 2:  # by the backend's name the bits are not plain PyTorch's: see the page
+        assert all(torch.equal(value, planned.state_dict()[key]) for key, value in plain.state_dict().items())
+
+
+def test_sliding_windows_of_a_compiled_network_are_those_of_the_plain_one() -> None:
+    from monai.inferers import sliding_window_inference
+
+    volume = torch.randn(1, 1, 20, 24, 18, generator=torch.Generator().manual_seed(2))
+    plain, compiled = small().eval(), shoal.compile(small(), "1GiB").eval()
+    with torch.no_grad():
+        windows = [sliding_window_inference(volume, (16, 16, 16), 2, net) for net in (plain, compiled)]
+    assert torch.equal(*windows)
+    assert not compiled.shoal.planning_seconds  # nothing was planned
+
+
+def trained(name: str, budget: int | None) -> tuple[nn.Module, Any]:
+    make, side, _ = NETWORKS[name]
+    torch.manual_seed(0)
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
+    if budget is not None:
+        net = shoal.compile(net, budget, optimizer=optimizer, allow="bitwise")
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        image = torch.randn(1, 1, side, side, side, generator=generator)
+        label = torch.randint(2, (1, side, side, side), generator=generator)
+        optimizer.zero_grad()
+        output = net(image)
+        outputs = output.unbind(1) if name == "DynUNet" else [output]  # deep supervision stacks its scales
+        sum(nn.functional.cross_entropy(one, label) for one in outputs).backward()
+        optimizer.step()
+    return net, getattr(net, "shoal", None)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_of_monai_trains_inside_a_budget_to_the_bits_of_plain_pytorch(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, _ = trained(name, None)
+        _, whole = trained(name, 2**34)
+        budget = int(NETWORKS[name][2] * whole.plan.plain_peak_bytes)
+        planned, status = trained(name, budget)
+    assert status.measured_peak_bytes <= budget
+    assert all(torch.equal(value, planned.state_dict()[key]) for key, value in plain.state_dict().items())
