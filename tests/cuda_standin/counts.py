@@ -70,15 +70,21 @@ class Record:
 
 @contextmanager
 def recorded() -> Iterator[Record]:
-    """Replay the allocator's own record of the block, allocation by allocation."""
+    """Replay the allocator's own record of the block, allocation by allocation; `record_all` comes before."""
     record = Record(torch.cuda.memory_allocated())
+    start = len(_entries())
+    yield record
+    _replay(record, _entries()[start:])
+
+
+def record_all() -> None:
+    """Have the allocator write down what it does from here on."""
     torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=1_000_000)
-    try:
-        yield record
-    finally:
-        events = torch.cuda.memory._snapshot()["device_traces"][0]
-        torch.cuda.memory._record_memory_history(enabled=None)
-        _replay(record, events)
+
+
+def _entries() -> list[dict[str, int | str]]:
+    entries: list[dict[str, int | str]] = torch.cuda.memory._snapshot()["device_traces"][0]
+    return entries
 
 
 def _replay(record: Record, events: list[dict[str, int | str]]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.cuda_standin.training import Case, trained
 
 COMPARE = """
@@ -42,21 +44,51 @@ for _ in range(1500):
     assert model.reserved_bytes == torch.cuda.memory_reserved(), n_same
     assert model.allocated_bytes == torch.cuda.memory_allocated(), n_same
 print(n_same, flush=True)
+"""
+
+IN_A_LIMIT = """
+from shoal.memory.layout.caching_allocator import PASSES_LIMIT_BYTES, LimitReached
+torch.cuda.empty_cache()
+total_bytes = torch.cuda.get_device_properties(0).total_memory
+torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (30 << 20)) / total_bytes)
+model = CachingAllocator.of_snapshot(segments(cuda))
+model.limit_bytes = int(torch.cuda.get_per_process_memory_fraction() * total_bytes)
+n_same = n_refused = 0
+for n in range(1500):
+    if live and random.random() < (0.9 if n % 300 > 250 else 0.5):
+        model.release(model.block_at(live.pop(random.randrange(len(live))).data_ptr()))
+        continue
+    nbytes = random.choice([random.randrange(1, 1 << 20), random.randrange(1 << 20, 1 << 26), *sizes])
+    try:
+        live.append(torch.empty(nbytes, dtype=torch.uint8, device=cuda))
+    except torch.OutOfMemoryError:
+        n_refused += 1
+        try:
+            model.allocate(nbytes)
+            raise AssertionError("the model has room")
+        except LimitReached:
+            continue
+    assert model.allocate(nbytes).address == live[-1].data_ptr()
+    assert model.reserved_bytes == torch.cuda.memory_reserved() <= model.limit_bytes + PASSES_LIMIT_BYTES
+    n_same += 1
+assert n_same > 500 and n_refused > 5, (n_same, n_refused)
+print("the same", flush=True)
 os._exit(0)
 """
 
 
 def test_the_model_of_the_allocator_puts_each_block_where_the_allocator_does() -> None:
-    ran = subprocess.run([sys.executable, "-c", COMPARE], capture_output=True, text=True, check=False)
-    assert ran.stdout.strip() == "1500", ran.stderr
+    """Also in a limit, in which it gives cached pages back, and where it runs out of memory."""
+    ran = subprocess.run([sys.executable, "-c", COMPARE + IN_A_LIMIT], capture_output=True, text=True, check=False)
+    assert ran.stdout.split("\n")[:2] == ["1500", "the same"], ran.stderr
 
 
 def test_a_placed_step_reserves_what_was_planned_and_takes_no_more_launches() -> None:
-    case = Case("resnet18", share=0.65, optimizer="adamw", amp="bf16", steps=5)
+    case = Case("resnet18", share=0.65, optimizer="adamw", amp="bf16", steps=5, recorded=False)
     run = trained(case)
     unplaced, _, *placed = run.steps[1:]
-    assert unplaced.reserved_bytes > 1.1 * unplaced.counted_bytes
+    assert unplaced.reserved_bytes > 1.2 * unplaced.counted_bytes
     for step in placed:
-        assert step.reserved_bytes < 1.06 * step.counted_bytes
-        assert step.counted_bytes == unplaced.counted_bytes
+        assert step.reserved_bytes == step.predicted_reserved_bytes < 1.1 * step.counted_bytes
+        assert step.counted_bytes == pytest.approx(unplaced.metered_bytes, rel=0.001)
         assert (step.launches, step.synchronizations) == (unplaced.launches, 0)

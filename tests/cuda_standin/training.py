@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shoal
 from shoal.app import models
 from shoal.cost import measure_links
 from tests import made_up_machine
-from tests.cuda_standin.counts import device_counts, recorded, reset_device_peak
+from tests.cuda_standin.counts import Record, device_counts, record_all, recorded, reset_device_peak
 
 _OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -69,7 +71,7 @@ class Case:
     """One training run.
 
     Attributes:
-        net, batch, image: the network and its batches.
+        net, batch, image: the network, of timm's where the name begins with "timm/", and its batches.
         optimizer: "sgd" (with momentum) or "adamw".
         amp: "bf16", "fp16" (with a GradScaler) or "" for float32.
         share: the budget, of the peak of plain PyTorch; None: plain PyTorch.
@@ -79,6 +81,9 @@ class Case:
         channels_last: the memory format of model and images.
         passes: forward and backward passes of a step, onto the same gradients.
         allow: the means that Shoal may use.
+        budget_of: what the budget bounds.
+        ddp: whether DistributedDataParallel wraps the model, on one rank that exchanges nothing.
+        recorded: whether peaks are counted by the allocator's record, which Shoal then shares; else by its statistics.
     """
 
     net: str = "resnet18"
@@ -93,9 +98,12 @@ class Case:
     channels_last: bool = False
     passes: int = 1
     allow: str = "bitwise"
+    recorded: bool = True
+    budget_of: str = "allocated"
+    ddp: bool = False
 
     def __str__(self) -> str:
-        words = (self.net, self.optimizer, self.amp or "fp32", f"{self.share or 1:.0%}", self.beside)
+        words = (self.net, self.optimizer, self.amp or "fp32", f"{self.share or 1:.0%}", self.beside, "ddp" * self.ddp)
         return "-".join(
             [word for word in words if word] + [f"{self.workspace_bytes >> 20}MiB"] * bool(self.workspace_bytes)
         )
@@ -110,8 +118,9 @@ class Step:
         counted_bytes: the peak of its forward and backward pass, by the allocator's record.
         allocated_bytes: the peak that torch.cuda.max_memory_allocated reads for the same.
         reserved_bytes: the most that was taken from the device meanwhile, by the stand-in's own count.
+        predicted_reserved_bytes: as `model.shoal` says after it; 0 where it does not.
         repairs: how often was planned again.
-        launches, synchronizations: in its forward and backward pass.
+        launches, synchronizations, mallocs: in its forward and backward pass, these of pages too.
     """
 
     predicted_bytes: int
@@ -119,9 +128,11 @@ class Step:
     counted_bytes: int
     allocated_bytes: int
     reserved_bytes: int
+    predicted_reserved_bytes: int
     repairs: int
     launches: int
     synchronizations: int
+    mallocs: int
 
 
 @dataclass(frozen=True)
@@ -176,30 +187,47 @@ def _run(case: Case, budget_bytes: int) -> Run:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shoal").addHandler(handler)
-    layout = torch.channels_last if case.channels_last else torch.contiguous_format
+    if case.recorded:
+        record_all()
+    last = torch.channels_last_3d if case.net == "unet3d" else torch.channels_last
+    layout = last if case.channels_last else torch.contiguous_format
     model, *beside = (_network(case.net).cuda().to(memory_format=layout) for _ in range(2 if case.beside else 1))
-    images = torch.empty(case.batch, 3, case.image, case.image, device="cuda").to(memory_format=layout)
-    labels = torch.zeros(case.batch, dtype=torch.long, device="cuda")
+    volumes = case.net == "unet3d"
+    pixels = [case.image] * (3 if volumes else 2)
+    images = torch.empty(case.batch, 1 if volumes else 3, *pixels, device="cuda").to(memory_format=layout)
+    labels = torch.zeros(case.batch, *pixels * case.net.startswith("unet"), dtype=torch.long, device="cuda")
     optimizer = _OPTIMIZERS[case.optimizer](model.parameters())
     if budget_bytes:
-        model = shoal.compile(model, budget=budget_bytes, optimizer=optimizer, allow=case.allow)
+        model = shoal.compile(
+            model, budget=budget_bytes, optimizer=optimizer, allow=case.allow, budget_of=case.budget_of
+        )
+    status = getattr(model, "shoal", None)
+    if case.ddp:
+        torch.distributed.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+        model = DistributedDataParallel(model)
     scaler = torch.amp.GradScaler("cuda", enabled=case.amp == "fp16")
-    steps = tuple(_step(case, model, optimizer, scaler, images, labels) for _ in range(case.steps))
+    steps = tuple(_step(case, model, status, optimizer, scaler, images, labels) for _ in range(case.steps))
     beside_bytes = sum(p.nbytes for one in beside for p in (*one.parameters(), *one.buffers()))
     return Run(budget_bytes, steps, tuple(said), beside_bytes)
 
 
 def _network(name: str) -> nn.Module:
-    return _SMALL[name]() if name in _SMALL else models.build(name)
+    if name.startswith("timm/"):
+        import timm  # takes a second
+
+        return timm.create_model(name.removeprefix("timm/"), num_classes=10)
+    if name in _SMALL:
+        return _SMALL[name]()
+    return models.build(name, num_classes=10, in_channels=1) if name == "unet3d" else models.build(name)
 
 
 def _step(
-    case: Case, model: nn.Module, optimizer: Any, scaler: Any, images: torch.Tensor, labels: torch.Tensor
+    case: Case, model: nn.Module, status: Any, optimizer: Any, scaler: Any, images: torch.Tensor, labels: torch.Tensor
 ) -> Step:
     torch.cuda.reset_peak_memory_stats()
     reset_device_peak()
     before = device_counts()
-    with recorded() as record:
+    with recorded() if case.recorded else nullcontext(Record()) as record:
         for _ in range(case.passes):
             with torch.autocast("cuda", dtype=_DTYPES[case.amp]) if case.amp else nullcontext():
                 loss = nn.functional.cross_entropy(model(images).float(), labels)
@@ -209,16 +237,17 @@ def _step(
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
-    status = getattr(model, "shoal", None)
     return Step(
         predicted_bytes=(status and status.predicted_peak_bytes) or 0,
         metered_bytes=(status and status.measured_peak_bytes) or 0,
-        counted_bytes=record.peak_bytes,
+        counted_bytes=record.peak_bytes or allocated_bytes,
         allocated_bytes=allocated_bytes,
         reserved_bytes=after.peak_bytes,
+        predicted_reserved_bytes=(status and status.predicted_reserved_bytes) or 0,
         repairs=status.repairs if status else 0,
         launches=after.launches - before.launches,
         synchronizations=after.synchronizations - before.synchronizations,
+        mallocs=after.mallocs - before.mallocs,
     )
 
 

@@ -40,13 +40,13 @@ from shoal.engine.model_call import ModelCall, reject_function_transforms
 from shoal.engine.options import CompileOptions
 from shoal.engine.parts import PartedSteps
 from shoal.engine.repair import run_again_where_repaired
+from shoal.engine.reserved_budget import grow_segments
 from shoal.engine.session import Session
 from shoal.engine.shared_budget import Budget, reject_member
 from shoal.engine.status import Status
 from shoal.engine.tensor_subclass import call_as_function, subclass_among
 from shoal.engine.unreplicated import Unreplicated
 from shoal.errors import BudgetError, CaptureError, InputError
-from shoal.lowlevel.cuda_allocator import set_expandable_segments
 from shoal.lowlevel.torch_state import active_ddp_module, has_gradient_hook, in_trace
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer, reject_copy
@@ -71,6 +71,7 @@ def compile(
     split: str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
     allow: str | Collection[str] | None = None,
+    budget_of: str = "allocated",
     strict: bool = False,
     name: str | None = None,
     inner: str | None = None,
@@ -132,6 +133,11 @@ def compile(
             exact_split), "lossy" is all, "keep" none. None: SHOAL_ALLOW of the environment, else "exact" (with a
             planner other than "joint": "bitwise"). The forms that were considered are listed in
             `model.shoal.plan.explain()`.
+        budget_of: what `budget` bounds: "allocated" bytes, those in use, as `torch.cuda.max_memory_allocated` reads
+            them; or those that CUDA's caching allocator has "reserved" of the device, for all that the process holds
+            there. A plan is then made for which that allocator, as `shoal.memory.layout.caching_allocator` models it,
+            reserves no more, and from the first step on it may not, whatever runs in the process, as under
+            `torch.cuda.set_per_process_memory_fraction`. CUDA alone, models of one graph.
         strict: whether the model has to be one graph. By default, where PyTorch cannot capture it as one (a `print`, a
             branch on a tensor's value, a call into another library), it is planned as several graphs with eager code
             between them: the first step runs with little kept and is measured, then all graphs are planned as one step.
@@ -181,6 +187,7 @@ def compile(
             "lossy": lossy is not None,
             "plan": plan is not None,
             "strict": strict,
+            "budget_of": budget_of != "allocated",
         }
         budget.add(
             model,
@@ -202,18 +209,20 @@ def compile(
         lossy=lossy,
         split=split,
         allow=allow,
+        budget_of=budget_of,
         has_plan=plan is not None,
     )
+    options.check_device(device.type)
     declared = declared_optimizer(optimizer)
     reject_copy(declared, network.parameters())
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan is a {type(plan).__name__}; expected a Plan: load a file with Plan.load(path)")
     leaves = options.offloading(device.type)
-    status = Status(options.budget_bytes)
+    status = Status(options.budget_bytes, budget_of=options.budget_of)
     status.describes(network, _under_plan, options.lossy)
-    status.expandable_segments = _expandable_segments(device, options)
+    status.expandable_segments = grow_segments(device, options)
     session = Session(status, options, StaticMemory(network, declared), name or type(network).__name__, plan, leaves)
-    weakref.finalize(network, session.close)  # Dynamo keeps the compiled code for good, and the session with it
+    weakref.finalize(network, session.let_go)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
         _reject_hopeless(network, session)
         session.check_optimizer_step()
@@ -307,6 +316,11 @@ class _Caller(ModelCall):
         except GraphBreak as broken:
             if not self._may_break or drawn_for(model, args):
                 raise
+            if self.session.options.budget_of == "reserved":
+                raise CaptureError(
+                    f"budget_of='reserved' needs a model of one graph; {self.session.name} breaks: {broken.reason} at "
+                    f"{broken.place}"
+                ) from None
             log.warning(
                 "%s is not one graph: %s at %s; its graphs are planned as one step, and what crosses between them is "
                 "kept (model.shoal.plan.explain() tells where it breaks; strict=True refuses)",
@@ -335,19 +349,6 @@ class _Caller(ModelCall):
             return compile_step(session, gm, example_inputs)
 
         return shoal
-
-
-def _expandable_segments(device: torch.device, options: CompileOptions) -> bool | None:
-    """Whether CUDA's allocator cuts its blocks to size; under a budget it is set to, where it is not said otherwise."""
-    if device.type != "cuda" or options.budget_bytes is None:
-        return None
-    grow = set_expandable_segments()
-    if not grow:
-        log.warning(
-            "expandable_segments is off in the allocator's settings: it rounds blocks up, by 1 % or so, and reserves "
-            "more of the device; leave it out of PYTORCH_ALLOC_CONF to have it on"
-        )
-    return grow
 
 
 def _reject_compiled(network: nn.Module) -> None:

@@ -34,6 +34,7 @@ from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.options import CompileOptions
 from shoal.engine.placement import Placement
+from shoal.engine.reserved_budget import grow_segments
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, Form
@@ -58,10 +59,11 @@ def backend(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="shoal", options={"budget": "2GiB"})`.
 
-    Options: `budget`, `planner`, `kernels`, `optimizer`, `offload_to`, `host_budget`, `lossy` and `allow`, as of
-    `shoal.compile`; each may be text, as hosts that copy their options need it: {"budget": "80%", "optimizer":
-    "adamw"}. Where there is no budget, SHOAL_BUDGET of the environment counts; without that too, everything is kept.
-    The model has to come as one graph. `shoal.compile` does the same and also reports in `model.shoal`.
+    Options: `budget`, `planner`, `kernels`, `optimizer`, `offload_to`, `host_budget`, `lossy`, `allow` and
+    `budget_of`, as of `shoal.compile`; each may be text, as hosts that copy their options need it: {"budget": "80%",
+    "optimizer": "adamw"}. Where there is no budget, SHOAL_BUDGET of the environment counts; without that too,
+    everything is kept. The model has to come as one graph. `shoal.compile` does the same and also reports in
+    `model.shoal`.
     """
     with refusals():
         return _compile_as_asked(gm, example_inputs, options or {}, mode)
@@ -73,10 +75,15 @@ def _compile_as_asked(
     devices = {value.device.type: value.device for value in example_inputs if isinstance(value, torch.Tensor)}
     device = devices.get("cuda") or torch.device("cpu")
     options, optimizer = CompileOptions.of_backend({**given, "budget": budget_bytes(given.get("budget"), device)}, mode)
+    options.check_device(device.type)
     parameters = [value for value in example_inputs if isinstance(value, torch.nn.Parameter)]
     reject_copy(optimizer, parameters)
     session = Session(
-        Status(options.budget_bytes),
+        Status(
+            options.budget_bytes,
+            budget_of=options.budget_of,
+            expandable_segments=grow_segments(device, options),
+        ),
         options,
         StaticMemory(optimizer=optimizer, parameters=parameters),
         offloading=options.offloading(device.type),
@@ -208,7 +215,7 @@ class PlannedStep:
             gradient_order(captured.joint.graph, captured.backward_outputs),
         )
         if self._can_be_placed():
-            self.placement = Placement(self.device, self.session.status, self.session.name or "model")
+            self.placement = self.session.placement_on(self.device)
         return forward, backward
 
     def _can_be_placed(self) -> bool:
@@ -231,7 +238,8 @@ class PlannedStep:
         run = checked(module, run_kernels, example_inputs, self.departures)
         if self.placement is None:
             return run
-        return self.placement.follow(part, module, run, lambda module: run_kernels(module, example_inputs))
+        name = f"{part} {id(self)}"
+        return self.placement.follow(name, module, run, lambda module: run_kernels(module, example_inputs))
 
     def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self._compile("forward", module, example_inputs)
@@ -244,8 +252,9 @@ class PlannedStep:
                 self.steps_to_meter = max(self.steps_to_meter, 1)
             if self.steps_to_meter and sizes:
                 self._numbers = numbers_of(module.graph, arguments)
+            self.session.check_caller()
             if self.placement is not None:
-                self.placement.begins()
+                self.placement.begins(str(id(self)))
             measures = self.errors_unknown and not self.steps_to_meter
             return self.session.metering.forward(
                 self, partial(self._measure_errors, run) if measures else run, arguments
@@ -282,8 +291,6 @@ class PlannedStep:
             if self.leaving:
                 return gates_or_all(in_parts(arguments), self.leaving, n_gradients)
             gradients = self.session.metering.backward(self, run, arguments)
-            if self.placement is not None:
-                self.placement.ends()
             learn_layouts()
             return gradients
 

@@ -28,7 +28,17 @@ _ALLOWED_CODEC = "dynamic_tree"  # of allow="encode" without lossy=
 _WITHOUT_LINK = ("chain", "keep_all", "sqrt")  # planners that offload nothing
 _LOSSY_OPTIONS = ("codec", "block", "stochastic", "exempt")
 KERNELS = (AUTO, "eager", "compiled")
-_OF_A_BACKEND = ("budget", "planner", "kernels", "optimizer", "offload_to", "host_budget", "lossy", "allow")
+_OF_A_BACKEND = (
+    "budget",
+    "budget_of",
+    "planner",
+    "kernels",
+    "optimizer",
+    "offload_to",
+    "host_budget",
+    "lossy",
+    "allow",
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,7 @@ class CompileOptions:
         lossy: which of them may be encoded, and how; None for none.
         split: "auto" to split the first layers where that makes the faster plan.
         means: by which means the step may be brought into its budget, of `shoal.core.means`.
+        budget_of: what the budget bounds, "allocated" bytes (in use) or those that the allocator has "reserved".
     """
 
     budget_bytes: int | None = None
@@ -94,6 +105,7 @@ class CompileOptions:
     lossy: LossyOptions | None = None
     split: str | None = None
     means: frozenset[str] = BITWISE
+    budget_of: str = "allocated"
 
     def __post_init__(self) -> None:
         planners.get(self.planner)
@@ -127,6 +139,7 @@ class CompileOptions:
         lossy: str | Mapping[str, Any] | LossyOptions | None = None,
         split: str | None = None,
         allow: str | Iterable[str] | None = None,
+        budget_of: str = "allocated",
         has_plan: bool = False,
     ) -> CompileOptions:
         """The options that a caller's keywords stand for, each an object or a text.
@@ -183,7 +196,9 @@ class CompileOptions:
             )
         if permitted is None and "encode" in means and budget_bytes is not None:
             permitted = lossy_options(_ALLOWED_CODEC, planner)
-        options = cls(budget_bytes, planner, kernels, offload, permitted, split, means)
+        options = cls(budget_bytes, planner, kernels, offload, permitted, split, means, budget_of)
+        if budget_of != "allocated":
+            options._check_reserved(has_plan=has_plan)
         if has_plan and planner != _ENCODING_PLANNER:
             raise InputError(f"planner={_named(planner)} beside plan=, which is run as it is; leave out one of the two")
         if budget is None and not has_plan:
@@ -209,6 +224,25 @@ class CompileOptions:
             raise InputError(f"options {unknown} are unknown; there are {', '.join(_OF_A_BACKEND)}")
         optimizer = declared_optimizer(given.pop("optimizer", None))
         return cls.of(**given), optimizer
+
+    def _check_reserved(self, *, has_plan: bool) -> None:
+        if self.budget_of != "reserved":
+            raise InputError(f"budget_of={brief(self.budget_of)}: expected 'allocated' or 'reserved'")
+        if self.budget_bytes is None or has_plan:
+            raise InputError("budget_of='reserved' says what a budget bounds; give budget=, and no plan=")
+
+    def check_device(self, device_type: str) -> None:
+        """Whether a device has what is asked for.
+
+        Raises:
+            InputError: reserved bytes are bounded, of another device than a CUDA one.
+
+        >>> CompileOptions.of(budget="1GiB", budget_of="reserved").check_device("cpu")
+        Traceback (most recent call last):
+        shoal.errors.InputError: budget_of='reserved' needs a CUDA device; the model is on cpu
+        """
+        if self.budget_of == "reserved" and device_type != "cuda":
+            raise InputError(f"budget_of='reserved' needs a CUDA device; the model is on {device_type}")
 
     @property
     def form_means(self) -> frozenset[str]:
@@ -242,6 +276,7 @@ class CompileOptions:
             },
             "split": self.split,
             "means": sorted(self.means),
+            "budget_of": self.budget_of,
         }
 
 

@@ -1,4 +1,4 @@
-"""Planned addresses on CUDA: the second run of a step is recorded, from the third on its blocks lie as laid out.
+"""Planned addresses on CUDA: the second step is recorded, from the third on its blocks lie as laid out.
 
 PyTorch's allocator reserves more of the device than is in use, where what is free lies in pieces. What it will do is
 known once one step was recorded, and fillers make it choose the addresses of a layout without gaps
@@ -31,7 +31,7 @@ Run = Callable[[list[Any]], Any]
 
 
 class Placement:
-    """The addresses of one step's blocks.
+    """The addresses of the blocks of a model's training step: of all its passes, the loss and the optimizer.
 
     Args:
         device: where it runs.
@@ -43,10 +43,10 @@ class Placement:
         self._device = device
         self._status = status
         self._name = name
+        self._first = ""  # the graph whose forward pass a training step begins with
         self._runs = 0
-        self._is_recording = self._records_alone = False
+        self._is_recording = self._records_alone = self._is_over = False
         self._start = 0
-        self._events: list[Event] = []
         self._graphs: dict[str, tuple[fx.GraphModule, Callable[[fx.GraphModule], Run]]] = {}
         self._placed: dict[str, Run] = {}
         self._expected_bytes = 0
@@ -55,7 +55,7 @@ class Placement:
         """`run`, recorded and placed.
 
         Args:
-            part: "forward" or "backward".
+            part: no other graph of the model has it.
             module: the graph that `run` runs.
             run: takes a list of arguments, which it empties.
             compiled: makes a graph such a callable.
@@ -69,27 +69,32 @@ class Placement:
 
         return follow
 
-    def begins(self) -> None:
-        """Before each forward pass of the step."""
+    def begins(self, graph: str) -> None:
+        """Before each forward pass of a graph of the model."""
+        self._first = self._first or graph
+        if graph != self._first or self._is_over:
+            return
         self._runs += 1
-        if self._is_recording:  # its backward pass did not come
+        if self._is_recording:
+            recorded = cuda_allocator.recorded(self._device, self._start)
             self._stop()
-        if self._runs == _RECORDED_RUN:
+            if recorded:
+                self._place(Step([Event(*entry) for entry in recorded], self._trimmed()))
+            else:  # somebody else ended the record
+                self._runs = 0
+        elif self._runs == _RECORDED_RUN:
             self._records_alone = cuda_allocator.start_record()
             self._start = cuda_allocator.record_length(self._device)
             self._is_recording = True
-        elif self._events:
-            self._place(Step(self._events, self._trimmed()))
-            self._events = []
         elif self._expected_bytes:
             self._look()
 
     def ends(self) -> None:
-        """After each backward pass of the step."""
+        """The plans are not in force any more."""
         if self._is_recording:
-            recorded = cuda_allocator.recorded(self._device, self._start)
-            self._events = [Event(*entry) for entry in recorded]
             self._stop()
+        self._placed.clear()
+        self._is_over = True
 
     def _stop(self) -> None:
         self._is_recording = False
@@ -97,12 +102,9 @@ class Placement:
             cuda_allocator.stop_record()
 
     def _recorded(self, part: str, module: fx.GraphModule, arguments: list[Any]) -> Any:
-        def name_the_next(node: fx.Node, value: Any) -> Any:
-            cuda_allocator.label(_key(part, node.next))
-            return value
-
+        cuda_allocator.label(_key(part, next(iter(module.graph.nodes))))
         try:
-            return run_nodes(module, arguments, name_the_next)
+            return run_nodes(module, arguments, _labelled(part))
         finally:
             cuda_allocator.label("")
 
@@ -113,15 +115,19 @@ class Placement:
     def _place(self, step: Step) -> None:
         natural, status = step.as_it_is(), self._status
         left_bytes = max(0, (status.budget_bytes or 0) - (status.predicted_peak_bytes or 0))
-        filled = step.filled(natural.allocated_bytes + min(left_bytes, int(_MORE * natural.allocated_bytes)))
+        # Where reserved bytes are bounded it does not matter how many of them are in use.
+        more_bytes = (
+            left_bytes if status.budget_of == "reserved" else min(left_bytes, int(_MORE * natural.allocated_bytes))
+        )
+        filled = step.filled(natural.allocated_bytes + more_bytes)
         if filled.reserved_bytes > _WORTH * natural.reserved_bytes:
-            self._expected_bytes = natural.reserved_bytes
+            self._expects(natural.reserved_bytes)
             return
         release(fill(self._device, filled.mapping))
         for part, (module, compiled) in self._graphs.items():
             _write(part, module, filled, self._device)
             self._placed[part] = compiled(module)
-        self._expected_bytes = filled.reserved_bytes
+        self._expects(filled.reserved_bytes)
         log.info(
             "%s: its blocks lie at planned addresses from here on: %s reserved, else %s, for %s in use",
             self._name,
@@ -129,6 +135,12 @@ class Placement:
             format_bytes(natural.reserved_bytes),
             format_bytes(natural.allocated_bytes),
         )
+
+    def _expects(self, reserved_bytes: int) -> None:
+        """Predict so much; a limit holds whatever is predicted."""
+        limit_bytes = self._status.budget_bytes if self._status.budget_of == "reserved" else None
+        self._expected_bytes = min(reserved_bytes, limit_bytes or reserved_bytes)
+        self._status.predicted_reserved_bytes = self._expected_bytes
 
     def _look(self) -> None:
         """Note what is reserved now; let the allocator choose where the step takes another course than it did."""
@@ -143,6 +155,14 @@ class Placement:
                 format_bytes(self._expected_bytes),
             )
             self._placed.clear()
+
+
+def _labelled(part: str) -> Callable[[fx.Node, Any], Any]:
+    def name_the_next(node: fx.Node, value: Any) -> Any:
+        cuda_allocator.label(_key(part, node.next))
+        return value
+
+    return name_the_next
 
 
 def fill(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:

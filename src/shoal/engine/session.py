@@ -27,11 +27,14 @@ from shoal.engine.metering import Metered, Metering, Window
 from shoal.engine.observe_loop import observe_loop
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.options import CompileOptions
+from shoal.engine.placement import Placement
 from shoal.engine.refusal_hints import with_hint, with_hope
 from shoal.engine.repair import SetAside, exceeded, highest_predicted
+from shoal.engine.reserved_budget import limit_for, look_at_allocator, within_reserved
 from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, Form, Planned, StepPlanning
 from shoal.errors import BudgetError, CaptureError, PlanError
+from shoal.memory.limit import limit_reserved
 from shoal.memory.static_memory import StaticMemory, distinct_bytes
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.policy import Offloading
@@ -75,6 +78,8 @@ class Session:
     early: EarlyGradients = field(default_factory=EarlyGradients)
     metering: Metering = field(init=False)
     state_bytes: int = 0
+    _placement: Placement | None = None
+    _unlimit: Callable[[], None] | None = None
     _aside: SetAside = field(default_factory=SetAside)
     _improved: bool = False
     _in_force: weakref.WeakSet[Metered] = field(default_factory=weakref.WeakSet)
@@ -96,6 +101,7 @@ class Session:
             Whether the step accumulates onto gradients that are there.
         """
         self.metering.calls.begins()
+        self.check_caller()
         static = self.static
         there = static.gradients()
         used = bool(there) and self.metering.gradients_are_used
@@ -151,9 +157,7 @@ class Session:
             format_bytes(self.state_bytes),
         )
         self.state_bytes += more_bytes
-        for step in self._in_force:
-            step.basis = step.basis and step.basis.with_static(more_bytes)
-        self._adapt(self.loop)
+        self._count(more_bytes)
         budget_bytes, predicted_bytes = self.status.budget_bytes, self.status.predicted_peak_bytes or 0
         if self.on_repair is None and budget_bytes is not None and predicted_bytes > budget_bytes:
             log.warning(
@@ -163,6 +167,24 @@ class Session:
                 format_bytes(predicted_bytes),
                 format_bytes(budget_bytes),
             )
+
+    def check_caller(self) -> None:
+        """A step is called: from another thread or stream than before, cuBLAS keeps another workspace, which counts."""
+        more_bytes = self.static.called_from_elsewhere()
+        if more_bytes and self.ready_plan is None:
+            log.info(
+                "%s: called from another thread or stream than before, for which cuBLAS keeps %s; they count in the "
+                "budget from here on",
+                self.name or "model",
+                format_bytes(more_bytes),
+            )
+            self._count(more_bytes)
+
+    def _count(self, more_bytes: int) -> None:
+        """Count so many bytes more in use all step; plan anew where the budget is exceeded with them."""
+        for step in self._in_force:
+            step.basis = step.basis and step.basis.with_static(more_bytes)
+        self._adapt(self.loop)
 
     def check_optimizer_step(self) -> None:
         """Say where an optimizer's own step, which comes between the steps that are planned, passes the budget."""
@@ -210,8 +232,11 @@ class Session:
         if self.on_repair is None:
             return
         self.status.plans = ()
-        self.status.measured_peak_bytes = None
+        self.status.measured_peak_bytes = self.status.predicted_reserved_bytes = None
         self._in_force.clear()
+        if self._placement is not None:
+            self._placement.ends()
+            self._placement = None
         if not self.metering.calls.under_way():
             self.close()
         self.on_repair()
@@ -225,8 +250,8 @@ class Session:
         """The loop that holds least, of those that a plan may be made for."""
         return best_case(self.loop, planning.outputs) if self._may_hope else self.loop
 
-    def planning(self, captured: Captured, device: torch.device) -> StepPlanning:
-        """The step, profiled here and ready to be planned."""
+    def planning(self, captured: Captured, device: torch.device, aside_bytes: int = 0) -> StepPlanning:
+        """The step, profiled here and ready to be planned, with so many bytes more set aside."""
         self.state_bytes = self.static.state_bytes()
         return StepPlanning(
             captured,
@@ -235,7 +260,7 @@ class Session:
             self.ready_plan,
             self.status.encoded,
             self.offloading,
-            self._bytes_beside,
+            lambda graph: self._bytes_beside(graph) + aside_bytes,
         )
 
     def try_to_plan(self, planning: StepPlanning) -> tuple[Planned, LoopMemory]:
@@ -269,6 +294,8 @@ class Session:
         started = time.perf_counter()
         doing("plan", f"{len(captured.graph.ops)} ops, {form.variant}")
         made, self.loop = form.planned_for(captured) or self.try_to_plan(self.planning(captured, device))
+        if self.options.budget_of == "reserved":
+            made = self._within_reserved(captured, device, made)
         captured, plan = made.captured, made.plan
         check_own_plan(plan.captured_graph, plan.graph, plan.residences, self.status.budget_bytes or 0)
         seconds = time.perf_counter() - started + form.seconds
@@ -287,6 +314,38 @@ class Session:
         self.status.plans = (*others, plan)
         self.status.planning_seconds += plan.planning_seconds
         return replace(captured, graph=plan.graph)
+
+    def _within_reserved(self, captured: Captured, device: torch.device, made: Planned) -> Planned:
+        """The plan, or another one, for which the allocator reserves no more than the budget; it may not from here on.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        static, status = self.static, self.status
+        budget_bytes = status.budget_bytes or 0
+
+        def again(aside_bytes: int) -> Planned:
+            return self.planning(captured, device, aside_bytes).plan(self.loop, self.status.plans)
+
+        look = look_at_allocator(
+            device,
+            budget_bytes,
+            static.trained_tensors(),
+            max(0, static.state_bytes() - static.state_there_bytes()),
+            static.optimizer_step_bytes()[1],
+        )
+        made, found = within_reserved(made, again, look, budget_bytes)
+        status.predicted_reserved_bytes = max(found.reserved_bytes, status.predicted_reserved_bytes or 0)
+        if self._unlimit is None:
+            self._unlimit = limit_reserved(limit_for(budget_bytes), device)
+        return made
+
+    def let_go(self) -> None:
+        """The model is gone: `close`, and bound nothing any more."""
+        self.close()
+        if self._unlimit is not None:
+            self._unlimit()
+            self._unlimit = None
 
     def go_back_to(self, plans: tuple[Plan, ...]) -> None:
         """Have these plans in force, of all that are: a step that was planned since will not run."""
@@ -358,6 +417,12 @@ class Session:
             format_bytes(sum(departure.nbytes for departure in departures.values())),
         )
         self._plan_anew()
+
+    def placement_on(self, device: torch.device) -> Placement:
+        """The addresses of the plans in force, on a CUDA device."""
+        if self._placement is None:
+            self._placement = Placement(device, self.status, self.name or "model")
+        return self._placement
 
     def carry(self, plan: Plan, device: torch.device) -> Transfers | None:
         """What moves the storages that the plan offloads; None where it offloads nothing.

@@ -34,11 +34,14 @@ class Status:
 
     Attributes:
         budget_bytes: the budget. None: everything is kept and the peak is only reported.
+        budget_of: what it bounds, "allocated" or "reserved" bytes.
         plans: every plan in force: of the first shape, of all other shapes up to a largest one where sizes can be
             symbols, else of each; and as many more where gradients are there before the step.
         measured_peak_bytes: highest measured use of any metered step of the plans in force; None before the first.
         reserved_peak_bytes: on CUDA, most that the allocator had reserved of the device in a metered step, for all that
             the process does; None on the CPU, and before the first.
+        predicted_reserved_bytes: on CUDA, what the allocator is predicted to reserve in a step: under
+            `budget_of="reserved"` from the first step on, else once blocks lie at planned addresses; None before.
         expandable_segments: whether CUDA's allocator cuts its blocks to size; None on the CPU, and without a budget.
         planning_seconds: capture, profiling and planning of all plans, repairs included.
         captures: how often the model was captured: for a shape, for all shapes up to one, or anew.
@@ -54,6 +57,8 @@ class Status:
     plans: tuple[Plan, ...] = ()
     measured_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
+    predicted_reserved_bytes: int | None = None
+    budget_of: str = "allocated"
     expandable_segments: bool | None = None
     planning_seconds: float = 0.0
     captures: int = 0
@@ -109,7 +114,12 @@ class Status:
 
     def _reserved(self) -> str:
         how = "blocks cut to size (expandable_segments)" if self.expandable_segments else "blocks not cut to size"
-        return f"{format_bytes(self.reserved_peak_bytes or 0)} of the device, by the whole process; {how}"
+        predicted = (
+            f", predicted {format_bytes(self.predicted_reserved_bytes)}" if self.predicted_reserved_bytes else ""
+        )
+        bounds = "; the budget bounds it" if self.budget_of == "reserved" else ""
+        measured = format_bytes(self.reserved_peak_bytes or 0)
+        return f"{measured} of the device, by the whole process{predicted}{bounds}; {how}"
 
     def note(self, measured: Measured) -> None:
         """Note what a metered step took."""
@@ -133,7 +143,8 @@ class Status:
 
         Returns:
             "shoal/budget_bytes"; "shoal/predicted_peak_bytes" and "shoal/measured_peak_bytes", the highest of all
-            plans; on CUDA "shoal/reserved_peak_bytes", what the allocator then held of the device;
+            plans; on CUDA "shoal/reserved_peak_bytes", what the allocator then held of the device, and
+            "shoal/predicted_reserved_bytes";
             "shoal/plain_peak_bytes" and "shoal/plain_seconds", the predicted step with everything kept;
             "shoal/predicted_seconds", "shoal/added_seconds", and "shoal/lower_bound_seconds" of what is added;
             "shoal/kept_bytes", "shoal/recomputed_bytes", "shoal/offloaded_bytes" and "shoal/encoded_bytes" of saved
@@ -155,6 +166,7 @@ class Status:
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "measured_peak_bytes": self.measured_peak_bytes,
             "reserved_peak_bytes": self.reserved_peak_bytes,
+            "predicted_reserved_bytes": self.predicted_reserved_bytes,
             "plans": len(self.plans),
             "preparations": len(self.preparations),
             "repairs": self.repairs,

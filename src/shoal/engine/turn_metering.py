@@ -107,6 +107,7 @@ class TurnMetering(Metering):
             InputError: on the CPU, where there is no C++ compiler.
         """
         if self._has_the_counter():
+            self._static.keep_library_memory()
             self._running.start()
             self._window = Window()  # other models are not metered while these are under way
             self._takes_the_counter()
@@ -121,6 +122,7 @@ class TurnMetering(Metering):
         """
         meter, between = self._running, Interval(0, 0)
         if not meter.is_running and self._has_the_counter():
+            self._static.keep_library_memory()
             meter.start()
             self._window = Window()  # other models are not metered while these are under way
             self._takes_the_counter()

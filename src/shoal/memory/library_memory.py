@@ -16,29 +16,35 @@ from shoal.core.step import StepGraph
 from shoal.lowlevel.torch_internals import isolated
 
 _PRODUCTS = ("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear")
-_kept_bytes: dict[tuple[torch.device, int, int], int] = {}  # by device, thread and stream
+Caller = tuple[torch.device, int, int]  # device, thread and stream
+_kept_bytes: dict[Caller, int] = {}
 
 
-def library_bytes(graph: StepGraph, device: torch.device) -> int:
-    """Bytes that cuBLAS keeps while a step runs that is called from here, on the current stream.
+def library_bytes(graph: StepGraph, device: torch.device) -> dict[Caller, int]:
+    """Bytes that cuBLAS keeps while a step runs that is called from here, on the current stream, for each caller.
 
     They are allocated here, if they are not yet, so that the first step finds them.
 
     Args:
         graph: the step; where it has no matrix product, cuBLAS is not asked for any.
-        device: where it runs; 0 bytes on any but a CUDA device.
+        device: where it runs; none on any but a CUDA device.
     """
-    return kept_bytes(device) if any(_is_product(op.target) for op in graph.ops) else 0
+    return kept_bytes(device) if any(_is_product(op.target) for op in graph.ops) else {}
 
 
-def kept_bytes(device: torch.device) -> int:
+def caller(device: torch.device) -> Caller:
+    """Who calls cuBLAS on a CUDA device now."""
+    return device, threading.get_ident(), torch.cuda.current_stream(device).cuda_stream
+
+
+def kept_bytes(device: torch.device) -> dict[Caller, int]:
     """`library_bytes` of a step whose ops are not known yet."""
     if device.type != "cuda":
-        return 0
-    found: dict[tuple[torch.device, int, int], int] = {}
+        return {}
+    found: dict[Caller, int] = {}
 
     def note() -> None:
-        key = (device, threading.get_ident(), torch.cuda.current_stream(device).cuda_stream)
+        key = caller(device)
         if key not in _kept_bytes:
             _kept_bytes[key] = _kept_by_a_product(device)
         found[key] = _kept_bytes[key]
@@ -48,7 +54,10 @@ def kept_bytes(device: torch.device) -> int:
         note()
         _Backward.apply(torch.zeros(1, device=device, requires_grad=True), note).backward()
     # Called from a backward pass, both are of one thread; the one that called the model has had its product.
-    return sum(found.values()) * (2 if len(found) == 1 else 1)
+    if len(found) == 1:
+        [(where, thread, stream)] = found
+        found[where, -thread, stream] = found[where, thread, stream]
+    return found
 
 
 def _is_product(target: str) -> bool:

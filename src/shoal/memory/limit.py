@@ -11,7 +11,7 @@ Limits can be nested: the lowest one holds.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -37,6 +37,7 @@ class _Memory(Protocol):
     def fresh_peak_bytes(self) -> int: ...
     def set_fresh_peak(self, peak_bytes: int) -> None: ...
     def is_fresh(self, address: int) -> bool: ...
+    def stale_bytes(self) -> int: ...
     def live_bytes(self) -> int: ...
     def peak_bytes(self) -> int: ...
     def set_peak(self, peak_bytes: int) -> None: ...
@@ -97,12 +98,18 @@ class MemoryLimit:
         """Whether `fresh_peak_bytes` counts the tensor's storage."""
         return self._memory.is_fresh(tensor.untyped_storage().data_ptr())
 
+    @property
+    def stale_bytes(self) -> int:
+        """Bytes in use of what was allocated before `start_fresh`, on CUDA; 0 on the CPU, which does not count them."""
+        return self._memory.stale_bytes()
+
     def reset_peak(self) -> None:
         """Reset `peak_bytes` to `live_bytes`."""
         self._memory.set_peak(self._memory.live_bytes())
 
 
 _active: list[MemoryLimit] = []
+_lasting: dict[_Memory, list[int]] = {}
 _suspended = 0
 
 
@@ -134,7 +141,7 @@ def memory_limit(limit_bytes: int | str | None, device: str | torch.device = "cp
     if _active and _active[-1]._memory is not memory:
         raise InputError(f"a memory limit on {_active[-1].device} is active; leave it before one on {device}")
     outer_peak_bytes = memory.peak_bytes()
-    if not _active:
+    if not _active and memory not in _lasting:
         memory.install()
     limit = MemoryLimit(memory, device, parsed_bytes)
     limit.reset_peak()
@@ -147,8 +154,36 @@ def memory_limit(limit_bytes: int | str | None, device: str | torch.device = "cp
         if _active:
             memory.set_peak(max(outer_peak_bytes, memory.peak_bytes()))
         _enforce(memory)
-        if not _active:
+        if not _active and memory not in _lasting:
             memory.uninstall()
+
+
+def limit_reserved(limit_bytes: int, device: torch.device) -> Callable[[], None]:
+    """Bound what the caching allocator of a CUDA device reserves, from here on; the lowest limit holds.
+
+    Replaces `torch.cuda.set_per_process_memory_fraction`. Where the allocator reaches the limit it gives cached blocks
+    back to the device first.
+
+    Returns:
+        What takes the limit away again; a second call does nothing.
+    """
+    memory, ours = _memory_of(device), [limit_bytes]
+    if not _active and memory not in _lasting:
+        memory.install()
+    _lasting.setdefault(memory, []).extend(ours)
+    _enforce(memory)
+
+    def release() -> None:
+        if not ours:
+            return
+        _lasting[memory].remove(ours.pop())
+        if not _lasting[memory]:
+            del _lasting[memory]
+        _enforce(memory)
+        if not _active and memory not in _lasting:
+            memory.uninstall()
+
+    return release
 
 
 @contextmanager
@@ -159,7 +194,8 @@ def no_memory_limit() -> Iterator[None]:
     """
     global _suspended
     if not _active:
-        yield
+        with _no_lasting_limits():
+            yield
         return
     memory = _active[-1]._memory
     peak_bytes, fresh_peak_bytes = memory.peak_bytes(), memory.fresh_peak_bytes()
@@ -174,8 +210,23 @@ def no_memory_limit() -> Iterator[None]:
         _enforce(memory)
 
 
+@contextmanager
+def _no_lasting_limits() -> Iterator[None]:
+    global _suspended
+    _suspended += 1
+    try:
+        for memory in _lasting:
+            _enforce(memory)
+        yield
+    finally:
+        _suspended -= 1
+        for memory in _lasting:
+            _enforce(memory)
+
+
 def _enforce(memory: _Memory) -> None:
-    limits = [limit.limit_bytes for limit in _active if limit.limit_bytes is not None]
+    limits = [limit.limit_bytes for limit in _active if limit.limit_bytes is not None and limit._memory is memory]
+    limits += _lasting.get(memory, [])
     memory.set_limit(_NO_LIMIT if _suspended or not limits else min(limits))
 
 
@@ -220,9 +271,15 @@ class _CudaMemory:
         self._stale = self._addresses()
         self.set_fresh_peak(0)
 
-    def _addresses(self) -> frozenset[int]:
+    def _in_use(self) -> dict[int, int]:
         blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
-        return frozenset(block["address"] for block in blocks if block["state"] == "active_allocated")
+        return {block["address"]: block["size"] for block in blocks if block["state"] == "active_allocated"}
+
+    def _addresses(self) -> frozenset[int]:
+        return frozenset(self._in_use())
+
+    def stale_bytes(self) -> int:
+        return sum(size for address, size in self._in_use().items() if address in self._stale)
 
     def fresh_peak_bytes(self) -> int:
         return self.peak_bytes() - self._stale_bytes
@@ -291,6 +348,9 @@ class _CpuMemory:
 
     def set_peak(self, peak_bytes: int) -> None:
         self._library.limit_set_peak(peak_bytes)
+
+    def stale_bytes(self) -> int:
+        return 0
 
     def reserved_peak_bytes(self) -> int:
         return 0

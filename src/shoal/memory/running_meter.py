@@ -9,14 +9,15 @@ import torch
 
 from shoal.core.joined_step import Interval
 from shoal.memory.limit import MemoryLimit, memory_limit
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.static_memory import bytes_on, distinct_bytes
 
 
 class RunningMeter:
     """Counts what is in use and tells, at each `mark`, the peak since the one before.
 
     What is allocated while it runs is counted by the allocator: on CUDA by the caching allocator, on the CPU by the
-    counting one of `shoal.memory.limit`. What was there before it ran is counted as it is named.
+    counting one of `shoal.memory.limit`. What was there before it ran is counted as it is named: on CUDA what else was
+    there is taken off what the allocator counts.
 
     >>> meter = RunningMeter(torch.device("cpu"))
     >>> meter.start()
@@ -34,6 +35,7 @@ class RunningMeter:
         self._entered = ExitStack()
         self._counter: MemoryLimit | None = None
         self._before_bytes = 0
+        self._others_bytes = 0  # on CUDA: in use since before, but not named
         self._peak_bytes = 0
         self._there: set[int] = set()
 
@@ -52,19 +54,26 @@ class RunningMeter:
             self._counter = self._entered.enter_context(memory_limit(None, self.device))
             self._counter.start_fresh()
             self._before_bytes, self._there = 0, set()
+            self._others_bytes = self._counter.stale_bytes
 
     def restart_from(self, tensors: Iterable[torch.Tensor]) -> None:
         """Of what was there before the meter ran, count these tensors and nothing else."""
         self._before_bytes, self._there = 0, set()
+        if self._counter is not None and self.device.type == "cuda":
+            self._others_bytes = self._counter.stale_bytes
         self.count(tensors)
 
     def count(self, tensors: Iterable[torch.Tensor]) -> int:
         """Count these tensors too; how many bytes of theirs were not counted yet."""
         counter = self._counter
-        if counter is None or self.device.type == "cuda":
+        if counter is None:
             return 0
-        new = [t for t in tensors if t.device.type in ("cpu", "meta") and not self._is_counted(counter, t)]
+        new = [t for t in tensors if t.device.type in (self.device.type, "meta") and not self._is_counted(counter, t)]
         self._there.update(t.untyped_storage()._cdata for t in new)
+        if self.device.type == "cuda":
+            new_bytes = min(bytes_on(self.device, new), self._others_bytes)
+            self._others_bytes -= new_bytes
+            return new_bytes
         new_bytes = distinct_bytes(new)
         self._before_bytes += new_bytes
         return new_bytes
@@ -79,7 +88,7 @@ class RunningMeter:
         if counter is None:
             return 0
         if self.device.type == "cuda":
-            return counter.live_bytes
+            return counter.live_bytes - self._others_bytes
         self._peak_bytes = max(self._peak_bytes, self._before_bytes + counter.fresh_peak_bytes)
         counter.reset_fresh_peak()
         return self._before_bytes + counter.fresh_peak_bytes
@@ -90,7 +99,7 @@ class RunningMeter:
         if counter is None:
             return Interval(0, 0)
         if self.device.type == "cuda":
-            measured = Interval(counter.peak_bytes, counter.live_bytes)
+            measured = Interval(counter.peak_bytes - self._others_bytes, counter.live_bytes - self._others_bytes)
             counter.reset_peak()
             return measured
         end_bytes = self.in_use_bytes()
@@ -104,4 +113,6 @@ class RunningMeter:
         self._entered.close()
 
     def _is_counted(self, counter: MemoryLimit, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._there or counter.is_fresh(tensor)
+        if tensor.untyped_storage()._cdata in self._there:
+            return True
+        return tensor.device.type != "meta" and counter.is_fresh(tensor)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.step import StepGraph
 from shoal.lowlevel.torch_state import allocated_bytes, has_gradient_hook, on_this_rank
-from shoal.memory.library_memory import kept_bytes, library_bytes
+from shoal.memory.library_memory import Caller, caller, kept_bytes, library_bytes
 from shoal.memory.optimizer_state import Declared, NamedOptimizer, optimizer_state_bytes, step_scratch_bytes
 
 
@@ -28,7 +28,6 @@ class StaticMemory:
     Attributes:
         gradients_pass: gradients from before a step are freed before its backward pass, so they do not count.
         hook_is_metered: the communication hook runs within the step that is metered, which counts its bytes there.
-        library_bytes: that cuBLAS keeps for the steps planned so far.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class StaticMemory:
         self._named: list[tuple[weakref.ref[nn.Module] | None, NamedOptimizer]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.gradients_pass = self.hook_is_metered = False
-        self.library_bytes = 0
+        self._library: dict[Caller, int] = {}  # what cuBLAS keeps for the steps planned so far
         self._counted: Collection[int] | None = None
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
         self.add(model, optimizer)
@@ -63,7 +62,21 @@ class StaticMemory:
     def keep_library_memory(self) -> None:
         """Count what cuBLAS keeps from now on, for steps that are run before they are planned."""
         for device in {parameter.device for parameter in self._trained()}:
-            self.library_bytes = max(self.library_bytes, kept_bytes(device))
+            self._library |= kept_bytes(device)
+
+    @property
+    def library_bytes(self) -> int:
+        """Bytes that cuBLAS keeps for the steps planned so far."""
+        return sum(self._library.values())
+
+    def called_from_elsewhere(self) -> int:
+        """Bytes that cuBLAS keeps from here on because this thread, or this stream, calls a step for the first time."""
+        device = next(iter(self._library), (None,))[0]
+        if device is None or caller(device) in self._library:
+            return 0
+        before_bytes = self.library_bytes
+        self._library |= kept_bytes(device)
+        return self.library_bytes - before_bytes
 
     def called_by(self, wrapper: DistributedDataParallel | None) -> None:
         """Set the `DistributedDataParallel` wrapper that calls the model, if any: its gradient buckets count."""
@@ -139,7 +152,7 @@ class StaticMemory:
         """
         models, _ = self._alive()
         if runs_here and (trained := self._trained()):
-            self.library_bytes = max(self.library_bytes, library_bytes(graph, trained[0].device))
+            self._library |= library_bytes(graph, trained[0].device)
         held_bytes = self.state_bytes() + self.bucket_bytes() + (self.library_bytes if runs_here else 0)
         if not models:
             return held_bytes
@@ -226,6 +239,10 @@ class StaticMemory:
         if wrapper.gradient_as_bucket_view:
             exchanged = [p for p in exchanged if p.grad is None]
         return sum(p.numel() * p.element_size() for p in exchanged) + self.hook_bytes
+
+    def trained_tensors(self) -> list[torch.Tensor]:
+        """The parameters of all models."""
+        return self._trained()
 
     def _trained(self, of: weakref.ref[nn.Module] | None = None) -> list[torch.Tensor]:
         """The parameters of one model, or of all."""

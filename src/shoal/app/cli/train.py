@@ -32,6 +32,9 @@ def train(
     data: Annotated[str | None, typer.Option(help="A data set; by default digits, for U-Nets synthetic.")] = None,
     batch: Annotated[int, typer.Option(help="Images per step, over all ranks.")] = 128,
     budget: Annotated[str | None, typer.Option(help="Device bytes a step may use, such as 150MiB or 80%.")] = None,
+    budget_of: Annotated[
+        str, typer.Option(help="What it bounds: allocated bytes, or those that CUDA's allocator has reserved.")
+    ] = "allocated",
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 3,
     enforce: Annotated[bool, typer.Option("--enforce", help="Raise OutOfMemoryError above the budget.")] = False,
     planner: Annotated[
@@ -119,6 +122,7 @@ def train(
             data=data,
             batch=batch,
             budget_bytes=budget_bytes(budget, device_called(device), of_environment=planner != "none"),
+            budget_of=budget_of,
             planner=planner,
             epochs=epochs,
             enforce=enforce,

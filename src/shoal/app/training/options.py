@@ -24,7 +24,7 @@ PARALLEL = ("hybrid",)
 
 # What may differ between a run and its continuation without a number changing.
 _FREE = {"budget_bytes", "planner", "enforce", "workers", "kernels", "root", "out", "resume"}
-_FREE |= {"offload_to", "host_budget_bytes", "rehearse"}
+_FREE |= {"budget_of", "offload_to", "host_budget_bytes", "rehearse"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TrainOptions:
             network as it is.
         batch_norm: the form of batch norms, one of `shoal.app.training.batch_norm_form.FORMS`; None: as they are.
         offload_to, host_budget_bytes, rehearse: as `offload_to`, `host_budget` and `rehearse` of `shoal.compile`.
-        allow: as of `shoal.compile`.
+        allow, budget_of: as of `shoal.compile`.
         lossy: the codec in which the planner "joint" may store inputs of convolutions; None for none.
         ranks: how many processes train together; None for one alone.
         compress_gradients: the codec in which gradients are sent, "auto" for what measures fastest, None for float32.
@@ -92,6 +92,7 @@ class TrainOptions:
     batch_norm: str | None = None
     offload_to: str | None = "auto"
     host_budget_bytes: int | None = None
+    budget_of: str = "allocated"
     rehearse: str | None = None
     lossy: str | None = None
     allow: str | None = None
@@ -138,6 +139,10 @@ class TrainOptions:
                 raise InputError(
                     "--allow says what a plan may use, and planner 'none' makes none; leave out one of them"
                 )
+        if self.planner == "none" and self.budget_of != "allocated":
+            raise InputError(
+                "--budget-of says what a plan's budget bounds, and planner 'none' makes none; leave it out"
+            )
         self._check_travel()
         if self.budget_bytes is None and (self.enforce or self.planner != "none"):
             raise InputError("no budget was given; give --budget, such as 150MiB, or --planner none for plain PyTorch")
@@ -155,6 +160,7 @@ class TrainOptions:
             "rehearse": self.rehearse,
             "lossy": self.lossy,
             "allow": self.allow,
+            "budget_of": self.budget_of,
         }
 
     def _check_travel(self) -> None:

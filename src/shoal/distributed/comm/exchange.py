@@ -1,7 +1,9 @@
 """Bytes between ranks, checked: every rank gets what every other sent for it, or an error that names who failed.
 
 Replaces `torch.distributed.all_to_all_single` and `all_gather_into_tensor` on uint8, where a peer's other size ends
-the process (gloo) or hangs (NCCL), and a damaged or late message is taken for the right one.
+the process (gloo) or hangs (NCCL), and a damaged or late message is taken for the right one. Of messages that NCCL
+sends from device to device, number, length and name are checked; their bytes are not: a checksum of each would have the
+host wait for the device.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from typing import Any
 BLOCK_BYTES = 512
 LARGEST_SMALL_BYTES = 1 << 20
 _PAGE_BYTES = {True: 2 << 20, False: 20 << 20}  # of small blocks, and of large ones
+_LARGE_BYTES, _ROUND_BYTES = 10 << 20, 2 << 20  # from so many bytes on, a request is for itself alone, rounded up
+PASSES_LIMIT_BYTES = _PAGE_BYTES[False] - _ROUND_BYTES  # at most: whole pages are mapped, rounded requests count
 _RANGE_BYTES = 1 << 44  # of addresses, more than any device has bytes
 
 
@@ -60,6 +62,18 @@ class Block:
         return self.size_bytes + (beyond.size_bytes if beyond is not None and not beyond.mapped else 0)
 
 
+class LimitReached(Exception):
+    """The allocator may not reserve what a block needs.
+
+    Attributes:
+        short_bytes: by how much it would pass its limit.
+    """
+
+    def __init__(self, short_bytes: int) -> None:
+        super().__init__(f"{short_bytes} bytes are missing")
+        self.short_bytes = short_bytes
+
+
 class CachingAllocator:
     """The blocks of one stream of a device.
 
@@ -69,9 +83,11 @@ class CachingAllocator:
     Attributes:
         reserved_bytes: that are mapped. peak_reserved_bytes: the most of them.
         allocated_bytes: in use. peak_allocated_bytes: the most of them.
+        limit_bytes: that may be reserved, as of `torch.cuda.set_per_process_memory_fraction`; None for no limit.
     """
 
     def __init__(self) -> None:
+        self.limit_bytes: int | None = None
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self._free: dict[bool, list[tuple[int, bool, int]]] = {True: [], False: []}  # bytes, grows, address; sorted
@@ -122,7 +138,11 @@ class CachingAllocator:
         return found
 
     def allocate(self, nbytes: int) -> Block:
-        """Hand out a block."""
+        """Hand out a block.
+
+        Raises:
+            LimitReached: what is reserved would pass the limit, also once what is cached was given back.
+        """
         size_bytes = block_bytes(nbytes)
         block = self.choice(size_bytes)
         if block is not None:
@@ -158,6 +178,18 @@ class CachingAllocator:
     def top(self) -> int:
         """The address behind the last large block in use of the range that grows."""
         return self._tail().address
+
+    @property
+    def bottom(self) -> int:
+        """Where the range of large blocks that grows begins."""
+        return self._range(small=False).address
+
+    def is_of_range(self, address: int) -> bool:
+        """Whether it is of the range of large blocks that grows."""
+        first = self._range(small=False)
+        return first.address <= address < first.address + _RANGE_BYTES and not any(
+            block.address <= address < block.end for block in self._at.values() if not block.grows
+        )
 
     def _tail(self) -> Block:
         last = self._range(small=False)
@@ -202,7 +234,49 @@ class CachingAllocator:
             rest.after.before = rest
         return rest
 
+    def trim(self) -> None:
+        """Give whole pages that are free back to the device, as `torch.cuda.empty_cache` does."""
+        for address in [address for kind in self._free.values() for _, _, address in kind]:
+            block = self._at[address]
+            if not block.grows:
+                if block.before is None and block.after is None:  # all of its segment
+                    self._take(block)
+                    self.reserved_bytes -= block.size_bytes
+                continue
+            page_bytes, first = _PAGE_BYTES[block.small], self._range(small=block.small)
+            begin = first.address + -(-(block.address - first.address) // page_bytes) * page_bytes
+            end = first.address + (block.end - first.address) // page_bytes * page_bytes
+            if begin < end:
+                self._unmap(block, begin, end)
+
+    def _unmap(self, block: Block, begin: int, end: int) -> None:
+        self._take(block)
+        self.reserved_bytes -= end - begin
+        middle = self._cut(block, begin - block.address) if begin > block.address else block
+        if middle.end > end:
+            self._put(self._cut(middle, end - middle.address))
+        if middle is not block:
+            self._put(block)
+        middle.mapped = False
+        beyond = middle.after
+        if beyond is not None and not beyond.mapped:
+            _join(middle, beyond)
+        before = middle.before
+        if before is not None and not before.mapped:
+            _join(before, middle)
+
+    def _make_room(self, size_bytes: int, *, small: bool) -> None:
+        """Keep within the limit, which counts what the allocator would ask for, whatever is mapped in the end."""
+        if self.limit_bytes is None:
+            return
+        asked_bytes = _PAGE_BYTES[small] if size_bytes < _LARGE_BYTES else -(-size_bytes // _ROUND_BYTES) * _ROUND_BYTES
+        if self.reserved_bytes + asked_bytes > self.limit_bytes:
+            self.trim()
+        if self.reserved_bytes + asked_bytes > self.limit_bytes:
+            raise LimitReached(self.reserved_bytes + asked_bytes - self.limit_bytes)
+
     def _grow(self, size_bytes: int, *, small: bool) -> Block:
+        self._make_room(size_bytes, small=small)
         start = self._room(self._range(small=small), size_bytes)
         if start.mapped:
             self._take(start)

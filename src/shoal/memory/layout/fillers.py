@@ -10,18 +10,24 @@ first are allocated before the op and released behind it. They write nothing, an
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
+from random import Random
 from typing import Any
 
+from shoal.memory.layout.around import Spans, fit_around
 from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, Block, CachingAllocator, block_bytes
 from shoal.memory.layout.fit import best_fit
 from shoal.memory.layout.problem import Block as LaidOut
 from shoal.memory.layout.problem import Problem
 from shoal.memory.layout.search import search
 
-_SEARCH_SECONDS = 1.0
+_SEARCH_SECONDS = 0.5
 _GRAINS = (512, 1 << 20, 3 << 19, 5 << 19)
+_SPREADS = (0.0, 0.15, 0.4)
+_FEWEST_ATTEMPTS, _MOST_ATTEMPTS = 10, 32
+_ATTEMPTED_EVENTS = 64_000  # of all attempts, between the two
 _ENOUGH = 1.02  # of the bytes in use at the peak
 
 
@@ -105,16 +111,25 @@ class Step:
             most_bytes: that may be in use at its peak, with what fills holes.
         """
         best = self._run({}, 0)
-        for grain_bytes in _GRAINS:
+        attempts = min(_MOST_ATTEMPTS, max(_FEWEST_ATTEMPTS, _ATTEMPTED_EVENTS // len(self._events)))
+        for layout in islice(self._layouts(), attempts):
             if best.reserved_bytes <= _ENOUGH * best.allocated_bytes:
                 break
-            made = self._run(self._layout(grain_bytes), most_bytes)
+            made = self._run(layout, most_bytes)
             if made.reserved_bytes < best.reserved_bytes and made.allocated_bytes <= most_bytes:
                 best = made
         return best
 
-    def _layout(self, grain_bytes: int) -> dict[int, int]:
-        """Addresses of the step's blocks: in holes between what was there before, all others above it in fewest bytes.
+    def _layouts(self) -> Iterator[dict[int, int]]:
+        """Addresses of the step's blocks, in several ways: how well the allocator can follow each shows later."""
+        for grain_bytes in _GRAINS:
+            yield self._above(grain_bytes)
+        random = Random(0)
+        for attempt in count():
+            yield self._among(random, _SPREADS[attempt % len(_SPREADS)])
+
+    def _above(self, grain_bytes: int) -> dict[int, int]:
+        """In holes between what was there before, all others above it in fewest bytes.
 
         Sizes are rounded up to whole grains: before a block, the allocator can fill more than 1 MiB, or nothing.
         """
@@ -133,6 +148,30 @@ class Step:
         for life, offset in zip(lives, (found or best_fit(problem)).offsets, strict=True):
             planned[life.start] = top + offset
         return {start: address for start, address in planned.items() if start in self._planned}
+
+    def _among(self, random: Random, spread: float) -> dict[int, int]:
+        """Among what was there before: the largest first, each at the lowest address that is free all its life.
+
+        Sizes count as by up to `spread` of themselves smaller or larger.
+        """
+        allocator = CachingAllocator.of_snapshot(self._segments)
+        line = _Line(self._segments, allocator)
+        end = len(self._events)
+        spans = {life.start: life.spans for life in self._standing}
+        fixed: list[tuple[int, int, Spans]] = [
+            (line.place(b.address), line.place(b.address) + b.size_bytes, spans.get(b.address, ((0, end),)))
+            for b in allocator.in_use()
+            if not b.small
+        ]
+        fixed += [(place, place + 1, ((0, end),)) for place in line.walls]
+        weight = {life.start: life.size_bytes * random.uniform(1 - spread, 1 + spread) for life in self._lives}
+        lives = sorted(self._lives, key=lambda life: (-weight[life.start], life.start))
+        places = fit_around(fixed, [(life.size_bytes, life.spans) for life in lives])
+        return {
+            life.start: line.address(place)
+            for life, place in zip(lives, places, strict=True)
+            if life.start in self._planned
+        }
 
     def _in_holes(self, top: int) -> dict[int, int]:
         """Addresses of blocks that are in use at the peak and fit into holes below `top`, the longest in use first."""
@@ -210,25 +249,25 @@ class Step:
         """Two steps in a row, as the allocator runs them."""
         allocator = CachingAllocator.of_snapshot(self._segments)
         blocks: dict[int, Block] = {block.address: block for block in allocator.in_use()}
-        sizes: dict[str, tuple[int, ...]] = {}
+        sizes: dict[str, tuple[int, ...]] = {}  # of each op that ran, empty where nothing is filled
         mapping: tuple[int, ...] = ()
         if planned:
-            mapping = allocator.map_up_to(max(planned[n] + block_bytes(self._events[n].size_bytes) for n in planned))
-        for repeated in (False, True):
+            ends = (planned[n] + block_bytes(self._events[n].size_bytes) for n in planned)
+            mapping = allocator.map_up_to(max((end for end in ends if allocator.is_of_range(end - 1)), default=0))
+        for _ in range(2):
             made: dict[int, int] = {}  # address in the record → event, of what is in use
             for group in self._groups:
                 first = self._events[group[0]]
                 op = first.op if first.allocated else ""
                 target = next((n for n in group if n in planned), None)
                 fillers: list[Block] = []
-                if repeated:
-                    fillers = [allocator.allocate(nbytes) for nbytes in sizes.get(op, ())]
-                elif target is not None:
-                    fillers = _fill(
-                        allocator, planned[target], block_bytes(self._events[target].size_bytes), most_bytes
-                    )
-                    if fillers:
-                        sizes[op] = tuple(block.size_bytes for block in fillers)
+                if op in sizes:  # an op may run several times in a step, and the step does again and again
+                    fillers = [allocator.allocate(nbytes) for nbytes in sizes[op]]
+                elif op:
+                    if target is not None:
+                        size_bytes = block_bytes(self._events[target].size_bytes)
+                        fillers = _fill(allocator, planned[target], size_bytes, most_bytes)
+                    sizes[op] = tuple(block.size_bytes for block in fillers)
                 for number in group:
                     event = self._events[number]
                     if event.allocated:
@@ -242,7 +281,41 @@ class Step:
             for address, number in made.items():
                 if self._stays.get(address) != number:  # gone when the next step begins, such as gradients
                     allocator.release(blocks.pop(address))
+        sizes = {op: filled for op, filled in sizes.items() if filled}
         return Filled(mapping, sizes, allocator.peak_reserved_bytes, allocator.peak_allocated_bytes)
+
+
+class _Line:
+    """Addresses of large blocks on one line: segments of a fixed size, a wall behind each, then the range that grows.
+
+    Attributes:
+        walls: places that belong to no block.
+    """
+
+    def __init__(self, segments: Iterable[Mapping[str, Any]], allocator: CachingAllocator) -> None:
+        self._grows = allocator.bottom
+        self._fixed: list[tuple[int, int, int]] = []  # address, end, place
+        self._start = 0
+        for segment in sorted(segments, key=lambda one: int(one["address"])):
+            if segment["segment_type"] == "large" and not segment["is_expandable"]:
+                address, size_bytes = int(segment["address"]), int(segment["total_size"])
+                self._fixed.append((address, address + size_bytes, self._start))
+                self._start += size_bytes + 1
+        self.walls = [place + end - address for address, end, place in self._fixed]
+
+    def place(self, address: int) -> int:
+        """Of an address."""
+        for begin, end, place in self._fixed:
+            if begin <= address < end:
+                return place + address - begin
+        return self._start + address - self._grows
+
+    def address(self, place: int) -> int:
+        """Of a place."""
+        for begin, end, start in self._fixed:
+            if start <= place < start + end - begin:
+                return begin + place - start
+        return self._grows + place - self._start
 
 
 def _by_op(events: Sequence[Event]) -> list[list[int]]:

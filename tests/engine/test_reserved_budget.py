@@ -1,0 +1,104 @@
+"""A budget of reserved bytes: who may ask for it, and how a plan is found; on a device in tests/cuda_standin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.engine.options import CompileOptions
+from shoal.engine.reserved_budget import within_reserved
+from shoal.errors import BudgetError, InputError
+from shoal.memory.layout.reserved import Reserved
+
+
+def test_on_the_cpu_it_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match="budget_of='reserved' needs a CUDA device; the model is on cpu"):
+        shoal.compile(nn.Linear(4, 4), budget="1MiB", budget_of="reserved")
+    model = torch.compile(nn.Linear(4, 4), backend="shoal", options={"budget": "1MiB", "budget_of": "reserved"})
+    with pytest.raises(InputError, match="needs a CUDA device"):
+        model(torch.randn(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"budget": "1GiB", "budget_of": "both"}, "'both': expected 'allocated' or 'reserved'"),
+        ({"budget_of": "reserved"}, "give budget=, and no plan="),
+        ({"budget": "1GiB", "budget_of": "reserved", "has_plan": True}, "and no plan="),
+    ],
+)
+def test_what_it_cannot_be_combined_with(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        CompileOptions.of(**given)
+
+
+@dataclass(frozen=True)
+class Graph:
+    static_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    graph: Graph
+    own_bytes: int
+    exact_graph: None = None
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        return self.own_bytes + self.graph.static_bytes
+
+
+@dataclass(frozen=True)
+class Basis:
+    static_bytes: int
+
+    def with_static(self, more_bytes: int) -> Basis:
+        return Basis(self.static_bytes + more_bytes)
+
+
+@dataclass(frozen=True)
+class Planned:
+    plan: Plan
+    basis: Basis
+
+
+BUDGET = 1000
+
+
+def planned(aside_bytes: int) -> Planned:
+    """A plan that fills what is not set aside."""
+    if BUDGET - aside_bytes < 400:
+        raise BudgetError("no plan", budget_bytes=BUDGET, least_feasible_bytes=BUDGET + 1)
+    own_bytes = BUDGET - 100 - aside_bytes
+    return Planned(Plan(Graph(100 + aside_bytes), own_bytes), Basis(100 + aside_bytes))
+
+
+def look_with(overhead: float) -> Any:
+    def look(plan: Plan) -> Reserved:
+        wanted = int(plan.predicted_peak_bytes * overhead)
+        return Reserved(min(wanted, BUDGET), max(0, wanted - BUDGET))
+
+    return look
+
+
+def test_bytes_are_set_aside_until_what_is_reserved_fits_and_are_not_predicted() -> None:
+    made, found = within_reserved(cast(Any, planned(0)), cast(Any, planned), look_with(1.25), BUDGET)
+    assert found.short_bytes == 0
+    assert 700 < made.plan.predicted_peak_bytes <= 800
+    assert made.plan.graph.static_bytes == 100
+    assert made.basis == Basis(100)
+
+
+def test_where_nothing_is_short_the_plan_stays() -> None:
+    first = planned(0)
+    assert within_reserved(cast(Any, first), cast(Any, planned), look_with(1.0), BUDGET)[0] is first
+
+
+def test_a_budget_that_is_too_small_is_refused_with_what_the_allocator_takes() -> None:
+    with pytest.raises(BudgetError, match="no plan; .* are left to the allocator"):
+        within_reserved(cast(Any, planned(0)), cast(Any, planned), look_with(3.0), BUDGET)
