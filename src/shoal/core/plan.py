@@ -240,10 +240,9 @@ class Plan:
             now_bytes = simulate(self.graph, {}).peak_bytes
         else:
             what, before_bytes, now_bytes = "this plan", without.peak_bytes, self.predicted_peak_bytes
-        return (
-            f"{moved} of {len(self.graph.ops)} ops run earlier or later than captured: the peak of {what} is "
-            f"{format_bytes(now_bytes)} instead of {format_bytes(before_bytes)}"
-        )
+        now, before = format_bytes(now_bytes), format_bytes(before_bytes)
+        peak = f"is {now} instead of {before}" if now != before else f"stays {now}"
+        return f"{moved} of {len(self.graph.ops)} ops run earlier or later than captured: the peak of {what} {peak}"
 
     def _describe_checkpoints(self) -> list[str]:
         if not self.checkpoints:

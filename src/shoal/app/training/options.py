@@ -23,7 +23,7 @@ PRECISIONS_OF_WEIGHTS = ("8", "16", "24", "32", "bf16", "adaptive")
 PARALLEL = ("hybrid",)
 
 # What may differ between a run and its continuation without a number changing.
-_FREE = {"budget_bytes", "planner", "enforce", "workers", "kernels", "root", "out", "resume"}
+_FREE = {"budget_bytes", "planner", "enforce", "workers", "root", "out", "resume"}
 _FREE |= {"budget_of", "offload_to", "host_budget_bytes", "rehearse"}
 
 
