@@ -41,8 +41,10 @@ EXAMPLES = {name: [found for found in docstrings(path) if found.examples] for na
 
 def is_here(name: str) -> bool:
     """Whether what a module of `shoal.hosts` is called after is installed; so is what all others import."""
-    package, _, host = name.rpartition(".")
-    return package != "shoal.hosts" or importlib.util.find_spec(host) is not None
+    if not name.startswith("shoal.hosts."):
+        return True
+    host = {"nnunet": "nnunetv2"}.get(name.split(".")[2], name.split(".")[2])
+    return importlib.util.find_spec(host) is not None
 
 
 @pytest.mark.parametrize("name", [name for name, found in EXAMPLES.items() if found])

@@ -35,16 +35,20 @@ from tests.random_steps import HARDWARE, SLOW_LINK, any_order
 networks = st.sampled_from(list(NETWORKS))
 
 
-@cache
 def step_of(network: str) -> tuple[Captured, list[torch.Tensor], list[Any]]:
-    """The step with workspaces, what to run it on, and what its joint graph gives."""
+    """The step with workspaces, what to run it on, and what its joint graph gives; a run changes buffers in place."""
+    captured, expected = _step_of(network)
+    return captured, operands(captured.joint), expected
+
+
+@cache
+def _step_of(network: str) -> tuple[Captured, list[Any]]:
     captured = captured_step(NETWORKS[network]())
     costs = profile(captured.distinct_nodes(), cache=False, budget_seconds=0)
     workspaces = {**costs.workspace_bytes, "": 0}  # the loss, which these tests do not run
     graph = replace(captured.graph.with_costs(costs.seconds, workspaces), link=SLOW_LINK)
     captured = replace(captured, graph=graph)
-    tensors = operands(captured.joint)
-    return captured, tensors, run_joint(captured.joint, tensors)
+    return captured, run_joint(captured.joint, operands(captured.joint))
 
 
 @cache
@@ -91,7 +95,8 @@ def test_every_schedule_gives_the_bits_of_the_joint_graph(
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours is None) == (theirs is None)
         assert theirs is None or same_bits(ours, theirs)
-    assert all(map(torch.equal, tensors, before))
+    left_alone = [place for place, tensor in enumerate(tensors) if not any(tensor is one for one in found)]
+    assert all(torch.equal(tensors[place], before[place]) for place in left_alone)
 
 
 @settings(max_examples=25)
