@@ -77,8 +77,7 @@ docs: .venv-docs/.docs
 TUTORIALS := $(wildcard docs/tutorials/*.md)
 notebooks: build-test $(VENV)/.notebooks
 	@$(BIN)/jupytext --quiet --update --to ipynb $(TUTORIALS)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/jupyter execute --inplace --timeout=600 \
-	  --NbClientApp.log_level=WARN --NotebookClient.record_timing=False $(TUTORIALS:.md=.ipynb)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python docs/execute_notebooks.py $(TUTORIALS:.md=.ipynb)
 
 # One wheel for every Python, in dist/, with the native kernels and without libgomp: torch brings that. It is tested in a
 # fresh environment in which no compiler is found.
