@@ -76,10 +76,10 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (aten.relu.default, lambda x, y: (x,)),
     (aten.div.Scalar, lambda x, y: (x, 3)),
     (aten.mul.Scalar, lambda x, y: (x, 0.3)),
-    (aten.masked_fill.Scalar, lambda x, y: (x, y > 0, 0)),
     (aten.native_dropout_backward.default, lambda x, y: (x, y > 0, 1.25)),
     (dropout.dropout, lambda x, y: (x, 0.4)),
     (dropout.dropout_backward, lambda x, y: (x, y > 0, 0.4)),
+    (relu.zeroed, lambda x, y: (x, y <= 0)),
     (relu.backward, lambda x, y: (x, y > 0)),
     (
         encoded_activation.relu_backward,

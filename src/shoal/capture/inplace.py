@@ -26,6 +26,7 @@ from shoal.kernels.norm.norm_act import backward_ as norm_act_backward_
 from shoal.kernels.norm.norm_conv import backward_onto as norm_conv_backward_onto
 from shoal.kernels.relu import backward as relu_backward
 from shoal.kernels.relu import backward_ as relu_backward_
+from shoal.kernels.relu import zeroed, zeroed_
 
 _aten = torch.ops.aten
 
@@ -58,12 +59,12 @@ _OUT: dict[Any, tuple[tuple[int, ...], Callable[..., Any], str]] = {
 _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     _aten.relu.default: ((0,), _aten.relu_.default),
     _aten.div.Scalar: ((0,), _aten.div_.Scalar),
-    _aten.masked_fill.Scalar: ((0,), _aten.masked_fill_.Scalar),
     _aten.native_dropout_backward.default: ((0,), _dropout_backward),
     dropout: ((0,), dropout_),
     batch_norm.normalise: ((0,), batch_norm.normalise_),
     group_norm.normalise: ((0,), group_norm.normalise_),
     relu_backward: ((0,), relu_backward_),
+    zeroed: ((0,), zeroed_),
     encoded_relu_backward: ((0,), encoded_relu_backward_),
     batch_norm.backward: ((0,), batch_norm.backward_),
     batch_norm_pieces.native_backward: ((0,), batch_norm_pieces.native_backward_),

@@ -52,6 +52,7 @@ from shoal.kernels.memory_format import channels_last_format, suggested_memory_f
 from shoal.kernels.pooling import backward as pool_backward
 from shoal.kernels.pooling import forward as pool_forward
 from shoal.kernels.relu import backward as relu_backward
+from shoal.kernels.relu import zeroed
 
 _aten = torch.ops.aten
 _STATISTICS_OF_BATCH_NORM = (3, 4)
@@ -376,7 +377,7 @@ def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
         if others:
             backward.add(mask)
         if mask.target is _aten.le.Scalar:
-            node.target, node.args = _aten.masked_fill.Scalar, (grad, mask, 0)
+            node.target, node.args = zeroed, (grad, mask)
         else:
             node.target, node.args = relu_backward, (grad, mask)
 
@@ -384,7 +385,7 @@ def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
 def _mask_of(output: fx.Node, device: str) -> tuple[Any, ...]:
     """The call that makes a ReLU's mask of its output. A NaN lets its gradient through."""
     if device == "cuda":
-        # Where the gradient is zero, for `masked_fill`: `threshold_backward` converts booleans one by one.
+        # Where the gradient is zero, for `zeroed`: `threshold_backward` converts booleans one by one.
         return _aten.le.Scalar, (output, 0)
     # Where it passes; `ne` gives the same in four times the time.
     return _aten._to_copy.default, (output,), {"dtype": torch.bool}

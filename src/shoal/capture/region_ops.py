@@ -100,6 +100,10 @@ def _relu_backward(grad: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
     return torch.where(positive, grad, 0.0)
 
 
+def _zeroed(grad: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    return torch.where(where, 0.0, grad)
+
+
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
     return grad * mask * (0.0 if p == 1 else 1 / (1 - p))
 
@@ -109,6 +113,7 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     batch_norm.backward: _batch_norm_backward,
     group_norm.backward: _group_norm_backward,
     relu.backward: _relu_backward,
+    relu.zeroed: _zeroed,
     dropout_backward: _dropout_backward,
 }
 # Worth a region by themselves: eager PyTorch makes several sweeps of them, or Inductor fewer bytes.

@@ -31,6 +31,19 @@ def backward_(grad: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
     return where_above_(grad, positive.view(torch.uint8), 0)
 
 
+def zeroed(grad: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """`grad`, zero where `where`; laid out as it, while `masked_fill` returns a contiguous tensor."""
+    if grad.stride() != where.stride():
+        # The library decides the layout of the result, as it does for the plain network.
+        return torch.ops.aten.threshold_backward(grad, where.logical_not().view(torch.uint8), 0)
+    return grad.clone().masked_fill_(where, 0)
+
+
+def zeroed_(grad: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """`zeroed` that writes over `grad`."""
+    return grad.masked_fill_(where, 0)
+
+
 def where_above(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torch.Tensor:
     """`grad` where `mask`, bytes of its shape, is above `threshold`; zero elsewhere."""
     if grad.stride() != mask.stride() or not _fills_its_block(grad):
