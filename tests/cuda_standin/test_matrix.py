@@ -1,5 +1,7 @@
 """The contract of a budget on CUDA over kinds of networks, numbers, loops and memory, mixed in ten rows.
 
+They are those that held of twenty that were tried; docs/accelerators.md names the others. No covering selection.
+
 Six of the seven networks of `bench.budgets` and three of timm's; float32, bfloat16 and float16 with a GradScaler, both
 memory formats, SGD and AdamW, two passes a step, a second model beside, cuDNN workspaces of 0 and 64 MiB, offloading
 alone.
