@@ -21,6 +21,8 @@ from shoal.kernels.encoded_activation import relu_backward as encoded_relu_backw
 from shoal.kernels.encoded_activation import relu_backward_ as encoded_relu_backward_
 from shoal.kernels.invertible_norm.inverted_batch_norm import backward_ as inverted_batch_norm_backward_
 from shoal.kernels.invertible_norm.inverted_batch_norm import forward_ as inverted_batch_norm_
+from shoal.kernels.invertible_norm.inverted_norm import backward_ as inverted_norm_backward_
+from shoal.kernels.invertible_norm.inverted_norm import forward_ as inverted_norm_
 from shoal.kernels.norm.joined_statistics import sliced_norm_, sliced_norm_gradient_
 from shoal.kernels.norm.norm_act import backward_ as norm_act_backward_
 from shoal.kernels.norm.norm_conv import backward_onto as norm_conv_backward_onto
@@ -77,6 +79,8 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     torch.ops.shoal.sliced_norm_gradient.default: ((0,), sliced_norm_gradient_),
     torch.ops.shoal.inverted_batch_norm.default: ((0,), inverted_batch_norm_),
     torch.ops.shoal.inverted_batch_norm_backward.default: ((0,), inverted_batch_norm_backward_),
+    torch.ops.shoal.inverted_norm.default: ((0,), inverted_norm_),
+    torch.ops.shoal.inverted_norm_backward.default: ((0,), inverted_norm_backward_),
 }
 _READ_LATER = (batch_norm.normalise, group_norm.normalise)
 _NORMS = (
