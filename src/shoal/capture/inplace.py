@@ -97,7 +97,7 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     elif node.target in _CALLS:
         places = _CALLS[node.target][0]
     elif isinstance(node.target, CompiledRegion):
-        places = node.target.overwritable
+        places = node.target.overwritable or ()
     else:
         return ()
     value = node.meta["val"]

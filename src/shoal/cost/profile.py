@@ -125,7 +125,16 @@ def profile(
     finally:
         if cache and measured:
             measurement_cache.remember("costs", place, {key: list(value) for key, value in measured.items()})
-    found |= measured
+    return _as_costs(found | measured)
+
+
+def recalled(nodes: Mapping[str, fx.Node], *, device: str | torch.device = "cpu") -> Costs:
+    """Those of `profile` that were measured before, on this machine; nothing runs."""
+    known = _readable(measurement_cache.recall("costs", measurement_cache.device_of(device)))
+    return _as_costs({key: known[key] for key in nodes if key in known})
+
+
+def _as_costs(found: Mapping[str, _Cost]) -> Costs:
     return Costs(
         seconds={key: max(cost.kernel_seconds, cost.launch_seconds) for key, cost in found.items()},
         workspace_bytes={key: cost.workspace_bytes for key, cost in found.items()},
