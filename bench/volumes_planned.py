@@ -96,8 +96,8 @@ def largest_patch(
     least_percent: float = _LEAST_PERCENT,
     advance: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """The largest patch inside all of a card's memory, float32: of plain PyTorch by `shoal.fit`, whose sides grow one by
-    one; of Shoal among cubes, so that few are planned.
+    """The largest patch inside all of a card's memory, float32: of plain PyTorch by `shoal.fit`, each side by itself;
+    of Shoal among cubes, so that few are planned.
 
     Args:
         least_percent: the least share of the step at another size, where the search begins.
