@@ -23,7 +23,7 @@ from bench.frame import Unavailable
 from bench.interleave import Clock, K, in_turns, no_collection, synchronize
 from shoal.app import models
 from shoal.lowlevel import allocations
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes
 
 _TIMM = "timm/"
 

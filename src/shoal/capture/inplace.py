@@ -14,19 +14,21 @@ import torch
 from torch import fx
 
 from shoal.capture.symbolic_sizes import at_numbers, expression_of
-from shoal.kernels import batch_norm, batch_norm_pieces, group_norm
+from shoal.kernels import batch_norm, batch_norm_pieces, group_norm, layer_norm, prelu
 from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, dropout_, dropout_backward, dropout_backward_
 from shoal.kernels.encoded_activation import relu_backward as encoded_relu_backward
 from shoal.kernels.encoded_activation import relu_backward_ as encoded_relu_backward_
 from shoal.kernels.invertible_norm.inverted_batch_norm import backward_ as inverted_batch_norm_backward_
 from shoal.kernels.invertible_norm.inverted_batch_norm import forward_ as inverted_batch_norm_
+from shoal.kernels.invertible_norm.inverted_norm import backward_ as inverted_norm_backward_
+from shoal.kernels.invertible_norm.inverted_norm import forward_ as inverted_norm_
 from shoal.kernels.norm.joined_statistics import sliced_norm_, sliced_norm_gradient_
 from shoal.kernels.norm.norm_act import backward_ as norm_act_backward_
 from shoal.kernels.norm.norm_conv import backward_onto as norm_conv_backward_onto
 from shoal.kernels.relu import backward as relu_backward
 from shoal.kernels.relu import backward_ as relu_backward_
-from shoal.kernels.relu import zeroed, zeroed_
+from shoal.kernels.relu import leaky_backward, leaky_backward_, zeroed, zeroed_
 
 _aten = torch.ops.aten
 
@@ -43,6 +45,15 @@ _OUT: dict[Any, tuple[tuple[int, ...], Callable[..., Any], str]] = {
     _aten.leaky_relu.default: ((0,), _aten.leaky_relu.out, "out"),
     _aten.leaky_relu_backward.default: ((0,), _aten.leaky_relu_backward.grad_input, "grad_input"),
     _aten.elu.default: ((0,), _aten.elu.out, "out"),
+    _aten.elu_backward.default: ((0,), _aten.elu_backward.grad_input, "grad_input"),
+    _aten.gelu.default: ((0,), _aten.gelu.out, "out"),
+    _aten.gelu_backward.default: ((0,), _aten.gelu_backward.grad_input, "grad_input"),
+    _aten.hardswish.default: ((0,), _aten.hardswish.out, "out"),
+    _aten.hardsigmoid.default: ((0,), _aten.hardsigmoid.out, "out"),
+    _aten.hardsigmoid_backward.default: ((0,), _aten.hardsigmoid_backward.grad_input, "grad_input"),
+    _aten.softplus.default: ((0,), _aten.softplus.out, "out"),
+    _aten.softplus_backward.default: ((0,), _aten.softplus_backward.grad_input, "grad_input"),
+    _aten.mish.default: ((0,), _aten.mish.out, "out"),
     _aten.silu.default: ((0,), _aten.silu.out, "out"),
     _aten.silu_backward.default: ((0,), _aten.silu_backward.grad_input, "grad_input"),
     _aten.sigmoid.default: ((0,), _aten.sigmoid.out, "out"),
@@ -65,6 +76,10 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     group_norm.normalise: ((0,), group_norm.normalise_),
     relu_backward: ((0,), relu_backward_),
     zeroed: ((0,), zeroed_),
+    leaky_backward: ((0,), leaky_backward_),
+    layer_norm.backward: ((0,), layer_norm.backward_),
+    prelu.backward: ((0,), prelu.backward_),
+    _aten._prelu_kernel.default: ((0,), prelu.forward_),
     encoded_relu_backward: ((0,), encoded_relu_backward_),
     batch_norm.backward: ((0,), batch_norm.backward_),
     batch_norm_pieces.native_backward: ((0,), batch_norm_pieces.native_backward_),
@@ -77,6 +92,8 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     torch.ops.shoal.sliced_norm_gradient.default: ((0,), sliced_norm_gradient_),
     torch.ops.shoal.inverted_batch_norm.default: ((0,), inverted_batch_norm_),
     torch.ops.shoal.inverted_batch_norm_backward.default: ((0,), inverted_batch_norm_backward_),
+    torch.ops.shoal.inverted_norm.default: ((0,), inverted_norm_),
+    torch.ops.shoal.inverted_norm_backward.default: ((0,), inverted_norm_backward_),
 }
 _READ_LATER = (batch_norm.normalise, group_norm.normalise)
 _NORMS = (
@@ -101,6 +118,8 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     else:
         return ()
     value = node.meta["val"]
+    if node.target is _aten._prelu_kernel.default and value.device.type != "cpu":
+        return ()  # it would be made elsewhere first
     result = value[0] if isinstance(value, (tuple, list)) else value
     found = []
     for place in places:
