@@ -50,7 +50,8 @@ from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.lowlevel.torch_state import active_ddp_module, has_gradient_hook, in_trace
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer, reject_copy
-from shoal.memory.static_memory import StaticMemory, distinct_bytes
+from shoal.memory.static_memory import StaticMemory
+from shoal.memory.storage_bytes import distinct_bytes
 from shoal.offload.policy import AUTO
 
 log = logging.getLogger("shoal")

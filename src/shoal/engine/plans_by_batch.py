@@ -27,7 +27,8 @@ from shoal.engine.search.max_batch import largest_fitting
 from shoal.engine.search.scaled_step import NotLinear, scaled_step
 from shoal.engine.search.variants import PatchWork, Variants, fused_forms, sliced_forms
 from shoal.errors import InputError, brief
-from shoal.memory.static_memory import StaticMemory, distinct_bytes
+from shoal.memory.static_memory import StaticMemory
+from shoal.memory.storage_bytes import distinct_bytes
 
 _SMALLEST = 4  # batch whose step stands for others: that of one image is often of another form
 _APART = 4

@@ -6,7 +6,7 @@ PyTorch does not guarantee these names; 2.11 to 2.13 have them, and `tests/lowle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -162,3 +162,11 @@ def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
 def allocated_bytes(nbytes: int, device: torch.device) -> int:
     """What a device's allocator counts for so many bytes: CUDA hands out blocks of 512 bytes."""
     return -(-nbytes // 512) * 512 if device.type == "cuda" else nbytes
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Within it an accelerator's kernels are started on `device`; the CPU has none to choose from."""
+    if device.type == "cpu":
+        return nullcontext()
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return torch.accelerator.device_index(index)

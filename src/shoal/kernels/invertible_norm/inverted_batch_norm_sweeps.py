@@ -26,7 +26,7 @@ from shoal.kernels.norm.norm_rows import vector
 from shoal.kernels.norm.norm_tiles import grid_of
 from shoal.lowlevel import native
 from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
-from shoal.lowlevel.triton_launch import on_device
+from shoal.lowlevel.torch_state import on_device
 
 _PIECE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a piece stay in L2
 _MIN_PIECES = 16  # so that temporaries are small beside small tensors too
