@@ -112,7 +112,9 @@ ROWS = [
     ),
     Case("timm/vit_tiny_patch16_224", 32, 224, share=0.6, optimizer="adamw", beside="ema", allow="exact"),
 ]
-NOT_YET: dict[str, str] = {}
+NOT_YET = {
+    "timm/convnext_atto-sgd-fp32-60%-ema-ddp": "1.18 of the budget is reserved: in DDP blocks are not placed",
+}
 COLUMNS = ("amp", "channels_last", "optimizer", "share", "passes", "beside", "workspace_bytes", "allow", "ddp")
 
 
