@@ -77,6 +77,7 @@ class Variants:
 
     def __init__(self, gm: fx.GraphModule, means: frozenset[str]) -> None:
         self.own, self._means = gm, means
+        self._every_size: FusionSize | None = None
 
     @property
     def _source(self) -> LayeredGraph | None:
@@ -210,7 +211,11 @@ class Variants:
             return self.own
         source = layered(self.own)  # a copy of its own: transforms change graphs
         if variant.fuse:
+            if variant.large_only and self._every_size is not None and self._every_size.all_large:
+                raise Refused("all maps are large")
             size = FusionSize("large" if variant.large_only else "always")
+            if not variant.large_only:
+                self._every_size = size  # tells when that graph has been traced
             rewritten, summary = fuse_graph(source.root, source.graph, variant.fuse, size)  # type: ignore[arg-type]
             if not summary.fused:
                 raise Refused("no batch norm can be fused")
