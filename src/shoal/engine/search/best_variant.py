@@ -35,6 +35,7 @@ log = logging.getLogger("shoal")
 Made = TypeVar("Made")
 Cost = TypeVar("Cost")
 _GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
+_WORTH_A_PLAN = 0.005  # of the best plan's step: a form that may gain no more is not planned
 _WORTH_SLICES = 0.1  # likewise on slices of the batch
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out
 _SURE = 0.9  # of what the step on more slices is expected to take
@@ -219,13 +220,16 @@ class _Search(Generic[Graph, Made]):
             bound_seconds if math.isfinite(bound_seconds) else None,
             None,
             None,
-            "cannot be faster, by its bound" if math.isfinite(bound_seconds) else "does not fit, by its bound",
+            "does not fit, by its bound",
         )
         best = self._best
         if math.isinf(bound_seconds):
             self._unfit.append(form)
             self._note_what_is_needed(form)
-        elif best is None or bound_seconds < best.plan.predicted_seconds:
+        elif best is not None and bound_seconds >= (1 - _WORTH_A_PLAN) * best.plan.predicted_seconds:
+            gains = bound_seconds < best.plan.predicted_seconds
+            row = replace(row, outcome=f"cannot be {'much ' if gains else ''}faster, by its bound")
+        else:
             try:
                 made, plan = priced.plan(self._budget_bytes)
             except BudgetError as error:
