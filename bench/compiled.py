@@ -3,12 +3,14 @@
     python -m bench.compiled            every network, float32 and bfloat16 autocast: hours on two cores
     python -m bench.compiled --quick    the same on tiny inputs, to see that it runs
     python -m bench.compiled --networks resnet50,gpt2 --shares 100,50 --precision float32
+    python -m bench.compiled --resume runs/bench/compiled_....json   networks that it has are not measured again
     python -m bench.compiled --start --networks resnet50  seconds until the second step, cold and warm
 
 Budgets are shares of eager PyTorch's peak. `torch.compile` runs by itself and at several values of
 `activation_memory_budget`; at a budget, the fastest of its settings whose measured peak fits stands for it. Shoal runs
 with kernels="eager" and kernels="compiled", in whatever form `--allow` permits. All are timed in turns. Gradients of
-each contender are held against eager PyTorch's; `error` is their distance, relative to these.
+each contender are held against eager PyTorch's; `error` is their distance, relative to these. The file is written after
+each contender and each round; an interrupted run finds in the compilers' caches what it compiled.
 
 GPT-2 is of transformers (here 5.23.0), four of the networks are of timm (here 1.0.31); what does not import is skipped.
 """
@@ -37,7 +39,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 from bench.frame import CPU_TIME, NETWORKS, Bench, Run, Unavailable, WrongResult, bar, option, percentages, switch
-from bench.interleave import Clock
+from bench.interleave import Clock, turns
 from bench.network import Setting
 from bench.tables import cells, new_table
 from bench.workload import Forward, Workload, make_workload
@@ -45,19 +47,19 @@ from shoal.engine.api import compile as compile_model
 from shoal.errors import BudgetError, InputError
 
 SETTINGS = {
-    "mobilenet_v2": Setting(16, 128),
-    "googlenet": Setting(16, 128),
+    "mobilenet_v2": Setting(8, 128),
+    "googlenet": Setting(8, 128),
     "unet3d": Setting(1, 48),
-    "densenet121": Setting(8, 128),
-    "resnet50": Setting(16, 128),
-    "unet": Setting(2, 160),
-    "vgg16_bn": Setting(24, 128),
-    "resnet18": Setting(32, 112),
-    "timm/efficientnet_b0": Setting(8, 160),
-    "timm/convnext_tiny": Setting(8, 160),
-    "timm/hrnet_w18_small": Setting(8, 160),
-    "timm/vit_small_patch16_224": Setting(8, 224),
-    "gpt2": Setting(2, 256),  # sequences, tokens
+    "densenet121": Setting(4, 128),
+    "resnet50": Setting(4, 128),
+    "unet": Setting(1, 128),
+    "vgg16_bn": Setting(8, 96),
+    "resnet18": Setting(16, 96),
+    "timm/efficientnet_b0": Setting(4, 160),
+    "timm/convnext_tiny": Setting(2, 160),
+    "timm/hrnet_w18_small": Setting(2, 160),
+    "timm/vit_small_patch16_224": Setting(2, 224),
+    "gpt2": Setting(1, 256),  # sequences, tokens
 }
 QUICK_SETTINGS = {name: Setting(2, 64) for name in SETTINGS} | {
     "unet3d": Setting(1, 16),
@@ -65,22 +67,30 @@ QUICK_SETTINGS = {name: Setting(2, 64) for name in SETTINGS} | {
     "gpt2": Setting(1, 32),
 }
 PRECISIONS = ("float32", "bfloat16")
-SHARES = (100.0, 80.0, 60.0, 45.0, 33.0)
-ACTIVATION_BUDGETS = (0.8, 0.6, 0.4, 0.2, 0.0)
+SHARES = (100.0, 60.0, 40.0)
+ACTIVATION_BUDGETS = (0.7, 0.4, 0.1)
 EAGER, INDUCTOR = "eager", "torch.compile"
 OURS = ("shoal eager", "shoal compiled")
 MOST_ERROR = {"float32": 0.02, "bfloat16": 0.5}
+STARTS = (INDUCTOR, *OURS)
 _START = """
-import sys, time, torch
-from bench.compiled import workload_of, SETTINGS
+import resource, sys, time, torch
+from bench.compiled import SETTINGS, by_inductor, workload_of
+from torch._inductor.async_compile import shutdown_compile_workers
 import shoal
 torch.set_num_threads({threads})
 work = workload_of({name!r}, SETTINGS[{name!r}], 0)
-begun = time.perf_counter()
-model = shoal.compile(work.shared_copy(), kernels="compiled")
+def processors():
+    whose = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, whose))
+begun, in_use = time.perf_counter(), processors()
+kernels = {kernels!r}
+model = shoal.compile(work.shared_copy(), kernels=kernels) if kernels else by_inductor(work, None)
 for _ in range(2):
     work.reset(); work.step(model)
-print(time.perf_counter() - begun)
+seconds = time.perf_counter() - begun
+shutdown_compile_workers()  # which then count as used
+print(seconds, processors() - in_use)
 """
 
 
@@ -197,16 +207,28 @@ def measure_network(
     allow: str | None = None,
     advance: Callable[[str], None] = lambda what: None,
     clock: Clock = time.perf_counter,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Every contender at every budget, as plain values."""
+    """Every contender at every budget, as plain values; `keep` gets what there is after each contender and round."""
     advance("eager PyTorch")
     workload = workload_of(name, setting, seed)
     found = _Contenders(workload, precision)
+    refused: dict[str, str] = {}
+    result = {
+        "network": name,
+        "setting": asdict(setting),
+        "precision": precision,
+        "allow": allow,
+        "plain_peak_bytes": found.peak_bytes,
+        "contenders": found.rows,
+        "refused": refused,
+        "complete": False,
+    }
     for value in (None, *values):
         who = INDUCTOR if value is None else f"{INDUCTOR} at {value:g}"
         advance(who)
         found.add(who, by_inductor(workload, value), activation_memory_budget=value)
-    refused: dict[str, str] = {}
+        keep(result)
     for share in shares:
         budget_bytes = int(found.peak_bytes * share / 100)
         for ours in OURS:
@@ -229,19 +251,17 @@ def measure_network(
                 "variant": str(status.plan.variant),
                 "compiled": list(status.plan.compiled),
             }
+            keep(result)
     advance(f"timing {len(found.forwards)} contenders in turns")
-    seconds = workload.in_turns(found.forwards, rounds, 1, clock)
-    for who, row in found.rows.items():
-        row["seconds"] = seconds[who]
-    return {
-        "network": name,
-        "setting": asdict(setting),
-        "precision": precision,
-        "allow": allow,
-        "plain_peak_bytes": found.peak_bytes,
-        "contenders": found.rows,
-        "refused": refused,
-    }
+    for row in found.rows.values():
+        row["seconds"] = []
+    for who, counts in turns(list(found.forwards), rounds, 1):
+        seconds = workload.seconds(found.forwards[who], clock)
+        if counts:
+            found.rows[who]["seconds"].append(seconds)
+        if counts and len({len(row["seconds"]) for row in found.rows.values()}) == 1:
+            keep(result)
+    return {**result, "complete": True}
 
 
 def fastest_within(result: Mapping[str, Any], budget_bytes: float) -> dict[str, Any] | None:
@@ -321,25 +341,33 @@ def network_table(result: Mapping[str, Any]) -> Table:
 
 def start_table(result: Mapping[str, Any]) -> Table:
     """Seconds until the second step."""
-    table = new_table("Seconds until the second step", "<network | cold | warm")
+    columns = "<network | <kernels | cold | of CPU time | warm | of CPU time"
+    table = new_table("Seconds until the second step", columns)
+    form = (
+        "{network} | {who} | {cold_seconds:.0f} | {cold_cpu_seconds:.0f} | {warm_seconds:.0f} | {warm_cpu_seconds:.0f}"
+    )
     for row in result.get("starts", ()):
-        table.add_row(*cells("{network} | {cold_seconds:.0f} | {warm_seconds:.0f}", row))
+        table.add_row(*cells(form, row))
     return table
 
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
     """What a page shows of a file."""
-    found = [network_table(one) for one in result.get("results", ())]
+    found = [network_table(one) for one in result.get("results", ()) if one["complete"]]
     return [*found, *([start_table(result)] if result.get("starts") else [])]
 
 
-def start_seconds(name: str) -> dict[str, Any]:
-    """Seconds until the second step of a process, with nothing on disk and then with what the first one left there."""
+def start_seconds(name: str, who: str) -> dict[str, Any]:
+    """Seconds until the second step of a process, with nothing on disk and then with what the first one left there.
+
+    CPU time is that of all its processes and threads, the compilers' included.
+    """
+    kernels = None if who == INDUCTOR else who.split()[1]
+    program = _START.format(name=name, threads=torch.get_num_threads(), kernels=kernels)
+    row: dict[str, Any] = {"network": name, "who": who}
     with tempfile.TemporaryDirectory() as folder:
         own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "SHOAL_CACHE": f"{folder}/shoal"}
-        program = _START.format(name=name, threads=torch.get_num_threads())
-        seconds = []
-        for _ in ("cold", "warm"):
+        for state in ("cold", "warm"):
             done = subprocess.run(
                 [sys.executable, "-c", program],
                 env={**os.environ, **own},
@@ -350,8 +378,8 @@ def start_seconds(name: str) -> dict[str, Any]:
             )
             if done.returncode:
                 raise WrongResult(f"{name}: {(done.stderr.strip().splitlines() or ['it failed'])[-1]}")
-            seconds.append(float(done.stdout.split()[-1]))
-    return {"network": name, "cold_seconds": seconds[0], "warm_seconds": seconds[1]}
+            row[f"{state}_seconds"], row[f"{state}_cpu_seconds"] = map(float, done.stdout.split()[-2:])
+    return row
 
 
 def _run(run: Run) -> int:
@@ -362,38 +390,41 @@ def _run(run: Run) -> int:
     if asked.start:
         starts = []
         for name in settings:
-            starts.append(start_seconds(name))
-            run.save(starts=starts)
+            for who in STARTS:
+                starts.append(start_seconds(name, who))
+                run.save(starts=starts)
         run.say(start_table(run.result))
         return 0
     shares = asked.shares or run.pick(SHARES, (100.0,))
     values = asked.sweep if asked.sweep is not None else run.pick(ACTIVATION_BUDGETS, ())
-    results: list[dict[str, Any]] = []
-    with bar(len(settings) * len(asked.precision)) as show:
-        for name, setting in settings.items():
-            for precision in asked.precision:
-                try:
-                    results.append(
-                        measure_network(
-                            name,
-                            setting,
-                            shares,
-                            precision,
-                            values,
-                            run.pick(asked.rounds, 2),
-                            asked.seed,
-                            asked.allow,
-                            partial(show, f"{name}, {precision}"),
-                            run.clock,
-                        )
+    results = [one for one in run.resume().get("results", ()) if one["complete"]]
+    there = {(one["network"], one["precision"]) for one in results}
+    wanted = [(name, one) for name in settings for one in asked.precision if (name, one) not in there]
+    with bar(len(wanted)) as show:
+        for name, precision in wanted:
+            try:
+                results.append(
+                    measure_network(
+                        name,
+                        settings[name],
+                        shares,
+                        precision,
+                        values,
+                        run.pick(asked.rounds, 2),
+                        asked.seed,
+                        asked.allow,
+                        partial(show, f"{name}, {precision}"),
+                        run.clock,
+                        lambda found: run.save(results=[*results, found]),
                     )
-                except Unavailable as reason:
-                    run.say(f"{name} is skipped: {reason}")
-                    continue
-                run.save(results=results)
-                run.say(network_table(results[-1]))
-                torch._dynamo.reset()
-                gc.collect()
+                )
+            except Unavailable as reason:
+                run.say(f"{name} is skipped: {reason}")
+                continue
+            run.save(results=results)
+            run.say(network_table(results[-1]))
+            torch._dynamo.reset()
+            gc.collect()
     broken = [row["who"] for result in results for row in rows_of(result) if row.get("broken")]
     if broken:
         run.say(f"Over its budget: {', '.join(broken)}")
@@ -421,6 +452,7 @@ main = Bench(
     switch("--start", "seconds until the second step instead, in processes of their own"),
     CPU_TIME,
     quick="tiny inputs: does it run?",
+    resume="keep the networks that this file has whole, and measure the others",
     seed=True,
 )
 

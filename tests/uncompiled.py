@@ -17,6 +17,5 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, least_bytes: int = 0) -> None:
         return [lambda arguments, module=module: module(*arguments) for module, _ in graphs]
 
     monkeypatch.setattr("shoal.kernels.compiled_region._known", {})
-    monkeypatch.setattr("shoal.kernels.compiled_region._described", {})
     monkeypatch.setattr("shoal.kernels.compiled_region.compile_each", each)
     monkeypatch.setattr("shoal.capture.regions._LEAST_BYTES", least_bytes)

@@ -22,6 +22,7 @@ RESULT = {
     "network": "net",
     "setting": {"batch": 2, "image": 8},
     "precision": "float32",
+    "complete": True,
     "plain_peak_bytes": 100,
     "contenders": {
         EAGER: row(100, 1.0, 1.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from torch import nn
 
 import shoal
 from shoal.engine import compiled_regions
+from shoal.kernels import compiled_region
 from tests.engine.compile.compiled import Residual, compiled
 from tests.engine.training_laws import (
     blocks,
@@ -98,6 +100,36 @@ def test_a_saved_plan_runs_with_the_regions_that_it_has(
     assert shoal.Plan.load(path).compiled == first.shoal.plan.compiled
 
 
+def test_a_plan_is_of_the_regions_that_the_step_has_and_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, all_regions: None
+) -> None:
+    interpreted(monkeypatch)
+    net, (batch,) = network(), images(1, 4, 3, 12, 12)
+    made = shoal.plan(net, batch, kernels="compiled")
+    assert "regions of" in made.explain()
+    planned = shoal.compile(copy.deepcopy(net), plan=made, kernels="compiled")
+    planned(batch).sum().backward()
+    assert [op.target for op in planned.shoal.plan.graph.ops] == [op.target for op in made.graph.ops]
+    assert planned.shoal.plan.compiled == made.compiled
+
+
+def test_for_a_machine_that_is_not_here_the_step_is_in_regions_where_that_is_asked_for() -> None:
+    net, batch = network().to("meta"), torch.empty(64, 3, 12, 12, device="meta")
+    plans = {
+        kernels: shoal.plan(net, batch, hardware="a100-pcie4", kernels=kernels)
+        for kernels in ("auto", "eager", "compiled")
+    }
+    assert plans["auto"].graph == plans["eager"].graph and plans["eager"].compiled == ()
+    assert len(plans["compiled"].graph.ops) < len(plans["eager"].graph.ops)
+    assert plans["compiled"].predicted_seconds < plans["eager"].predicted_seconds
+    assert plans["compiled"].compiled[0].startswith("8 regions of 18 ops")
+
+
+def test_on_the_meta_device_a_plan_says_that_nothing_is_compiled() -> None:
+    net, batch = network().to("meta"), torch.empty(4, 3, 12, 12, device="meta")
+    assert shoal.plan(net, batch, kernels="compiled").compiled == ("nothing: there is no compiler for meta",)
+
+
 def test_what_cannot_be_compiled_runs_one_by_one_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreted(monkeypatch)
 
@@ -126,6 +158,44 @@ def test_without_a_compiler_all_runs_one_by_one_and_that_is_said_once(
             planned(batch).sum().backward()
     assert caplog.text.count("no C++ compiler is found") == 1
     assert "compiled        nothing: no C++ compiler is found" in planned.shoal.plan.explain()
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many regions each call of the compiler is given."""
+    interpreted(monkeypatch)
+    calls: list[int] = []
+    each = compiled_region.compile_each
+
+    def counted(graphs: Sequence[Any]) -> list[Any]:
+        calls.append(len(graphs))
+        return each(graphs)
+
+    monkeypatch.setattr("shoal.kernels.compiled_region.compile_each", counted)
+    return calls
+
+
+def widening() -> nn.Module:
+    """Four stages that differ in their sizes alone."""
+    torch.manual_seed(0)
+    widths = (3, 8, 12, 16, 20)
+    stages = [
+        nn.Sequential(nn.Conv2d(narrow, wide, 3), nn.GroupNorm(2, wide), nn.SiLU())
+        for narrow, wide in itertools.pairwise(widths)
+    ]
+    return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def test_of_regions_that_differ_in_sizes_the_largest_speaks_for_all_and_is_measured_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled_regions, "_SLOWER", 0.0)
+    calls = counting(monkeypatch)
+    net, (batch,) = widening(), images(1, 4, 3, 14, 14)
+    shoal.compile(copy.deepcopy(net), kernels="compiled")(batch).sum().backward()
+    assert sum(calls) == 4  # both passes of a stage, and of the last one, which the pooling joins; not those of four
+    calls = counting(monkeypatch)  # with no region known, as a new process starts
+    shoal.compile(copy.deepcopy(net), kernels="compiled")(batch).sum().backward()
+    assert calls == []
 
 
 def test_a_region_that_takes_longer_than_its_ops_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,6 @@ def made(function: Any, *inputs: torch.Tensor) -> CompiledRegion:
 @pytest.fixture(autouse=True)
 def empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.kernels.compiled_region._known", {})
-    monkeypatch.setattr("shoal.kernels.compiled_region._described", {})
 
 
 @needs_compiler

@@ -10,7 +10,7 @@ What a backward region reads of a forward one is made again in it, from fewer by
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ _aten = torch.ops.aten
 _FUNCTIONAL = _aten._native_batch_norm_legit_functional.default
 _NORMS = (_FUNCTIONAL, _aten._native_batch_norm_legit.default, _aten.cudnn_batch_norm.default)
 _LEAST_BYTES = 1 << 14  # of what a region reads and writes
+_MOST_AXES = 8
 _OF_OP = "shoal_region_of"  # in a node's meta: the op of the captured step that it is a part of
 
 
@@ -52,17 +53,50 @@ class Regional:
     members: Mapping[str, tuple[str, ...]]
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A step in regions that are not compiled yet, nor read as a step.
+
+    Attributes:
+        of: the step before.
+        regions, members: as of `Regional`.
+        nodes: name of a region's op → its node.
+    """
+
+    of: Captured
+    regions: Mapping[str, CompiledRegion]
+    members: Mapping[str, tuple[str, ...]]
+    nodes: Mapping[str, fx.Node]
+    _joint: fx.GraphModule
+    _backward_names: frozenset[str]
+
+    def compiled(self) -> Regional:
+        """The step with each region compiled, or with a `failure`."""
+        compile_regions(self.regions.values())  # which tells what they may write over
+        return self.read()
+
+    def read(self) -> Regional:
+        """The step with its regions as they are."""
+        made = read_joint(self._joint, self._backward_names, self.of.read_with) if self.regions else self.of
+        return Regional(made, self.regions, self.members)
+
+
 def in_regions(captured: Captured, left_out: Collection[str] = ()) -> Regional:
-    """The step in regions, each compiled, or with a `failure`; `captured` stays as it is.
+    """The step in regions, each compiled, or with a `failure`; arguments as of `drafted`."""
+    return drafted(captured, left_out).compiled()
+
+
+def drafted(captured: Captured, left_out: Collection[str] = ()) -> Draft:
+    """Which regions a step has; `captured` stays as it is.
 
     Args:
-        captured: a step on the CPU or on CUDA. One whose sizes vary has no regions.
+        captured: the step. One whose sizes vary has no regions.
         left_out: names of ops that stay as they are.
     """
-    if captured.largest_nodes or captured.device.type not in ("cpu", "cuda"):
-        return Regional(captured, {}, {})
+    if captured.largest_nodes:
+        return Draft(captured, {}, {}, {}, captured.joint, captured.backward_names)
     joint = copied_joint(captured.joint)
-    backward_names = set(captured.backward_names)
+    backward_names = captured.backward_names
     for node in list(joint.graph.nodes):
         if node.name not in left_out and _can_be_split(node):
             _split_norm(joint.graph, node)
@@ -73,14 +107,13 @@ def in_regions(captured: Captured, left_out: Collection[str] = ()) -> Regional:
     make_again(flow, groups, runs_once)
     writer = _Writer(flow, joint, groups)
     written = writer.written()
-    compile_regions(writer.regions.values())  # which tells what they may write over
     names = backward_names | {name for name, group in writer.group_of.items() if group.backward}
-    made = read_joint(written, names, captured.read_with)
     members = {
         name: tuple(dict.fromkeys(node.meta.get(_OF_OP, node.name) for node in group.nodes))
         for name, group in writer.group_of.items()
     }
-    return Regional(made, writer.regions, members)
+    nodes = {node.name: node for node in written.graph.nodes if node.name in writer.regions}
+    return Draft(captured, writer.regions, members, nodes, written, names)
 
 
 def _can_be_split(node: fx.Node) -> bool:
@@ -89,7 +122,9 @@ def _can_be_split(node: fx.Node) -> bool:
     x, weight, bias, mean, var = (node.args[place] for place in range(5))
     values = [operand.meta["val"] for operand in (x, weight, bias, mean, var) if isinstance(operand, fx.Node)]
     value = values[0]
-    return value.dim() > 1 and value.dtype.is_floating_point and value.numel() > value.shape[1]
+    if not value.dim() > 1 or not value.dtype.is_floating_point or _bytes(value) < _LEAST_BYTES:
+        return False
+    return value.numel() > value.shape[1]
 
 
 def _split_norm(graph: fx.Graph, node: fx.Node) -> None:
@@ -150,7 +185,11 @@ def _is_large(group: Group) -> bool:
     read = {operand for node in group.nodes for operand in node.all_input_nodes if is_tensor(operand)}
     values = [node.meta["val"] for node in (*read, *group.nodes)]
     tensors = [v for value in values for v in (value if isinstance(value, (tuple, list)) else (value,))]
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)) >= _LEAST_BYTES
+    return sum(_bytes(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)) >= _LEAST_BYTES
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.numel()) * tensor.element_size()
 
 
 class _Writer:
@@ -191,7 +230,7 @@ class _Writer:
         last = group.nodes[-1]
         first, *_ = values = [value.meta["val"] for value in body.results]
         inputs = [node.meta["val"] for node in body.inputs]
-        region = region_of(body.run, first, inputs, body.words, body.description)
+        region = region_of(body.run, first, inputs, body.words, body.description(_laid), body.description(_sort))
         node = self._out.create_node(
             "call_function", region, tuple(map(self._copy, body.inputs)), {}, f"region_{last.name}"
         )
@@ -235,9 +274,8 @@ class _Body:
         self.results = sorted(results, key=lambda node: _block(node) not in laid_out)
         self.words = ", ".join(dict.fromkeys(_word(node) for node in self._nodes))
 
-    @property
-    def description(self) -> str:
-        """Equal for regions that compute the same of tensors that are laid out alike."""
+    def description(self, told: Callable[[fx.Node], str]) -> str:
+        """Equal for regions that compute the same of tensors of which the same is told."""
         numbers: dict[fx.Node, int] = {}
 
         def number(node: fx.Node) -> str:
@@ -250,10 +288,12 @@ class _Body:
         def write(node: fx.Node) -> None:
             args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: _Name(number(operand)))
             numbers[node] = len(numbers)
-            lines.append(f"{number(node)} = {target_name(node.target)} {args} {_laid(node)}")
+            if told is _sort:
+                args = _without_sizes(args)
+            lines.append(f"{number(node)} = {target_name(node.target)} {args} {told(node)}")
 
         for node in self.inputs:
-            lines.append(f"{number(node)} {_laid(node)}")
+            lines.append(f"{number(node)} {told(node)}")
         for node in self._nodes:
             number(node)
         return "\n".join([*lines, ", ".join(map(number, self.results))])
@@ -288,6 +328,28 @@ def _laid(node: fx.Node) -> str:
     return ", ".join(
         f"{v.dtype} {tuple(v.shape)} {v.stride()} {v.device}" if isinstance(v, torch.Tensor) else str(v) for v in values
     )
+
+
+def _sort(node: fx.Node) -> str:
+    """As `_laid`, without sizes: dtypes, and the order of the axes in memory."""
+    values = tree_leaves(node.meta.get("val"))
+    return ", ".join(
+        f"{v.dtype} {_axes_in_memory(v)} {v.device}" if isinstance(v, torch.Tensor) else str(v) for v in values
+    )
+
+
+def _without_sizes(value: Any) -> Any:
+    """Arguments without the numbers that are no axes."""
+    if isinstance(value, (tuple, list)):
+        return [_without_sizes(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _without_sizes(one) for key, one in value.items()}
+    return "n" if isinstance(value, int) and value >= _MOST_AXES else value
+
+
+def _axes_in_memory(tensor: torch.Tensor) -> list[int]:
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
 
 
 def _block(node: fx.Node) -> Any:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.capture.captured import Captured
 from shoal.capture.op_counts import signature
-from shoal.capture.regions import Regional, in_regions
+from shoal.capture.regions import Draft, Regional, drafted, in_regions
 from shoal.core.plan import Plan
-from shoal.cost.profile import Costs, profile
+from shoal.cost.measurement_cache import recall, remember
+from shoal.cost.profile import Costs, profile, recalled
+from shoal.kernels.compiled_region import CompiledRegion, compile_regions
 from shoal.lowlevel.inductor_region import missing_compiler
 from shoal.memory.limit import no_memory_limit
 
 log = logging.getLogger("shoal")
-_ROUNDS = 3  # in each, regions that lose are taken apart, which may change their neighbours
+_OPERANDS = "regions"  # the cache of what may be written over
 _SLOWER = 1.0  # a region stays where it takes at most as long as its ops
+_HOPELESS = 1.25  # regions of one sort are not compiled where the largest takes so much longer than its ops
 
 
 def in_compiled_regions(captured: Captured, plan: Plan | None = None) -> Captured:
@@ -31,7 +37,7 @@ def in_compiled_regions(captured: Captured, plan: Plan | None = None) -> Capture
         plan: one that was made for it: what it has as ops of their own stays so, and nothing is measured.
     """
     device = captured.device
-    if device.type not in ("cpu", "cuda") or captured.largest_nodes:
+    if captured.largest_nodes:
         return captured
     if reason := missing_compiler(device.type):
         _say_once(device.type, reason)
@@ -42,41 +48,108 @@ def in_compiled_regions(captured: Captured, plan: Plan | None = None) -> Capture
         return _fastest(captured, device)
 
 
+def in_unmeasured_regions(captured: Captured) -> Captured:
+    """The step in all regions that it may have, none of them compiled: for a machine that is not here."""
+    return _described(drafted(captured).read(), {})
+
+
 def _fastest(captured: Captured, device: torch.device) -> Captured:
     left_out: set[str] = set()
     failures: dict[str, str] = {}
     alone = profile(captured.distinct_nodes(), device=device)
-    for _ in range(_ROUNDS):
-        regional = in_regions(captured, left_out)
-        failed = {name for name, region in regional.regions.items() if region.failure}
-        failures |= {regional.regions[name].words: regional.regions[name].failure for name in failed}
-        working = {name: node for name, node in regional.captured.node_of.items() if name in regional.regions}
-        working = {name: node for name, node in working.items() if name not in failed}
-        joined = profile({signature(node): node for node in working.values()}, device=device)
-        lost = {op for name in failed for op in regional.members[name]}
-        lost |= _slower(captured, regional, working, alone, joined)
+    while True:  # what loses is taken apart, which may change its neighbours
+        draft = drafted(captured, left_out)
+        lost = _losing(draft, alone, device)
+        if not lost:  # times may be of an earlier process
+            compile_regions(draft.regions.values())
+            lost = {op for name, region in draft.regions.items() if region.failure for op in draft.members[name]}
+        failures |= {region.words: region.failure for region in draft.regions.values() if region.failure}
         if not lost:
             break
         left_out |= lost
-    else:
-        regional = in_regions(captured, left_out)
+    regional = draft.compiled()
+    _remember_operands(regional.regions.values(), device)
     return _described(regional, failures)
 
 
-def _slower(captured: Captured, regional: Regional, working: Collection[str], alone: Costs, joined: Costs) -> set[str]:
-    """Ops of the regions that take longer than these; regions that share an op, as a batch norm's, stand together."""
+@dataclass(frozen=True)
+class _Unit:
+    """Regions that stay or go together: they share an op, as those of a batch norm do.
+
+    Attributes:
+        nodes: of the regions.
+        members: names of the ops that they are made of.
+        seconds: which these take one by one.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    members: frozenset[str]
+    seconds: float
+
+    @property
+    def sort(self) -> tuple[str, ...]:
+        return tuple(sorted(_region(node).sort for node in self.nodes))
+
+    def slower(self, joined: Mapping[str, float]) -> float:
+        """How much longer the regions take than their ops; infinite where one cannot run."""
+        times = [math.inf if _region(node).failure else joined.get(signature(node), math.inf) for node in self.nodes]
+        return sum(times) / self.seconds if self.seconds else math.inf
+
+
+def _region(node: fx.Node) -> CompiledRegion:
+    region: Any = node.target
+    return region
+
+
+def _losing(draft: Draft, alone: Costs, device: torch.device) -> set[str]:
+    """Ops of the regions that take longer than these; of many regions of one sort the largest may speak for all."""
+    _recall_operands(draft.regions.values(), device)
+    sorts: dict[tuple[str, ...], list[_Unit]] = {}
+    for names in _together(draft.members):
+        members = frozenset(op for name in names for op in draft.members[name])
+        seconds = sum(alone.seconds.get(signature(draft.of.node_of[op]), 0.0) for op in members)
+        unit = _Unit(tuple(draft.nodes[name] for name in sorted(names)), members, seconds)
+        sorts.setdefault(unit.sort, []).append(unit)
+    largest = {sort: max(units, key=lambda unit: unit.seconds) for sort, units in sorts.items()}
+    joined = _seconds(largest.values(), device)
+    hopeless = {sort for sort, unit in largest.items() if unit.slower(joined) > _HOPELESS * _SLOWER}
+    joined = _seconds([unit for sort, units in sorts.items() if sort not in hopeless for unit in units], device)
     lost: set[str] = set()
-    for names in _together({name: regional.members[name] for name in working}):
-        members = {op for name in names for op in regional.members[name]}
-        nodes = [regional.captured.node_of[name] for name in names]
-        times = [joined.seconds.get(signature(node)) for node in nodes]
-        before = [alone.seconds.get(signature(captured.node_of[op]), 0.0) for op in members]
-        if None in times or sum(filter(None, times)) > _SLOWER * sum(before):
-            lost |= members
+    for sort, units in sorts.items():
+        for unit in units:
+            if sort in hopeless or unit.slower(joined) > _SLOWER:
+                lost |= unit.members
     return lost
 
 
-def _together(members: dict[str, tuple[str, ...]]) -> Iterable[set[str]]:
+def _seconds(units: Iterable[_Unit], device: torch.device) -> Mapping[str, float]:
+    """What the regions take, by signature; those that were never timed are compiled, and timed."""
+    nodes = {signature(node): node for unit in units for node in unit.nodes}
+    known = recalled(nodes, device=device).seconds
+    unknown = [_region(node) for key, node in nodes.items() if key not in known or _region(node).overwritable is None]
+    compile_regions(unknown)
+    _remember_operands(unknown, device)
+    working = {key: node for key, node in nodes.items() if not _region(node).failure}
+    return profile(working, device=device).seconds
+
+
+def _recall_operands(regions: Iterable[CompiledRegion], device: torch.device) -> None:
+    """Which operands may be written over was found out by an earlier process on this machine."""
+    known = recall(_OPERANDS, device)
+    for region in regions:
+        places = known.get(region.digest)
+        if region.overwritable is None and isinstance(places, list) and all(isinstance(one, int) for one in places):
+            region.overwritable = tuple(places)
+
+
+def _remember_operands(regions: Iterable[CompiledRegion], device: torch.device) -> None:
+    known = recall(_OPERANDS, device)
+    found = {r.digest: list(r.overwritable) for r in regions if r.overwritable is not None and not r.failure}
+    if new := {digest: places for digest, places in found.items() if digest not in known}:
+        remember(_OPERANDS, device, new)
+
+
+def _together(members: Mapping[str, tuple[str, ...]]) -> Iterable[set[str]]:
     groups: list[tuple[set[str], set[str]]] = []
     for name, ops in members.items():
         names, own = {name}, set(ops)

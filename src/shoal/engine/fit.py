@@ -99,6 +99,7 @@ def fit(
     offload_to: str | Path | None = AUTO,
     host_budget: int | str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
+    kernels: str = AUTO,
     name: str | None = None,
     trying: Callable[[Any], object] = lambda size: None,
 ) -> Fit:
@@ -128,7 +129,7 @@ def fit(
             forward pass on the meta device.
         max_patch: sizes that no side goes beyond, such as the median shape of a data set, whose proportions are kept
             then. None for no limit.
-        hardware, allow, planner, optimizer, offload_to, host_budget, lossy, name: as for `shoal.plan`.
+        hardware, allow, planner, optimizer, offload_to, host_budget, lossy, kernels, name: as for `shoal.plan`.
         trying: called with each batch or patch before it is planned.
 
     Returns:
@@ -178,6 +179,7 @@ def fit(
         offload_to=offload_to,
         host_budget=host_budget,
         lossy=lossy,
+        kernels=kernels,
         name=name,
     )
     if patch is not None:

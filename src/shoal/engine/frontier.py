@@ -99,6 +99,7 @@ class _Keywords(TypedDict, total=False):
     offload_to: str | Path | None
     host_budget: int | str | None
     lossy: str | Mapping[str, Any] | None
+    kernels: str
     points: int
     max_batch: int | None
     name: str | None
@@ -121,6 +122,7 @@ def frontier(
     offload_to: str | Path | None = AUTO,
     host_budget: int | str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
+    kernels: str = AUTO,
     points: int = 10,
     max_batch: int | None = None,
     name: str | None = None,
@@ -140,7 +142,7 @@ def frontier(
         example: as for `shoal.plan`; or an int → that, which is `make_example` of `shoal.fit`.
         budget: where you stand, in bytes as for `shoal.plan`: one more point, and a line in the charts; with a
             function, what every batch has to fit in. None for SHOAL_BUDGET of the environment, if that is set.
-        hardware, allow, planner, optimizer, offload_to, host_budget, lossy: as for `shoal.plan`.
+        hardware, allow, planner, optimizer, offload_to, host_budget, lossy, kernels: as for `shoal.plan`.
         points: how many budgets, 2 to 100; with a function about how many batches, beside those around the best.
         max_batch: with a function, the batch to stop at; 65,536 if None.
         name: the model's name in tables and charts; by default its class.
@@ -197,6 +199,7 @@ def frontier(
         host_budget=host_budget,
         lossy=lossy,
         allow=allow,
+        kernels=kernels,
     )
     started = time.perf_counter()
     means = pricing.options.means

@@ -34,6 +34,7 @@ def plan(
     host_budget: int | str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
     allow: str | Collection[str] | None = None,
+    kernels: str = AUTO,
     name: str | None = None,
 ) -> Plan:
     """Plan one training step without taking it.
@@ -55,6 +56,8 @@ def plan(
         offload_to: as for `shoal.compile`; "auto" allows host memory where `hardware` is given or the model is on CUDA.
         host_budget: most bytes there; None for no limit where `hardware` is given, else as for `shoal.compile`.
         lossy, allow: as for `shoal.compile`.
+        kernels: as for `shoal.compile`. With `hardware` "auto" is "eager"; with "compiled" the step has all regions
+            that it may have, with times by its rates: which of them are faster compiled cannot be measured.
         name: the model's name in tables and errors; by default its class.
 
     Returns:
@@ -91,6 +94,7 @@ def plan(
         host_budget=host_budget,
         lossy=lossy,
         allow=allow,
+        kernels=kernels,
     )
     return plan_of(pricing, example)
 

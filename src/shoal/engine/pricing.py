@@ -27,6 +27,7 @@ from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
+from shoal.engine.compiled_regions import in_compiled_regions, in_unmeasured_regions
 from shoal.engine.options import CompileOptions
 from shoal.engine.search.best_variant import Priced
 from shoal.engine.search.choose_encoded import choose_encoded
@@ -104,11 +105,17 @@ class Pricing:
 
         def price(graph: fx.GraphModule) -> Priced[None]:
             captured = joint_step(graph, inputs, places, name=self.name, runs_here=self.target is None)
+            captured = self._in_regions(captured)
             device = torch.device("cpu") if captured.device.type == "meta" else captured.device
             with unset_fake_temporarily():
                 return self._priced(captured.graph, captured, device)
 
         return price
+
+    def _in_regions(self, captured: Captured) -> Captured:
+        if self.target is None:
+            return in_compiled_regions(captured) if self.options.compiles(captured.device.type) else captured
+        return in_unmeasured_regions(captured) if self.options.kernels == "compiled" else captured
 
     @property
     def device_type(self) -> str:
@@ -129,7 +136,7 @@ class Pricing:
     @property
     def is_of_counts(self) -> bool:
         """Whether what a step costs, and its plan, follow from its counts alone, so that no op of it is needed."""
-        return self.target is not None and self.options.lossy is None
+        return self.target is not None and self.options.lossy is None and self.options.kernels != "compiled"
 
     def price_of_counts(self, graph: StepGraph) -> Priced[None]:
         """What a step costs that was captured without times, or scaled from such steps, where `is_of_counts`."""
@@ -159,7 +166,7 @@ class Pricing:
                     assert captured is not None
                     _, found = choose_encoded(captured, lossy, budget_bytes, costed, made)
                 check_own_plan(found.captured_graph, found.graph, found.residences, budget_bytes)
-            return None, found
+            return None, found if captured is None else replace(found, compiled=captured.read_with.compiled)
 
         def cut() -> tuple[tuple[Pieces, ...], Priced[None]] | None:
             if captured is None or self.target is not None or not KERNEL_MEANS & self.options.form_means:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,31 +23,64 @@ from shoal.lowlevel.torch_internals import isolated
 log = logging.getLogger("shoal")
 
 _DRAWN_ELEMS = (1 << 20) - 3  # not a power of two, so that rows of a tensor differ
-_known: dict[str, CompiledRegion] = {}  # by digest
-_described: dict[str, CompiledRegion] = {}  # by description
+_known: weakref.WeakValueDictionary[str, CompiledRegion] = weakref.WeakValueDictionary()  # by digest
+_compiled: dict[str, CompiledRegion] = {}  # those that stay
 
 
 class CompiledRegion:
-    """Calls what a region computes, as tensors → tuple of new tensors.
+    """Calls what a region computes, as tensors → tuple of new tensors; traced and compiled when that is asked for.
 
     Where an operand has the layout of the first result, it may be given as `over=` too: the first result is then
     written over it, with the same bits.
 
     Attributes:
+        digest: of its content.
         words: the ops that it consists of, for people.
+        sort: equal for regions that compute the same of tensors of other sizes.
         failure: why it cannot be compiled; "" as long as nothing says so.
-        overwritable: places of the operands that the first result may be written over, found out when it is compiled.
+        overwritable: places of the operands that the first result may be written over; None until that is found out.
     """
 
-    def __init__(self, digest: str, words: str, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
-        self.words = words
+    def __init__(
+        self,
+        digest: str,
+        words: str,
+        sort: str,
+        function: Callable[..., Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
+        self.digest, self.words, self.sort = digest, words, sort
         self.failure = ""
-        self.overwritable: tuple[int, ...] = ()
+        self.overwritable: tuple[int, ...] | None = None
         self.__name__ = self.__qualname__ = f"region_{digest}"
-        self._module = module
+        self._function: Callable[..., Sequence[torch.Tensor]] | None = function  # these two until it is compiled
         self._inputs = inputs  # the block of the first result, then the operands
         self._first = tuple(inputs[0].shape), inputs[0].stride(), inputs[0].dtype, inputs[0].device
         self._run: Boxed | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._run is not None
+
+    def traced(self) -> tuple[fx.GraphModule, Sequence[torch.Tensor]]:
+        """The ops that Inductor compiles, and inputs of theirs."""
+        function = self._function
+        assert function is not None
+
+        def written(first: torch.Tensor, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+            result, *others = function(*operands)
+            first.copy_(result)
+            return others
+
+        return in_primitive_ops(written, self._inputs)
+
+    def is_made(self, run: Boxed, results: Sequence[torch.Tensor]) -> None:
+        """It is compiled; `results` are laid out as those behind the first must be."""
+        self._run = run
+        if self.overwritable is None:
+            self._try_out(results)
+        self._function, self._inputs = None, ()  # which hold the graph that they are of
+        _compiled[self.digest] = self
 
     def __call__(self, *tensors: torch.Tensor, over: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         run = self._run
@@ -66,12 +102,11 @@ class CompiledRegion:
     def __reduce__(self) -> Any:
         raise TypeError(f"{self!r} cannot be pickled")
 
-    def try_out(self) -> None:
+    def _try_out(self, wanted: Sequence[torch.Tensor]) -> None:
         """Look on random data at the results' layouts, and at which operands they may be written over."""
         with isolated(self._inputs[0].device):
             operands = [_drawn(fake, seed) for seed, fake in enumerate(self._inputs[1:])]
             results = self(*operands)
-            wanted = [node.meta["val"] for node in _results_of(self._module)]
             for result, fake in zip(results[1:], wanted, strict=True):
                 if (result.shape, result.stride(), result.dtype) != (fake.shape, fake.stride(), fake.dtype):
                     self.failure = "a result has another layout than in the trace"
@@ -79,10 +114,8 @@ class CompiledRegion:
             blocks += {tensor.untyped_storage().data_ptr() for tensor in operands if tensor.numel()}
             if len(set(blocks)) < len(blocks):
                 self.failure = "a result shares memory with another tensor"
-            if not self.failure and self._first[3].type == "cpu":
-                self.overwritable = tuple(
-                    place for place in range(len(operands)) if self._repeats(place, operands, results)
-                )
+            places = range(len(operands)) if not self.failure and self._first[3].type == "cpu" else ()
+            self.overwritable = tuple(place for place in places if self._repeats(place, operands, results))
 
     def _repeats(self, place: int, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
         operand = operands[place]
@@ -128,48 +161,47 @@ def region_of(
     inputs: Sequence[torch.Tensor],
     words: str,
     description: str,
+    sort: str = "",
 ) -> CompiledRegion:
-    """The region that computes a function, not yet compiled.
+    """The region that computes a function, not yet traced.
 
     Args:
         function: of the inputs, in ops of PyTorch; the results are new tensors.
         first: a fake tensor laid out as the first result.
         inputs: fake tensors.
         words: the ops, for people.
-        description: equal where the function and all fake tensors are; what has it is not traced again.
+        description: equal where the function and all fake tensors are.
+        sort: equal where the function is, and the layouts but for sizes.
     """
-    description = f"{torch.get_num_threads()} {description}"
-    if description in _described:
-        return _described[description]
-
-    def written(first: torch.Tensor, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
-        result, *others = function(*operands)
-        first.copy_(result)
-        return others
-
-    module, fakes = in_primitive_ops(written, [first, *inputs])
-    described = [f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.device}" for x in fakes]
-    results = [str(node.meta["val"].stride()) for node in _results_of(module)]
-    content = "\n".join([torch.__version__, str(torch.get_num_threads()), *described, *results, module.code])
+    content = "\n".join([torch.__version__, str(torch.get_num_threads()), _source(), description])
     digest = hashlib.sha256(content.encode()).hexdigest()[:12]
-    if digest not in _known:
-        _known[digest] = CompiledRegion(digest, words, module, fakes)
-    _described[description] = _known[digest]
-    return _known[digest]
+    region = _known.get(digest)
+    if region is None:
+        _known[digest] = region = CompiledRegion(digest, words, sort or description, function, [first, *inputs])
+    return region
 
 
 def compile_regions(regions: Iterable[CompiledRegion]) -> None:
     """Compile those that are not; one that cannot be gets its `failure`."""
-    missing = [region for region in dict.fromkeys(regions) if region._run is None and not region.failure]
+    missing = [region for region in dict.fromkeys(regions) if not region.is_compiled and not region.failure]
     if not missing:
         return
     doing("profile", f"compile {len(missing)} regions")
-    made = compile_each([(region._module, region._inputs) for region in missing])
-    for region, one in zip(missing, made, strict=True):
+    traced = [region.traced() for region in missing]
+    for region, (module, _), one in zip(missing, traced, compile_each(traced), strict=True):
         if isinstance(one, Exception):
             region.failure = (str(one).strip().splitlines() or [type(one).__name__])[0]
         else:
-            region._run = one
-            region.try_out()
+            region.is_made(one, [node.meta["val"] for node in _results_of(module)])
         if region.failure:
             log.info("a region cannot be compiled (%s): %s", region.words, region.failure)
+
+
+@cache
+def _source() -> str:
+    """Changes where a region may compute something else of the same ops."""
+    folder = Path(__file__).parents[1]
+    found = hashlib.sha256()
+    for name in ("capture/region_ops.py", "capture/regions.py", "lowlevel/inductor_region.py"):
+        found.update((folder / name).read_bytes())
+    return found.hexdigest()

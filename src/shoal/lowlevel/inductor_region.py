@@ -17,9 +17,10 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._guards import tracing
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 log = logging.getLogger("shoal")
 
@@ -57,7 +58,8 @@ def in_primitive_ops(
     """
     from torch._inductor.decomposition import select_decomp_table
 
-    with unset_fake_temporarily(), tracing(None), torch.no_grad(), FakeTensorMode():
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # without one Inductor looks for nothing in its cache
+    with unset_fake_temporarily(), tracing(None), torch.no_grad(), mode:
         fakes = tuple(torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device) for x in inputs)
         module = make_fx(lambda *own: tuple(function(*own)), decomposition_table=select_decomp_table())(*fakes)
     return module, fakes
@@ -74,6 +76,7 @@ def compile_each(graphs: Sequence[tuple[fx.GraphModule, Sequence[torch.Tensor]]]
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch.compiler import config as cache_config
 
     begun: list[tuple[AsyncCompile, dict[str, Any]]] = []
     wait = AsyncCompile.wait
@@ -82,12 +85,19 @@ def compile_each(graphs: Sequence[tuple[fx.GraphModule, Sequence[torch.Tensor]]]
         begun.append((self, scope))
 
     compiled: list[Any] = []
-    with _settings(), unset_fake_temporarily(), tracing(None), torch.no_grad():
+    with _settings(), unset_fake_temporarily(), torch.no_grad():
         for module, inputs in graphs:
             begun.clear()
             try:
                 _keep_layouts(module)
-                with inputs[0].fake_mode, mock.patch.object(AsyncCompile, "wait", wait_later):  # type: ignore[attr-defined]
+                mode: Any = inputs[0].fake_mode  # type: ignore[attr-defined]
+                tag = f"shoal {[value.stride() for value in _results(module)]}"  # the graph's own text has no layouts
+                with (
+                    cache_config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
+                    tracing(TracingContext(mode)),
+                    mode,
+                    mock.patch.object(AsyncCompile, "wait", wait_later),
+                ):
                     compiled.append((compile_fx_inner(module, list(inputs)), list(begun)))
             except Exception as error:  # of whatever Inductor meets in the graph
                 compiled.append(error)
@@ -126,7 +136,12 @@ def _settings() -> Iterator[None]:
 
 def _keep_layouts(module: fx.GraphModule) -> None:
     """Results get the strides of the graph, whatever would be faster."""
-    output = module.graph.output_node()
-    values = [node.meta["val"] for node in output.args[0]]  # type: ignore[union-attr]
-    output.meta["user_visible_output_idxs"] = list(range(len(values)))
-    output.meta["original_output_strides"] = [value.stride() for value in values]
+    meta = module.graph.output_node().meta
+    values = _results(module)
+    meta["user_visible_output_idxs"] = list(range(len(values)))
+    meta["original_output_strides"] = [value.stride() for value in values]
+
+
+def _results(module: fx.GraphModule) -> list[torch.Tensor]:
+    results: Any = module.graph.output_node().args[0]
+    return [node.meta["val"] for node in results]

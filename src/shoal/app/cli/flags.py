@@ -22,6 +22,7 @@ Allow = Annotated[
     str | None,
     typer.Option(help="Means that may be used: bitwise, exact (default), lossy, or names such as recompute,fuse."),
 ]
+Kernels = Annotated[str, typer.Option(help="What is to run the step: eager, compiled or auto.")]
 Split = Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")]
 Grid = Annotated[str, typer.Option(help="Patches along each dimension.")]
 Stochastic = Annotated[float | None, typer.Option(help="Omega of cuts that are drawn anew in every step.")]

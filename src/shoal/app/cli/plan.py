@@ -43,6 +43,7 @@ def plan(
     ] = False,
     lossy: flags.Lossy = None,
     allow: flags.Allow = None,
+    kernels: flags.Kernels = "auto",
     split: flags.Split = None,
     grid: flags.Grid = "2x2",
     stochastic: flags.Stochastic = None,
@@ -82,6 +83,7 @@ def plan(
             "optimizer": None if optimizer == "none" else optimizer,
             "lossy": lossy,
             "allow": allow,
+            "kernels": kernels,
             "name": model,
         }
         try:
@@ -163,5 +165,6 @@ def _figures(made: Plan) -> dict[str, Any]:
         "encoding_errors": dict(made.errors),
         "stall_seconds": made.timeline.stall_seconds,
         "variant": str(made.variant),
+        "compiled": list(made.compiled),
         "candidates": [asdict(one) for one in made.candidates],
     }
