@@ -50,6 +50,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
         ("split", "there is no convolution of images"),
         ("encode", "there is no convolution, whose inputs it is for"),
         ("offload", "device and host are one"),
+        ("invert", "no norm can be inverted: there is no instance or group norm"),
         ("pieces", "there is no op whose scratch is large enough"),
         ("direct", "there is no convolution of volumes"),
     ],

@@ -110,6 +110,11 @@ class Variants:
             volumes = [values for values in map(_values, convolutions) if values and values[0].dim() == _VOLUME]
             if not any(_may_be_direct(values) for values in volumes):
                 return "there is no convolution of volumes on the CPU for which a direct kernel is here"
+        if means == "invert":
+            try:
+                with_inverted_norms(self.own)
+            except Refused as reason:
+                return str(reason)
         if means == "pieces" and not self._may_cut:
             return "there is no op whose scratch is large enough for pieces"
         if means in ("fuse", "exact_split", "split"):
@@ -331,8 +336,9 @@ def _sliced_region(source: LayeredGraph, depth: float) -> SplitRegion | None:
 
 def _values(node: fx.Node) -> list[torch.Tensor]:
     """The first two operands of a node and its result; nothing where one of them is no tensor."""
-    values = [one.meta.get("example_value") for one in (*node.all_input_nodes[:2], node)]
-    return values if all(isinstance(value, torch.Tensor) for value in values) else []
+    operands = (*node.all_input_nodes[:2], node)
+    values = [value for one in operands if isinstance(value := one.meta.get("example_value"), torch.Tensor)]
+    return values if len(values) == len(operands) else []
 
 
 def _may_be_direct(values: Sequence[torch.Tensor]) -> bool:
