@@ -70,11 +70,11 @@ def plain(net: nn.Module) -> nn.Module:
 
 def leaky(net: nn.Module) -> nn.Module:
     """LeakyReLU in PyTorch's own modules where the inverted form has it."""
-    return shoal.invert_batchnorm(net, SLOPE).restore()
+    return shoal.invert_norm(net, SLOPE).restore()
 
 
 def inverted(net: nn.Module) -> nn.Module:
-    return shoal.invert_batchnorm(net, SLOPE)
+    return shoal.invert_norm(net, SLOPE)
 
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -113,7 +113,7 @@ def there_and_back(model: nn.Module, images: torch.Tensor) -> float:
     if isinstance(model, InvertedModel):
         restored = copy.deepcopy(model).restore()
     else:
-        there = shoal.invert_batchnorm(copy.deepcopy(model), SLOPE)
+        there = shoal.invert_norm(copy.deepcopy(model), SLOPE)
         restored = there.restore(activation="relu")
         state = model.state_dict()
         for name, value in restored.state_dict().items():

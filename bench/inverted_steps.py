@@ -1,6 +1,6 @@
 """A training step with batch norm and ReLU in four forms: plain, inverted, recomputed and inplace_abn's.
 
-All contenders share parameters and statistics. They take the same pairs apart: those that `shoal.invert_batchnorm`
+All contenders share parameters and statistics. They take the same pairs apart: those that `shoal.invert_norm`
 finds, a batch norm with nothing but a ReLU behind it. Saved bytes are what the allocator gave out in the forward pass
 and did not take back; peaks are those of the whole step.
 
@@ -197,8 +197,8 @@ def measure(
         WrongResult: checkpointing does.
     """
     workload = make_workload(network, batch, image)
-    leaky = shoal.invert_batchnorm(copy.deepcopy(workload.model), SLOPE).restore()
-    inverted = shoal.invert_batchnorm(workload.shared_copy(), SLOPE)
+    leaky = shoal.invert_norm(copy.deepcopy(workload.model), SLOPE).restore()
+    inverted = shoal.invert_norm(workload.shared_copy(), SLOPE)
     layers = frozenset(site.layer for site in inverted.inverted)
     plain = workload.shared_copy()
     forwards: dict[str, Forward] = {

@@ -26,7 +26,7 @@ from bench.frame import CPU_TIME, Bench, Run, WrongResult, option, percentages
 from bench.tables import cells, new_table
 from shoal.errors import BudgetError
 from shoal.lowlevel import allocations
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes
 
 WORDS, CLASSES = 200, 10
 COLUMNS = (

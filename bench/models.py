@@ -36,7 +36,7 @@ from bench.processes import Ended, Stage, Worker, malloc_environment
 from bench.tables import cells, new_table
 from shoal.errors import BudgetError, InputError, ShoalError
 from shoal.lowlevel import allocations
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes
 
 COLUMNS = (
     "<model|plain|share %|budget|<result|of the budget %|least|<at the least|<gradients|graphs|given up|first step s"

@@ -70,12 +70,20 @@ class Scouted:
     exact: bool
 
 
-def candidates(workload: Workload, values: Sequence[float]) -> Iterator[Candidate]:
-    """Every setting of every peer; `values` are those of `activation_memory_budget`."""
+def candidates(
+    workload: Workload, values: Sequence[float], by_hand: Iterable[tuple[str, Forward]] | None = None
+) -> Iterator[Candidate]:
+    """Every setting of every peer.
+
+    Args:
+        workload: the step.
+        values: of `activation_memory_budget`.
+        by_hand: ways to checkpoint, as of `checkpointed`, which is taken without it.
+    """
     sweep = _Sweep()
     for value in values:
         yield Candidate(ACTIVATION_MEMORY_BUDGET, f"{value:g}", sweep.forward(workload, value))
-    for setting, forward in checkpointed(workload.shared_copy()):
+    for setting, forward in checkpointed(workload.shared_copy()) if by_hand is None else by_hand:
         yield Candidate(CHECKPOINT, setting, forward)
 
 

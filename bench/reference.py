@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
 
 from bench.frame import WrongResult
 from bench.workload import Forward, Workload
@@ -155,23 +156,23 @@ class Reference:
         exact = copy.deepcopy(self.workload.model).double()
         for module in list(exact.modules()):
             for name, child in module.named_children():
-                if isinstance(child, nn.Dropout):
-                    setattr(module, name, _Float32Mask(child.p))
+                if isinstance(child, _DropoutNd):
+                    setattr(module, name, _Float32Mask(child))
         exact.zero_grad(set_to_none=True)
         torch.manual_seed(self.workload.seed)
-        F.cross_entropy(exact(self.workload.images.double()), self.workload.target).backward()
+        self.workload.loss(exact(self.workload.images.double())).backward()
         return {name: p.grad.cpu() for name, p in exact.named_parameters() if p.grad is not None}
 
 
 class _Float32Mask(nn.Module):
     """Dropout in float64 with the mask that float32 draws."""
 
-    def __init__(self, p: float) -> None:
+    def __init__(self, dropout: nn.Module) -> None:
         super().__init__()
-        self.p = p
+        self.dropout = dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * F.dropout(torch.ones_like(x, dtype=torch.float32), self.p).double()
+        return x * self.dropout(torch.ones_like(x, dtype=torch.float32)).double()
 
 
 def take_reference(workload: Workload, plain: Forward) -> Reference:

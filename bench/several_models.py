@@ -28,7 +28,7 @@ from bench.frame import CPU_TIME, Bench, Run, WrongResult, option, percentages
 from bench.tables import cells, new_table
 from shoal.errors import ShoalError
 from shoal.memory.limit import memory_limit
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes
 
 STEPS = 6
 COLUMNS = (

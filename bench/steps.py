@@ -28,7 +28,7 @@ from bench.frame import CPU_TIME, Bench, Run, Unavailable, WrongResult, option, 
 from bench.tables import cells, new_table
 from shoal.errors import ShoalError
 from shoal.lowlevel import allocations
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes
 
 STEPS = 4
 COLUMNS = "<kind|graphs|share %|budget|predicted|largest peak|of the budget %|<result|first step s|step ms|plain ms"

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from bench import compiled, hmms, hosts, many_shapes, models, overhead, several_models, steps
+from bench import compiled, hmms, hosts, least, many_shapes, models, overhead, several_models, steps, volumes
 from bench.bars_svg import Bar, bars_svg
 from bench.budgets import network_table as budgets_network
 from bench.budgets_svg import budgets_svg
@@ -153,6 +153,21 @@ def _one_plan_chart(result: Result) -> str:
     return bars_svg("Time added by one plan", "of plain PyTorch's step", bars)
 
 
+def _volumes_chart(result: Result) -> str:
+    name, bars = result["network"], []
+    for precision, found in result.get("measured", {}).items():
+        for row in found["rows"]:
+            percent = row["shoal"].get("added_percent")
+            words = "refused" if percent is None else f"{percent:+.1f} %"
+            bars.append(Bar(f"{precision}, inside {row['share']:g} %", percent, words))
+    for precision, found in result.get("planned", {}).items():
+        for row in found["rows"]:
+            percent = row["predicted_added_percent"] if row["fits"] else None
+            words = "does not fit" if percent is None else f"{percent:+.1f} %, planned"
+            bars.append(Bar(f"{precision}, {found['hardware']}, inside {row['share']:g} %", percent, words))
+    return bars_svg(f"{name}: time added inside budgets", "of plain PyTorch's step", bars)
+
+
 def _first_seconds(result: Result) -> str:
     bars = []
     for row in result["rows"]:
@@ -165,6 +180,7 @@ def _first_seconds(result: Result) -> str:
 THEMES: dict[str, Theme] = {
     "compiled": Theme("compiled.md", compiled.tables),
     "one_plan": Theme("one-plan.md", lambda result: [*map(one_plan_network, result["results"])], _one_plan_chart),
+    "least": Theme("one-plan.md", rows_of(least.COLUMNS, least.FORMATS), least.chart),
     "budgets": Theme("budgets.md", lambda result: [budgets_network(result)], budgets_svg),
     "steps": Theme(
         "steps.md",
@@ -188,6 +204,7 @@ THEMES: dict[str, Theme] = {
         rows_of(models.COLUMNS, models.FORMATS),
         peaks("Models that nobody here wrote", "{model}, {share:.0f} %"),
     ),
+    "volumes": Theme("volumes.md", volumes.tables, _volumes_chart),
     "hmms": Theme(
         "offloading.md",
         lambda result: [

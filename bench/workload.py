@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from bench.frame import Unavailable
 from bench.interleave import Clock, K, in_turns, no_collection, synchronize
 from shoal.app import models
 from shoal.lowlevel import allocations
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes
 
 _TIMM = "timm/"
 
@@ -85,9 +86,13 @@ class Workload:
             parameter.grad = None
         torch.manual_seed(self.seed)
 
+    def loss(self, outputs: Any) -> torch.Tensor:
+        """Of what the model returned."""
+        return F.cross_entropy(outputs, self.target)
+
     def step(self, forward: Forward) -> torch.Tensor:
-        """Forward pass, cross entropy, backward pass; the loss."""
-        loss = F.cross_entropy(forward(self.images), self.target)
+        """Forward pass, loss, backward pass; the loss."""
+        loss = self.loss(forward(self.images))
         loss.backward()
         return loss.detach()
 

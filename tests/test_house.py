@@ -123,8 +123,8 @@ def test_every_folder_says_what_lives_there_and_what_it_imports(folder: Path) ->
 
 
 @cache
-def private_names_of_torch(module: str) -> frozenset[str]:
-    """The full names that the module imports from torch, or reaches by attributes, and that have an underscore."""
+def names_of_torch(module: str) -> frozenset[str]:
+    """The full names that the module imports from torch, or reaches by attributes."""
     tree = ast.parse(MODULES[module].read_text())
     found: set[str] = set()
     known: dict[str, str] = {}
@@ -142,7 +142,12 @@ def private_names_of_torch(module: str) -> frozenset[str]:
             first, _, rest = ast.unparse(node).partition(".")
             if re.fullmatch(r"[\w.]+", rest) and first in known:
                 found.add(f"{known[first]}.{rest}")
-    return frozenset(name for name in found if name.startswith("torch.") and re.search(r"\._(?!_)", name))
+    return frozenset(name for name in found if name.startswith("torch."))
+
+
+def private_names_of_torch(module: str) -> set[str]:
+    """Those that have an underscore."""
+    return {name for name in names_of_torch(module) if re.search(r"\._(?!_)", name)}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -167,3 +172,11 @@ def test_every_private_name_that_is_allowed_is_used() -> None:
         if not any(user == folder and name.startswith(allowed) for user, name in used)
     ]
     assert not unused
+
+
+def test_only_two_files_call_what_cuda_alone_has() -> None:
+    """All else asks `torch.accelerator`, `torch.Stream` and `torch.Event`, which other devices have too."""
+    calling = {
+        module for module in MODULES if any(f"{name}.".startswith("torch.cuda.") for name in names_of_torch(module))
+    }
+    assert calling == {"shoal.lowlevel.cuda_allocator", "shoal.lowlevel.cuda_calls"}

@@ -38,14 +38,14 @@ def test_there_are_thirteen_names_beside_the_exceptions() -> None:
         "fit",
         "frontier",
         "fuse_batchnorm",
-        "invert_batchnorm",
+        "invert_norm",
         "offload_activations",
         "plan",
         "split",
     }
 
 
-@pytest.mark.parametrize("name", ["lossy_report", "restore_batchnorm", "models", "data"])
+@pytest.mark.parametrize("name", ["invert_batchnorm", "lossy_report", "restore_batchnorm", "models", "data"])
 def test_former_names_work_for_one_release_and_say_what_replaces_them(name: str) -> None:
     with pytest.warns(DeprecationWarning, match=f"shoal.{name} is now "):
         assert getattr(shoal, name) is not None

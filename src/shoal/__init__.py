@@ -15,7 +15,7 @@ from shoal.engine.shared_budget import Budget
 from shoal.errors import BudgetError, CaptureError, CodecError, InputError, PlanError, ShoalError, TransferError
 from shoal.offload.eager import offload_activations
 from shoal.transforms.fuse.fuse_batchnorm import fuse_batchnorm
-from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
+from shoal.transforms.invert.invert_norm import invert_norm
 from shoal.transforms.split.split import split
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ __all__ = [
     "fit",
     "frontier",
     "fuse_batchnorm",
-    "invert_batchnorm",
+    "invert_norm",
     "offload_activations",
     "plan",
     "split",
@@ -46,8 +46,9 @@ __all__ = [
 
 # Former public names, for one release: where each is, and what replaces it.
 _FORMER = {
+    "invert_batchnorm": ("shoal.transforms.invert.invert_norm", "shoal.invert_norm"),
     "lossy_report": ("shoal.engine.api", "model.shoal.lossy_report(batch)"),
-    "restore_batchnorm": ("shoal.transforms.invert.invert_batchnorm", "inverted.restore()"),
+    "restore_batchnorm": ("shoal.transforms.invert.invert_norm", "inverted.restore()"),
     "data": ("shoal.app.data", "shoal.app.data"),
     "models": ("shoal.app.models", "shoal.app.models"),
 }

@@ -302,9 +302,7 @@ def test_a_mistake_about_splitting_is_reported(arguments: list[str], said: str) 
         assert said in error_line(invoke(*command, *budget, *arguments))
 
 
-@pytest.mark.parametrize(
-    ("form", "said"), [("fused", "fuse_batchnorm, level bnff: "), ("inverted", " batch norms inverted")]
-)
+@pytest.mark.parametrize(("form", "said"), [("fused", "fuse_batchnorm, level bnff: "), ("inverted", " norms inverted")])
 @pytest.mark.usefixtures("tiny")
 def test_batch_norms_in_another_form_save_less(here: Path, form: str, said: str) -> None:
     arguments = ["plan", "--model", "resnet18_cifar", "--batch", "16", "--image", "32", "--hardware", "p100-nvlink"]

@@ -18,7 +18,17 @@ from shoal.capture import inplace
 from shoal.capture.captured import Captured
 from shoal.capture.fx_nodes import is_view
 from shoal.core.schedule import schedule
-from shoal.kernels import batch_norm, batch_norm_pieces, dropout, encoded_activation, group_norm, relu
+from shoal.kernels import (
+    batch_norm,
+    batch_norm_pieces,
+    direct_convolution,
+    dropout,
+    encoded_activation,
+    group_norm,
+    layer_norm,
+    prelu,
+    relu,
+)
 from tests.joint_graphs import NETWORKS, captured_step, operands, run_joint, run_lowered
 
 aten = torch.ops.aten
@@ -27,6 +37,8 @@ norm_act_backward = torch.ops.shoal.norm_act_backward.default
 sliced_norm = torch.ops.shoal.sliced_norm.default
 sliced_norm_gradient = torch.ops.shoal.sliced_norm_gradient.default
 norm_conv_backward = torch.ops.shoal.norm_conv_backward.default
+inverted_norm = torch.ops.shoal.inverted_norm.default
+inverted_norm_backward = torch.ops.shoal.inverted_norm_backward.default
 inverted_batch_norm_backward = torch.ops.shoal.inverted_batch_norm_backward.default
 
 
@@ -36,6 +48,16 @@ def statistics(x: torch.Tensor) -> list[torch.Tensor]:
 
 def of_one_group(x: torch.Tensor) -> list[torch.Tensor]:
     return [torch.linspace(0.5, 2, x.shape[0], dtype=x.dtype).unsqueeze(1) + place for place in range(2)]
+
+
+def of_rows(x: torch.Tensor) -> list[torch.Tensor]:
+    rows, last = (*x.shape[:-1], 1), torch.linspace(0.5, 2, x.shape[-1], dtype=x.dtype)
+    statistics = torch.linspace(0.5, 2, x[..., :1].numel(), dtype=x.dtype).view(rows)
+    return [statistics, statistics + 1, last, last + 1]
+
+
+def of_samples(x: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.linspace(0.5, 2, x.shape[0] * x.shape[1]).view(x.shape[:2])]
 
 
 def wide_statistics(x: torch.Tensor) -> list[torch.Tensor]:
@@ -63,6 +85,15 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (aten.leaky_relu.default, lambda x, y: (x, 0.2)),
     (aten.leaky_relu_backward.default, lambda x, y: (x, y, 0.2, False)),
     (aten.elu.default, lambda x, y: (x, 1.5)),
+    (aten.elu_backward.default, lambda x, y: (x, 1.5, 1, 1, False, y)),
+    (aten.gelu.default, lambda x, y: (x,)),
+    (aten.gelu_backward.default, lambda x, y: (x, y)),
+    (aten.hardswish.default, lambda x, y: (x,)),
+    (aten.hardsigmoid.default, lambda x, y: (x,)),
+    (aten.hardsigmoid_backward.default, lambda x, y: (x, y)),
+    (aten.softplus.default, lambda x, y: (x,)),
+    (aten.softplus_backward.default, lambda x, y: (x, y, 1, 20)),
+    (aten.mish.default, lambda x, y: (x,)),
     (aten.silu.default, lambda x, y: (x,)),
     (aten.silu_backward.default, lambda x, y: (x, y)),
     (aten.sigmoid.default, lambda x, y: (x,)),
@@ -80,6 +111,11 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (dropout.dropout, lambda x, y: (x, 0.4)),
     (dropout.dropout_backward, lambda x, y: (x, y > 0, 0.4)),
     (relu.zeroed, lambda x, y: (x, y <= 0)),
+    (relu.leaky_backward, lambda x, y: (x, y > 0, 0.2)),
+    (layer_norm.backward, lambda x, y: (x, y, [x.shape[-1]], *of_rows(x))),
+    (prelu.backward, lambda x, y: (x, y, statistics(x)[0].view(1, -1, 1, 1), [0, 2, 3], True)),
+    (aten._prelu_kernel.default, lambda x, y: (x, statistics(x)[0].view(1, -1, 1, 1))),
+    (aten._prelu_kernel.default, lambda x, y: (x, statistics(x)[0][:1].view(1, 1, 1, 1))),
     (relu.backward, lambda x, y: (x, y > 0)),
     (
         encoded_activation.relu_backward,
@@ -94,6 +130,9 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (inverted_batch_norm, lambda x, y: (x, None, None, *wide_statistics(x)[:2], 1e-5, "elu", 0.2)),
     (inverted_batch_norm_backward, lambda x, y: (x, y, *wide_statistics(x)[:3], False, 1e-5, "leaky_relu", 0.2)),
     (inverted_batch_norm_backward, lambda x, y: (x, y, *wide_statistics(x)[:3], True, 1e-5, "elu", 0.2)),
+    (inverted_norm, lambda x, y: (x, *wide_statistics(x)[:2], x.shape[1], 1e-5, "leaky_relu", 0.2)),
+    (inverted_norm, lambda x, y: (x, None, None, 1, 1e-5, "elu", 0.2)),
+    (inverted_norm_backward, lambda x, y: (x, y, *wide_statistics(x)[:2], *of_samples(x), "leaky_relu", 0.2)),
     (norm_act_backward, lambda x, y: (x, [y], *statistics(x)[:3], None, True, [True, True, False])),
     (norm_act_backward, lambda x, y: (x, [y], *statistics(x)[:3], y.sin(), True, [False, True, True])),
     (norm_act_backward, lambda x, y: (x, [y], *statistics(x)[:3], None, False, [True, False, False])),
@@ -188,6 +227,34 @@ def test_written_over_an_operand_the_result_has_the_same_bits(
 def _over(node: fx.Node, operand: fx.Node) -> tuple[Any, Any, Any]:
     target, kwargs = inplace.overwriting(node.target, node.kwargs, operand)
     return target, node.args, kwargs
+
+
+def convolution_over(x: torch.Tensor, *, stride: int = 1, parts: int = 1) -> fx.Node:
+    channels = x.shape[1]
+    weight = torch.randn(channels, channels * parts, 3, 3, 3)
+    options = ([stride] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)
+    graph = fx.Graph()
+    operands = [graph.placeholder(f"x{number}") for number in range(parts)]
+    for operand in operands:
+        operand.meta["val"] = x
+    of_weight = graph.placeholder("weight")
+    of_weight.meta["val"] = weight
+    source = operands[0] if parts == 1 else operands
+    node = graph.call_function(direct_convolution.forward, (source, of_weight, None, *options))
+    node.meta["val"] = direct_convolution.forward([x] * parts, weight, None, *options)
+    return node
+
+
+def test_a_direct_convolution_may_go_over_large_operands_of_its_result_s_size() -> None:
+    large, small = torch.randn(1, 8, 24, 80, 80), torch.randn(1, 8, 4, 8, 8)
+    whole = convolution_over(large)
+    assert [one.name for one in inplace.operands(whole)] == ["x0"]
+    of_parts = convolution_over(large, parts=2)
+    assert [one.name for one in inplace.operands(of_parts)] == ["x0", "x1"]
+    target, kwargs = inplace.overwriting(of_parts.target, {}, inplace.operands(of_parts)[1])
+    assert target is direct_convolution.forward and kwargs == {"over": inplace.operands(of_parts)[1]}
+    assert inplace.operands(convolution_over(small)) == ()  # a copy of its planes would be all of it
+    assert inplace.operands(convolution_over(large, stride=2)) == ()
 
 
 def test_options_stay_when_the_result_goes_over_an_operand() -> None:

@@ -76,6 +76,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         *(conv(3, 4), nn.LeakyReLU(0.1), conv(4, 4), nn.InstanceNorm2d(4, affine=True), nn.LeakyReLU(inplace=True)),
         *(conv(4, 4), nn.LeakyReLU(0.0), conv(4, 4), nn.LeakyReLU(-0.5), conv(4, 2)),
     ),
+    "leaky in front of what reads no result": lambda: nn.Sequential(conv(3, 4), nn.LeakyReLU(0.2), nn.Tanh()),
+    "prelu": lambda: nn.Sequential(
+        *(conv(3, 4), nn.InstanceNorm2d(4), nn.PReLU(), conv(4, 4), nn.GroupNorm(2, 4), nn.PReLU(4)),
+        *(conv(4, 4), nn.PReLU(), nn.LayerNorm(8), nn.GELU()),
+    ),
+    "frozen prelu": lambda: nn.Sequential(conv(3, 4), nn.PReLU().requires_grad_(False), conv(4, 4), nn.ELU()),
     "threshold": lambda: nn.Sequential(conv(3, 4), nn.Threshold(0.2, 0.1), conv(4, 4), nn.Threshold(0, 0)),
     "relu handed out": lambda: Both(nn.ReLU()),
     "relu before relu": lambda: nn.Sequential(conv(3, 4), nn.ReLU(), nn.ReLU(), nn.BatchNorm2d(4)),
@@ -157,6 +163,49 @@ def test_a_leaky_relu_saves_its_output_unless_that_hides_the_sign_of_its_input(s
     assert (saved_bytes(before), saved_bytes(after)) == (2 * 4 * 512, tensors * 4 * 512)
 
 
+def test_a_leaky_relu_whose_output_no_one_else_saves_waits_in_a_byte_an_element() -> None:
+    before, after = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.LeakyReLU(0.1), nn.Tanh()))
+    assert saved_bytes(before) - saved_bytes(after) == 3 * 512
+    assert sorted(s.dtype for s in saved(after.graph)) == ["bool", "float32"]
+
+
+class OverGradients(nn.Module):
+    """Norms and a PReLU whose backward ops may each lie over the gradient that reaches them."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Conv3d(1, 8, 1), layer, nn.Conv3d(8, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layer(self.first(x)))
+
+
+OVER_GRADIENTS: dict[str, Callable[[], nn.Module]] = {
+    "instance norm": lambda: nn.InstanceNorm3d(8),
+    "instance norm with weights": lambda: nn.InstanceNorm3d(8, affine=True),
+    "group norm": lambda: nn.GroupNorm(2, 8),
+    "layer norm": lambda: nn.LayerNorm(32),
+    "prelu": nn.PReLU,
+    "prelu by channel": lambda: nn.PReLU(8),
+    "gelu": nn.GELU,
+    "elu": nn.ELU,
+}
+
+
+@pytest.mark.parametrize("layer", OVER_GRADIENTS)
+def test_a_layer_s_gradient_lies_over_the_one_that_reaches_it(layer: str) -> None:
+    x = torch.randn(1, 1, 32, 128, 32)
+    before, after = before_and_after_rewrites(OverGradients(OVER_GRADIENTS[layer]()), x)
+    one = 8 * x.nbytes
+    inside = [op for op in after.graph.ops[after.graph.n_forward :] if op.layer == "layer" and op.phase == "backward"]
+    written = [op for op in inside if any(after.graph.storages[place].nbytes == one for place in op.writes)]
+    assert [op.overwrites >= 0 for op in written] == [True]
+    assert sum(after.graph.storages[place].nbytes == one for op in written for place in op.writes) == 1
+    tensors = operands(before.joint)
+    for ours, theirs in zip(run_joint(after.joint, tensors), run_joint(before.joint, tensors), strict=True):
+        assert ours is None or same_bits(ours, theirs)
+
+
 def test_a_rectifier_whose_output_no_one_else_saves_waits_in_a_byte_an_element() -> None:
     before, after = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), nn.AvgPool2d(8)))
     # Pooling by averages names its input for the shape alone, which keeps it all the same.
@@ -202,7 +251,7 @@ def test_the_gradient_of_batch_norm_takes_the_block_of_the_incoming_gradient(
     small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not small:
-        monkeypatch.setattr("shoal.capture.lossless.WORTH_PIECES_BYTES", 0)
+        monkeypatch.setattr("shoal.kernels.batch_norm.WORTH_PIECES_BYTES", 0)
     model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.Tanh())
     graph = captured_step(model).graph
     (op,) = [op for op in graph.ops if "batch_norm" in op.target and op.phase == "backward"]
@@ -214,7 +263,7 @@ def test_the_gradient_of_batch_norm_takes_the_block_of_the_incoming_gradient(
 
 
 def test_where_pieces_do_not_repeat_the_bits_pytorchs_kernel_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.capture.lossless.backward_repeats_bits", lambda *_: False)
+    monkeypatch.setattr("shoal.kernels.batch_norm.backward_repeats_bits", lambda *_: False)
     model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.Tanh()).to(memory_format=torch.channels_last)
     targets = [op.target for op in captured_step(model).graph.ops]
     assert "aten.native_batch_norm_backward.default" in targets

@@ -189,3 +189,17 @@ def test_the_gradient_of_a_large_map_takes_the_block_of_the_incoming_one(
     map_bytes = whole.storages[before.writes[0]].nbytes
     assert before.overwrites == -1 and after.overwrites in after.reads
     assert after.workspace_bytes == pytest.approx(held * map_bytes, rel=0.05)
+
+
+def test_a_gradient_that_cudnn_lays_out_as_its_input_departs_from_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """The incoming one, of a mean over all pixels, is not in channels_last."""
+    body = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)]
+    net = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+    net = net.cuda().to(memory_format=torch.channels_last)
+    x = torch.empty(4, 3, 8, 8, device="cuda").to(memory_format=torch.channels_last)
+    model = shoal.compile(net, budget="1GiB", kernels="eager")
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+    assert "traced" not in caplog.text
+    assert model.shoal.captures == 1

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shoal
 from shoal.app import models
@@ -31,6 +30,7 @@ from tests.cuda_standin.counts import Record, device_counts, record_all, recorde
 _OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters),
+    "fused_adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
 }
 
 
@@ -72,8 +72,8 @@ class Case:
 
     Attributes:
         net, batch, image: the network, of timm's where the name begins with "timm/", and its batches.
-        optimizer: "sgd" (with momentum) or "adamw".
-        amp: "bf16", "fp16" (with a GradScaler) or "" for float32.
+        optimizer: "sgd" (with momentum), "adamw" or "fused_adamw", whose step takes no copies of all parameters.
+        amp: "bf16", "fp16" (with a GradScaler that leaves out the first optimizer step) or "" for float32.
         share: the budget, of the peak of plain PyTorch; None: plain PyTorch.
         steps: how many.
         beside: what stands there beside the model all the time: "ema", a second model of the same size, or "".
@@ -82,7 +82,8 @@ class Case:
         passes: forward and backward passes of a step, onto the same gradients.
         allow: the means that Shoal may use.
         budget_of: what the budget bounds.
-        ddp: whether DistributedDataParallel wraps the model, on one rank that exchanges nothing.
+        ddp: whether DistributedDataParallel wraps the model, on one rank, over gloo.
+        kernels: "eager" for op by op, "compiled" as CUDA's default has it.
         recorded: whether peaks are counted by the allocator's record, which Shoal then shares; else by its statistics.
     """
 
@@ -101,9 +102,18 @@ class Case:
     recorded: bool = True
     budget_of: str = "allocated"
     ddp: bool = False
+    kernels: str = "eager"
 
     def __str__(self) -> str:
-        words = (self.net, self.optimizer, self.amp or "fp32", f"{self.share or 1:.0%}", self.beside, "ddp" * self.ddp)
+        words = (
+            self.net,
+            self.optimizer,
+            self.amp or "fp32",
+            f"{self.share or 1:.0%}",
+            self.beside,
+            "ddp" * self.ddp,
+            self.kernels.removeprefix("eager"),
+        )
         return "-".join(
             [word for word in words if word] + [f"{self.workspace_bytes >> 20}MiB"] * bool(self.workspace_bytes)
         )
@@ -121,6 +131,7 @@ class Step:
         predicted_reserved_bytes: as `model.shoal` says after it; 0 where it does not.
         repairs: how often was planned again.
         launches, synchronizations, mallocs: in its forward and backward pass, these of pages too.
+        has_state: whether the optimizer had its state when it began.
     """
 
     predicted_bytes: int
@@ -133,6 +144,7 @@ class Step:
     launches: int
     synchronizations: int
     mallocs: int
+    has_state: bool
 
 
 @dataclass(frozen=True)
@@ -143,13 +155,17 @@ class Run:
         budget_bytes: 0 for plain PyTorch.
         steps: one by one.
         warnings: what Shoal said.
-        beside_bytes: of what stands there beside the model.
+        departures: what it noted of steps that took another course than was planned.
+        beside_bytes: of what stands there beside the model and is not of its step: a second model, the labels.
+        compiled: what the plan says of its compiled regions.
     """
 
     budget_bytes: int
     steps: tuple[Step, ...]
     warnings: tuple[str, ...]
+    departures: tuple[str, ...]
     beside_bytes: int
+    compiled: tuple[str, ...]
 
     @property
     def peak_bytes(self) -> int:
@@ -178,37 +194,66 @@ def trained(case: Case) -> Run:
         found["budget_bytes"],
         tuple(Step(**step) for step in found["steps"]),
         tuple(found["warnings"]),
+        tuple(found["departures"]),
         found["beside_bytes"],
+        tuple(found["compiled"]),
     )
 
 
 def _run(case: Case, budget_bytes: int) -> Run:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shoal").addHandler(handler)
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = said.append  # type: ignore[method-assign]
+    log = logging.getLogger("shoal")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
     if case.recorded:
         record_all()
     last = torch.channels_last_3d if case.net == "unet3d" else torch.channels_last
     layout = last if case.channels_last else torch.contiguous_format
-    model, *beside = (_network(case.net).cuda().to(memory_format=layout) for _ in range(2 if case.beside else 1))
+    model = _network(case.net).cuda().to(memory_format=layout)
+    before_bytes = torch.cuda.memory_allocated()
+    beside = [_network(case.net).cuda().to(memory_format=layout)] if case.beside else []
     volumes = case.net == "unet3d"
     pixels = [case.image] * (3 if volumes else 2)
-    images = torch.empty(case.batch, 1 if volumes else 3, *pixels, device="cuda").to(memory_format=layout)
     labels = torch.zeros(case.batch, *pixels * case.net.startswith("unet"), dtype=torch.long, device="cuda")
+    beside_bytes = torch.cuda.memory_allocated() - before_bytes
+    images = torch.empty(case.batch, 1 if volumes else 3, *pixels, device="cuda").to(memory_format=layout)
     optimizer = _OPTIMIZERS[case.optimizer](model.parameters())
     if budget_bytes:
         model = shoal.compile(
-            model, budget=budget_bytes, optimizer=optimizer, allow=case.allow, budget_of=case.budget_of
+            model,
+            budget=budget_bytes,
+            optimizer=optimizer,
+            allow=case.allow,
+            budget_of=case.budget_of,
+            kernels=case.kernels,
         )
     status = getattr(model, "shoal", None)
     if case.ddp:
-        torch.distributed.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
         model = DistributedDataParallel(model)
-    scaler = torch.amp.GradScaler("cuda", enabled=case.amp == "fp16")
+    scaler = _Scaler("cuda", enabled=case.amp == "fp16")
     steps = tuple(_step(case, model, status, optimizer, scaler, images, labels) for _ in range(case.steps))
-    beside_bytes = sum(p.nbytes for one in beside for p in (*one.parameters(), *one.buffers()))
-    return Run(budget_bytes, steps, tuple(said), beside_bytes)
+    del beside
+    return Run(
+        budget_bytes,
+        steps,
+        tuple(record.getMessage() for record in said if record.levelno >= logging.WARNING),
+        tuple(text for record in said if "another course" in (text := record.getMessage())),
+        beside_bytes,
+        status.plan.compiled if status and status.plan else (),
+    )
+
+
+class _Scaler(torch.amp.GradScaler):
+    """Finds no number in the first gradients alone, as one does whose scale begins high: no kernel computes here."""
+
+    _steps = 0
+
+    def _maybe_opt_step(self, optimizer: Any, *given: Any, **named: Any) -> Any:
+        self._steps += 1
+        return optimizer.step() if self._steps > 1 else None
 
 
 def _network(name: str) -> nn.Module:
@@ -226,7 +271,7 @@ def _step(
 ) -> Step:
     torch.cuda.reset_peak_memory_stats()
     reset_device_peak()
-    before = device_counts()
+    before, has_state = device_counts(), bool(optimizer.state)
     with recorded() if case.recorded else nullcontext(Record()) as record:
         for _ in range(case.passes):
             with torch.autocast("cuda", dtype=_DTYPES[case.amp]) if case.amp else nullcontext():
@@ -248,12 +293,14 @@ def _step(
         launches=after.launches - before.launches,
         synchronizations=after.synchronizations - before.synchronizations,
         mallocs=after.mallocs - before.mallocs,
+        has_state=has_state,
     )
 
 
 if __name__ == "__main__":
     made_up_machine.put_in_place()
     measure_links._cuda_copies = lambda device: (made_up_machine.SLAB,)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention wants a device that computes
     given, given_bytes = json.loads(sys.argv[1])
     print(json.dumps(asdict(_run(Case(**given), given_bytes))), flush=True)
     os._exit(0)  # autograd's device thread may still be at work: Python would end it, and the process with it

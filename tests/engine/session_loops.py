@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.lowlevel import allocations
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes
 
 
 def true_peak(

@@ -101,6 +101,7 @@ def test_the_worst_is_the_step_as_it_is_captured() -> None:
     *own, of_the_loss, held = seen.storages
     assert tuple(own) == graph.storages
     assert (of_the_loss.name, of_the_loss.nbytes) == (KEPT_OF_LOSS, tangent_bytes)
+    assert of_the_loss.kind == "gradient"  # so that it stays until the end in whatever order ops run
     assert (held.name, held.nbytes) == (HELD_RESULTS, sum(s.nbytes for s in graph.storages if s.kind == "output"))
 
 

@@ -17,7 +17,7 @@ from shoal.core.residence import Encode, Offload
 from shoal.engine.backend import backend
 from shoal.errors import BudgetError, CodecError, InputError, PlanError
 from shoal.lowlevel import allocations
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes
 from shoal.transforms.split.split import split
 from tests.engine.lossy_steps import chain, codecs_of_no_time, plan_encoding_everything
 from tests.engine.training_laws import images, mean_square, needs_compiler, same_bits, train

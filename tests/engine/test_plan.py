@@ -18,7 +18,7 @@ from shoal.core.residence import Recompute
 from shoal.core.schedule import schedule
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, CaptureError, InputError, PlanError
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes
 from tests.engine.training_laws import (
     blocks,
     classifier,

@@ -19,8 +19,9 @@ from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, PlanError
 from shoal.lowlevel import allocations
-from shoal.memory.static_memory import StaticMemory, distinct_bytes
+from shoal.memory.static_memory import StaticMemory
 from shoal.memory.step_meter import Measured
+from shoal.memory.storage_bytes import distinct_bytes
 from shoal.planners.keep_all import keep_all
 from tests.engine.training_laws import classifier, differences, images, mean_square, train
 from tests.random_steps import HARDWARE, conv_bn_relu_chain

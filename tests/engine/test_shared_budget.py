@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.errors import BudgetError, InputError
 from shoal.memory.limit import memory_limit
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes
 from tests.engine.training_laws import costs_that_do_not_matter, needs_compiler
 
 Models = Sequence[nn.Module]

@@ -20,7 +20,7 @@ from shoal.memory.optimizer_state import (
     reject_copy,
     step_scratch_bytes,
 )
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes
 from tests.memory.test_static_memory import network, take_step
 
 Parameters = Iterable[Any]

@@ -14,7 +14,8 @@ from torch import nn
 
 from shoal.core.step import StepGraph, Storage
 from shoal.memory.optimizer_state import NamedOptimizer
-from shoal.memory.static_memory import StaticMemory, distinct_bytes
+from shoal.memory.static_memory import StaticMemory
+from shoal.memory.storage_bytes import distinct_bytes
 
 EMPTY = StepGraph("empty", (), ())
 

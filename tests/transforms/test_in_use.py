@@ -48,7 +48,7 @@ def _fused(net: nn.Module) -> Any:
 
 
 EITHER = pytest.mark.parametrize(
-    ("transform", "kind"), [(_fused, Layers), (shoal.invert_batchnorm, Leaky)], ids=["fused", "inverted"]
+    ("transform", "kind"), [(_fused, Layers), (shoal.invert_norm, Leaky)], ids=["fused", "inverted"]
 )
 
 
@@ -156,7 +156,7 @@ def test_a_step_of_a_network_without_values_is_planned_as_of_one_with(
 
 def test_a_network_that_was_inverted_without_values_is_described_filled_and_restored() -> None:
     with torch.device("meta"):
-        inverted = shoal.invert_batchnorm(Layers())
+        inverted = shoal.invert_norm(Layers())
     assert "unknown" in inverted.describe()
     inverted.to_empty(device="cpu")
     for parameter in inverted.parameters():
@@ -179,17 +179,17 @@ def test_layers_that_are_replaced_after_fusing_are_those_that_run() -> None:
 
 
 def test_an_inverted_network_does_not_run_beside_layers_that_replaced_its_own() -> None:
-    net, inverted = _pair(shoal.invert_batchnorm, Leaky)
+    net, inverted = _pair(shoal.invert_norm, Leaky)
     old = inverted.body[6]
     inverted.body[6] = nn.Conv2d(4, 2, 1).double()
-    with pytest.raises(InputError, match="replaced after shoal.invert_batchnorm"):
+    with pytest.raises(InputError, match="replaced after shoal.invert_norm"):
         inverted(_images())
     inverted.body[6] = old
     _same(net, inverted, _images())
 
 
 def test_a_network_is_restored_once() -> None:
-    inverted = shoal.invert_batchnorm(Layers())
+    inverted = shoal.invert_norm(Layers())
     inverted.restore()
     with pytest.raises(InputError, match="restored already"):
         inverted.restore()
@@ -201,7 +201,7 @@ def test_a_transformed_part_of_a_network_stays_as_it_is(transform: Transform, ki
     outer = nn.Sequential(kind(), nn.BatchNorm2d(2), nn.LeakyReLU(), nn.Conv2d(2, 2, 1)).double()
     of_both = copy.deepcopy(outer)
     of_both[0] = transform(of_both[0])
-    for around in (_fused, shoal.invert_batchnorm):
+    for around in (_fused, shoal.invert_norm):
         _same(copy.deepcopy(outer), around(copy.deepcopy(of_both)), _images())
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import shoal
 from shoal.app.models.resnet import Bottleneck, ResNet
 from shoal.errors import InputError
-from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
+from shoal.transforms.invert.invert_norm import invert_norm
 from shoal.transforms.split.split import split
 from shoal.transforms.stand_in import StandIn
 from tests.engine.training_laws import assert_same_training, classifier, images
@@ -39,10 +39,10 @@ def drawn(model: nn.Module) -> nn.Module:
 
 
 def there_and_back(model: nn.Module) -> nn.Module:
-    return invert_batchnorm(model).restore()
+    return invert_norm(model).restore()
 
 
-TRANSFORMS: list[Transform] = [in_half, fuse_batchnorm, invert_batchnorm, there_and_back]
+TRANSFORMS: list[Transform] = [in_half, fuse_batchnorm, invert_norm, there_and_back]
 each = pytest.mark.parametrize("transform", TRANSFORMS)
 
 
@@ -116,8 +116,8 @@ def deep() -> nn.Module:
 def test_of_an_inverted_network_the_batch_norms_that_stayed_are_fused(make: Callable[[], nn.Module]) -> None:
     net = make()
     x = torch.randn(4, 3, 48, 48)
-    inverted = invert_batchnorm(copy.deepcopy(net))
-    both = fuse_batchnorm(invert_batchnorm(copy.deepcopy(net)))
+    inverted = invert_norm(copy.deepcopy(net))
+    both = fuse_batchnorm(invert_norm(copy.deepcopy(net)))
     assert both.summary.fused
     converted = {site.layer for site in inverted.inverted}
     reasons = {left.layer: left.reason for left in both.summary.left}
@@ -145,20 +145,20 @@ def saved_bytes(model: nn.Module) -> int:
 
 
 def test_together_they_save_no_more_than_the_better_of_both() -> None:
-    inverted, fused = (saved_bytes(transform(deep())) for transform in (invert_batchnorm, fuse_batchnorm))
-    assert saved_bytes(fuse_batchnorm(invert_batchnorm(deep()))) <= inverted < fused < saved_bytes(deep())
+    inverted, fused = (saved_bytes(transform(deep())) for transform in (invert_norm, fuse_batchnorm))
+    assert saved_bytes(fuse_batchnorm(invert_norm(deep()))) <= inverted < fused < saved_bytes(deep())
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_an_inverted_network_is_split_as_the_one_with_leaky_activations(training: bool) -> None:
     net, x = network(), torch.randn(4, 3, 16, 16)
-    ours, theirs = split(invert_batchnorm(copy.deepcopy(net)), depth=0.6), split(with_leaky(net), depth=0.6)
+    ours, theirs = split(invert_norm(copy.deepcopy(net)), depth=0.6), split(with_leaky(net), depth=0.6)
     assert ours.describe((16, 16)) == theirs.describe((16, 16))
     ours.train(training)
     theirs.train(training)
     for mine, other in zip(step(ours, x), step(theirs, x), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()) + 1e-6)
-    ours, theirs = split(invert_batchnorm(copy.deepcopy(net)), stochastic=0.2), split(with_leaky(net), stochastic=0.2)
+    ours, theirs = split(invert_norm(copy.deepcopy(net)), stochastic=0.2), split(with_leaky(net), stochastic=0.2)
     torch.manual_seed(5)
     expected = theirs(x)
     torch.manual_seed(5)
@@ -168,29 +168,29 @@ def test_an_inverted_network_is_split_as_the_one_with_leaky_activations(training
 def test_a_converted_layer_can_be_joined_behind_by_its_name() -> None:
     net = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2)))
     for name in ("0", "0.1", "0.2"):
-        divided = split(invert_batchnorm(copy.deepcopy(net)), join=name)
+        divided = split(invert_norm(copy.deepcopy(net)), join=name)
         assert divided.plan is not None and len(divided.plan.steps) == 2  # the convolution, and both others as one
 
 
 def test_statistics_of_all_patches_are_no_inverted_batch_norm_s() -> None:
-    inverted = invert_batchnorm(network())
+    inverted = invert_norm(network())
     for way in ({"halo": "exact"}, {"batch_norm": "joint"}):
         with pytest.raises(InputError, match="inverted batch norm 1 normalises each patch by itself; give batch_norm="):
             split(inverted, depth=0.5, **way)  # type: ignore[arg-type]
-    without = invert_batchnorm(nn.Sequential(nn.Conv2d(3, 3, 3), nn.MaxPool2d(2), nn.Conv2d(3, 3, 3)))
+    without = invert_norm(nn.Sequential(nn.Conv2d(3, 3, 3), nn.MaxPool2d(2), nn.Conv2d(3, 3, 3)))
     assert split(without, depth=0.5, halo="exact").plan is not None
 
 
 @pytest.mark.parametrize(
     ("first", "then", "complaint"),
     [
-        (fuse_batchnorm, invert_batchnorm, "what shoal.fuse_batchnorm returned; invert the network first"),
+        (fuse_batchnorm, invert_norm, "what shoal.fuse_batchnorm returned; invert the network first"),
         (
             in_half,
-            invert_batchnorm,
+            invert_norm,
             "invert the network first, and give that to shoal.split",
         ),
-        (invert_batchnorm, invert_batchnorm, "the model is inverted already"),
+        (invert_norm, invert_norm, "the model is inverted already"),
         (fuse_batchnorm, in_half, "what shoal.fuse_batchnorm returned, which cannot run patch by patch"),
         (in_half, in_half, "what shoal.split returned, which cannot run patch by patch; give the network"),
         (in_half, fuse_batchnorm, "what shoal.split returned, in which nothing is left to fuse; give the network"),
@@ -217,7 +217,7 @@ def test_a_restored_network_is_one_like_any_other(last: Transform) -> None:
 
 @pytest.mark.parametrize("last", [fuse_batchnorm, in_half])
 def test_both_together_train_planned_with_the_bits_of_eager_training(last: Transform) -> None:
-    planned = assert_same_training(nn.Sequential(last(invert_batchnorm(network()))), images(2, 4, 3, 16, 16))
+    planned = assert_same_training(nn.Sequential(last(invert_norm(network()))), images(2, 4, 3, 16, 16))
     targets = [op.target for op in planned.shoal.plan.graph.ops]
     assert "shoal.inverted_batch_norm.default" in targets and "shoal.inverted_batch_norm_backward.default" in targets
     if last is fuse_batchnorm:
@@ -225,7 +225,7 @@ def test_both_together_train_planned_with_the_bits_of_eager_training(last: Trans
 
 
 def test_drawn_cuts_reach_inverted_batch_norms_under_one_plan() -> None:
-    model = shoal.compile(split(invert_batchnorm(classifier(3, 4, 4)), depth=0.5, grid=(2, 1), stochastic=0.2))
+    model = shoal.compile(split(invert_norm(classifier(3, 4, 4)), depth=0.5, grid=(2, 1), stochastic=0.2))
     for batch in images(3, 2, 3, 16, 16):
         model(batch).square().mean().backward()
         model.zero_grad()

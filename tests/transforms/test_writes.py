@@ -243,7 +243,7 @@ def test_an_inverted_batch_norm_keeps_its_result() -> None:
             return self.second(y.mul_(2.0))
 
     net = Adds().double()
-    inverted = shoal.invert_batchnorm(copy.deepcopy(net))
+    inverted = shoal.invert_norm(copy.deepcopy(net))
     for own, other in zip(_step(inverted, inverted), _step(net, net), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-9)
     assert "written over by mul_" in inverted.describe()

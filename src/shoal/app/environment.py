@@ -17,7 +17,7 @@ from shoal.core.files import cache_dir
 from shoal.core.sizes import format_bytes
 from shoal.cost.measurement_cache import device_name
 from shoal.errors import InputError
-from shoal.lowlevel import dispatch, native
+from shoal.lowlevel import cuda_calls, dispatch, native
 from shoal.memory.limit import memory_limit
 
 # What Shoal computes, plans or draws with, and the trainers that it is used from.
@@ -68,14 +68,14 @@ def _devices() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "memory": f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available",
     }
-    if not torch.cuda.is_available():
+    if not cuda_calls.is_available():
         return found | {
             "cuda": "none" if torch.version.cuda is None else f"none; PyTorch is built for {torch.version.cuda}"
         }
     found["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    for index in range(torch.cuda.device_count()):
-        free_bytes, all_bytes = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
+    for index in range(torch.accelerator.device_count()):
+        free_bytes, all_bytes = torch.accelerator.get_memory_info(index)
+        name = device_name(torch.device("cuda", index))
         found[f"cuda:{index}"] = f"{name}, {format_bytes(all_bytes)}, {format_bytes(free_bytes)} free"
     return found
 

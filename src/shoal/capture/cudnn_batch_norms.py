@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from shoal.capture.symbolic_sizes import usual
 from shoal.kernels import cudnn_batch_norm
@@ -31,6 +33,7 @@ def leave_to_cudnn(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
         backward: its backward nodes; kept up to date.
     """
     graph = joint.graph
+    replaced: list[fx.Node] = []
     for target in _OPERANDS:
         for node in graph.find_nodes(op="call_function", target=target):
             x, weight, bias, mean, var, training, momentum, eps = _OPERANDS[target](node)
@@ -40,6 +43,8 @@ def leave_to_cudnn(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
             readers = _backwards(node) if training else []
             if readers is not None:
                 _replace(graph, node, (x, weight, bias, mean, var, training, momentum, eps), readers, backward)
+                replaced += readers
+    _lay_out_anew(graph, replaced)
 
 
 _OPERANDS: dict[Any, Any] = {
@@ -99,6 +104,35 @@ def _replace(
             backward.add(grad)
         reader.target = cudnn_batch_norm.backward
         reader.args = (grad, x, weight, mean, invstd, reserve, eps, wanted)
+
+
+def _lay_out_anew(graph: fx.Graph, backwards: list[fx.Node]) -> None:
+    """cuDNN lays the gradient out as the input, the native kernel as the incoming gradient: let the trace have that
+    of cuDNN, and what is computed of it the layout that follows."""
+    changed: set[fx.Node] = set()
+    for node in backwards:
+        (x, *_), given = node.args[1:], node.meta["val"]
+        like = torch.empty_like(x.meta["val"]) if given[0] is not None else None  # type: ignore[union-attr]
+        if like is not None and like.stride() != given[0].stride():
+            node.meta["val"] = (like, *given[1:])
+            changed.add(node)
+    for node in graph.nodes if changed else ():
+        if node.op != "call_function" or changed.isdisjoint(node.all_input_nodes):
+            continue
+        if node.target is operator.getitem:
+            node.meta["val"] = node.args[0].meta["val"][node.args[1]]
+            if node.args[1] == 0:
+                changed.add(node)
+        elif isinstance(node.target, OpOverload):
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: operand.meta["val"])
+            before, after = node.meta["val"], node.target(*args, **kwargs)
+            if _strides(after) != _strides(before):
+                node.meta["val"] = after
+                changed.add(node)
+
+
+def _strides(values: Any) -> list[tuple[int, ...]]:
+    return [value.stride() for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _dense(graph: fx.Graph, node: fx.Node, reader: fx.Node, layout: torch.memory_format | None = None) -> fx.Node:

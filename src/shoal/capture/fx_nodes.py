@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
 
+from shoal.capture.symbolic_sizes import usual
 from shoal.errors import CaptureError
 
 _aten = torch.ops.aten
+_PLACE: Collection[str] = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr")
 _ALIASES_UNDECLARED = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})
 
 
@@ -97,3 +100,19 @@ def copied_joint(joint: fx.GraphModule) -> fx.GraphModule:
         if copies[node].name != node.name:
             raise CaptureError(f"{node.name}: a name that torch.fx gives only once; rename that argument")
     return fx.GraphModule(joint, graph)
+
+
+def describe_as(node: fx.Node, value: Any, like: fx.Node) -> None:
+    """Give a new node its value, and the place in the model that another one has."""
+    node.meta = {key: like.meta[key] for key in _PLACE if key in like.meta}
+    node.meta["val"] = value
+
+
+def held_bytes(value: torch.Tensor) -> int:
+    """Of a tensor's whole storage, at the usual sizes where these are symbols."""
+    return usual(value.untyped_storage().nbytes())
+
+
+def reaches_output(node: fx.Node) -> bool:
+    """Whether the caller gets the node's result."""
+    return any(user.op == "output" for user in node.users)

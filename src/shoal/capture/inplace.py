@@ -13,20 +13,23 @@ from typing import Any
 import torch
 from torch import fx
 
+from shoal.capture.fx_nodes import held_bytes
 from shoal.capture.symbolic_sizes import at_numbers, expression_of
-from shoal.kernels import batch_norm, batch_norm_pieces, group_norm
+from shoal.kernels import batch_norm, batch_norm_pieces, direct_convolution, group_norm, layer_norm, prelu
 from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, dropout_, dropout_backward, dropout_backward_
 from shoal.kernels.encoded_activation import relu_backward as encoded_relu_backward
 from shoal.kernels.encoded_activation import relu_backward_ as encoded_relu_backward_
 from shoal.kernels.invertible_norm.inverted_batch_norm import backward_ as inverted_batch_norm_backward_
 from shoal.kernels.invertible_norm.inverted_batch_norm import forward_ as inverted_batch_norm_
+from shoal.kernels.invertible_norm.inverted_norm import backward_ as inverted_norm_backward_
+from shoal.kernels.invertible_norm.inverted_norm import forward_ as inverted_norm_
 from shoal.kernels.norm.joined_statistics import sliced_norm_, sliced_norm_gradient_
 from shoal.kernels.norm.norm_act import backward_ as norm_act_backward_
 from shoal.kernels.norm.norm_conv import backward_onto as norm_conv_backward_onto
 from shoal.kernels.relu import backward as relu_backward
 from shoal.kernels.relu import backward_ as relu_backward_
-from shoal.kernels.relu import zeroed, zeroed_
+from shoal.kernels.relu import leaky_backward, leaky_backward_, zeroed, zeroed_
 
 _aten = torch.ops.aten
 
@@ -43,6 +46,15 @@ _OUT: dict[Any, tuple[tuple[int, ...], Callable[..., Any], str]] = {
     _aten.leaky_relu.default: ((0,), _aten.leaky_relu.out, "out"),
     _aten.leaky_relu_backward.default: ((0,), _aten.leaky_relu_backward.grad_input, "grad_input"),
     _aten.elu.default: ((0,), _aten.elu.out, "out"),
+    _aten.elu_backward.default: ((0,), _aten.elu_backward.grad_input, "grad_input"),
+    _aten.gelu.default: ((0,), _aten.gelu.out, "out"),
+    _aten.gelu_backward.default: ((0,), _aten.gelu_backward.grad_input, "grad_input"),
+    _aten.hardswish.default: ((0,), _aten.hardswish.out, "out"),
+    _aten.hardsigmoid.default: ((0,), _aten.hardsigmoid.out, "out"),
+    _aten.hardsigmoid_backward.default: ((0,), _aten.hardsigmoid_backward.grad_input, "grad_input"),
+    _aten.softplus.default: ((0,), _aten.softplus.out, "out"),
+    _aten.softplus_backward.default: ((0,), _aten.softplus_backward.grad_input, "grad_input"),
+    _aten.mish.default: ((0,), _aten.mish.out, "out"),
     _aten.silu.default: ((0,), _aten.silu.out, "out"),
     _aten.silu_backward.default: ((0,), _aten.silu_backward.grad_input, "grad_input"),
     _aten.sigmoid.default: ((0,), _aten.sigmoid.out, "out"),
@@ -65,6 +77,10 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     group_norm.normalise: ((0,), group_norm.normalise_),
     relu_backward: ((0,), relu_backward_),
     zeroed: ((0,), zeroed_),
+    leaky_backward: ((0,), leaky_backward_),
+    layer_norm.backward: ((0,), layer_norm.backward_),
+    prelu.backward: ((0,), prelu.backward_),
+    _aten._prelu_kernel.default: ((0,), prelu.forward_),
     encoded_relu_backward: ((0,), encoded_relu_backward_),
     batch_norm.backward: ((0,), batch_norm.backward_),
     batch_norm_pieces.native_backward: ((0,), batch_norm_pieces.native_backward_),
@@ -77,7 +93,14 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     torch.ops.shoal.sliced_norm_gradient.default: ((0,), sliced_norm_gradient_),
     torch.ops.shoal.inverted_batch_norm.default: ((0,), inverted_batch_norm_),
     torch.ops.shoal.inverted_batch_norm_backward.default: ((0,), inverted_batch_norm_backward_),
+    torch.ops.shoal.inverted_norm.default: ((0,), inverted_norm_),
+    torch.ops.shoal.inverted_norm_backward.default: ((0,), inverted_norm_backward_),
 }
+# Convolutions with a keyword `over` → place of their stride. They read a copy of a few planes at a time, which is worth
+# it for large operands alone.
+_OVER: dict[Any, int] = {direct_convolution.forward: 3, direct_convolution.input_gradient: 3}
+_WORTH_PLANES_BYTES = 4 << 20
+_WITH_SCRATCH = (*_OVER, layer_norm.backward, prelu.backward)
 _READ_LATER = (batch_norm.normalise, group_norm.normalise)
 _NORMS = (
     _aten._native_batch_norm_legit_functional.default,
@@ -98,9 +121,13 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
         places = _CALLS[node.target][0]
     elif isinstance(node.target, CompiledRegion):
         places = node.target.overwritable or ()
+    elif node.target in _OVER:
+        return _convolved(node)
     else:
         return ()
     value = node.meta["val"]
+    if node.target is _aten._prelu_kernel.default and value.device.type != "cpu":
+        return ()  # it would be made elsewhere first
     result = value[0] if isinstance(value, (tuple, list)) else value
     found = []
     for place in places:
@@ -110,14 +137,32 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
+def _convolved(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What a convolution may write its result over: it, or a part of it."""
+    arguments: Any = node.args
+    result = node.meta["val"]
+    place = _OVER[node.target]
+    stride, transposed, groups = (arguments[place + further] for further in (0, 3, 5))
+    if any(step != 1 for step in stride) or transposed or groups != 1 or held_bytes(result) < _WORTH_PLANES_BYTES:
+        return ()
+    parts = arguments[0] if isinstance(arguments[0], (list, tuple)) else [arguments[0]]
+    return tuple(part for part in parts if _same_block(part.meta.get("val"), result))
+
+
 def usually_overwrites(target: Any) -> bool:
     """Whether most runs of an op that has `operands` overwrite one: a norm's gradient reads what a norm would."""
-    return (target in _OUT or target in _CALLS) and target not in _READ_LATER
+    known = target in _OUT or target in _CALLS or target is direct_convolution.input_gradient
+    return known and target not in _READ_LATER
+
+
+def needs_scratch_to_overwrite(target: Any) -> bool:
+    """Whether a run that overwrites an operand needs more scratch than one that does not."""
+    return target in _WITH_SCRATCH
 
 
 def overwriting(target: Any, kwargs: Mapping[str, Any], operand: fx.Node) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Target and keyword arguments of the call that writes its first result over `operand`, one of `operands`."""
-    if isinstance(target, CompiledRegion):
+    if isinstance(target, CompiledRegion) or target in _OVER:
         return target, {**kwargs, "over": operand}
     if target in _CALLS:
         return _CALLS[target][1], dict(kwargs)

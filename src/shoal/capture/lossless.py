@@ -16,9 +16,10 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - a convolution's gradients of weight and input are two ops, the second without the input, so that the input can go
   before its gradient comes;
 - the gradient of a weight larger than its images comes a few output channels at a time where that saves scratch;
-- a ReLU whose output is saved for nothing but its own backward waits as one boolean per element, and one whose
-  output has other readers too becomes that when the last of them is done;
-- batch norm's and group norm's backward run in place, without the second gradient that PyTorch's kernels allocate;
+- a ReLU or leaky ReLU whose output is saved for nothing but its own backward waits as one boolean per element, and one
+  whose output has other readers too becomes that when the last of them is done (`activation_masks`);
+- the backward of batch, instance, group and layer norm and of PReLU runs in place, without the further gradient that
+  PyTorch's kernels allocate (`gradients_in_place`);
 - what a fused batch norm's backward hands on is multiplied and added where it is read (`norm_gradients`);
 - the part of a concatenation's gradient that waits long for its reader (a U-Net's skip) waits as a copy of its own, so
   that it does not hold the whole gradient.
@@ -29,30 +30,25 @@ They run before planning, so that the planner sees the small storages.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
-from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
+from shoal.capture.activation_masks import save_masks
 from shoal.capture.buffers_in_place import change_in_place
 from shoal.capture.cudnn_batch_norms import leave_to_cudnn
-from shoal.capture.fx_nodes import is_view, per_axis
+from shoal.capture.fx_nodes import describe_as, held_bytes, is_view, per_axis, reaches_output
+from shoal.capture.gradients_in_place import WRITTEN_OVER, write_over_gradient
 from shoal.capture.norm_gradients import fold_norm_gradients
 from shoal.capture.op_counts import convolution_backward_flops
 from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.codecs import pool_index
-from shoal.kernels import group_norm
-from shoal.kernels.batch_norm import WORTH_PIECES_BYTES, backward_repeats_bits
-from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.convolution import input_gradient, weight_gradient, weight_gradient_pieces
 from shoal.kernels.dropout import dropout, dropout_backward, noise_like
 from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
 from shoal.kernels.pooling import backward as pool_backward
 from shoal.kernels.pooling import forward as pool_forward
-from shoal.kernels.relu import backward as relu_backward
-from shoal.kernels.relu import zeroed
 
 _aten = torch.ops.aten
 _STATISTICS_OF_BATCH_NORM = (3, 4)
@@ -60,7 +56,6 @@ _TRAINING_OF_BATCH_NORM = 7
 _PRESERVED = (None, torch.preserve_format)
 _LONG_WAIT_NODES = 24
 _PART_OF_WHOLE = 0.75
-_WORTH_A_MASK_BYTES = 1 << 20
 _POOL_BACKWARDS = {
     _aten.max_pool2d_with_indices_backward.default: 2,
     _aten.max_pool3d_with_indices_backward.default: 3,
@@ -94,12 +89,8 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is _aten.native_batch_norm_backward.default and node.args[_TRAINING_OF_BATCH_NORM] is True:
-            if cpu_kernels and _can_run_in_pieces(node):
-                grad, x, weight, _, _, mean, deviation = node.args[:7]
-                node.target, node.args = batch_norm_backward, (grad, x, weight, mean, deviation)
-        elif node.target is _aten.native_group_norm_backward.default and cpu_kernels:
-            _write_over_gradient_of_group_norm(node)
+        if cpu_kernels and node.target in WRITTEN_OVER:
+            write_over_gradient(graph, node, backward)
         elif node.target is _aten.hardtanh_backward.default:
             _save_clipped_output(node)
         elif node.target is _aten.leaky_relu_backward.default:
@@ -115,7 +106,7 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
     if cpu_kernels:
         fold_norm_gradients(joint, backward)
     _sink(graph, backward)
-    _save_rectifier_masks(graph, backward)
+    save_masks(graph, backward)
     _copy_what_waits(graph, backward)
     graph.lint()
 
@@ -158,7 +149,7 @@ def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx
     with graph.inserting_before(node):
         shape, stride = as_arguments(graph, x.shape), as_arguments(graph, x.stride())
         alone = graph.call_function(input_gradient, (arguments[0], arguments[2], shape, stride, *arguments[4:]))
-    _describe(alone, of_input.meta["val"], node)
+    describe_as(alone, of_input.meta["val"], node)
     alone.meta["flops"] = counted_flops
     of_input.replace_all_uses_with(alone)
     for replaced in (of_input, node):
@@ -172,7 +163,7 @@ def _take_out_weight_gradient(graph: fx.Graph, node: fx.Node, backward: set[fx.N
     with graph.inserting_before(node):
         of_weight = graph.call_function(_aten.convolution_backward.default, (*arguments, [False, *wanted[1:]]))
     of_input_value, *of_weight_values = node.meta["val"]
-    _describe(of_weight, (None, *of_weight_values), node)
+    describe_as(of_weight, (None, *of_weight_values), node)
     backward.add(of_weight)
     node.args = (*arguments, [True, False, False])
     node.meta["val"] = (of_input_value, None, None)
@@ -228,38 +219,6 @@ def _draw_in_layout(graph: fx.Graph, node: fx.Node) -> None:
             graph.erase_node(empty)
 
 
-def _can_run_in_pieces(node: fx.Node) -> bool:
-    operands = [_args(node)[place] for place in (0, 1, 2, 5, 6)]
-    if node.args[9] != [True, True, True] or not all(isinstance(operand, fx.Node) for operand in operands):
-        return False
-    grad, x, *per_channel = (operand.meta["val"] for operand in operands)
-    if x.dim() not in (3, 4, 5) or grad.stride() != x.stride() or x.device.type != "cpu" or prod(x.shape[2:]) == 1:
-        return False
-    if any(value.dtype != x.dtype for value in (grad, *per_channel)):
-        return False
-    channels_last = not x.is_contiguous()
-    if channels_last:
-        layout = channels_last_format(x.dim())
-        if x.dim() == 3 or not x.is_contiguous(memory_format=layout):
-            return False
-    elif _held_bytes(x) < WORTH_PIECES_BYTES:
-        return False
-    return backward_repeats_bits(x.dtype, x.device, x.dim(), int(x.shape[1]), channels_last)
-
-
-def _write_over_gradient_of_group_norm(node: fx.Node) -> None:
-    grad, x, mean, invstd, weight, *_, groups, wanted = _args(node)
-    if wanted != [True, True, True] or not isinstance(weight, fx.Node):
-        return
-    values = [operand.meta["val"] for operand in (grad, x, weight)]
-    dense = all(value.is_contiguous() and value.dtype == values[1].dtype for value in values)
-    value = values[1]
-    if not dense or value.device.type != "cpu" or value.dim() < 3 or _held_bytes(value) < group_norm.WORTH_PIECES_BYTES:
-        return
-    if group_norm.backward_repeats_bits(value.dtype, value.device, min(value.dim(), 5), int(value.shape[1]), groups):
-        node.target, node.args = group_norm.backward, (grad, x, weight, mean, invstd)
-
-
 def _copy_what_waits(graph: fx.Graph, backward: set[fx.Node]) -> None:
     order: dict[fx.Node, float] = {node: number for number, node in enumerate(graph.nodes)}
 
@@ -275,7 +234,7 @@ def _copy_what_waits(graph: fx.Graph, backward: set[fx.Node]) -> None:
         done = last_reader(sooner[-1])
         first_read = min(order[user] for user in longest.users)
         part_bytes = usual(longest.meta["val"].numel()) * longest.meta["val"].element_size()
-        whole_bytes = _held_bytes(node.meta["val"])
+        whole_bytes = held_bytes(node.meta["val"])
         if first_read - order[done] < _LONG_WAIT_NODES or part_bytes > _PART_OF_WHOLE * whole_bytes:
             continue
         with graph.inserting_after(done):
@@ -283,7 +242,7 @@ def _copy_what_waits(graph: fx.Graph, backward: set[fx.Node]) -> None:
         with graph.inserting_after(view):
             copy = graph.call_function(_aten.clone.default, (view,))
         order[view] = order[copy] = order[done] + 0.5  # a slice of a slice looks for its last reader among them
-        _describe(copy, longest.meta["val"].clone(), longest)
+        describe_as(copy, longest.meta["val"].clone(), longest)
         longest.replace_all_uses_with(copy)
         graph.erase_node(longest)
         backward.difference_update({longest})
@@ -358,46 +317,9 @@ def _take_in_rectifier(graph: fx.Graph, unfolded: fx.Node, output: fx.Node, back
     return True
 
 
-def _save_rectifier_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
-    order = {node: number for number, node in enumerate(graph.nodes)}
-    for node in graph.find_nodes(op="call_function", target=_aten.threshold_backward.default):
-        grad, output, threshold = _args(node)
-        if threshold != 0 or output in backward or output.target is not _aten.relu.default:
-            continue
-        others = [user for user in output.users if user in backward and user is not node]
-        if _reaches_output(output) or any(order.get(other, -1) > order[node] for other in others):
-            continue
-        value = output.meta["val"]
-        last = max(others, key=order.__getitem__, default=output)
-        if others and (_held_bytes(value) < _WORTH_A_MASK_BYTES or last.next is node):
-            continue
-        with graph.inserting_after(last):
-            mask = graph.call_function(*_mask_of(output, value.device.type))
-        _describe(mask, value.new_empty_strided(value.shape, value.stride(), dtype=torch.bool), output)
-        if others:
-            backward.add(mask)
-        if mask.target is _aten.le.Scalar:
-            node.target, node.args = zeroed, (grad, mask)
-        else:
-            node.target, node.args = relu_backward, (grad, mask)
-
-
-def _mask_of(output: fx.Node, device: str) -> tuple[Any, ...]:
-    """The call that makes a ReLU's mask of its output. A NaN lets its gradient through."""
-    if device == "cuda":
-        # Where the gradient is zero, for `zeroed`: `threshold_backward` converts booleans one by one.
-        return _aten.le.Scalar, (output, 0)
-    # Where it passes; `ne` gives the same in four times the time.
-    return _aten._to_copy.default, (output,), {"dtype": torch.bool}
-
-
 def _flops(node: fx.Node) -> int | torch.SymInt:
     arguments: Any = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
     return convolution_backward_flops(arguments)
-
-
-def _held_bytes(value: torch.Tensor) -> int:
-    return usual(value.untyped_storage().nbytes())
 
 
 def _args(node: fx.Node) -> tuple[Any, ...]:
@@ -406,18 +328,6 @@ def _args(node: fx.Node) -> tuple[Any, ...]:
 
 def _is_handed_out(node: fx.Node) -> bool:
     """Whether the caller gets the node's storage, as it is or through a view."""
-    return _reaches_output(node) or any(
+    return reaches_output(node) or any(
         _is_handed_out(user) for user in node.users if is_view(user) or user.target is operator.getitem
     )
-
-
-def _reaches_output(node: fx.Node) -> bool:
-    return any(user.op == "output" for user in node.users)
-
-
-def _describe(node: fx.Node, value: Any, like: fx.Node) -> None:
-    node.meta = {key: like.meta[key] for key in _PLACE if key in like.meta}
-    node.meta["val"] = value
-
-
-_PLACE: Collection[str] = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr")

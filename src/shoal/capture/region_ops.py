@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from shoal.capture.rerun import is_random
-from shoal.kernels import batch_norm, group_norm, relu
+from shoal.kernels import batch_norm, group_norm, layer_norm, prelu, relu
 from shoal.kernels.dropout import dropout_backward
 
 _aten = torch.ops.aten
@@ -104,6 +104,22 @@ def _zeroed(grad: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     return torch.where(where, 0.0, grad)
 
 
+def _leaky_backward(grad: torch.Tensor, positive: torch.Tensor, slope: float) -> torch.Tensor:
+    return torch.where(positive, grad, grad * slope)
+
+
+def _layer_norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    shape: list[int],
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+) -> Any:
+    return _aten.native_layer_norm_backward(grad, x, shape, mean, invstd, weight, bias, [True, True, True])
+
+
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
     return grad * mask * (0.0 if p == 1 else 1 / (1 - p))
 
@@ -113,7 +129,10 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     batch_norm.backward: _batch_norm_backward,
     group_norm.backward: _group_norm_backward,
     relu.backward: _relu_backward,
+    layer_norm.backward: _layer_norm_backward,
+    prelu.backward: prelu.backward,
     relu.zeroed: _zeroed,
+    relu.leaky_backward: _leaky_backward,
     dropout_backward: _dropout_backward,
 }
 # Worth a region by themselves: eager PyTorch makes several sweeps of them, or Inductor fewer bytes.
@@ -123,6 +142,8 @@ _COMPOSITE = frozenset(
         normalised,
         batch_norm.backward,
         group_norm.backward,
+        layer_norm.backward,
+        prelu.backward,
         _aten.native_batch_norm_backward.default,
         _aten.native_group_norm.default,
         _aten.native_group_norm_backward.default,

@@ -9,7 +9,8 @@ import torch
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import level_number
 from shoal.lowlevel.native import library
-from shoal.lowlevel.triton_launch import TritonKernels, on_device
+from shoal.lowlevel.torch_state import on_device
+from shoal.lowlevel.triton_launch import TritonKernels
 
 TILE_ELEMS = 4096
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.bool)

@@ -34,7 +34,7 @@ from shoal.codecs.payload import (
 from shoal.errors import CodecError, brief
 from shoal.lowlevel.dispatch import Implementation, Op, choose, register
 from shoal.lowlevel.native import run_native
-from shoal.lowlevel.triton_launch import on_device
+from shoal.lowlevel.torch_state import on_device
 
 BLOCK_ELEMS = 4096
 _OPTIONS = struct.Struct("<Q")

@@ -22,7 +22,7 @@ from shoal.codecs.payload import bytes_of, pack_bits, unpack_bits
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import Implementation, Op, choose, register
 from shoal.lowlevel.native import run_native
-from shoal.lowlevel.triton_launch import on_device
+from shoal.lowlevel.torch_state import on_device
 
 # The integers of a number's bits, and the greatest that is one.
 _AS = {

@@ -14,7 +14,7 @@ import torch
 from shoal.codecs.launch import block_tiles, triton_kernels
 from shoal.codecs.tables import Table
 from shoal.errors import CodecError
-from shoal.lowlevel.triton_launch import on_device
+from shoal.lowlevel.torch_state import on_device
 
 _MAX_BUCKETS = 1 << 16
 _MIN_SHIFT = 8  # an entry has 7 bits for the count and 25 for a place among 2**shift

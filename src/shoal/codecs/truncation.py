@@ -22,7 +22,7 @@ from shoal.codecs.launch import TILE_ELEMS, are_here, threads_for, tiles, triton
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
 from shoal.lowlevel.native import run_native
-from shoal.lowlevel.triton_launch import on_device
+from shoal.lowlevel.torch_state import on_device
 
 WIDTHS_BYTES = (1, 2, 3)
 _SMALLEST_NORMAL = 2.0**-126

@@ -16,7 +16,7 @@ BITWISE = frozenset({"recompute", "offload", "order", "pieces"})
 """They give the bits that plain PyTorch gives."""
 EXACT = BITWISE | {"fuse", "exact_split", "direct"}
 """They compute the same function, to rounding."""
-LOSSY = EXACT | {"encode", "split"}
+LOSSY = EXACT | {"encode", "split", "invert"}
 """All that there are."""
 KERNEL_MEANS = frozenset({"pieces", "direct"})
 """Those that choose how a convolution is computed."""
@@ -45,11 +45,6 @@ def means_of(allow: str | Iterable[str], named: str = "allow") -> frozenset[str]
         raise InputError(f"{named}={brief(allow)}: expected {_DESCRIBED}")
     found: set[str] = set()
     for name in names:
-        if name == "invert":
-            raise InputError(
-                f"{named}: 'invert' changes the model, in eval mode too, and not only how its step is computed; give "
-                "shoal.compile what shoal.invert_batchnorm(model) returns"
-            )
         if not isinstance(name, str) or name not in _SETS.keys() | LOSSY:
             raise InputError(f"{named} has an unknown name {brief(name)}; expected {_DESCRIBED}")
         found |= _SETS.get(name, {name})

@@ -6,6 +6,18 @@ and 80 % of the link's raw rate each way (packets and flow control take the rest
 as those papers give them. Rates are those of plain float32 with TF32 off. In float16 and bfloat16, as under autocast,
 convolutions and products run on tensor cores, of whose dense peak 40 % is taken: large 3-D convolutions reach 30 to
 50 %. A machine whose row names no such rate computes halves at the float32 rate.
+
+The rates of the four cards that patches are planned for were compared with public pages that quote NVIDIA's:
+
+- rtx-3060-12gb: cores, clock and bandwidth, pcpartdb.com/gpus/view/nvidia-geforce-rtx-3060-12-gb-ga104; the 101
+  TFLOP/s of its tensor cores, techtaks.com/geforce-rtx-3060-nvidia-finally-details-the-specifications, are of sparse
+  products with float16 sums: a quarter of it is dense with float32 sums.
+- rtx-4090-24gb: every rate, waredb.com/processor/nvidia-geforce-rtx-4090.
+- a100-40gb, a100-pcie4: every rate, glennklockwood.com/garden/processors/A100, which quotes
+  nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf; both forms' bandwidth,
+  thundercompute.com/blog/nvidia-a100-specs-full-guide.
+- h100-80gb, h100-pcie5: every rate, glennklockwood.com/garden/processors/h100, and
+  archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html, where rates of tensor cores are sparse: twice the dense ones.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ class Variant:
     Attributes:
         fuse: the level at which batch norms are done by their neighbours (`shoal.fuse_batchnorm`); "" for not at all.
         large_only: whether small maps are left to PyTorch's own layers there.
+        invert: whether instance and group norms save the result of the activation behind them alone.
         depth: share of the convolutions that run patch by patch (`shoal.split`); 0 for none.
         grid: patches along each spatial dimension.
         exact: whether patches overlap, so that the function stays the same.
@@ -49,6 +50,7 @@ class Variant:
 
     fuse: str = ""
     large_only: bool = False
+    invert: bool = False
     depth: float = 0.0
     grid: tuple[int, ...] = ()
     exact: bool = True
@@ -69,6 +71,8 @@ class Variant:
             return cut if others == WHOLE else f"{others}, {cut}"
         if self.fuse:
             return f"batch norm fused ({self.fuse}{', large maps' if self.large_only else ''})"
+        if self.invert:
+            return "instance and group norms inverted"
         if not self.depth:
             return "as it is"
         if self.slices:
@@ -82,6 +86,8 @@ class Variant:
         used = {"direct" if one.direct else "pieces" for one in self.pieces}
         if self.fuse:
             used.add("fuse")
+        elif self.invert:
+            used.add("invert")
         elif self.depth:
             used.add("exact_split" if self.exact else "split")
         return frozenset(used)

@@ -14,7 +14,7 @@ from shoal.core.hardware import Device, Hardware, Link
 from shoal.core.records import read_record
 from shoal.cost import measurement_cache
 from shoal.errors import InputError
-from shoal.lowlevel.cuda_calls import l2_bytes
+from shoal.lowlevel.cuda_calls import l2_bytes, total_bytes
 from shoal.lowlevel.torch_internals import isolated
 
 _MIB = 2**20
@@ -117,7 +117,7 @@ def _link(device: torch.device) -> Link:
 
 def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        return total_bytes(device)
     installed = int(psutil.virtual_memory().total)
     try:
         allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()

@@ -19,12 +19,12 @@ import torch
 from shoal.core.files import cache_dir, write_json
 from shoal.core.records import read_json, read_object
 from shoal.errors import InputError
-from shoal.lowlevel import dispatch
+from shoal.lowlevel import cuda_calls, dispatch
 from shoal.lowlevel.cuda_allocator import allocator_settings
 from shoal.lowlevel.native import fingerprint
 
 _MAX_DEPTH = 8  # of lists and objects in a cached value
-_FORMAT = 3
+_FORMAT = 4
 
 
 def device_of(name: str | torch.device) -> torch.device:
@@ -39,17 +39,17 @@ def device_of(name: str | torch.device) -> torch.device:
         raise InputError(f"device={name!r} is not a device; give 'cpu' or 'cuda'") from None
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"device={str(name)!r} is not supported; give 'cpu' or 'cuda'")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and not cuda_calls.is_available():
         raise InputError(f"device={str(name)!r} is not here; give 'cpu', or plan for a preset: hardware='a100-pcie4'")
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.accelerator.current_device_index())
     return device
 
 
 def device_name(device: torch.device) -> str:
     """The processor's name, such as "AMD EPYC 9B14" or "NVIDIA H200"."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return cuda_calls.device_name(device)
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -50,7 +50,8 @@ from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.lowlevel.torch_state import active_ddp_module, has_gradient_hook, in_trace
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer, reject_copy
-from shoal.memory.static_memory import StaticMemory, distinct_bytes
+from shoal.memory.static_memory import StaticMemory
+from shoal.memory.storage_bytes import distinct_bytes
 from shoal.offload.policy import AUTO
 
 log = logging.getLogger("shoal")
@@ -127,8 +128,10 @@ def compile(
             these repeat its bits (on the CPU, measured here); "fuse", batch norms done by their neighbours
             (`shoal.fuse_batchnorm`); "direct", convolutions of volumes by kernels without
             scratch (on the CPU); "exact_split", the first layers on overlapping patches (`shoal.split(...,
-            halo="exact")`); "encode", convolution inputs in 8 bits (as `lossy`); "split", the first layers on
-            independent patches. Or a set of them: "bitwise" gives the bits that plain PyTorch gives (recompute,
+            halo="exact")`); "encode", convolution inputs in 8 bits (as `lossy`); "invert", instance and group norms
+            that save the result of the LeakyReLU or ELU behind them alone, and make their input again from it
+            (`shoal.invert_norm`; the same function to rounding, but for scales below 1e-5); "split", the first layers
+            on independent patches. Or a set of them: "bitwise" gives the bits that plain PyTorch gives (recompute,
             offload, order, pieces), "exact" computes the same function, to rounding (bitwise, fuse, direct,
             exact_split), "lossy" is all, "keep" none. None: SHOAL_ALLOW of the environment, else "exact" (with a
             planner other than "joint": "bitwise"). The forms that were considered are listed in

@@ -26,6 +26,7 @@ from shoal.engine.search.variants import Variants
 from shoal.engine.session import Session
 from shoal.engine.step_planning import WHOLE_FORM, Form, Planned
 from shoal.errors import BudgetError, PlanError
+from shoal.lowlevel.torch_state import autocast_state, autocasting
 from shoal.memory.limit import no_memory_limit
 
 _WORTH_SECONDS = 0.5  # a form that is found faster is searched for again
@@ -97,6 +98,8 @@ def _compile_best(
             session.status.variants[key] = variant
             return compiled
 
+    autocast = autocast_state(example_inputs)
+
     def choose(whole: Captured) -> Form:
         around = TracingContext.try_get()
         context = TracingContext(around.fake_mode) if around is not None else None  # AOTAutograd writes into its own
@@ -104,7 +107,7 @@ def _compile_best(
         def captured(graph: fx.GraphModule) -> Captured:
             if graph is variants.own:
                 return whole
-            with no_memory_limit(), torch.enable_grad(), tracing(context):
+            with no_memory_limit(), torch.enable_grad(), tracing(context), autocasting(autocast):
                 return capture(graph)
 
         with unset_fake_temporarily():

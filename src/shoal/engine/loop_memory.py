@@ -155,11 +155,8 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
     ops = list(map(run, graph.ops))
     kept_bytes = math.ceil(loop.kept_share * tangent_bytes)
     if kept_bytes and any(op.phase == "loss" for op in ops):
-        kept = Storage(
-            len(storages), KEPT_OF_LOSS, kept_bytes, "activation_gradient", "", (kept_bytes,), "uint8", (KEPT_OF_LOSS,)
-        )
-        if ops[-1].phase != "loss":  # it is let go with the last op of the backward pass, where there is one
-            ops[-1] = replace(ops[-1], reads=(*ops[-1].reads, kept.id))
+        # Like a parameter's gradient it is there until the step ends, whichever op a plan runs last.
+        kept = Storage(len(storages), KEPT_OF_LOSS, kept_bytes, "gradient", "", (kept_bytes,), "uint8", (KEPT_OF_LOSS,))
         ops = [replace(op, writes=(*op.writes, kept.id)) if op.phase == "loss" else op for op in ops]
         storages.append(kept)
     if ops and loop.held_gradient_bytes:

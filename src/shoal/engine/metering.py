@@ -17,6 +17,7 @@ from shoal.memory.static_memory import StaticMemory
 from shoal.memory.step_meter import Measured, StepMeter, WeakStorage
 
 Run = Callable[[list[Any]], Any]
+_MOST_WAITS = 20  # windows that are metered until the optimizer has stepped
 
 
 class Metered(Protocol):
@@ -91,6 +92,7 @@ class Metering:
         self._meter: StepMeter | None = None
         self._window: Window | None = None
         self._old_gradients: list[WeakStorage] = []
+        self._waits = 0
 
     def forward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the forward graph of a step."""
@@ -172,9 +174,17 @@ class Metering:
         window.measured = measured
         self._window = None
         if measured is not None:
+            waits = self._waits_for_state()
             for metered in window.steps:
-                metered.steps_to_meter -= 1
+                metered.steps_to_meter -= metered.steps_to_meter > waits
             self._learn(window)
+
+    def _waits_for_state(self) -> bool:
+        """Whether the last step to be metered is still to come: with the optimizer's state, which a GradScaler that
+        leaves out steps, or a loop that accumulates, has it allocate later."""
+        waits = self._static.awaits_optimizer and self._waits < _MOST_WAITS
+        self._waits += waits
+        return waits
 
     def _begin_forward(self, step: Metered, arguments: Sequence[Any]) -> None:
         window, meter = self._window, self._meter

@@ -9,7 +9,9 @@ from shoal.engine.metering import Window
 from shoal.memory.step_meter import Measured
 
 
-def observe_loop(window: Window, measured: Measured, loop: LoopMemory, *, gradients_pass: bool) -> LoopMemory:
+def observe_loop(
+    window: Window, measured: Measured, loop: LoopMemory, *, gradients_pass: bool, awaited_bytes: int = 0
+) -> LoopMemory:
     """What is known of the loop after one more metered step: the worst of all steps, attribute by attribute.
 
     So what the loop holds in its first step alone counts for good, even where the next metered step says less. Loops do
@@ -20,6 +22,7 @@ def observe_loop(window: Window, measured: Measured, loop: LoopMemory, *, gradie
         measured: bytes in use meanwhile.
         loop: what was known before.
         gradients_pass: whether gradients of the step before were there when the first forward pass began.
+        awaited_bytes: that the plans count and that are not there yet: state of an optimizer that has not stepped.
     """
     released = frozenset(window.released - window.kept)
     freed = any(step.handed_stayed is False for step in window.steps) and not any(
@@ -43,10 +46,11 @@ def observe_loop(window: Window, measured: Measured, loop: LoopMemory, *, gradie
             continue
         rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
         left_bytes = rest_bytes - dropped_bytes(plan.graph)
-        kept_bytes = max(0, measured.before_backward_bytes - left_bytes) if measured.before_backward_bytes else 0
+        backward_bytes = measured.before_backward_bytes
+        kept_bytes = max(0, backward_bytes + awaited_bytes - left_bytes) if backward_bytes else 0
         kept_shares.append(kept_bytes / at_loss.activation_gradient_bytes)
         if measured.loss_bytes:
-            scratch_bytes = measured.loss_bytes - rest_bytes - kept_bytes
+            scratch_bytes = measured.loss_bytes + awaited_bytes - rest_bytes - kept_bytes
             loss_shares.append(max(0, scratch_bytes) / at_loss.activation_gradient_bytes)
     return replace(
         seen,

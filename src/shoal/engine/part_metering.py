@@ -12,8 +12,8 @@ from shoal.engine.calls import Call
 from shoal.engine.metering import Metered, Metering, Run, Window
 from shoal.engine.part_record import MeteredPart, Record
 from shoal.lowlevel.torch_state import call_at_end_of_backward
-from shoal.memory.static_memory import distinct_bytes
 from shoal.memory.step_meter import StepMeter, WeakStorage
+from shoal.memory.storage_bytes import distinct_bytes
 
 
 class PartMetering(Metering):

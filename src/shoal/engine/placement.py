@@ -1,4 +1,4 @@
-"""Planned addresses on CUDA: the second step is recorded, from the third on its blocks lie as laid out.
+"""Planned addresses on CUDA: once the optimizer has stepped a step is recorded, and later blocks lie as laid out.
 
 PyTorch's allocator reserves more of the device than is in use, where what is free lies in pieces. What it will do is
 known once one step was recorded, and fillers make it choose the addresses of a layout without gaps
@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
+from shoal.capture.step_reader import storage_bytes
 from shoal.core.sizes import format_bytes
 from shoal.engine.first_run import run_nodes
 from shoal.engine.status import Status
@@ -23,7 +25,9 @@ from shoal.memory.layout.fillers import Event, Filled, Step
 
 log = logging.getLogger("shoal")
 
-_RECORDED_RUN = 2  # the first one has libraries and the optimizer allocate what stays
+_FIRST_RECORDED = 2  # the first run has libraries allocate what stays
+_LAST_RECORDED = 20  # whatever is still to come
+_SPARE_BYTES = 20 << 20  # a page of a segment that grows
 _MORE = 0.015  # of a peak: what may be filled above it, or reserved beyond what was planned
 _WORTH = 0.97  # of what is reserved anyway
 
@@ -37,12 +41,15 @@ class Placement:
         device: where it runs.
         status: `model.shoal`, whose reserved peak is noted.
         name: the model's, for what is logged.
+        awaits_more: whether the optimizer has state to allocate yet, which stays.
     """
 
-    def __init__(self, device: torch.device, status: Status, name: str) -> None:
+    def __init__(self, device: torch.device, status: Status, name: str, awaits_more: Callable[[], bool]) -> None:
         self._device = device
         self._status = status
         self._name = name
+        self._awaits_more = awaits_more
+        self._is_open = True  # whether the blocks may still be placed
         self._first = ""  # the graph whose forward pass a training step begins with
         self._runs = 0
         self._is_recording = self._records_alone = self._is_over = False
@@ -61,11 +68,16 @@ class Placement:
             compiled: makes a graph such a callable.
         """
         self._graphs[part] = module, compiled
+        has_run = False
 
         def follow(arguments: list[Any]) -> Any:
+            nonlocal has_run
+            is_first, has_run = not has_run, True
+            if is_first or not self._is_open or self._runs < _FIRST_RECORDED:
+                return self._placed.get(part, run)(arguments)
             if self._is_recording:
                 return self._recorded(part, module, arguments)
-            return self._placed.get(part, run)(arguments)
+            return run_nodes(module, arguments, self._within_budget)
 
         return follow
 
@@ -78,11 +90,12 @@ class Placement:
         if self._is_recording:
             recorded = cuda_allocator.recorded(self._device, self._start)
             self._stop()
+            self._is_open = False
             if recorded:
                 self._place(Step([Event(*entry) for entry in recorded], self._trimmed()))
             else:  # somebody else ended the record
-                self._runs = 0
-        elif self._runs == _RECORDED_RUN:
+                self._runs, self._is_open = 0, True
+        elif self._is_open and self._runs >= (_LAST_RECORDED if self._awaits_more() else _FIRST_RECORDED):
             self._records_alone = cuda_allocator.start_record()
             self._start = cuda_allocator.record_length(self._device)
             self._is_recording = True
@@ -94,7 +107,7 @@ class Placement:
         if self._is_recording:
             self._stop()
         self._placed.clear()
-        self._is_over = True
+        self._is_over, self._is_open = True, False
 
     def _stop(self) -> None:
         self._is_recording = False
@@ -104,12 +117,29 @@ class Placement:
     def _recorded(self, part: str, module: fx.GraphModule, arguments: list[Any]) -> Any:
         cuda_allocator.label(_key(part, next(iter(module.graph.nodes))))
         try:
-            return run_nodes(module, arguments, _labelled(part))
+            return run_nodes(module, arguments, self._labelled(part))
         finally:
             cuda_allocator.label("")
 
+    def _labelled(self, part: str) -> Callable[[fx.Node, Any], Any]:
+        def name_the_next(node: fx.Node, value: Any) -> Any:
+            cuda_allocator.label(_key(part, node.next))
+            return self._within_budget(node, value)
+
+        return name_the_next
+
+    def _within_budget(self, node: fx.Node, value: Any) -> Any:
+        """Between ops of a run that is not placed: give cached pages back before more than the budget is reserved."""
+        budget_bytes = self._status.budget_bytes
+        if budget_bytes is not None and node.next.op == "call_function":
+            reserved_bytes = torch.accelerator.memory_reserved(self._device)
+            spare_bytes = reserved_bytes - torch.accelerator.memory_allocated(self._device)
+            if spare_bytes > _SPARE_BYTES and reserved_bytes + _result_bytes(node.next) > budget_bytes:
+                torch.accelerator.empty_cache()
+        return value
+
     def _trimmed(self) -> list[dict[str, Any]]:
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
         return cuda_allocator.segments(self._device)
 
     def _place(self, step: Step) -> None:
@@ -144,7 +174,7 @@ class Placement:
 
     def _look(self) -> None:
         """Note what is reserved now; let the allocator choose where the step takes another course than it did."""
-        reserved_bytes = torch.cuda.memory_reserved(self._device)
+        reserved_bytes = torch.accelerator.memory_reserved(self._device)
         self._status.reserved_peak_bytes = reserved_bytes
         if self._placed and reserved_bytes > (1 + _MORE) * self._expected_bytes:
             log.info(
@@ -155,14 +185,6 @@ class Placement:
                 format_bytes(self._expected_bytes),
             )
             self._placed.clear()
-
-
-def _labelled(part: str) -> Callable[[fx.Node, Any], Any]:
-    def name_the_next(node: fx.Node, value: Any) -> Any:
-        cuda_allocator.label(_key(part, node.next))
-        return value
-
-    return name_the_next
 
 
 def fill(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -176,6 +198,11 @@ def fill(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
 def release(fillers: list[torch.Tensor]) -> None:
     """Release them."""
     fillers.clear()
+
+
+def _result_bytes(node: fx.Node) -> int:
+    """Bytes of what an op returns, views counted as if they were new."""
+    return sum(storage_bytes(value) for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor))
 
 
 def _key(part: str, node: fx.Node) -> str:

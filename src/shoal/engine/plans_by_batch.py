@@ -27,7 +27,8 @@ from shoal.engine.search.max_batch import largest_fitting
 from shoal.engine.search.scaled_step import NotLinear, scaled_step
 from shoal.engine.search.variants import PatchWork, Variants, fused_forms, sliced_forms
 from shoal.errors import InputError, brief
-from shoal.memory.static_memory import StaticMemory, distinct_bytes
+from shoal.memory.static_memory import StaticMemory
+from shoal.memory.storage_bytes import distinct_bytes
 
 _SMALLEST = 4  # batch whose step stands for others: that of one image is often of another form
 _APART = 4
@@ -136,7 +137,7 @@ class PlansByBatch:
 class _Listed:
     """Which forms a step has, known before they are captured."""
 
-    fused: tuple[Variant, ...]
+    of_norms: tuple[Variant, ...]
     split: tuple[Variant, ...]
     norm_elems: tuple[int, ...]
     works: dict[Variant, PatchWork | str]
@@ -171,17 +172,17 @@ class _CapturedForms:
     @cached_property
     def listed(self) -> _Listed:
         def read(variants: Variants, step: Callable[[fx.GraphModule], StepGraph]) -> _Listed:
-            fused = tuple(variants.fused())
+            of_norms = tuple(variants.of_norms())
             split = tuple(variants.split())
-            for variant in (WHOLE, *fused):
+            for variant in (WHOLE, *of_norms):
                 self._graphs[variant] = _captured(variants, step, variant)
             works = {one: _work(variants, one) for one in split}
-            return _Listed(fused, split, variants.norm_elems, works, variants.sliced_depth, variants.samples)
+            return _Listed(of_norms, split, variants.norm_elems, works, variants.sliced_depth, variants.samples)
 
         return self._read(read)
 
-    def fused(self) -> Iterator[Variant]:
-        return iter(self.listed.fused)
+    def of_norms(self) -> Iterator[Variant]:
+        return iter(self.listed.of_norms)
 
     def split(self) -> Iterator[Variant]:
         return iter(self.listed.split)
@@ -224,16 +225,18 @@ class _ScaledForms:
         self._batch, self._known, self._here = batch, known, here
         self._below, self._above, _ = known
         lists = [forms.listed for forms in known.values()]
-        if len({(one.patches, one.sliced_depth, one.fused[:1], len(one.norm_elems)) for one in lists}) > 1:
+        if len({(one.patches, one.sliced_depth, one.of_norms[:1], len(one.norm_elems)) for one in lists}) > 1:
             raise NotLinear
         self._listed = lists[0]
         self._norm_elems = tuple(map(self._scaled, *(one.norm_elems for one in lists)))
         self._samples = self._scaled(*(one.samples for one in lists))
         self._whole = self._scaled_graph(WHOLE)
 
-    def fused(self) -> Iterator[Variant]:
-        for variant in self._listed.fused[:1]:
-            yield from fused_forms(variant.fuse, self._norm_elems)
+    def of_norms(self) -> Iterator[Variant]:
+        for variant in self._listed.of_norms[:1]:
+            if variant.fuse:
+                yield from fused_forms(variant.fuse, self._norm_elems)
+        yield from (variant for variant in self._listed.of_norms if variant.invert)
 
     def split(self) -> Iterator[Variant]:
         if self._samples > 1:

@@ -83,9 +83,9 @@ def look_at_allocator(
         state_bytes: of optimizer state that is not there yet.
         scratch_bytes: that each step of the optimizer allocates and frees.
     """
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
     segments = cuda_allocator.segments(device)
-    elsewhere_bytes = torch.cuda.memory_reserved(device) - sum(int(one["total_size"]) for one in segments)
+    elsewhere_bytes = torch.accelerator.memory_reserved(device) - sum(int(one["total_size"]) for one in segments)
     sizes = [p.numel() * p.element_size() for p in parameters if p.requires_grad]
 
     def look(plan: Plan) -> Reserved:

@@ -35,7 +35,8 @@ from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, Form, Planned, StepPlanning
 from shoal.errors import BudgetError, CaptureError, PlanError
 from shoal.memory.limit import limit_reserved
-from shoal.memory.static_memory import StaticMemory, distinct_bytes
+from shoal.memory.static_memory import StaticMemory
+from shoal.memory.storage_bytes import distinct_bytes
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.policy import Offloading
 from shoal.offload.transfers import Transfers
@@ -421,7 +422,8 @@ class Session:
     def placement_on(self, device: torch.device) -> Placement:
         """The addresses of the plans in force, on a CUDA device."""
         if self._placement is None:
-            self._placement = Placement(device, self.status, self.name or "model")
+            static = self.static
+            self._placement = Placement(device, self.status, self.name or "model", lambda: static.awaits_optimizer)
         return self._placement
 
     def carry(self, plan: Plan, device: torch.device) -> Transfers | None:
@@ -494,7 +496,11 @@ class Session:
                 )
             return
         before_bytes = highest_predicted(window.steps)
-        self._adapt(observe_loop(window, measured, self.loop, gradients_pass=self.static.gradients_pass))
+        static = self.static
+        awaited_bytes = max(0, self.state_bytes - static.state_there_bytes())
+        self._adapt(
+            observe_loop(window, measured, self.loop, gradients_pass=static.gradients_pass, awaited_bytes=awaited_bytes)
+        )
         after_bytes = highest_predicted(window.steps)
         if budget_bytes is None:
             return

@@ -33,7 +33,8 @@ from shoal.errors import BudgetError, CaptureError, InputError, brief
 from shoal.lowlevel.torch_state import active_ddp_module, in_trace
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import Declared, reject_copy
-from shoal.memory.static_memory import StaticMemory, distinct_bytes
+from shoal.memory.static_memory import StaticMemory
+from shoal.memory.storage_bytes import distinct_bytes
 
 log = logging.getLogger("shoal")
 _ALONE = "has a budget of its own: give shoal.compile(model, budget=) bytes for it"

@@ -8,6 +8,8 @@ import numpy
 import torch
 from torch import nn
 
+from shoal.kernels.generator import generator_state, set_generator_state
+
 
 class Snapshot:
     """The buffers of a model, and the states of the generators that a forward pass may draw from.
@@ -19,8 +21,7 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-        self._states: list[tuple[torch.device | None, torch.Tensor]] = [(None, torch.get_rng_state())]
-        self._states += [(device, torch.cuda.get_rng_state(device)) for device in devices]
+        self._states = [(device, generator_state(device)) for device in (torch.device("cpu"), *devices)]
         self._others = numpy.random.get_state(), random.getstate()  # wav2vec 2.0 masks with NumPy's
 
     def restore(self) -> None:
@@ -29,10 +30,7 @@ class Snapshot:
             for buffer, before in self._buffers:
                 buffer.copy_(before)
         for device, state in self._states:
-            if device is None:
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)
+            set_generator_state(device, state)
         numpy_state, state_of_python = self._others
         numpy.random.set_state(numpy_state)
         random.setstate(state_of_python)

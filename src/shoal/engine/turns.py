@@ -32,8 +32,8 @@ from shoal.engine.session import Session
 from shoal.engine.turn_metering import Turn, TurnMetering
 from shoal.engine.turn_planning import MeasuredTurn
 from shoal.errors import BudgetError
-from shoal.memory.static_memory import distinct_bytes
 from shoal.memory.step_meter import WeakStorage
+from shoal.memory.storage_bytes import distinct_bytes
 
 log = logging.getLogger("shoal")
 

@@ -71,9 +71,14 @@ def _has_second_half(device: torch.device) -> bool:
 
 
 def backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Batch norm's backward in training mode, channels_last or contiguous: gradients of input, weight and bias."""
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, invstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Batch norm's backward in training mode, channels_last or contiguous: gradients of input, weight and bias.
+
+    Without a weight the last two are None.
+    """
+    if weight is None:  # a product with 1 has the bits of the other factor
+        return backward(grad, x, torch.ones_like(mean), mean, invstd)[0], None, None
     run = choose(_GRADIENT, grad, x, weight)
     if run is _native:
         return _native(grad, x, weight, mean, invstd, torch.empty_like(grad, memory_format=torch.preserve_format))
@@ -82,9 +87,11 @@ def backward(
 
 
 def backward_(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, invstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`backward` that writes the gradient of the input over `grad`."""
+    if weight is None:
+        return backward_(grad, x, torch.ones_like(mean), mean, invstd)[0], None, None
     return choose(_GRADIENT, grad, x, weight)(grad, x, weight, mean, invstd, grad)
 
 
@@ -246,7 +253,7 @@ def backward_repeats_bits(
             elems_of_two_channels = 2 * grad.numel() // channels
             pieces = _backward_by_channels(grad.clone(), x, weight, mean, deviation, elems_of_two_channels)
         return pieces[0].stride() == whole[0].stride() and all(
-            torch.equal(ours, theirs) for ours, theirs in zip(pieces, whole, strict=True)
+            ours is not None and torch.equal(ours, theirs) for ours, theirs in zip(pieces, whole, strict=True)
         )
 
 

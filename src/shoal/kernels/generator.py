@@ -11,7 +11,10 @@ import torch
 
 def generator_state(device: torch.device) -> torch.Tensor:
     """The state of the device's default generator, a uint8 tensor in host memory."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 def state_bytes(device: torch.device) -> int:
@@ -26,17 +29,18 @@ def replaying(target: Callable[..., Any]) -> Callable[..., Any]:
 
     def replay(state: torch.Tensor, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
         present = generator_state(device)
-        _set(device, state)
+        set_generator_state(device, state)
         try:
             return target(*args, **kwargs)
         finally:
-            _set(device, present)
+            set_generator_state(device, present)
 
     return replay
 
 
-def _set(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    """Put the device's default generator into a state that it had."""
+    if device.type == "cpu":
         torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

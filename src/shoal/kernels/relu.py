@@ -1,4 +1,4 @@
-"""ReLU's backward from one byte per element, and the bits of an encoded ReLU that say where its gradient is zero.
+"""Backward of ReLU and leaky ReLU from one byte per element, and an encoded ReLU's bits of where its gradient is zero.
 
 Native for float32 on the CPU (`csrc/gradient_sweeps.cpp`): one sweep that reads the bytes as they are. The references
 are PyTorch's ops on a piece at a time, for its own kernel would first turn a whole mask into floats; the same bits.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -44,6 +45,31 @@ def zeroed_(grad: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     return grad.masked_fill_(where, 0)
 
 
+def leaky_backward(grad: torch.Tensor, positive: torch.Tensor, slope: float) -> torch.Tensor:
+    """`grad` where `positive`, `slope` times it elsewhere; both (N, ...) of one shape."""
+    mask = positive.view(torch.uint8)
+    if grad.stride() != mask.stride() or not _fills_its_block(grad):
+        # The library decides the layout of the result, as it does for the plain network.
+        return torch.ops.aten.leaky_relu_backward(grad, mask, slope, True)
+    result = torch.empty_like(grad, memory_format=torch.preserve_format)
+    _leak_in_pieces(grad, mask, slope, result)
+    return result
+
+
+def leaky_backward_(grad: torch.Tensor, positive: torch.Tensor, slope: float) -> torch.Tensor:
+    """`leaky_backward` that writes over `grad`."""
+    mask = positive.view(torch.uint8)
+    if grad.stride() != mask.stride() or not _fills_its_block(grad):
+        return torch.ops.aten.leaky_relu_backward.grad_input(grad, mask, slope, True, grad_input=grad)
+    _leak_in_pieces(grad, mask, slope, grad)
+    return grad
+
+
+def _leak_in_pieces(grad: torch.Tensor, mask: torch.Tensor, slope: float, result: torch.Tensor) -> None:
+    for flat_grad, flat_mask, flat in _flat_pieces(grad, mask, result):
+        torch.ops.aten.leaky_relu_backward.grad_input(flat_grad, flat_mask, slope, True, grad_input=flat)
+
+
 def where_above(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torch.Tensor:
     """`grad` where `mask`, bytes of its shape, is above `threshold`; zero elsewhere."""
     if grad.stride() != mask.stride() or not _fills_its_block(grad):
@@ -64,13 +90,16 @@ def where_above_(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torc
 
 def _gate_in_pieces(grad: torch.Tensor, mask: torch.Tensor, threshold: int, result: torch.Tensor) -> None:
     """Write `where_above` into `result`, which may be `grad`; all of one layout that fills its block."""
-    flat_grad, flat_mask, flat = (t.as_strided((t.numel(),), (1,)) for t in (grad, mask, result))
-    step = _PIECE_ELEMS if grad.device.type == "cpu" else max(1, grad.numel())
-    for start in range(0, grad.numel(), step):
-        piece = slice(start, start + step)
-        torch.ops.aten.threshold_backward.grad_input(
-            flat_grad[piece], flat_mask[piece], threshold, grad_input=flat[piece]
-        )
+    for flat_grad, flat_mask, flat in _flat_pieces(grad, mask, result):
+        torch.ops.aten.threshold_backward.grad_input(flat_grad, flat_mask, threshold, grad_input=flat)
+
+
+def _flat_pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]
+    elems = flat[0].numel()
+    step = _PIECE_ELEMS if flat[0].device.type == "cpu" else max(1, elems)
+    for start in range(0, elems, step):
+        yield tuple(tensor[start : start + step] for tensor in flat)
 
 
 def _native_gate_applies(grad: torch.Tensor, mask: torch.Tensor) -> bool:

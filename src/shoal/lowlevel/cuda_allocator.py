@@ -92,6 +92,14 @@ def segments(device: torch.device) -> list[dict[str, Any]]:
     return [s for s in found if s["device"] == index and s["stream"] == stream and s["segment_pool_id"] == (0, 0)]
 
 
+def blocks_in_use(device: torch.device) -> dict[int, int]:
+    """Bytes of each block that is in use, as the allocator counts them, by its address."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = (segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index)
+    blocks = (block for segment in segments for block in segment["blocks"])
+    return {block["address"]: block["size"] for block in blocks if block["state"] == "active_allocated"}
+
+
 def _entries(device: torch.device) -> list[dict[str, Any]]:
     index = torch.cuda.current_device() if device.index is None else device.index
     entries: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][index]

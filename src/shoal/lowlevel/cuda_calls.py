@@ -1,4 +1,8 @@
-"""What only CUDA has: kernels that keep the device busy, pinned pages, the cache between a device and its memory."""
+"""What only CUDA has, or PyTorch tells of CUDA alone: names, sizes and generators of devices, the allocator's limit,
+kernels that keep the device busy, pinned pages, cuDNN's batch norm.
+
+With `cuda_allocator` the only file that calls `torch.cuda`; all else goes through `torch.accelerator`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,57 @@ import torch
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 _OTHERWISE_BYTES = 64 << 20
 _private: Any = torch._C  # its stubs lack these names
+
+
+def is_available() -> bool:
+    """Whether this PyTorch has CUDA, and there is a device."""
+    return torch.cuda.is_available()
+
+
+def is_in_use() -> bool:
+    """Whether this process has used a CUDA device."""
+    return torch.cuda.is_initialized()
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device, such as "NVIDIA H200"."""
+    return torch.cuda.get_device_name(device)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a device; 9.0 is Hopper."""
+    return torch.cuda.get_device_capability(device)
+
+
+def total_bytes(device: torch.device) -> int:
+    """All memory of a device."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many processors a device consists of."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def memory_fraction(device: torch.device) -> float:
+    """The share of a device's memory that the caching allocator may reserve."""
+    return torch.cuda.get_per_process_memory_fraction(device)
+
+
+def set_memory_fraction(device: torch.device, fraction: float) -> None:
+    """Set `memory_fraction`; what is reserved stays."""
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
+
+
+def generator_states() -> list[torch.Tensor]:
+    """The states of the default generators of all devices; none where there is no device."""
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def set_generator_states(states: list[torch.Tensor]) -> None:
+    """Put the generators into these states, of as many devices; nothing where there are none."""
+    if states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states)
 
 
 def spin(device: torch.device, cycles: int) -> None:

@@ -17,6 +17,7 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.lowlevel.eager_strides import eager_strides
+from shoal.lowlevel.torch_state import on_device
 
 _aten = torch.ops.aten
 _FAMILIES = ("upsample_", "_upsample_", "lstm", "gru", "rnn_")
@@ -58,7 +59,7 @@ def isolated(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(on_device(device))
             stack.callback(torch.accelerator.empty_cache)
         yield
 

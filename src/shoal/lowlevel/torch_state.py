@@ -5,7 +5,8 @@ PyTorch does not guarantee these names; 2.11 to 2.13 have them, and `tests/lowle
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -115,6 +116,22 @@ def compiled_call(module: nn.Module) -> Any:
     return module._compiled_call_impl
 
 
+def autocast_state(values: Iterable[object]) -> dict[str, torch.dtype]:
+    """Where autocast is on, of the devices of these tensors and the CPU: device type → dtype."""
+    devices = {value.device.type for value in values if isinstance(value, torch.Tensor)} | {"cpu"}
+    known = sorted(devices & {"cpu", "cuda", "xpu"})
+    return {device: torch.get_autocast_dtype(device) for device in known if torch.is_autocast_enabled(device)}
+
+
+@contextmanager
+def autocasting(state: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Autocast as it was: AOTAutograd switches it off while it hands over what it has traced."""
+    with ExitStack() as stack:
+        for device, dtype in state.items():
+            stack.enter_context(torch.autocast(device, dtype))
+        yield
+
+
 def check_batch_norm_input(layer: nn.Module, x: torch.Tensor) -> None:
     """Raise what a batch norm's own forward raises for an `x` of another number of dimensions."""
     layer._check_input_dim(x)  # type: ignore[operator]
@@ -123,6 +140,17 @@ def check_batch_norm_input(layer: nn.Module, x: torch.Tensor) -> None:
 def check_batch_size(x: torch.Tensor) -> None:
     """Raise what `batch_norm` raises in training mode where `x` has one value per channel."""
     torch.nn.functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
+
+
+def check_group_size(x: torch.Tensor, groups: int) -> None:
+    """Raise what `group_norm` raises where `x` has one value per group."""
+    samples, channels, *spatial = x.shape
+    torch.nn.functional._verify_batch_size([samples * channels // groups, groups, *spatial])  # type: ignore[attr-defined]
+
+
+def check_spatial_size(x: torch.Tensor) -> None:
+    """Raise what `instance_norm` raises where `x` has one value per sample and channel."""
+    torch.nn.functional._verify_spatial_size(x.size())  # type: ignore[attr-defined]
 
 
 def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
@@ -134,3 +162,11 @@ def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
 def allocated_bytes(nbytes: int, device: torch.device) -> int:
     """What a device's allocator counts for so many bytes: CUDA hands out blocks of 512 bytes."""
     return -(-nbytes // 512) * 512 if device.type == "cuda" else nbytes
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Within it an accelerator's kernels are started on `device`; the CPU has none to choose from."""
+    if device.type == "cpu":
+        return nullcontext()
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return torch.accelerator.device_index(index)

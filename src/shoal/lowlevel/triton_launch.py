@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -60,11 +59,6 @@ class TritonKernels:
         if device.type != "cuda" and not (_INTERPRETED and device.type == "cpu"):
             return False
         return self.here() is not None and _run_on(self, device)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Within it kernels are started on `device`."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

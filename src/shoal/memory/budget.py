@@ -63,7 +63,7 @@ def _left_bytes(device: torch.device | int) -> int:
     if isinstance(device, int):
         return device
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device)
     return int(psutil.virtual_memory().available)
 
 
@@ -71,5 +71,5 @@ def _all_bytes(device: torch.device | int) -> int:
     if isinstance(device, int):
         return device
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
+        return torch.accelerator.get_memory_info(device)[1]
     return int(psutil.virtual_memory().total)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shoal.core.step import StepGraph
+from shoal.lowlevel.cuda_calls import capability
 from shoal.lowlevel.torch_internals import isolated
 
 _PRODUCTS = ("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear")
@@ -34,7 +35,7 @@ def library_bytes(graph: StepGraph, device: torch.device) -> dict[Caller, int]:
 
 def caller(device: torch.device) -> Caller:
     """Who calls cuBLAS on a CUDA device now."""
-    return device, threading.get_ident(), torch.cuda.current_stream(device).cuda_stream
+    return device, threading.get_ident(), torch.accelerator.current_stream(device).stream_id
 
 
 def kept_bytes(device: torch.device) -> dict[Caller, int]:
@@ -69,10 +70,10 @@ def _kept_by_a_product(device: torch.device) -> int:
     """What the first product of this thread and stream leaves; where it was not the first, what PyTorch says of it."""
     with torch.no_grad():
         operand = torch.zeros(16, 16, device=device)
-        before_bytes = torch.cuda.memory_allocated(device)
+        before_bytes = torch.accelerator.memory_allocated(device)
         product = torch.addmm(operand[0], operand, operand)
         del product
-    left_bytes = torch.cuda.memory_allocated(device) - before_bytes
+    left_bytes = torch.accelerator.memory_allocated(device) - before_bytes
     return left_bytes or _workspace_bytes(device)
 
 
@@ -81,7 +82,7 @@ def _workspace_bytes(device: torch.device) -> int:
     if size is not None:
         return int(size())
     known = (nbytes for (other, _, _), nbytes in _kept_bytes.items() if other == device)
-    return next(known, (32 if torch.cuda.get_device_capability(device)[0] >= 9 else 8) << 20)
+    return next(known, (32 if capability(device)[0] >= 9 else 8) << 20)
 
 
 class _Backward(torch.autograd.Function):

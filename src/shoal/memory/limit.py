@@ -21,6 +21,8 @@ import torch
 
 from shoal.core.sizes import parse_bytes
 from shoal.errors import InputError
+from shoal.lowlevel import cuda_calls
+from shoal.lowlevel.cuda_allocator import blocks_in_use
 from shoal.lowlevel.extension import compiled
 
 _SOURCE = Path(__file__).with_name("limit.cpp")
@@ -135,7 +137,7 @@ def memory_limit(limit_bytes: int | str | None, device: str | torch.device = "cp
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.accelerator.current_device_index())
     parsed_bytes = None if limit_bytes is None else parse_bytes(limit_bytes, "limit_bytes")
     memory = _memory_of(device)
     if _active and _active[-1]._memory is not memory:
@@ -244,7 +246,7 @@ class _CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._total_bytes = torch.cuda.get_device_properties(device).total_memory
+        self._total_bytes = cuda_calls.total_bytes(device)
         self._fraction_before = 1.0
         self._limit_bytes = _NO_LIMIT
         self._peak_earlier = 0
@@ -252,19 +254,19 @@ class _CudaMemory:
         self._stale: frozenset[int] = frozenset()
 
     def install(self) -> None:
-        self._fraction_before = torch.cuda.get_per_process_memory_fraction(self._device)
+        self._fraction_before = cuda_calls.memory_fraction(self._device)
 
     def uninstall(self) -> None:
-        torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._device)
+        cuda_calls.set_memory_fraction(self._device, self._fraction_before)
         self._limit_bytes = _NO_LIMIT
 
     def set_limit(self, limit_bytes: int) -> None:
         if limit_bytes == self._limit_bytes:  # to count alone leaves the allocator as it is
             return
         self._limit_bytes = limit_bytes
-        torch.cuda.empty_cache()  # what is cached counts against the fraction
+        torch.accelerator.empty_cache()  # what is cached counts against the fraction
         fraction = 1.0 if limit_bytes < 0 else min(1.0, limit_bytes / self._total_bytes)
-        torch.cuda.set_per_process_memory_fraction(fraction, self._device)
+        cuda_calls.set_memory_fraction(self._device, fraction)
 
     def start_fresh(self) -> None:
         self._stale_bytes = self.live_bytes()
@@ -272,8 +274,7 @@ class _CudaMemory:
         self.set_fresh_peak(0)
 
     def _in_use(self) -> dict[int, int]:
-        blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
-        return {block["address"]: block["size"] for block in blocks if block["state"] == "active_allocated"}
+        return blocks_in_use(self._device)
 
     def _addresses(self) -> frozenset[int]:
         return frozenset(self._in_use())
@@ -291,19 +292,19 @@ class _CudaMemory:
         return address not in self._stale
 
     def live_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return torch.accelerator.memory_allocated(self._device)
 
     def peak_bytes(self) -> int:
-        return max(self._peak_earlier, torch.cuda.max_memory_allocated(self._device))
+        return max(self._peak_earlier, torch.accelerator.max_memory_allocated(self._device))
 
     def set_peak(self, peak_bytes: int) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._device)
         self._peak_earlier = peak_bytes
         if self._stale:
             self._stale &= self._addresses()  # those of blocks that are freed go to other tensors
 
     def reserved_peak_bytes(self) -> int:
-        return torch.cuda.max_memory_reserved(self._device)
+        return torch.accelerator.max_memory_reserved(self._device)
 
 
 class _CpuMemory:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.core.sizes import format_bytes
 from shoal.errors import InputError, brief
-from shoal.lowlevel.torch_state import on_this_rank
+from shoal.lowlevel.torch_state import allocated_bytes, on_this_rank
 
 _KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "adadelta": (optim.Adadelta, {}),
@@ -250,5 +250,5 @@ def _device_bytes(value: object, device: torch.device, *, counts_there: bool = F
     if isinstance(value, torch.Tensor):
         value = on_this_rank(value)
         is_there = value.device.type in (device.type, "meta") or value.dim() > 0 or counts_there
-        return value.numel() * value.element_size() if is_there else 0
+        return allocated_bytes(value.numel() * value.element_size(), device) if is_there else 0
     return 0

@@ -9,7 +9,7 @@ import torch
 
 from shoal.core.joined_step import Interval
 from shoal.memory.limit import MemoryLimit, memory_limit
-from shoal.memory.static_memory import bytes_on, distinct_bytes
+from shoal.memory.storage_bytes import bytes_on, distinct_bytes
 
 
 class RunningMeter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.step import StepGraph
-from shoal.lowlevel.torch_state import allocated_bytes, has_gradient_hook, on_this_rank
+from shoal.lowlevel.torch_state import has_gradient_hook, on_this_rank
 from shoal.memory.library_memory import Caller, caller, kept_bytes, library_bytes
 from shoal.memory.optimizer_state import Declared, NamedOptimizer, optimizer_state_bytes, step_scratch_bytes
+from shoal.memory.storage_bytes import bytes_on, distinct_bytes
 
 
 class StaticMemory:
@@ -42,6 +43,7 @@ class StaticMemory:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._named: list[tuple[weakref.ref[nn.Module] | None, NamedOptimizer]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.gradients_pass = self.hook_is_metered = False
         self._library: dict[Caller, int] = {}  # what cuBLAS keeps for the steps planned so far
         self._counted: Collection[int] | None = None
@@ -103,6 +105,7 @@ class StaticMemory:
         Returns:
             What is new, in words; "" if the optimizer was registered already.
         """
+        self._have_stepped.add(optimizer)
         _, optimizers = self._alive()
         if any(optimizer is known for known in optimizers):
             return ""
@@ -151,14 +154,24 @@ class StaticMemory:
             runs_here: whether it runs on this machine: what cuBLAS keeps for it is allocated then, and counts.
         """
         models, _ = self._alive()
-        if runs_here and (trained := self._trained()):
+        trained = self._trained() if runs_here else []
+        if trained:
             self._library |= library_bytes(graph, trained[0].device)
         held_bytes = self.state_bytes() + self.bucket_bytes() + (self.library_bytes if runs_here else 0)
         if not models:
             return held_bytes
         in_graph_bytes = sum(s.nbytes for s in graph.storages if s.kind in ("parameter", "buffer"))
-        model_bytes = distinct_bytes(t for model in models for t in (*self._parameters_in(model), *model.buffers()))
+        held = [t for model in models for t in (*self._parameters_in(model), *model.buffers())]
+        model_bytes = self._counted_bytes(held) if runs_here else distinct_bytes(held)
         return max(0, model_bytes - in_graph_bytes) + self.gradient_bytes() + held_bytes
+
+    @property
+    def awaits_optimizer(self) -> bool:
+        """Whether an optimizer that is known has not stepped yet: what its first step allocates is still to come."""
+        optimizers = self._alive()[1]
+        if not optimizers:
+            return bool(self._named)
+        return any(not one.state and one not in self._have_stepped for one in optimizers)
 
     @property
     def has_optimizer(self) -> bool:
@@ -179,7 +192,7 @@ class StaticMemory:
     def state_there_bytes(self) -> int:
         """Bytes of the state that the optimizers have allocated."""
         states = (state for optimizer in self._alive()[1] for state in optimizer.state.values())
-        return distinct_bytes(value for state in states for value in state.values() if torch.is_tensor(value))
+        return self._counted_bytes([value for state in states for value in state.values() if torch.is_tensor(value)])
 
     def state_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The state that the optimizers have of some parameters."""
@@ -240,6 +253,11 @@ class StaticMemory:
             exchanged = [p for p in exchanged if p.grad is None]
         return sum(p.numel() * p.element_size() for p in exchanged) + self.hook_bytes
 
+    def _counted_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Bytes behind these tensors, as the allocator of the parameters' device counts them."""
+        devices = {parameter.device for parameter in self._trained() if parameter.device.type == "cuda"}
+        return bytes_on(devices.pop(), tensors) if len(devices) == 1 else distinct_bytes(tensors)
+
     def trained_tensors(self) -> list[torch.Tensor]:
         """The parameters of all models."""
         return self._trained()
@@ -276,16 +294,3 @@ def _is_in(parameter: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`, on whatever device (also "meta")."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(on_this_rank, tensors)}
-    return sum(storages.values())
-
-
-def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    """What the device's allocator counts for the distinct storages behind `tensors`, of those on it or on "meta"."""
-    here = (t.untyped_storage() for t in map(on_this_rank, tensors) if t.device.type in (device.type, "meta"))
-    storages = {storage._cdata: allocated_bytes(storage.nbytes(), device) for storage in here}
-    return sum(storages.values())

@@ -15,7 +15,7 @@ from shoal.errors import InputError
 from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_state import allocated_bytes
 from shoal.memory.limit import MemoryLimit, memory_limit
-from shoal.memory.static_memory import bytes_on, distinct_bytes
+from shoal.memory.storage_bytes import bytes_on, distinct_bytes
 
 Part = Literal["forward", "loss", "backward"]
 

@@ -2,7 +2,7 @@
 
 The first half of CPU offloading (Hascoet et al., section 4): tensors are copied as soon as they are saved, on side
 streams or threads, to host memory that is reused between steps, and prefetched one tensor ahead of the backward pass.
-The other half, batch norm that is inverted instead of offloaded, is `shoal.invert_batchnorm`.
+The other half, batch norm that is inverted instead of offloaded, is `shoal.invert_norm`.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ _NEW_FUNCTIONS = {
     *("clone", "where", "maximum", "minimum", "mean", "sum", "cat", "concat", "concatenate", "stack", "interpolate"),
     *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh", "softplus"),
     *("hardtanh", "hardswish", "hardsigmoid", "softmax", "log_softmax", "batch_norm", "group_norm", "layer_norm"),
+    *("instance_norm", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "prelu"),
     *("conv1d", "conv2d", "conv3d", "linear", "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d"),
     *("avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
     *("size", "dim", "numel", "shape", "ndim", "dtype", "device"),

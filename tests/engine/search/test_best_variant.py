@@ -272,7 +272,7 @@ class Refusing:
         self.needed_bytes = {Variant(fuse="" if name == "whole" else name): need for name, need in needed_bytes.items()}
         self.asked: list[Variant] = []
 
-    def fused(self) -> Iterator[Variant]:
+    def of_norms(self) -> Iterator[Variant]:
         return (variant for variant in self.needed_bytes if variant != WHOLE)
 
     def split(self) -> Iterator[Variant]:

@@ -31,7 +31,7 @@ class Forms:
 
     steps: Mapping[Variant, StepGraph]
 
-    def fused(self) -> Iterator[Variant]:
+    def of_norms(self) -> Iterator[Variant]:
         return (variant for variant in self.steps if variant.fuse)
 
     def split(self) -> Iterator[Variant]:

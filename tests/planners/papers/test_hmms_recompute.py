@@ -20,7 +20,7 @@ from shoal.errors import BudgetError, InputError
 from shoal.planners.papers.hmms import hmms, theoretical_limit
 from shoal.planners.papers.hmms_recompute import hmms_recompute, normalised
 from shoal.transforms.fuse.fuse_batchnorm import fuse_batchnorm
-from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
+from shoal.transforms.invert.invert_norm import invert_norm
 from tests.joint_graphs import captured_step
 from tests.random_steps import HARDWARE, SLOW_LINK, plain_chain, steps
 
@@ -74,7 +74,7 @@ def test_every_batch_norm_of_pytorch_is_one_and_so_is_the_activation_behind_it(n
 
 def test_what_only_has_batch_norm_in_its_name_is_none() -> None:
     net = nn.Sequential(*(layer for _ in range(2) for layer in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())))
-    for model, op in ((fuse_batchnorm(net), "batch_norm_scale"), (invert_batchnorm(net), "inverted_batch_norm")):
+    for model, op in ((fuse_batchnorm(net), "batch_norm_scale"), (invert_norm(net), "inverted_batch_norm")):
         graph = captured(model)
         assert any(op in target for target in targets_of(graph, range(len(graph.storages))))
         assert not any(op in target for target in targets_of(graph, normalised(graph)))

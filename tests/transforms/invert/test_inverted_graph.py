@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from shoal.kernels.invertible_norm import inverted_batch_norm_sweeps
 from shoal.lowlevel import allocations
-from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
+from shoal.transforms.invert.invert_norm import invert_norm
 from tests.engine.training_laws import conv_bn_relu
 from tests.inverted_networks import small_resnet, with_trained_layers
 
 
 def test_what_is_converted_and_what_is_not_is_told() -> None:
-    converted = invert_batchnorm(small_resnet(), slope=0.05)
+    converted = invert_norm(small_resnet(), slope=0.05)
     assert [(site.layer, site.was, site.activation, site.slope) for site in converted.inverted] == [
         ("1", "ReLU", "leaky_relu", 0.05),
         ("3.bn1", "ReLU", "leaky_relu", 0.05),
@@ -26,8 +26,34 @@ def test_what_is_converted_and_what_is_not_is_told() -> None:
     ]
     assert [left.layer for left in converted.left] == ["3.bn2"]
     told = converted.describe().splitlines()
-    assert told[0] == "3 of 4 batch norms inverted"
+    assert told[0] == "3 of 4 norms inverted"
     assert told[-1] == "3.bn2  kept: there is no ReLU, LeakyReLU or ELU behind it but add"
+
+
+def volumes() -> nn.Sequential:
+    """Norms of each sample: what has an inverse behind it, and what has not."""
+    return nn.Sequential(
+        *(nn.Conv3d(1, 8, 3, padding=1), nn.InstanceNorm3d(8, affine=True), nn.LeakyReLU(0.01)),
+        *(nn.Conv3d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ELU()),
+        *(nn.Conv3d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU()),
+        *(nn.Conv3d(8, 8, 3, padding=1), nn.InstanceNorm3d(8), nn.PReLU()),
+        *(nn.InstanceNorm3d(8, track_running_stats=True), nn.LeakyReLU()),
+        *(nn.LayerNorm(5), nn.LeakyReLU()),
+    )
+
+
+def test_norms_of_samples_are_told_layer_by_layer() -> None:
+    assert invert_norm(volumes(), slope=None).describe().splitlines() == [
+        "2 of 6 norms inverted",
+        "layer  was                           now              inexact to",
+        "1      InstanceNorm3d and LeakyReLU  LeakyReLU(0.01)  3e-06",
+        "4      GroupNorm and ELU             ELU(1)           4e-05",
+        "7      kept: the ReLU behind it has no inverse",
+        "10     kept: there is no ReLU, LeakyReLU or ELU behind it but 11 (PReLU)",
+        "12     kept: it keeps running statistics, by which it normalises in eval mode",
+        "14     kept: it is a LayerNorm, which has no inverted form",
+    ]
+    assert [site.layer for site in invert_norm(volumes()).inverted] == ["1", "4", "7"]
 
 
 class Functional(nn.Module):
@@ -51,7 +77,7 @@ class Functional(nn.Module):
 
 
 def test_activations_are_found_as_functions_methods_and_modules() -> None:
-    converted = invert_batchnorm(Functional())
+    converted = invert_norm(Functional())
     assert [(site.layer, site.slope) for site in converted.inverted] == [
         ("bn0", 0.01),
         ("bn1", 0.01),
@@ -84,7 +110,7 @@ def _hooked(module: nn.Module) -> nn.Module:
     ],
 )
 def test_layers_that_do_more_stay_as_they_are(layer: nn.Module, activation: nn.Module, reason: str) -> None:
-    converted = invert_batchnorm(nn.Sequential(layer, activation))
+    converted = invert_norm(nn.Sequential(layer, activation))
     assert [left.reason for left in converted.left] == [reason]
     assert converted.inverted == ()
 
@@ -105,15 +131,15 @@ def test_a_shared_batch_norm_is_converted_in_both_places_or_in_none() -> None:
     net = with_trained_layers(Twice(nn.ReLU()))
     weight = net.norm.weight.detach().clone()
     plain = copy.deepcopy(net)
-    converted = invert_batchnorm(net, slope=1e-6)
+    converted = invert_norm(net, slope=1e-6)
     x = torch.randn(4, 3, 8, 8)
     for _ in range(2):
         torch.testing.assert_close(converted(x), plain(x), rtol=1e-4, atol=1e-4)
     assert converted.get_buffer("norm.num_batches_tracked") == 4
     converted.restore()
     torch.testing.assert_close(net.norm.weight, weight, rtol=1e-6, atol=0)
-    assert invert_batchnorm(Twice(nn.Sigmoid())).inverted == ()
-    assert [left.reason for left in invert_batchnorm(Twice(nn.ELU())).left] == [
+    assert invert_norm(Twice(nn.Sigmoid())).inverted == ()
+    assert [left.reason for left in invert_norm(Twice(nn.ELU())).left] == [
         "it is called with different activations behind it"
     ]
 
@@ -121,7 +147,7 @@ def test_a_shared_batch_norm_is_converted_in_both_places_or_in_none() -> None:
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_a_convolution_s_result_is_written_over_in_eager_mode(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inverted_batch_norm_sweeps, "_PIECE_ELEMS", 1)
-    converted = invert_batchnorm(conv_bn_relu(3, 4, dims))
+    converted = invert_norm(conv_bn_relu(3, 4, dims))
     x = torch.randn(2, 3, *[8] * dims)
     _, changes = allocations.record(lambda: converted(x).sum().backward())
     one = 2 * 4 * 8**dims * 4

@@ -15,9 +15,9 @@ from shoal.app import models
 from shoal.app.models.resnet import Bottleneck
 from shoal.core.plan import Plan
 from shoal.lowlevel import allocations
-from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
+from shoal.transforms.invert.invert_norm import invert_norm
 from shoal.transforms.invert.inverted_model import InvertedModel
-from tests.engine.training_laws import assert_same_training, blocks, images, train
+from tests.engine.training_laws import assert_same_training, blocks, images, same_bits, train
 from tests.inverted_networks import chain, small_resnet, with_leaky, with_trained_layers
 
 
@@ -27,7 +27,7 @@ def test_the_inverted_network_is_the_one_with_leaky_activations(training: bool) 
     net[4].p = 0.0
     net.train(training)
     expected = with_leaky(net)
-    converted = invert_batchnorm(net)
+    converted = invert_norm(net)
     x = torch.randn(4, 3, 12, 12)
     theirs, ours = expected(x), converted(x)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -40,10 +40,48 @@ def test_the_inverted_network_is_the_one_with_leaky_activations(training: bool) 
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+@pytest.mark.parametrize("training", [True, False])
+def test_with_norms_of_samples_it_is_the_same_network_and_state(layout: torch.memory_format, training: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        *(nn.Conv3d(1, 8, 3, padding=1), nn.InstanceNorm3d(8, affine=True), nn.LeakyReLU(0.01, inplace=True)),
+        *(nn.Conv3d(8, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.LeakyReLU(0.01, inplace=True)),
+        nn.Conv3d(8, 2, 1),
+    ).to(memory_format=layout)
+    with torch.no_grad():
+        net[1].weight.copy_(torch.tensor([1.0, -1.0, 0.5, 2.0, -0.1, 0.3, 0.7, -2.0]))
+    state = copy.deepcopy(net.state_dict())
+    converted = invert_norm(copy.deepcopy(net)).train(training)
+    assert all(torch.equal(value, state[name]) for name, value in converted.state_dict().items())
+    x = torch.randn(2, 1, 6, 6, 6).to(memory_format=layout)
+    runs = []
+    for model, batch in ((converted, x), (net, x), (copy.deepcopy(net).double(), x.double())):
+        model.train(training)(batch).square().mean().backward()
+        runs.append({name: p.grad.double() for name, p in model.named_parameters() if name != "0.bias"})
+    for name, right in runs[2].items():
+        ours, theirs = ((run[name] - right).abs().max() for run in runs[:2])
+        assert ours <= 2 * theirs + 1e-6 * right.abs().max(), name
+    torch.testing.assert_close(converted(x), net(x), rtol=1e-5, atol=1e-5)
+    assert all(same_bits(value, state[name]) for name, value in converted.restore().state_dict().items())
+
+
+def test_a_plan_of_an_inverted_network_saves_one_tensor_for_a_pair_of_instance_norm_and_activation() -> None:
+    def block() -> nn.Sequential:
+        pairs = [(nn.Conv3d(8, 8, 3, padding=1), nn.InstanceNorm3d(8, affine=True), nn.LeakyReLU()) for _ in range(3)]
+        return nn.Sequential(*(layer for pair in pairs for layer in pair), nn.Conv3d(8, 8, 1))
+
+    x, one = torch.randn(1, 8, 8, 8, 8, requires_grad=True), 8 * 8**3 * 4
+    plain, ours = shoal.plan(block(), x), shoal.plan(invert_norm(block()), x)
+
+    assert saved_bytes(plain) - saved_bytes(ours) >= 3 * one
+    assert ours.predicted_peak_bytes <= plain.predicted_peak_bytes - 2 * one
+
+
 def test_state_dicts_go_both_ways() -> None:
     net = with_trained_layers(small_resnet())
     state = copy.deepcopy(net.state_dict())
-    converted = invert_batchnorm(small_resnet())
+    converted = invert_norm(small_resnet())
     converted.load_state_dict(state)
     small_resnet().load_state_dict(converted.state_dict())
     assert [name for name, _ in converted.named_parameters()] == [name for name, _ in net.named_parameters()]
@@ -52,7 +90,7 @@ def test_state_dicts_go_both_ways() -> None:
 
 
 def test_dropout_and_statistics_follow_the_mode() -> None:
-    converted = invert_batchnorm(small_resnet())
+    converted = invert_norm(small_resnet())
     x = torch.randn(4, 3, 12, 12)
     converted.eval()
     assert torch.equal(converted(x), converted(x))
@@ -63,7 +101,7 @@ def test_dropout_and_statistics_follow_the_mode() -> None:
 
 
 def test_training_reduces_the_loss_with_accumulated_gradients() -> None:
-    converted = invert_batchnorm(small_resnet())
+    converted = invert_norm(small_resnet())
     optimizer = torch.optim.SGD(converted.parameters(), lr=0.1, momentum=0.9)
     x, targets = torch.randn(10, 3, 12, 12), torch.arange(10) % 5
     losses = []
@@ -78,7 +116,7 @@ def test_training_reduces_the_loss_with_accumulated_gradients() -> None:
 
 
 def test_a_copy_is_independent() -> None:
-    converted = invert_batchnorm(small_resnet())
+    converted = invert_norm(small_resnet())
     twin = copy.deepcopy(converted)
     with torch.no_grad():
         twin.get_parameter("1.weight").zero_()
@@ -114,7 +152,7 @@ def test_in_eager_mode_a_step_saves_and_needs_less() -> None:
         _, changes = allocations.record(lambda: net(x).square().sum().backward())
         return sum(held.values()), allocations.peak_bytes(changes)
 
-    (plain_saved, plain_peak), (saved, peak) = cost(chain()), cost(invert_batchnorm(chain()))
+    (plain_saved, plain_peak), (saved, peak) = cost(chain()), cost(invert_norm(chain()))
     assert plain_saved >= 6 * one
     assert saved <= 3.1 * one
     assert peak <= plain_peak - 2 * one
@@ -122,13 +160,13 @@ def test_in_eager_mode_a_step_saves_and_needs_less() -> None:
 
 def test_under_shoal_less_is_saved_and_the_prediction_holds() -> None:
     x = torch.randn(4, 3, 32, 32)
-    plain, ours = shoal.plan(chain(), x), shoal.plan(invert_batchnorm(chain()), x)
+    plain, ours = shoal.plan(chain(), x), shoal.plan(invert_norm(chain()), x)
     one = 4 * 16 * 32 * 32 * 4
     assert saved_bytes(plain) - saved_bytes(ours) >= 2 * one
     assert saved_bytes(ours) <= 3.2 * one
     assert ours.predicted_peak_bytes <= plain.predicted_peak_bytes - 2 * one
     assert {op.layer for op in ours.graph.ops if "inverted" in op.target} == {"0.1", "1.1", "2.1"}
-    model = shoal.compile(invert_batchnorm(chain()))
+    model = shoal.compile(invert_norm(chain()))
     for _ in range(2):
         model(x).square().sum().backward()
         model.zero_grad()
@@ -141,7 +179,7 @@ def test_under_shoal_a_block_of_resnet_saves_one_tensor_for_a_pair_where_it_save
         return nn.Sequential(ahead, Bottleneck(64, 16, 1, None), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
     x = torch.randn(2, 3, 12, 12)
-    plain, ours = shoal.plan(block(), x), shoal.plan(invert_batchnorm(block()), x)
+    plain, ours = shoal.plan(block(), x), shoal.plan(invert_norm(block()), x)
     (one, vector), pairs = (2 * 16 * 12 * 12 * 4, 16 * 4), 2
     # Mean and inverse deviation, of which the inverted form saves the second.
     assert saved_bytes(plain) - saved_bytes(ours) == pairs * (one + vector)
@@ -157,7 +195,7 @@ def test_after_ten_steps_that_recompute_statistics_are_those_of_plain_batch_norm
     plain = copy.deepcopy(net)
     for part in plain[:2]:
         part[2] = nn.LeakyReLU(0.01)
-    planned = assert_same_training(nn.Sequential(invert_batchnorm(net)), batches)
+    planned = assert_same_training(nn.Sequential(invert_norm(net)), batches)
     assert any("inverted" in op.target for op in planned.shoal.plan.graph.ops)
     train(plain, batches)
     for (name, ours), theirs in zip(planned.named_buffers(), plain.buffers(), strict=True):
@@ -175,13 +213,13 @@ def test_after_ten_steps_that_recompute_statistics_are_those_of_plain_batch_norm
 )
 def test_planned_training_has_the_bits_of_eager_training(how: dict[str, Any]) -> None:
     layout = torch.channels_last if "batches_a_step" in how else torch.contiguous_format
-    net = nn.Sequential(invert_batchnorm(small_resnet())).to(memory_format=layout)
+    net = nn.Sequential(invert_norm(small_resnet())).to(memory_format=layout)
     assert_same_training(net, [batch.to(memory_format=layout) for batch in images(2, 4, 3, 12, 12)], **how)
 
 
 def test_networks_of_the_zoo_are_converted_or_left_and_run() -> None:
     for name, inverted, size in (("resnet18_cifar", 9, 32), ("mobilenet_v2", 0, 32), ("densenet121", 120, 32)):
-        converted = invert_batchnorm(models.build(name, seed=0))
+        converted = invert_norm(models.build(name, seed=0))
         assert isinstance(converted, InvertedModel)
         assert len(converted.inverted) >= inverted
         assert converted.eval()(torch.randn(1, 3, size, size)).isfinite().all()

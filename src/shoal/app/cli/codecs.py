@@ -14,6 +14,7 @@ from shoal.app.cli import codec_samples, codec_trial
 from shoal.app.cli.console import app, errors_reported, output
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
+from shoal.lowlevel import cuda_calls
 
 
 @app.command()
@@ -39,7 +40,7 @@ def codecs(
             raise InputError(f"got both {file} and --distribution {distribution}; give one of them")
         chosen = [codec_trial.of_values(shoal.codecs.get(name)) for name in codec or codec_trial.tryable_names()]
         if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = "cuda" if cuda_calls.is_available() else "cpu"
         place = device_of(device)
         if file is None:
             name = distribution or "normal"

@@ -6,13 +6,13 @@ from dataclasses import asdict
 from json import dumps
 from typing import Annotated
 
-import torch
 import typer
 
 from shoal.app.cli.console import app, errors_reported, output
 from shoal.core import presets
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import measure_links
+from shoal.lowlevel import cuda_calls
 
 
 @app.command()
@@ -26,7 +26,7 @@ def hardware(
     """Show this machine, which takes seconds to measure the first time, and the presets to plan for."""
     with errors_reported():
         if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = "cuda" if cuda_calls.is_available() else "cpu"
         links = measure_links(device, folder=folder)
         here, *elsewhere = machines = [measure(device), *map(presets.get, presets.names())]
         if json:

@@ -16,7 +16,7 @@ from shoal.core.sizes import MAX_BYTES, format_bytes
 from shoal.errors import BudgetError, CaptureError
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer
-from shoal.memory.static_memory import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes
 
 _HALVINGS = 3  # each is planned, which takes seconds where it does not fit either
 

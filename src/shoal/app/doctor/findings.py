@@ -8,6 +8,7 @@ import torch
 
 from shoal.app.doctor.examine import Examination
 from shoal.core.sizes import format_bytes
+from shoal.lowlevel import cuda_calls
 
 _SLOWER = 0.1  # of the plain step: what a plan adds from which on more bytes are worth naming
 
@@ -15,7 +16,7 @@ _SLOWER = 0.1  # of the plain step: what a plan adds from which on more bytes ar
 def as_lines(found: Examination) -> list[str]:
     """Ten lines: what was examined, whether it fits, what would help most, what breaks capture, what to type."""
     subject = found.subject
-    device = "cpu" if subject.device.type == "cpu" else torch.cuda.get_device_name(subject.device)
+    device = "cpu" if subject.device.type == "cpu" else cuda_calls.device_name(subject.device)
     rows = {
         subject.name: f"{subject.where}, input {subject.shapes}, torch {torch.__version__} on {device}",
         "budget": f"{format_bytes(found.budget_bytes)}, optimizer {found.optimizer or 'none declared'}",

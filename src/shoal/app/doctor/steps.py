@@ -135,4 +135,4 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def _wait(example: Sequence[Any]) -> None:
     if any(value.device.type == "cuda" for value in _tensors(example)):
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()

@@ -24,9 +24,13 @@ def check_spatial(spatial: Sequence[int], levels: int) -> None:
     """Raise InputError unless every side can be halved `levels` times."""
     multiple = 2**levels
     if any(side < multiple or side % multiple for side in spatial):
-        got = "x".join(map(str, spatial))
+        padded = [-(-side // multiple) * multiple for side in spatial]
+        cropped = [side // multiple * multiple for side in spatial]
+        would_do = [sides for sides in (cropped, padded) if min(sides) > 0]
+        got, *named = ("x".join(map(str, sides)) for sides in (spatial, *would_do))
         raise InputError(
-            f"a U-Net of {levels} levels got size {got}: every side must be a multiple of {multiple}; pad or crop"
+            f"a U-Net of {levels} levels got size {got}: every side must be a multiple of {multiple}; give "
+            f"{' or '.join(named)}"
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from shoal import fuse_batchnorm, invert_batchnorm
+from shoal import fuse_batchnorm, invert_norm
 from shoal.errors import InputError
 from shoal.transforms.fuse.fuse_batchnorm import FusedModule
 from shoal.transforms.fuse.fuse_graph import LEVELS
@@ -22,15 +22,15 @@ def check_form(form: str | None) -> None:
 
 
 def in_form(model: nn.Module, form: str | None) -> FusedModule | InvertedModel | nn.Module:
-    """The network as it is (None), `shoal.fuse_batchnorm` of it ("fused", or a level) or `shoal.invert_batchnorm`.
+    """The network as it is (None), `shoal.fuse_batchnorm` of it ("fused", or a level) or `shoal.invert_norm`.
 
     >>> in_form(nn.Sequential(nn.BatchNorm2d(2), nn.ReLU()), "inverted").describe().splitlines()[0]
-    '1 of 1 batch norms inverted'
+    '1 of 1 norms inverted'
     """
     check_form(form)
     if form is None:
         return model
-    return invert_batchnorm(model) if form == "inverted" else fuse_batchnorm(model, cast(Any, _level(form)))
+    return invert_norm(model) if form == "inverted" else fuse_batchnorm(model, cast(Any, _level(form)))
 
 
 def described(model: nn.Module) -> str:

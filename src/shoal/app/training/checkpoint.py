@@ -18,6 +18,7 @@ from shoal.core.records import read_record
 from shoal.core.variant import Variant
 from shoal.engine.status import Status
 from shoal.errors import InputError, ShoalError, brief
+from shoal.lowlevel import cuda_calls
 
 _FORMAT = "shoal-checkpoint"
 _VERSION = 2
@@ -74,7 +75,7 @@ def save(
         "encoded": {step: list(names) for step, names in _status(strategy.network).encoded.items()},
         "variants": {inputs: asdict(variant) for inputs, variant in _status(strategy.network).variants.items()},
         "generator": torch.get_rng_state(),
-        "cuda_generators": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda_generators": cuda_calls.generator_states(),
         "travel": strategy.own_state(),
     }
     whole_state, every = strategy.state(), ranks.collect(own)
@@ -135,8 +136,7 @@ def load(
         variants = own.get("variants", {})  # of earlier versions there are none
         status.variants.update({inputs: read_record(Variant, fields, "variant") for inputs, fields in variants.items()})
         torch.set_rng_state(own["generator"])
-        if torch.cuda.is_available() and own["cuda_generators"]:
-            torch.cuda.set_rng_state_all(own["cuda_generators"])
+        cuda_calls.set_generator_states(own["cuda_generators"])
         return _position(state["position"])
     except (ShoalError, torch.OutOfMemoryError):
         raise

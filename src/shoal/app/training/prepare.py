@@ -20,6 +20,7 @@ from shoal.app.training.ranks import Ranks
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
 from shoal.kernels.memory_format import channels_last_format
+from shoal.lowlevel import cuda_calls
 from shoal.memory.limit import MemoryLimit, memory_limit
 from shoal.transforms.split.split import SplitModule
 
@@ -27,7 +28,7 @@ from shoal.transforms.split.split import SplitModule
 def device(name: str) -> torch.device:
     """The device of that name; "auto" is CUDA where there is one."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if cuda_calls.is_available() else "cpu"
     return device_of(name)
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shoal.distributed import Exchange
 from shoal.distributed.comm.agreement import agree
 from shoal.errors import InputError, TransferError
+from shoal.lowlevel import cuda_calls
 from shoal.lowlevel.process_groups import add_in_store
 
 _FAILURES = "shoal/failures"
@@ -144,9 +145,9 @@ def joined(device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[Ran
         return
     if not 0 < timeout_seconds < float("inf"):
         raise InputError(f"timeout={timeout_seconds}: it must be a finite number of seconds above 0")
-    on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    on_cuda = device.startswith("cuda") or (device == "auto" and cuda_calls.is_available())
     if on_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError) as error:

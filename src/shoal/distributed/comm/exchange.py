@@ -115,7 +115,7 @@ class Exchange:
 
     def all_gather_bytes(self, data: bytes, sizes_bytes: Sequence[int], *, what: str) -> list[bytes]:
         """`all_gather` of a few bytes that are no tensor, such as settings or a count."""
-        device = "cpu" if self.host_sends else f"cuda:{torch.cuda.current_device()}"
+        device = "cpu" if self.host_sends else f"cuda:{torch.accelerator.current_device_index()}"
         part = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         return [one.cpu().numpy().tobytes() for one in self.all_gather(part, sizes_bytes, what=what)]
 

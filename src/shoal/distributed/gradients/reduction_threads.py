@@ -36,15 +36,15 @@ class Job:
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if on_cuda else []
         )
-        self._encoded = torch.cuda.current_stream(buffer.device).record_event() if on_cuda else None
+        self._encoded = torch.accelerator.current_stream(buffer.device).record_event() if on_cuda else None
 
     def on_stream(self, streams: dict[torch.device, Any]) -> Any:
         """What a stage runs in: on CUDA a stream of the thread, after what was encoded."""
         if self._encoded is None:
             return nullcontext()
-        stream = streams.setdefault(self.buffer.device, torch.cuda.Stream(self.buffer.device))
+        stream = streams.setdefault(self.buffer.device, torch.Stream(device=self.buffer.device))
         stream.wait_event(self._encoded)
-        return torch.cuda.stream(stream)
+        return stream
 
 
 class ReductionThreads:
@@ -102,6 +102,8 @@ class ReductionThreads:
             with torch.no_grad(), job.on_stream(streams):
                 stage()
                 if job.buffer.device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()  # buffers are lent again, to other streams
+                    torch.accelerator.current_stream(
+                        job.buffer.device
+                    ).synchronize()  # buffers are lent again, to other streams
         except BaseException as error:
             self._failed(error)

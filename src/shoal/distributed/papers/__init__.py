@@ -6,5 +6,5 @@ linear layers, which exchange encoded activations in rounds of sub-batches, and 
 pays. What is here takes only networks of the papers' shape (convolutions, then a chain of dense layers), uses the given
 codec without measuring, and replaces layers. It is maintained for comparison with the papers.
 
-Imports `distributed.comm`, `distributed.gradients`, `transforms`, `codecs` and `core`.
+Imports `distributed.comm`, `distributed.gradients`, `transforms`, `codecs`, `lowlevel` and `core`.
 """

@@ -19,6 +19,7 @@ from shoal.distributed.papers.activation_exchange import ActivationExchange
 from shoal.distributed.papers.dense_layers import DenseLayers
 from shoal.distributed.papers.shares import Share, in_order, shares
 from shoal.errors import ShoalError, TransferError
+from shoal.lowlevel import cuda_calls
 
 _COUNT_BYTES = 8
 
@@ -222,7 +223,7 @@ class SubBatches:
         return [int.from_bytes(one, "little") for one in counts]
 
     def _submit(self, job: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
-        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        stream = torch.accelerator.current_stream() if cuda_calls.is_in_use() else None
 
         def run() -> Any:
             # One failed exchange spends the channel: what comes after it would only wait for its time to be up.
@@ -231,7 +232,7 @@ class SubBatches:
             try:
                 if stream is None:
                     return job(*arguments, **named)
-                with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                with stream:
                     return job(*arguments, **named)
             except BaseException as error:
                 self._failure = error

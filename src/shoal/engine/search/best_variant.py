@@ -98,7 +98,7 @@ def best_variant(
         CaptureError: the step cannot be captured as it is.
     """
     search = _Search(variants, price, budget_bytes)
-    search.consider([WHOLE, *variants.fused()])
+    search.consider([WHOLE, *variants.of_norms()])
     if search.is_slowed:
         search.consider_pieces()
     if search.is_slowed:

@@ -134,7 +134,7 @@ def _priced_forms(
     forms: list[_Form] = []
     left_out: list[tuple[str, str]] = []
     n_ops = 0
-    for variant in (WHOLE, *variants.fused(), *variants.split()):
+    for variant in (WHOLE, *variants.of_norms(), *variants.split()):
         trying(f"the step {variant}" if variant == WHOLE else str(variant))
         try:
             if variant.depth:

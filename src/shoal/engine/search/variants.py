@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from shoal.capture.inverted_norms import with_inverted_norms
 from shoal.capture.layered import LayeredGraph, Refused, as_dynamo_graph, layered
 from shoal.core.means import KERNEL_MEANS
 from shoal.core.variant import WHOLE, Variant
@@ -47,8 +48,8 @@ _SMALL_BEHIND = 1 / 3  # of the largest tensor: behind slices no tensor should b
 class Forms(Protocol[_Graph]):
     """The forms that a step can take, each with a graph of some kind: see `Variants`."""
 
-    def fused(self) -> Iterator[Variant]:
-        """With batch norms done by their neighbours, where there are any."""
+    def of_norms(self) -> Iterator[Variant]:
+        """With batch norms done by their neighbours, where there are any, and with other norms inverted."""
 
     def split(self) -> Iterator[Variant]:
         """On slices of the batch, then on patches, the fewest first."""
@@ -89,7 +90,7 @@ class Variants:
     @property
     def has_other_graphs(self) -> bool:
         """Whether it has a form with a graph of its own."""
-        return next(self.fused(), None) is not None or next(self.split(), None) is not None
+        return next(self.of_norms(), None) is not None or next(self.split(), None) is not None
 
     @property
     def _may_cut(self) -> bool:
@@ -105,8 +106,13 @@ class Variants:
                 return True
         return False
 
-    def fused(self) -> Iterator[Variant]:
-        """With batch norms done by their neighbours, where there are any."""
+    def of_norms(self) -> Iterator[Variant]:
+        """With batch norms done by their neighbours, where there are any, and with other norms inverted."""
+        yield from self._fused()
+        if "invert" in self._means:
+            yield Variant(invert=True)
+
+    def _fused(self) -> Iterator[Variant]:
         if "fuse" not in self._means or (source := self._source) is None or not source.layers(_BatchNorm):
             return
         if self._level is not None:
@@ -179,6 +185,8 @@ class Variants:
         """
         if replace(variant, pieces=()) == WHOLE:
             return self.own
+        if variant.invert:
+            return with_inverted_norms(self.own)
         source = layered(self.own)  # a copy of its own: transforms change graphs
         if variant.fuse:
             size = FusionSize("large" if variant.large_only else "always")

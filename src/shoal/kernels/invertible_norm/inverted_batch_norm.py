@@ -202,15 +202,22 @@ def reconstruction_error(
     >>> [f"{e:.0e}" for e in error.tolist()]
     ['3e-06', '8e-03']
     """
-    wide = wide_of(dtype)
-    scale = kept_from_zero(weight.detach().double(), eps).abs()
-    shift = torch.zeros_like(scale) if bias is None else bias.detach().double().abs()
+    scale = kept_from_zero(weight.detach().double(), eps)
+    return error_of(scale, None if bias is None else bias.detach().double(), activation, dtype, spread)
+
+
+def error_of(
+    scale: torch.Tensor, bias: torch.Tensor | None, activation: str, dtype: torch.dtype, spread: float = 4.0
+) -> torch.Tensor:
+    """`reconstruction_error` where the scales are known, (C,) float64."""
+    wide, scale = wide_of(dtype), scale.abs()
+    shift = torch.zeros_like(scale) if bias is None else bias.abs()
     reach = spread * scale + shift
     # Rounded once to the dtype of the result; arithmetic there and back is in the wide one.
     rounding = torch.finfo(dtype).eps / 2 + 6 * torch.finfo(wide).eps
     error = rounding * reach
     if activation == "elu":
-        lowest = reach if bias is None else (spread * scale - bias.detach().double()).clamp(min=0)
+        lowest = reach if bias is None else (spread * scale - bias).clamp(min=0)
         error = error + rounding * torch.expm1(lowest)
     return error / scale
 
@@ -253,7 +260,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = wide_of(x.dtype)
     if mean is None or variance is None:
-        mean, variance = _statistics(x)
+        mean, variance = channel_statistics(x)
     else:
         mean, variance = mean.to(wide, copy=True), variance.to(wide, copy=True)
     scale = torch.rsqrt(variance + eps)
@@ -264,7 +271,7 @@ def _forward(
     return mean, variance
 
 
-def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def channel_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and biased variance of the channels, (C,); nothing as large as `x` is allocated."""
     kernel = norm_sweeps.sweeps(x)
     if kernel is not None:

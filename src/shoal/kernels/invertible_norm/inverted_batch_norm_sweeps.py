@@ -26,7 +26,7 @@ from shoal.kernels.norm.norm_rows import vector
 from shoal.kernels.norm.norm_tiles import grid_of
 from shoal.lowlevel import native
 from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
-from shoal.lowlevel.triton_launch import on_device
+from shoal.lowlevel.torch_state import on_device
 
 _PIECE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a piece stay in L2
 _MIN_PIECES = 16  # so that temporaries are small beside small tensors too
@@ -68,6 +68,8 @@ class Sweeps(Protocol):
         frozen: bool,
         activation: str,
         slope: float,
+        *,
+        in_group: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the gradient of x into `result`, which may be `grad`.
 
@@ -76,6 +78,7 @@ class Sweeps(Protocol):
             scale, shift, invstd: (C,), float32, or float64 for a float64 `y`.
             frozen: whether the statistics were given.
             activation, slope: as for `inverted_batch_norm`.
+            in_group: how many channels, one after the other, were normalised by the same statistics.
 
         Returns:
             Gradients of scale and shift, (C,) float64.
@@ -116,6 +119,8 @@ class _Reference:
         frozen: bool,
         activation: str,
         slope: float,
+        *,
+        in_group: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide, inverse_scale = scale.dtype, scale.reciprocal()
         of_shift, of_scale = (torch.zeros_like(scale, dtype=torch.float64) for _ in range(2))
@@ -129,8 +134,8 @@ class _Reference:
             dims = [dim for dim in range(y_piece.dim()) if shape[dim] == 1]
             of_shift += of_z.sum(dims)
             of_scale += normalised.mul_(of_z).sum(dims)
-        rows = y.numel() // y.shape[1]
-        mean_grad, mean_grad_xhat = (of_shift / rows).to(wide), (of_scale / rows).to(wide)
+        means = _group_means(of_scale, of_shift, scale, y.numel() // y.shape[1], in_group)
+        mean_grad_xhat, mean_grad = (mean.to(wide) for mean in means)
         gamma_invstd = scale * invstd
         for (y_piece, shape), (grad_piece, _), (target, _) in zip(
             _pieces(y), _pieces(grad), _pieces(result), strict=True
@@ -163,6 +168,21 @@ def undo_activation(
     return z, torch.ops.aten.elu_backward(grad, slope, 1, 1, True, y)
 
 
+def _group_means(
+    of_scale: torch.Tensor, of_shift: torch.Tensor, scale: torch.Tensor, rows: int, in_group: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What of xhat, and of 1, is taken off the gradient of every element, over its channel's scale; (C,) each.
+
+    Channels that share their statistics share what is taken off, but for the scale.
+    """
+    if in_group == 1:
+        return of_scale / rows, of_shift / rows
+    weighted = torch.stack((of_scale, of_shift)) * scale
+    means = weighted.view(2, -1, in_group).mean(2) / rows
+    of_xhat, of_one = means.repeat_interleave(in_group, 1) / scale
+    return of_xhat, of_one
+
+
 def _pieces(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """Views of it that cover it, each with the shape in which a vector of its channels is broadcast over it."""
     channels = tensor.shape[1]
@@ -178,8 +198,9 @@ def _pieces(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...
             yield piece, (1, channels)
     elif tensor.is_contiguous():
         images = tensor.view(len(tensor), channels, -1)
-        for piece in images.split(max(1, elems // images[0].numel())):
-            yield piece, (1, channels, 1)
+        for some in images.split(max(1, elems // images[0].numel())):
+            for piece in some.split(max(1, elems // some[:, :, 0].numel()), 2):
+                yield piece, (1, channels, 1)
     else:
         yield tensor, (1, channels, *[1] * (tensor.dim() - 2))
 
@@ -241,6 +262,8 @@ class _Native:
         activation: str,
         slope: float,
         level: str | None = None,
+        *,
+        in_group: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         library = native.library()
         assert library is not None
@@ -253,9 +276,8 @@ class _Native:
         library.shoal_inverted_batch_norm_sums(ctypes.byref(call))
         of_shift = sums[0]
         of_scale = sums[1] / scale
-        rows = y.numel() // channels
-        mean_grad = (of_shift / rows).float()
-        mean_grad_xhat = (of_scale / rows / scale).float()  # over gamma: it is multiplied by gamma * xhat
+        mean_xhat, mean = _group_means(of_scale, of_shift, scale, y.numel() // channels, in_group)
+        mean_grad, mean_grad_xhat = mean.float(), (mean_xhat / scale).float()  # over gamma: of gamma * xhat
         gamma_invstd = scale * invstd
         call.frozen = frozen
         call.mean, call.scale = mean_grad.data_ptr(), gamma_invstd.data_ptr()
@@ -318,6 +340,8 @@ class _Triton:
         frozen: bool,
         activation: str,
         slope: float,
+        *,
+        in_group: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         grid, (of_y, of_grad, of_result) = grid_of(y, grad, result)
         parts = y.new_empty((2, grid.parts, grid.channels), dtype=torch.float32)
@@ -328,6 +352,7 @@ class _Triton:
             )
             centred, of_shift = parts.sum(1, dtype=torch.float64)
             of_scale = centred / scale
+            means = _group_means(of_scale, of_shift, scale, 1, in_group)
             _triton_kernels().result[grid.by_block](
                 grad,
                 of_grad,
@@ -338,8 +363,7 @@ class _Triton:
                 scale,
                 shift,
                 invstd,
-                of_scale,
-                of_shift,
+                *means,
                 float(y.numel() // grid.channels),
                 slope,
                 *grid.extent,

@@ -20,7 +20,8 @@ from shoal.kernels.norm.norm_rows import native_row_stride, vector, workspace
 from shoal.kernels.norm.norm_tiles import grid_of, is_channels_last, power
 from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
 from shoal.lowlevel.native import levels, run_native
-from shoal.lowlevel.triton_launch import TritonKernels, on_device
+from shoal.lowlevel.torch_state import on_device
+from shoal.lowlevel.triton_launch import TritonKernels
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of Triton's kernels
 

@@ -13,6 +13,7 @@ import torch
 
 from shoal.errors import InputError
 from shoal.kernels.memory_format import row_stride, run_stride
+from shoal.lowlevel.cuda_calls import multiprocessors
 
 _TILE_ELEMS = 2048
 _MAX_SPAN_ELEMS = 2**31  # elements that a tile's addresses may span
@@ -121,4 +122,4 @@ def power(number: int) -> int:
 @cache
 def _max_parts(device: torch.device) -> int:
     # Enough to fill the device a few times over; few on the CPU, so that each has several blocks there too.
-    return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return 8 * multiprocessors(device) if device.type == "cuda" else 4

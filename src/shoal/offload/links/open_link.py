@@ -95,7 +95,7 @@ def open_link(
             raise InputError(f"where={str(where)!r}: a CUDA device offloads to pinned host memory, expected 'host'")
         if latency_seconds or any(speed is not None for speed in speeds.values()):
             raise InputError("a CUDA link cannot be slowed down; rehearse another one on the CPU")
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
         return CudaLink(torch.device("cuda", index), host_budget_bytes)
     if device.type != "cpu":
         raise InputError(f"there is no link for {device}: expected 'cpu' or a CUDA device")

@@ -65,7 +65,7 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
     available. Under transforms of `torch.func` and forward-mode derivatives the network itself runs. Layers that are
     replaced later are found in eager mode; compile after that. What a model does by `self.training` in its own code
     stays as in training wherever anything is fused. Give the result to `shoal.compile`, not to `shoal.split` or
-    `shoal.invert_batchnorm`; of an inverted network it fuses the batch norms that stayed plain.
+    `shoal.invert_norm`; of an inverted network it fuses the batch norms that stayed plain.
     """
     check_network(model, ", in which nothing is left to fuse; give the network it was made from")
     if level is not None and level not in LEVELS:

@@ -1,45 +1,54 @@
-"""Batch norms that an invertible activation follows: found in a graph, and the graph rewritten."""
+"""Norms that an invertible activation follows: found in a graph, and the graph rewritten."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
-from shoal.kernels.invertible_norm.inverted_batch_norm import run
+from shoal.kernels.invertible_norm import inverted_batch_norm, inverted_norm
 from shoal.lowlevel.torch_state import has_hooks
 from shoal.transforms.stand_in import Left
 from shoal.transforms.writes import Writes
 
-_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_LAYERS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.GroupNorm)
+_NORM_FUNCTIONS = (F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
 _PRODUCERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_WORDS = {"BatchNorm": "batch norm", "InstanceNorm": "instance norm", "GroupNorm": "group norm"}
 _STACK = "nn_module_stack"  # the modules that a node is part of; torch.fx writes it
 _RELU_FUNCTIONS = (F.relu, torch.relu, F.relu_, torch.relu_)
 
 
 @dataclass(frozen=True)
 class Inverted:
-    """One batch norm that is converted.
+    """One norm that is converted.
 
     Attributes:
         layer: module path.
+        kind: its class, such as "InstanceNorm3d".
         was: the activation it had, such as "ReLU".
         activation, slope: what it has now, as for `shoal.kernels.invertible_norm.inverted_batch_norm`.
     """
 
     layer: str
+    kind: str
     was: str
     activation: str
     slope: float
 
 
 def find(
-    graphs: Sequence[fx.Graph], modules: Mapping[str, nn.Module], slope: float
+    graphs: Sequence[fx.Graph], modules: Mapping[str, nn.Module], slope: float | None
 ) -> tuple[dict[str, Inverted], list[Left]]:
     """Sites by module path, and what is left; a layer is converted everywhere it is called or nowhere."""
     sites: dict[str, Inverted] = {}
@@ -48,9 +57,9 @@ def find(
     for node, writes in (
         (node, writes) for graph in graphs for writes in [Writes(graph, modules)] for node in graph.nodes
     ):
-        if node.op == "call_function" and node.target is F.batch_norm:
-            reasons.setdefault(node.name, "it is a call of F.batch_norm, not a module")
-        if node.op != "call_module" or not isinstance(modules[node.target], _BatchNorm):
+        if node.op == "call_function" and node.target in _NORM_FUNCTIONS:
+            reasons.setdefault(node.name, f"it is a call of F.{node.target.__name__}, not a module")
+        if node.op != "call_module" or not isinstance(modules[node.target], NORMS):
             continue
         path = str(node.target)
         paths.setdefault(path, [name for name, module in modules.items() if module is modules[path]])
@@ -69,13 +78,18 @@ def find(
     return kept, [Left(path, reason) for path, reason in reasons.items()]
 
 
-def _site(node: fx.Node, modules: Mapping[str, nn.Module], writes: Writes, slope: float) -> Inverted | Left:
+def _site(node: fx.Node, modules: Mapping[str, nn.Module], writes: Writes, slope: float | None) -> Inverted | Left:
     path = str(node.target)
     layer = modules[path]
     if isinstance(layer, nn.SyncBatchNorm):
         return Left(path, "it is a SyncBatchNorm, whose statistics are of all ranks")
+    if isinstance(layer, nn.LayerNorm):
+        return Left(path, f"it is a {type(layer).__name__}, which has no inverted form")
     if type(layer) not in _LAYERS:
-        return Left(path, f"it is a {type(layer).__name__}, which may do more than batch norm")
+        usual = next(base for base in NORMS if isinstance(layer, base)).__name__.removeprefix("_")
+        return Left(path, f"it is a {type(layer).__name__}, which may do more than {_WORDS[usual]}")
+    if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+        return Left(path, "it keeps running statistics, by which it normalises in eval mode")
     if has_hooks(layer):
         return Left(path, "it has hooks, which would not run")
     (reader, *others) = node.users or (None,)
@@ -96,11 +110,14 @@ def _site(node: fx.Node, modules: Mapping[str, nn.Module], writes: Writes, slope
             path, f"the result of {_name(reader, modules)} behind it is written over by {_name(writer, modules)}"
         )
     kind, own_slope = was
+    norm = type(layer).__name__
+    if kind == "ReLU" and slope is None:
+        return Left(path, "the ReLU behind it has no inverse")
     if kind == "ReLU":
-        return Inverted(path, kind, "leaky_relu", slope)
+        return Inverted(path, norm, kind, "leaky_relu", float(slope or 0))
     if not 0 < own_slope < math.inf:
         return Left(path, f"the {kind}({own_slope:g}) behind it has no inverse")
-    return Inverted(path, kind, "elu" if kind == "ELU" else "leaky_relu", own_slope)
+    return Inverted(path, norm, kind, "elu" if kind == "ELU" else "leaky_relu", own_slope)
 
 
 def _activation_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[str, float] | None:
@@ -164,21 +181,20 @@ def _copied(trace: fx.Graph, sites: Mapping[str, Inverted]) -> tuple[fx.Graph, l
     return graph, [node for node in graph.nodes if node.op == "call_module" and node.target in sites]
 
 
-def inverted(
-    x: torch.Tensor, layer: _BatchNorm, producer: nn.Module | None, activation: str, slope: float
-) -> torch.Tensor:
-    """One converted call: `run`, over the result of `producer` where that is a convolution whom nobody looks at.
+def inverted(x: torch.Tensor, layer: Any, producer: nn.Module | None, activation: str, slope: float) -> torch.Tensor:
+    """One converted call: its kernel's `run`, over the result of `producer`, a convolution whom nobody looks at.
 
     torch.fx, which traces what it makes once more where it is loaded from a file, records the call.
     """
     if isinstance(x, fx.Proxy):
         return x.tracer.create_proxy("call_function", inverted, (x, layer, producer, activation, slope), {})
     overwrite = producer is not None and not torch.compiler.is_compiling() and not has_hooks(producer)
+    run = inverted_batch_norm.run if isinstance(layer, _BatchNorm) else inverted_norm.run
     return run(layer, x, activation, slope, overwrite)
 
 
 def inverted_layers(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The nodes that call `inverted`, each with the path of its batch norm."""
+    """The nodes that call `inverted`, each with the path of its norm."""
     return {
         node: str(node.args[1].target)
         for node in graph.nodes

@@ -1,4 +1,4 @@
-"""Networks whose batch norms are inverted, and such as are restored: the modules that run their graphs."""
+"""Networks whose norms are inverted, and such as are restored: the modules that run their graphs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import InputError
+from shoal.kernels.invertible_norm import inverted_norm
 from shoal.kernels.invertible_norm.inverted_batch_norm import kept_from_zero, reconstruction_error
 from shoal.transforms.invert.inverted_graph import Inverted, inverted_graph, leaky_graph
 from shoal.transforms.live_graph import live_graph
@@ -48,7 +50,7 @@ class _Rewritten(StandIn):
 
 
 class InvertedModel(_Rewritten):
-    """A network with inverted batch norms; made by `invert_batchnorm`.
+    """A network with inverted norms; made by `invert_norm`.
 
     Attributes:
         inverted: what was converted, in the order of the network.
@@ -56,7 +58,7 @@ class InvertedModel(_Rewritten):
         used_up: whether `restore` gave its weights back.
     """
 
-    made_by = "shoal.invert_batchnorm"
+    made_by = "shoal.invert_norm"
 
     def __init__(
         self, model: nn.Module, traces: Sequence[fx.Graph], sites: Mapping[str, Inverted], left: Sequence[Left]
@@ -67,9 +69,10 @@ class InvertedModel(_Rewritten):
         self.keep_scales()
 
     def weights(self) -> list[tuple[nn.Parameter, float]]:
-        """The weights of the converted batch norms and how far their scales are from them, each once."""
+        """The weights of the converted batch norms, and how far their scales are from them, each once."""
         layers: list[Any] = [self.source.get_submodule(site.layer) for site in self.inverted]
-        return list({id(layer.weight): (layer.weight, layer.eps) for layer in layers if layer.affine}.values())
+        moved = [layer for layer in layers if isinstance(layer, _BatchNorm) and layer.affine]
+        return list({id(layer.weight): (layer.weight, layer.eps) for layer in moved}.values())
 
     def reconstruction_errors(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """How far normalised inputs can be off when made again from activations of `dtype`, (C,) float64 by layer.
@@ -81,19 +84,22 @@ class InvertedModel(_Rewritten):
         for site in self.inverted:
             layer: Any = self.source.get_submodule(site.layer)
             if layer.weight is None:
-                error = torch.zeros(layer.num_features, dtype=torch.float64)
-            else:
+                channels = layer.num_channels if isinstance(layer, nn.GroupNorm) else layer.num_features
+                error = inverted_norm.reconstruction_error(torch.ones(channels), None, site.activation, dtype)
+            elif isinstance(layer, _BatchNorm):
                 error = reconstruction_error(layer.weight, layer.bias, layer.eps, site.activation, site.slope, dtype)
-                error = error if error.is_meta else error.cpu()
+            else:
+                error = inverted_norm.reconstruction_error(layer.weight, layer.bias, site.activation, dtype)
+            error = error if error.is_meta else error.cpu()
             errors[site.layer] = torch.maximum(error, errors[site.layer]) if site.layer in errors else error
         return errors
 
     def describe(self) -> str:
         """What was converted and how exactly its inputs can be made again; what was not, and why."""
         total = len({site.layer for site in self.inverted}) + len({left.layer for left in self.left})
-        lines = [f"{len({site.layer for site in self.inverted})} of {total} batch norms inverted"]
+        lines = [f"{len({site.layer for site in self.inverted})} of {total} norms inverted"]
         if not total:
-            return "no batch norms"
+            return "no norms"
         rows = [("layer", "was", "now", "inexact to")]
         errors = self.reconstruction_errors()
         for site in self.inverted:
@@ -101,7 +107,14 @@ class InvertedModel(_Rewritten):
             error = errors[site.layer]
             worst = "unknown" if error.is_meta else f"{error.max():.0e}"
             channels = [] if error.is_meta else (error > _INEXACT).nonzero().flatten().tolist()
-            rows.append((site.layer, site.was, now, worst + (f" in {_channels(channels)}" if channels else "")))
+            rows.append(
+                (
+                    site.layer,
+                    f"{site.kind} and {site.was}",
+                    now,
+                    worst + (f" in {_channels(channels)}" if channels else ""),
+                )
+            )
         names = [row[0] for row in rows] + [left.layer for left in self.left]
         widths = [max(map(len, names)), *(max(len(row[column]) for row in rows) for column in (1, 2))]
         lines += [
@@ -113,16 +126,16 @@ class InvertedModel(_Rewritten):
     def restore(
         self, *, activation: Literal["leaky_relu", "relu"] = "leaky_relu", limit: float | None = None
     ) -> nn.Module:
-        """Make it a network of plain batch norms again.
+        """Make it a network of plain norms again.
 
-        Weights become the scales that the inverted form used, so the function is the same to rounding; those that did
-        not change since the conversion get the very values that they had. A warning in the log names the channels
-        where the inversion was inexact: training could follow their scales only roughly.
+        The weights of batch norms become the scales that the inverted form used, so the function is the same to
+        rounding; those that did not change since the conversion get the very values that they had. A warning in the log
+        names the channels where the inversion was inexact: training could follow their scales only roughly.
 
         Args:
             activation: "leaky_relu" keeps the function; "relu" makes the ReLUs again that were converted, which
                 changes it.
-            limit: as for `invert_batchnorm`.
+            limit: as for `invert_norm`.
 
         Returns:
             The network that was converted, where every activation is what it was; else a module that calls its layers
@@ -133,9 +146,9 @@ class InvertedModel(_Rewritten):
             InputError: it was restored already, an argument is out of range, or channels are over the limit; nothing
                 is changed then.
 
-        >>> from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
+        >>> from shoal.transforms.invert.invert_norm import invert_norm
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-        >>> invert_batchnorm(net).restore(activation="relu") is net
+        >>> invert_norm(net).restore(activation="relu") is net
         True
         """
         if activation not in ("leaky_relu", "relu"):
@@ -145,7 +158,7 @@ class InvertedModel(_Rewritten):
             raise InputError("the model was restored already; use what restore() returned then")
         self.refuse_inexact(limit)
         if inexact := self._inexact_channels(_INEXACT):
-            _log.warning("inverted batch norm was inexact in %s", inexact)
+            _log.warning("inverted norms were inexact in %s", inexact)
         mode = self.training
         self._scale_plainly()
         if activation == "relu" or all(site.was != "ReLU" for site in self.inverted):
@@ -161,7 +174,7 @@ class InvertedModel(_Rewritten):
         inexact = self._inexact_channels(limit) if limit is not None else ""
         if inexact:
             raise InputError(
-                f"inverting batch norm is inexact to more than limit={limit:g} in {inexact}: their scales are small "
+                f"inverting is inexact to more than limit={limit:g} in {inexact}: their scales are small "
                 "relative to their shifts; give a larger limit, or train these layers in the plain form"
             )
 
@@ -203,9 +216,9 @@ class InvertedModel(_Rewritten):
 
 
 class RestoredModel(_Rewritten):
-    """A network of plain batch norms with LeakyReLU in place of some ReLUs; made by `InvertedModel.restore`."""
+    """A network of plain norms with LeakyReLU in place of some ReLUs; made by `InvertedModel.restore`."""
 
-    made_by = "shoal.invert_batchnorm(...).restore"
+    made_by = "shoal.invert_norm(...).restore"
 
     def __init__(self, model: nn.Module, traces: Sequence[fx.Graph], sites: Mapping[str, Inverted]) -> None:
         super().__init__(model, [leaky_graph(graph, sites) for graph in traces], "RestoredGraph")

@@ -135,8 +135,8 @@ def kind_of(node: fx.Node, modules: Mapping[str, nn.Module], dims: int) -> Spati
     layer = layer_of(node, modules)
     if layer is not None:
         return _kind_of_layer(layer)
-    if node.target is inverted:
-        return "batch norm"
+    if node.target is inverted:  # an instance or group norm is of a whole image
+        return "batch norm" if isinstance(modules[str(_norm_of(node))], _BatchNorm) else None
     if node.op == "call_function" and node.target in (torch.cat, torch.concat, torch.concatenate):
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
         return "concatenation" if dim in (1, -dims - 1) else None
@@ -147,6 +147,11 @@ def kind_of(node: fx.Node, modules: Mapping[str, nn.Module], dims: int) -> Spati
     if node.op == "call_method":
         return "pointwise" if str(node.target).removesuffix("_") in _POINTWISE_NAMES else None
     return None
+
+
+def _norm_of(node: fx.Node) -> Any:
+    layer: Any = node.args[1]
+    return layer.target
 
 
 def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKind | None:

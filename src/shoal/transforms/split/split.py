@@ -298,7 +298,7 @@ def _refuse_inverted(graph: fx.Graph, region: SplitRegion) -> None:
     if inside:
         raise InputError(
             f"the inverted batch norm {inside[0]} normalises each patch by itself; give batch_norm='patch' and no "
-            "halo, or the network as it was before shoal.invert_batchnorm"
+            "halo, or the network as it was before shoal.invert_norm"
         )
 
 

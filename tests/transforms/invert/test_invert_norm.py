@@ -12,7 +12,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import CaptureError, InputError
-from shoal.transforms.invert.invert_batchnorm import invert_batchnorm
+from shoal.transforms.invert.invert_norm import invert_norm
 from shoal.transforms.invert.inverted_model import RestoredModel
 from tests.engine.training_laws import conv_bn_relu, same_bits
 from tests.inverted_networks import small_resnet, with_trained_layers
@@ -22,7 +22,7 @@ def test_hooks_of_a_module_that_is_taken_apart_are_refused_before_anything_chang
     net = nn.Sequential(conv_bn_relu(3, 4), nn.Flatten())
     net[0].register_forward_hook(lambda *_: None)
     with pytest.raises(InputError, match="0 has hooks, which do not run in a converted network"):
-        invert_batchnorm(net)
+        invert_norm(net)
     assert torch.equal(net[0][1].weight, torch.ones(4))
 
 
@@ -30,7 +30,7 @@ def test_there_and_back_the_network_is_what_it_was() -> None:
     net = with_trained_layers(small_resnet()).eval()
     x = torch.randn(4, 3, 12, 12)
     before, state = net(x), copy.deepcopy(net.state_dict())
-    restored = invert_batchnorm(net).restore(activation="relu")
+    restored = invert_norm(net).restore(activation="relu")
     assert restored is net
     assert not restored.training
     torch.testing.assert_close(restored(x), before, rtol=1e-5, atol=1e-5)
@@ -42,7 +42,7 @@ def test_there_and_back_the_network_is_what_it_was() -> None:
 def test_a_trained_inverted_network_is_restored_to_the_same_function(training: bool) -> None:
     net = small_resnet()
     net[4].p = 0.0
-    converted = with_trained_layers(invert_batchnorm(net))
+    converted = with_trained_layers(invert_norm(net))
     with torch.no_grad():
         converted.get_parameter("1.weight")[:2] = torch.tensor([0.0, -1e-6])
     converted.train(training)
@@ -74,9 +74,9 @@ def test_trained_scales_at_below_and_near_zero_come_back_to_the_bit_and_are_told
     x = torch.randn(4, 3, 12, 12)
     before, state = net(x), copy.deepcopy(net.state_dict())
     with pytest.raises(InputError, match=r"inexact to more than limit=0.001 in 1: channels 0, 1, 2, 3: their scales"):
-        invert_batchnorm(net, limit=1e-3)
+        invert_norm(net, limit=1e-3)
     assert all(same_bits(value, state[name]) for name, value in net.state_dict().items())
-    converted = invert_batchnorm(net, slope=1e-6)
+    converted = invert_norm(net, slope=1e-6)
     assert "in channels 0, 1, 2, 3" in converted.describe().splitlines()[2]
     torch.testing.assert_close(converted(x), before, rtol=1e-3, atol=1e-3)  # the four scales are eps, or 2 eps
     restored = copy.deepcopy(converted).restore(activation="relu")
@@ -86,7 +86,7 @@ def test_trained_scales_at_below_and_near_zero_come_back_to_the_bit_and_are_told
 
 def test_a_network_trained_in_the_inverted_form_is_the_same_function_after_it_is_restored() -> None:
     torch.manual_seed(0)
-    converted = train_some(invert_batchnorm(with_trained_layers(small_resnet()))).eval()
+    converted = train_some(invert_norm(with_trained_layers(small_resnet()))).eval()
     assert min(converted.get_parameter(f"{name}.weight").min() for name in ("1", "3.bn1", "6")) < 0
     x = torch.randn(4, 3, 12, 12)
     before = converted(x)
@@ -94,10 +94,10 @@ def test_a_network_trained_in_the_inverted_form_is_the_same_function_after_it_is
 
 
 def test_a_restored_network_is_inverted_again() -> None:
-    restored = invert_batchnorm(with_trained_layers(small_resnet()), slope=0.2).restore().eval()
+    restored = invert_norm(with_trained_layers(small_resnet()), slope=0.2).restore().eval()
     x = torch.randn(4, 3, 12, 12)
     before = restored(x)
-    again = invert_batchnorm(restored)
+    again = invert_norm(restored)
     assert [(site.layer, site.was, site.slope) for site in again.inverted] == [
         ("1", "LeakyReLU", 0.2),
         ("3.bn1", "LeakyReLU", 0.2),
@@ -110,7 +110,7 @@ def test_a_restored_network_is_inverted_again() -> None:
 
 def test_a_network_whose_activations_did_not_change_is_restored_as_itself() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.1))
-    assert invert_batchnorm(net).restore() is net
+    assert invert_norm(net).restore() is net
 
 
 def inexact() -> nn.Sequential:
@@ -125,9 +125,9 @@ def test_channels_over_the_limit_are_refused_by_name_and_nothing_changes() -> No
     net = inexact()
     state = copy.deepcopy(net.state_dict())
     with pytest.raises(InputError, match=r"inexact to more than limit=0.001 in 1: channels 2, 3: their scales"):
-        invert_batchnorm(net, limit=1e-3)
+        invert_norm(net, limit=1e-3)
     assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
-    converted = invert_batchnorm(net, limit=1.0)
+    converted = invert_norm(net, limit=1.0)
     with pytest.raises(InputError, match="channels 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"):
         converted.restore(limit=3.5e-6)
     assert converted.reconstruction_errors()["1"].argmax() in (2, 3)
@@ -135,38 +135,40 @@ def test_channels_over_the_limit_are_refused_by_name_and_nothing_changes() -> No
 
 
 def test_inexact_channels_are_told_when_a_network_is_restored(caplog: pytest.LogCaptureFixture) -> None:
-    converted = invert_batchnorm(inexact())
+    converted = invert_norm(inexact())
     assert "in channels 2, 3" in converted.describe()
     with caplog.at_level(logging.WARNING):
         converted.restore()
-    assert "inverted batch norm was inexact in 1: channels 2, 3" in caplog.text
+    assert "inverted norms were inexact in 1: channels 2, 3" in caplog.text
 
 
 @pytest.mark.parametrize("slope", [0, -0.1, float("inf"), float("nan"), "0.1", True])
 def test_a_slope_without_an_inverse_is_refused(slope: Any) -> None:
     with pytest.raises(InputError, match="a slope of 0 has no inverse"):
-        invert_batchnorm(small_resnet(), slope)
+        invert_norm(small_resnet(), slope)
 
 
 def test_mistakes_are_told() -> None:
-    converted = invert_batchnorm(small_resnet())
+    converted = invert_norm(small_resnet())
     for mistake, said in (
-        (lambda: invert_batchnorm(converted), "inverted already"),
-        (lambda: invert_batchnorm("resnet"), "model is a str"),  # type: ignore[arg-type]
-        (lambda: invert_batchnorm(small_resnet(), limit=0), "limit=0: expected the largest error allowed"),
+        (lambda: invert_norm(converted), "inverted already"),
+        (lambda: invert_norm("resnet"), "model is a str"),  # type: ignore[arg-type]
+        (lambda: invert_norm(small_resnet(), limit=0), "limit=0: expected the largest error allowed"),
         (lambda: converted.restore(activation="elu"), "activation='elu'"),  # type: ignore[arg-type]
     ):
         with pytest.raises(InputError, match=said):
             mistake()
 
 
-def test_the_old_name_warns_with_the_new_one() -> None:
+def test_the_old_names_warn_with_the_new_ones() -> None:
+    with pytest.warns(DeprecationWarning, match=r"shoal\.invert_batchnorm is now shoal\.invert_norm"):
+        assert shoal.invert_batchnorm(small_resnet(), 0.05).describe() == invert_norm(small_resnet(), 0.05).describe()
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     with pytest.warns(DeprecationWarning, match=r"inverted\.restore\(\)"):
-        assert shoal.restore_batchnorm(invert_batchnorm(net), activation="relu") is net
+        assert shoal.restore_batchnorm(invert_norm(net), activation="relu") is net
     with (
         pytest.warns(DeprecationWarning, match="shoal.restore_batchnorm"),
-        pytest.raises(InputError, match="expected what shoal.invert_batchnorm returned"),
+        pytest.raises(InputError, match="expected what shoal.invert_norm returned"),
     ):
         shoal.restore_batchnorm(net)  # type: ignore[arg-type]
 
@@ -178,4 +180,4 @@ class Control(nn.Module):
 
 def test_what_cannot_be_traced_is_told() -> None:
     with pytest.raises(CaptureError, match=r"torch\.fx cannot trace Control"):
-        invert_batchnorm(Control())
+        invert_norm(Control())

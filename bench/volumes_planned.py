@@ -1,0 +1,170 @@
+"""What is planned for a GPU that is not here: the least share, the added time inside budgets, and the largest patch.
+
+Nothing is run. Plain PyTorch's peak is that of the step with everything kept, as planned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from bench.network import refusal_columns
+from bench.plain import plan_columns
+from bench.volumes_catalogue import Entry, build
+from bench.volumes_step import BFLOAT16, example, in_precision
+from shoal.core import presets
+from shoal.core.plan import Plan
+from shoal.engine.fit import fit
+from shoal.engine.plan import plan
+from shoal.errors import BudgetError
+
+_LEAST_PERCENT = 33.0
+_HOPELESS = 0.02  # of plain PyTorch's peak, beside what no plan can save
+
+
+def planned_rows(
+    entry: Entry,
+    precision: str,
+    shares: Sequence[float],
+    hardware: str,
+    allow: str,
+    seed: int,
+    advance: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """Each budget, and the least that the planner finds.
+
+    Args:
+        shares: budgets in percent of plain PyTorch's peak; none: the least alone.
+        hardware: a preset.
+        allow: as of `shoal.plan`; device bytes alone: nothing waits in host memory unless "offload" is in it.
+
+    Returns:
+        Plain values: `setting`, `plain_peak_bytes`, `least`, `rows`.
+    """
+    size = entry.planned
+    device = "cpu" if precision == BFLOAT16 else "meta"  # PyTorch has no autocast for the meta device
+    with torch.device(device):
+        network = in_precision(build(size, seed), precision)
+    batch = example(size, device)
+
+    def planned(budget_bytes: int) -> Plan:
+        return plan(network, batch, budget_bytes, hardware=hardware, allow=allow)
+
+    advance("everything kept")
+    plain_bytes = plan(network, batch, hardware=hardware).plain_peak_bytes
+    parameter_bytes = sum(parameter.nbytes for parameter in network.parameters())
+    rows = []
+    for share in shares:
+        budget_bytes = int(plain_bytes * share / 100)
+        advance(f"{share:g} %")
+        row: dict[str, Any] = {"share": share, "budget_bytes": budget_bytes}
+        try:
+            row |= {"fits": True, **plan_columns(planned(budget_bytes))}
+        except BudgetError as error:
+            row |= {"fits": False, **refusal_columns(error)}
+        rows.append(row)
+    advance("the least share")
+    hopeless_bytes = 2 * parameter_bytes + int(_HOPELESS * plain_bytes)
+    started = time.process_time()
+    try:
+        least_bytes = planned(hopeless_bytes).predicted_peak_bytes
+    except BudgetError as error:
+        least_bytes = error.least_feasible_bytes
+    return {
+        "side": size.side,
+        "batch": size.batch,
+        "hardware": hardware,
+        "allow": allow,
+        "plain_peak_bytes": plain_bytes,
+        "parameters_and_gradients_percent": 200 * parameter_bytes / plain_bytes,
+        "least_bytes": least_bytes,
+        "least_percent": 100 * least_bytes / plain_bytes,
+        "least_cpu_seconds": time.process_time() - started,
+        "rows": rows,
+    }
+
+
+def largest_patch(
+    entry: Entry,
+    hardware: str,
+    allow: str,
+    seed: int,
+    least_percent: float = _LEAST_PERCENT,
+    advance: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """The largest patch inside all of a card's memory, float32: of plain PyTorch by `shoal.fit`, each side by itself;
+    of Shoal among cubes, so that few are planned.
+
+    Args:
+        least_percent: the least share of the step at another size, where the search begins.
+    """
+    size, step = entry.planned, entry.multiple_of
+    with torch.device("meta"):
+        network = build(size, seed)
+    budget_bytes = presets.get(hardware).device.memory_bytes
+    found: dict[str, Any] = {"hardware": hardware, "budget_bytes": budget_bytes, "batch": size.batch, "allow": allow}
+
+    def batch(patch: Sequence[int]) -> torch.Tensor:
+        return torch.empty(size.batch, 1, *patch, device="meta")
+
+    plain = fit(
+        network,
+        batch,
+        budget_bytes,
+        patch=(size.side,) * 3,
+        multiple_of=step,
+        hardware=hardware,
+        allow="keep",
+        trying=lambda patch: advance(f"the largest patch, plain: {patch}"),
+    )
+    found["plain"] = {"patch": list(plain.patch), **_patch_columns(plain.plan)}
+    made: dict[int, Plan] = {}
+
+    def least(side: int) -> int:
+        advance(f"the largest patch, Shoal: {side}")
+        try:
+            made[side] = plan(network, batch((side,) * 3), budget_bytes, hardware=hardware, allow=allow)
+        except BudgetError as error:
+            return error.least_feasible_bytes
+        return made[side].predicted_peak_bytes
+
+    first = int((prod(plain.patch) * 100 / least_percent) ** (1 / 3)) // step * step
+    side, too_large = largest_side(least, budget_bytes, step, first)
+    found["shoal"] = {"patch": [side] * 3, "too_large": [too_large] * 3, **_patch_columns(made[side])}
+    found["volumes"] = side**3 / prod(plain.patch)
+    return found
+
+
+def _patch_columns(made: Plan) -> dict[str, Any]:
+    return {
+        "predicted_peak_bytes": made.predicted_peak_bytes,
+        "plain_peak_bytes": made.plain_peak_bytes,
+        "predicted_seconds": made.predicted_seconds,
+        "plain_seconds": made.plain_seconds,
+    }
+
+
+def largest_side(least: Callable[[int], int], budget_bytes: int, step: int, first: int) -> tuple[int, int]:
+    """The largest side of a cube that fits, a multiple of `step`, and the next; bytes are taken to grow with voxels.
+
+    Args:
+        least: bytes of a cube: above the budget where it does not fit.
+
+    >>> largest_side(lambda side: 100 * side**3, 100 * 70**3, 16, 32)
+    (64, 80)
+    """
+    fits, refused, side = 0, 0, first
+    while not refused or refused - fits > step:
+        needed_bytes = least(side)
+        if needed_bytes <= budget_bytes:
+            fits = side
+        else:
+            refused = side
+        guess = int(side * (budget_bytes / needed_bytes) ** (1 / 3)) // step * step
+        most = refused - step if refused else max(guess, fits + step)
+        side = min(max(guess, fits + step), most)
+    return fits, refused

@@ -1,0 +1,110 @@
+"""Gradients of norms and PReLUs that are written over the incoming gradient, bit for bit the same, on the CPU.
+
+PyTorch's kernels allocate them: batch norm's (and so instance norm's), group norm's and layer norm's one more, PReLU's
+two. A norm is rewritten where a trial on this machine gave the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from shoal.capture.fx_nodes import held_bytes
+from shoal.kernels import batch_norm, group_norm, layer_norm, prelu
+from shoal.kernels.memory_format import channels_last_format
+
+_aten = torch.ops.aten
+_ALL = [True, True, True]
+
+
+def write_over_gradient(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+    """Rewrite a node of `WRITTEN_OVER` where it can be; `backward`, the backward nodes, is kept up to date."""
+    WRITTEN_OVER[node.target](graph, node, backward)
+
+
+def _of_batch_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+    grad, x, weight, _, _, mean, deviation, training, _, wanted = _args(node)
+    if training is not True or wanted != (_ALL if weight is not None else [True, False, False]):
+        return
+    if not all(isinstance(operand, fx.Node) for operand in (grad, x, mean, deviation)):
+        return
+    value, *others = (operand.meta["val"] for operand in (x, grad, mean, deviation, weight) if operand is not None)
+    if value.dim() not in (3, 4, 5) or others[0].stride() != value.stride() or value.device.type != "cpu":
+        return
+    if prod(value.shape[2:]) == 1 or any(other.dtype != value.dtype for other in others):
+        return
+    channels_last = not value.is_contiguous()
+    if channels_last:
+        layout = channels_last_format(value.dim())
+        if value.dim() == 3 or not value.is_contiguous(memory_format=layout):
+            return
+    elif held_bytes(value) < batch_norm.WORTH_PIECES_BYTES:
+        return
+    if batch_norm.backward_repeats_bits(value.dtype, value.device, value.dim(), int(value.shape[1]), channels_last):
+        node.target, node.args = batch_norm.backward, (grad, x, weight, mean, deviation)
+
+
+def _of_group_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+    grad, x, mean, invstd, weight, *_, groups, wanted = _args(node)
+    if wanted != _ALL or not isinstance(weight, fx.Node):
+        return
+    values = [operand.meta["val"] for operand in (grad, x, weight)]
+    dense = all(value.is_contiguous() and value.dtype == values[1].dtype for value in values)
+    value = values[1]
+    if not dense or value.device.type != "cpu" or value.dim() < 3 or held_bytes(value) < group_norm.WORTH_PIECES_BYTES:
+        return
+    if group_norm.backward_repeats_bits(value.dtype, value.device, min(value.dim(), 5), int(value.shape[1]), groups):
+        node.target, node.args = group_norm.backward, (grad, x, weight, mean, invstd)
+
+
+def _of_layer_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+    grad, x, shape, mean, invstd, weight, bias, wanted = _args(node)
+    if wanted != _ALL or not isinstance(weight, fx.Node) or not isinstance(bias, fx.Node):
+        return
+    values = [operand.meta["val"] for operand in (grad, x, weight, bias)]
+    value = values[1]
+    fixed = all(type(size) is int for size in (*value.shape, *shape))
+    if not fixed or not all(one.is_contiguous() for one in values) or value.device.type != "cpu":
+        return
+    if values[0].dtype != value.dtype or held_bytes(value) < layer_norm.WORTH_PIECES_BYTES:
+        return
+    if layer_norm.backward_repeats_bits(value.dtype, values[2].dtype, prod(shape)):
+        node.target, node.args = layer_norm.backward, (grad, x, shape, mean, invstd, weight, bias)
+
+
+def _of_prelu(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+    """With the sum over what broadcasting the slope gave it, where that is all that is made of the second gradient."""
+    grad, x, weight = _args(node)
+    values = [operand.meta["val"] for operand in (grad, x, weight)]
+    summands = next((user for user in node.users if user.args[1] == 1), None)
+    total = next(iter(summands.users), None) if summands is not None else None
+    if summands is None or total is None or len(summands.users) > 1 or total.target is not _aten.sum.dim_IntList:
+        return
+    if values[1].device.type != "cpu" or values[0].stride() != values[1].stride() or total.kwargs:
+        return
+    if values[0].dtype != values[1].dtype or values[2].dtype != values[1].dtype or values[2].dim() != values[1].dim():
+        return
+    _, dims, *keepdim = _args(total)
+    node.target, node.args = prelu.backward, (grad, x, weight, dims, bool(keepdim and keepdim[0]))
+    node.meta["val"] = (node.meta["val"][0], total.meta["val"])
+    summands.meta["val"] = total.meta["val"]
+    total.replace_all_uses_with(summands)
+    graph.erase_node(total)
+    backward.discard(total)
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    return node.args  # fx types each as a union of all it may be; the op's schema says which
+
+
+WRITTEN_OVER: dict[Any, Callable[[fx.Graph, fx.Node, set[fx.Node]], None]] = {
+    _aten.native_batch_norm_backward.default: _of_batch_norm,
+    _aten.native_group_norm_backward.default: _of_group_norm,
+    _aten.native_layer_norm_backward.default: _of_layer_norm,
+    _aten._prelu_kernel_backward.default: _of_prelu,
+}
+"""What writes each over."""

@@ -1,0 +1,143 @@
+"""The benchmark of networks for volumes: its step, its peers, its search, and that it runs from end to end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bench import volumes, volumes_catalogue
+from bench.frame import Unavailable
+from bench.pages import shown
+from bench.volumes_catalogue import Entry, Size
+from bench.volumes_planned import largest_patch, largest_side, planned_rows
+from bench.volumes_step import BFLOAT16, FLOAT32, VolumeStep, checkpointed, make_step, scales
+from shoal.core import presets
+
+
+class Block(nn.Sequential):
+    """What is checkpointed."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(nn.Conv3d(channels, 8, 3, padding=1), nn.InstanceNorm3d(8, affine=True), nn.LeakyReLU())
+
+
+class SmallNet(nn.Module):
+    """Two scales of deep supervision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Block(1), Block(8), Block(8)
+        self.heads = nn.ModuleList(nn.Conv3d(8, 2, 1) for _ in range(2))
+
+    def forward(self, volumes: torch.Tensor) -> list[torch.Tensor]:
+        whole = self.second(self.first(volumes))
+        half = self.third(F.avg_pool3d(whole, 2))
+        return [self.heads[0](whole), self.heads[1](half)]
+
+
+SIZE = Size(SmallNet, 16)
+ENTRY = Entry("here", SIZE, Size(SmallNet, 64), ("Block",), 64)
+
+
+def test_the_loss_is_that_of_each_scale_half_as_much_at_each_lower_one() -> None:
+    target = torch.randint(2, (1, 4, 4, 4))
+    step = VolumeStep("x", nn.Identity(), torch.zeros(1), target)
+    whole, half = torch.randn(1, 2, 4, 4, 4), torch.randn(1, 2, 2, 2, 2)
+    expected = (2 * F.cross_entropy(whole, target) + F.cross_entropy(half, target[:, ::2, ::2, ::2])) / 3
+    assert torch.allclose(step.loss([whole, half]), expected)
+    assert torch.allclose(step.loss(whole), F.cross_entropy(whole, target))
+
+
+def test_stacked_scales_are_taken_apart() -> None:
+    stacked = torch.randn(1, 3, 2, 4, 4, 4)
+    assert all(torch.equal(one, stacked[:, place]) for place, one in enumerate(scales(stacked)))
+
+
+def test_checkpointing_by_block_gives_the_same_bits_in_fewer_bytes() -> None:
+    step = make_step("small", SIZE, FLOAT32, 0)
+    step.reset()
+    step.step(step.model)
+    expected, plain_bytes = step.gradients(), step.peak_bytes(step.shared_copy())
+    found = dict(checkpointed(ENTRY, step))
+    assert list(found) == ["every block", "the first half of the blocks"]
+    for forward in found.values():
+        step.reset()
+        step.step(forward)
+        assert all(torch.equal(value, expected[name]) for name, value in step.gradients().items())
+    assert step.peak_bytes(found["every block"]) < plain_bytes
+
+
+def test_under_autocast_outputs_leave_in_float32_and_were_computed_in_bfloat16() -> None:
+    step = make_step("small", SIZE, BFLOAT16, 0)
+    whole, half = step.model(step.images)
+    assert whole.dtype == half.dtype == torch.float32
+    assert torch.equal(whole, whole.bfloat16().float())
+
+
+@pytest.mark.parametrize("budget", [500_000, 1_000_000, 27_000_000])
+@pytest.mark.parametrize(("step", "fixed", "first"), [(16, 0, 16), (32, 90_000, 64), (8, 300_000, 256)])
+def test_the_largest_side_is_the_one_that_trying_all_finds(budget: int, step: int, fixed: int, first: int) -> None:
+    def least(side: int) -> int:
+        return min(budget, fixed + 3 * side**3) if fixed + 3 * side**3 < 1.2 * budget else fixed + 3 * side**3
+
+    fits = [side for side in range(step, 1000, step) if least(side) <= budget]
+    assert largest_side(least, budget, step, first) == (max(fits), max(fits) + step)
+
+
+def test_planned_rows_hold_each_budget_and_the_least() -> None:
+    found = planned_rows(ENTRY, FLOAT32, (70, 1), "rtx-3060-12gb", "recompute", 0)
+    inside, hopeless = found["rows"]
+    assert inside["fits"] and inside["predicted_peak_bytes"] <= inside["budget_bytes"]
+    assert not hopeless["fits"] and hopeless["least_feasible_bytes"] == found["least_bytes"]
+    assert found["least_bytes"] < 0.7 * found["plain_peak_bytes"]
+
+
+def test_the_largest_patch_of_shoal_is_a_cube_and_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = presets.get("rtx-3060-12gb")
+    card = replace(card, device=replace(card.device, memory_bytes=2**30))
+    monkeypatch.setattr(presets, "get", lambda name: card)
+    found = largest_patch(ENTRY, "rtx-3060-12gb", "recompute", 0, 40.0)
+    plain, ours = found["plain"], found["shoal"]
+    assert plain["predicted_peak_bytes"] <= found["budget_bytes"] >= ours["predicted_peak_bytes"]
+    assert ours["plain_peak_bytes"] > found["budget_bytes"]  # it does not fit by itself
+    assert len(set(ours["patch"])) == 1 and found["volumes"] > 1
+
+
+def test_a_quick_run_writes_what_its_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent() -> nn.Module:
+        raise Unavailable("monai does not import here")
+
+    catalogue = {"Small": ENTRY, "Absent": Entry("monai", Size(absent, 8), Size(absent, 8), ())}
+    monkeypatch.setattr(volumes, "CATALOGUE", catalogue)
+    assert volumes.main(["--quick", "--no-compiled-peer", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 1 budgets met, 0 exceeded" in said.replace("\n", " ") and "skipped: Absent: monai" in said
+    (path,) = tmp_path.iterdir()
+    result = json.loads(path.read_text())
+    (row,) = result["measured"][FLOAT32]["rows"]
+    assert row["shoal"]["measured_peak_bytes"] <= row["budget_bytes"]
+    assert row["shoal"]["exactness"] in ("equal bits", "same function")
+    again = ["--networks", "Small", "--parts", "planned", "--shares", "70", "--precisions", FLOAT32, "--resume"]
+    assert volumes.main([*again, "--out", str(tmp_path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["measured"][FLOAT32]["rows"] == [row]
+    block, image = shown(path, result, {})
+    assert "Small, float32, 1 x 16^3" in block and "planned for a GPU" in block and image is not None
+
+
+def test_nothing_to_measure_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(volumes_catalogue, "_library", _missing)
+    assert volumes.main(["--networks", "UNet,VNet"]) == 3
+    assert "monai.networks.nets does not import here" in capsys.readouterr().err
+
+
+def _missing(name: str) -> nn.Module:
+    raise Unavailable(f"{name} does not import here: No module named 'monai'")
