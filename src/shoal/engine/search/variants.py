@@ -36,6 +36,7 @@ _CONVOLUTIONS = (
     *(torch.conv1d, torch.conv2d, torch.conv3d),
     *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
 )
+_CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 Graph = TypeVar("Graph")
 _Graph = TypeVar("_Graph", covariant=True)
 _DEPTHS = (0.5, 0.75)
@@ -100,6 +101,9 @@ class Variants:
             values = [one.meta.get("example_value") for one in (*node.all_input_nodes[:2], node)]
             known = node.target in _CONVOLUTIONS and all(isinstance(value, torch.Tensor) for value in values)
             if known and may_be_worth_pieces(*values):
+                return True
+            joined = node.meta.get("example_value") if node.target in _CONCATENATIONS else None
+            if isinstance(joined, torch.Tensor) and "direct" in self._means and joined.nbytes >= WORTH_PIECES_BYTES:
                 return True
             x = values[0] if node.target is F.batch_norm else None
             if isinstance(x, torch.Tensor) and x.device.type == "cuda" and x.nbytes >= WORTH_PIECES_BYTES:
