@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from bench import compiled, hmms, hosts, many_shapes, models, overhead, several_models, steps, volumes
+from bench import compiled, hmms, hosts, least, many_shapes, models, overhead, several_models, steps, volumes
 from bench.bars_svg import Bar, bars_svg
 from bench.budgets import network_table as budgets_network
 from bench.budgets_svg import budgets_svg
@@ -180,6 +180,7 @@ def _first_seconds(result: Result) -> str:
 THEMES: dict[str, Theme] = {
     "compiled": Theme("compiled.md", compiled.tables),
     "one_plan": Theme("one-plan.md", lambda result: [*map(one_plan_network, result["results"])], _one_plan_chart),
+    "least": Theme("one-plan.md", rows_of(least.COLUMNS, least.FORMATS), least.chart),
     "budgets": Theme("budgets.md", lambda result: [budgets_network(result)], budgets_svg),
     "steps": Theme(
         "steps.md",
