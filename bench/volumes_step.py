@@ -69,9 +69,9 @@ class VolumeStep(Workload):
         return total
 
 
-def example(size: Size, device: str = "cpu") -> torch.Tensor:
+def example(size: Size) -> torch.Tensor:
     """A batch without values."""
-    return torch.empty(size.batch, 1, *(size.side,) * 3, device=device)
+    return torch.empty(size.batch, 1, *(size.side,) * 3)
 
 
 def make_step(name: str, size: Size, precision: str, seed: int) -> VolumeStep:
