@@ -9,7 +9,8 @@
 Budgets are shares of eager PyTorch's peak. `torch.compile` runs by itself and at several values of
 `activation_memory_budget`; at a budget, the fastest of its settings whose measured peak fits stands for it. Shoal runs
 with kernels="eager" and kernels="compiled", in whatever form `--allow` permits. All are timed in turns. Gradients of
-each contender are held against eager PyTorch's; `error` is their distance, relative to these. The file is written after
+each contender are held against eager PyTorch's in float64, parameter by parameter, relative to these; where masks are
+drawn, which float64 draws otherwise, against eager PyTorch's in the same precision. The file is written after
 each contender and each round; an interrupted run finds in the compilers' caches what it compiled.
 
 GPT-2 is of transformers (here 5.23.0), four of the networks are of timm (here 1.0.31); what does not import is skipped.
@@ -17,6 +18,7 @@ GPT-2 is of transformers (here 5.23.0), four of the networks are of timm (here 1
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import math
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -37,6 +39,7 @@ import torch
 from rich.table import Table
 from torch import nn
 from torch._functorch import config as functorch_config
+from torch.nn.modules.dropout import _DropoutNd
 
 from bench.frame import CPU_TIME, NETWORKS, Bench, Run, Unavailable, WrongResult, bar, option, percentages, switch
 from bench.interleave import Clock, turns
@@ -72,6 +75,7 @@ ACTIVATION_BUDGETS = (0.7, 0.4, 0.1)
 EAGER, INDUCTOR = "eager", "torch.compile"
 OURS = ("shoal eager", "shoal compiled")
 MOST_ERROR = {"float32": 0.02, "bfloat16": 0.5}
+_NEXT_TO_NOTHING = 1e-12  # of the squares of all gradients
 STARTS = (INDUCTOR, *OURS)
 _START = """
 import resource, sys, time, torch
@@ -159,7 +163,7 @@ def by_inductor(workload: Workload, value: float | None) -> Forward:
 
 
 class _Contenders:
-    """Everything that takes a network's step in one precision, with its peak and its distance from eager PyTorch."""
+    """Everything that takes a network's step in one precision, with its peak and its distance from a reference."""
 
     def __init__(self, workload: Workload, precision: str) -> None:
         self.workload, self.precision = workload, precision
@@ -168,9 +172,11 @@ class _Contenders:
         self._buffers = workload.buffers()
         eager = in_precision(workload.shared_copy(), precision)
         self.peak_bytes = workload.peak_bytes(eager)
-        self._gradients = self._taken(eager)
+        found = self._taken(eager)
+        self.is_exact = not any(isinstance(m, _DropoutNd) and m.p > 0 for m in workload.model.modules())
+        self._reference = _in_float64(workload) if self.is_exact else found
         self.forwards[EAGER] = eager
-        self.rows[EAGER] = {"measured_peak_bytes": self.peak_bytes}
+        self.rows[EAGER] = {"measured_peak_bytes": self.peak_bytes, **errors_of(found, self._reference)}
 
     def _taken(self, forward: Forward) -> dict[str, torch.Tensor]:
         self.workload.restore(self._buffers)
@@ -187,13 +193,39 @@ class _Contenders:
         call = in_precision(forward, self.precision)
         self._taken(call)
         found = self._taken(call)
-        off = sum(float((found[key] - value).double().square().sum()) for key, value in self._gradients.items())
-        size = sum(float(value.double().square().sum()) for value in self._gradients.values())
-        error = math.sqrt(off / size)
-        if not error <= MOST_ERROR[self.precision]:
-            raise WrongResult(f"{self.workload.name}, {name}: gradients are {error:.2g} of eager PyTorch's off")
+        errors = errors_of(found, self._reference)
+        if not errors["error"] <= MOST_ERROR[self.precision]:
+            raise WrongResult(f"{self.workload.name}, {name}: gradients are off by {errors['error']:.2g} of their size")
         self.forwards[name] = call
-        self.rows[name] = {"measured_peak_bytes": self.workload.peak_bytes(call), "error": error, **more}
+        self.rows[name] = {"measured_peak_bytes": self.workload.peak_bytes(call), **errors, **more}
+
+
+def _in_float64(workload: Workload) -> dict[str, torch.Tensor]:
+    images = workload.images.double() if workload.images.is_floating_point() else workload.images
+    exact = replace(workload, model=copy.deepcopy(workload.model).double(), images=images)
+    exact.reset()
+    exact.step(exact.model)
+    return exact.gradients()
+
+
+def errors_of(found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Distance of gradients from a reference, relative to its size.
+
+    Returns:
+        `error` of all parameters together; `median_error` and `largest_error` of each by itself, but for those whose
+        gradient is zero but for rounding, as a bias's before a batch norm is.
+    """
+    squares = []
+    for key, value in reference.items():
+        off = float((found[key].double() - value.double()).square().sum())
+        squares.append((off, float(value.double().square().sum())))
+    whole = sum(size for _, size in squares)
+    each = [math.sqrt(off / size) for off, size in squares if size > _NEXT_TO_NOTHING * whole]
+    return {
+        "error": math.sqrt(sum(off for off, _ in squares) / whole),
+        "median_error": statistics.median(each),
+        "largest_error": max(each),
+    }
 
 
 def measure_network(
@@ -222,6 +254,7 @@ def measure_network(
         "plain_peak_bytes": found.peak_bytes,
         "contenders": found.rows,
         "refused": refused,
+        "reference": "float64" if found.is_exact else EAGER,
         "complete": False,
     }
     for value in (None, *values):
@@ -306,7 +339,6 @@ def rows_of(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                     "share": 100 * peak_bytes / plain_bytes,
                     "off": 100 * (peak_bytes / row["predicted_peak_bytes"] - 1),
                     "broken": peak_bytes > row["budget_bytes"],
-                    "error": row["error"],
                 }
             )
     return found
@@ -339,6 +371,17 @@ def network_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
+def error_table(result: Mapping[str, Any]) -> Table:
+    """How far the gradients of one network are from the reference."""
+    setting, reference = result["setting"], result["reference"]
+    title = f"{result['network']}, {setting['batch']} x {setting['image']}, {result['precision']}: gradients off"
+    table = new_table(f"{title} from {reference}", "<contender | all | median parameter | worst parameter")
+    for who, row in result["contenders"].items():
+        if who != reference:
+            table.add_row(*cells("{who} | {error:.2g} | {median_error:.2g} | {largest_error:.2g}", row, who=who))
+    return table
+
+
 def start_table(result: Mapping[str, Any]) -> Table:
     """Seconds until the second step."""
     columns = "<network | <kernels | cold | of CPU time | warm | of CPU time"
@@ -353,7 +396,7 @@ def start_table(result: Mapping[str, Any]) -> Table:
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
     """What a page shows of a file."""
-    found = [network_table(one) for one in result.get("results", ()) if one["complete"]]
+    found = [make(one) for one in result.get("results", ()) if one["complete"] for make in (network_table, error_table)]
     return [*found, *([start_table(result)] if result.get("starts") else [])]
 
 
@@ -422,7 +465,7 @@ def _run(run: Run) -> int:
                 run.say(f"{name} is skipped: {reason}")
                 continue
             run.save(results=results)
-            run.say(network_table(results[-1]))
+            run.say(network_table(results[-1]), error_table(results[-1]))
             torch._dynamo.reset()
             gc.collect()
     broken = [row["who"] for result in results for row in rows_of(result) if row.get("broken")]

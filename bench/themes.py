@@ -15,6 +15,7 @@ from bench import (
     compiled,
     hmms,
     hosts,
+    least,
     many_shapes,
     models,
     nnunet_presets,
@@ -192,6 +193,7 @@ def _first_seconds(result: Result) -> str:
 THEMES: dict[str, Theme] = {
     "compiled": Theme("compiled.md", compiled.tables),
     "one_plan": Theme("one-plan.md", lambda result: [*map(one_plan_network, result["results"])], _one_plan_chart),
+    "least": Theme("one-plan.md", rows_of(least.COLUMNS, least.FORMATS), least.chart),
     "budgets": Theme("budgets.md", lambda result: [budgets_network(result)], budgets_svg),
     "steps": Theme(
         "steps.md",

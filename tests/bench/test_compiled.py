@@ -9,19 +9,21 @@ import torch
 from torch import nn
 
 from bench import compiled
-from bench.compiled import EAGER, INDUCTOR, fastest_within, in_precision, network_table, rows_of
+from bench.compiled import EAGER, INDUCTOR, error_table, errors_of, fastest_within, in_precision, network_table, rows_of
 from bench.themes import markdown_of
 from tests.engine.training_laws import needs_compiler
 
 
 def row(peak_bytes: int, *seconds: float, **more: Any) -> dict[str, Any]:
-    return {"measured_peak_bytes": peak_bytes, "seconds": list(seconds), "error": 0.0, **more}
+    off = {"error": 1e-6, "median_error": 2e-6, "largest_error": 3e-5}
+    return {"measured_peak_bytes": peak_bytes, "seconds": list(seconds), **off, **more}
 
 
 RESULT = {
     "network": "net",
     "setting": {"batch": 2, "image": 8},
     "precision": "float32",
+    "reference": "float64",
     "complete": True,
     "plain_peak_bytes": 100,
     "contenders": {
@@ -50,6 +52,15 @@ def test_rows_are_ratios_of_one_run_and_say_what_is_over_its_budget() -> None:
     text = markdown_of(network_table(RESULT))
     assert "| shoal compiled at 60 % | 650.0 | 0.65 | 1.30 | 0.93 | 0.50 | 61.0 | +1.67 |" in text
     assert "| shoal eager at 33 % | does not fit |" in text
+
+
+def test_errors_are_of_all_parameters_and_of_each() -> None:
+    reference = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([12.0]), "none": torch.zeros(2)}
+    found = {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([12.0]), "none": torch.zeros(2)}
+    assert errors_of(found, reference) == pytest.approx({"error": 0.5 / 13, "median_error": 0.05, "largest_error": 0.1})
+    table = error_table(RESULT)
+    assert str(table.title).endswith("gradients off from float64")
+    assert "| torch.compile at 0.5 | 1e-06 | 2e-06 | 3e-05 |" in markdown_of(table)
 
 
 def test_autocast_is_of_the_models_call_alone() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+import shoal
 from shoal.capture.capture_step import capture_step
 from shoal.capture.captured import Captured
 from shoal.capture.direct import choose_direct, computed_directly
@@ -90,3 +92,26 @@ def test_a_concatenation_that_they_read_is_not_computed(captured: Captured) -> N
 def test_a_plan_of_another_step_is_refused(captured: Captured) -> None:
     with pytest.raises(PlanError, match="'nothing' directly, which is no convolution here"):
         in_pieces(captured, [Pieces("nothing", direct=True)])
+
+
+@pytest.mark.skipif(not direct_convolution.applies(), reason="the native library was not built")
+def test_convolutions_over_what_they_read_keep_the_prediction_and_the_gradients() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Conv3d(8, 8, 3, padding=1), nn.LeakyReLU(0.1))]
+    net, x = nn.Sequential(nn.Conv3d(1, 8, 1), *layers, nn.Conv3d(8, 1, 1)), torch.randn(1, 1, 40, 60, 60)
+    one = 8 * x.nbytes
+    wide = copy.deepcopy(net).double()
+    wide(x.double()).square().mean().backward()
+    model = shoal.compile(copy.deepcopy(net), budget=int(4.6 * one), allow="recompute, order, direct")
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    over = [op for op in model.shoal.plan.graph.ops if "direct" in op.target and op.overwrites >= 0]
+    assert {op.target for op in over} == {
+        "shoal.direct_convolution.forward",
+        "shoal.direct_convolution.input_gradient",
+    }
+    assert model.shoal.measured_peak_bytes == pytest.approx(model.shoal.predicted_peak_bytes, rel=0.02)
+    assert model.shoal.measured_peak_bytes <= 4.6 * one
+    for ours, exact in zip(model.parameters(), wide.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-3, atol=1e-5 * float(exact.grad.abs().max()))

@@ -21,6 +21,7 @@ from shoal.core.schedule import schedule
 from shoal.kernels import (
     batch_norm,
     batch_norm_pieces,
+    direct_convolution,
     dropout,
     encoded_activation,
     group_norm,
@@ -226,6 +227,34 @@ def test_written_over_an_operand_the_result_has_the_same_bits(
 def _over(node: fx.Node, operand: fx.Node) -> tuple[Any, Any, Any]:
     target, kwargs = inplace.overwriting(node.target, node.kwargs, operand)
     return target, node.args, kwargs
+
+
+def convolution_over(x: torch.Tensor, *, stride: int = 1, parts: int = 1) -> fx.Node:
+    channels = x.shape[1]
+    weight = torch.randn(channels, channels * parts, 3, 3, 3)
+    options = ([stride] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)
+    graph = fx.Graph()
+    operands = [graph.placeholder(f"x{number}") for number in range(parts)]
+    for operand in operands:
+        operand.meta["val"] = x
+    of_weight = graph.placeholder("weight")
+    of_weight.meta["val"] = weight
+    source = operands[0] if parts == 1 else operands
+    node = graph.call_function(direct_convolution.forward, (source, of_weight, None, *options))
+    node.meta["val"] = direct_convolution.forward([x] * parts, weight, None, *options)
+    return node
+
+
+def test_a_direct_convolution_may_go_over_large_operands_of_its_result_s_size() -> None:
+    large, small = torch.randn(1, 8, 24, 80, 80), torch.randn(1, 8, 4, 8, 8)
+    whole = convolution_over(large)
+    assert [one.name for one in inplace.operands(whole)] == ["x0"]
+    of_parts = convolution_over(large, parts=2)
+    assert [one.name for one in inplace.operands(of_parts)] == ["x0", "x1"]
+    target, kwargs = inplace.overwriting(of_parts.target, {}, inplace.operands(of_parts)[1])
+    assert target is direct_convolution.forward and kwargs == {"over": inplace.operands(of_parts)[1]}
+    assert inplace.operands(convolution_over(small)) == ()  # a copy of its planes would be all of it
+    assert inplace.operands(convolution_over(large, stride=2)) == ()
 
 
 def test_options_stay_when_the_result_goes_over_an_operand() -> None:

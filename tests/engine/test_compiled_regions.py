@@ -70,6 +70,37 @@ def test_kept_or_recomputed_a_step_gives_the_same_bits_and_no_more_error_than_ea
     assert error(ours, exact) <= 1.5 * error(train(plainer, batches), exact) + 1e-7
 
 
+class Tokens(nn.Module):
+    """Pixels as tokens, once around a block of a transformer with its attention written out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(2)])
+        self.qkv, self.up, self.down = (nn.Linear(a * width, b * width) for a, b in ((1, 3), (1, 4), (4, 1)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(self.norms[0](tokens)).chunk(3, dim=-1)
+        tokens = tokens + torch.softmax(q @ k.transpose(1, 2) / 4, dim=-1) @ v
+        return tokens + self.down(nn.functional.gelu(self.up(self.norms[1](tokens)), approximate="tanh"))
+
+
+@needs_compiler
+def test_in_bfloat16_gradients_are_no_further_from_float64_than_eager_ones(all_regions: None) -> None:
+    torch.manual_seed(0)
+    net, batches = nn.Sequential(nn.Conv2d(3, 16, 3), Tokens(16), nn.Linear(16, 5)), images(1, 4, 3, 12, 12)
+
+    def trained(model: nn.Module) -> dict[str, torch.Tensor]:
+        return train(model, batches, around_forward=lambda: torch.autocast("cpu", torch.bfloat16))
+
+    planned = shoal.compile(copy.deepcopy(net), kernels="compiled")
+    found = trained(planned)
+    exact = train(copy.deepcopy(net).double(), [batch.double() for batch in batches])
+    assert "_softmax" in "".join(region.words for region in compiled_region._compiled.values())
+    assert any("compiled_region" in op.target for op in planned.shoal.plan.graph.ops)
+    assert error(found, exact) <= 1.1 * error(trained(copy.deepcopy(net)), exact)
+
+
 def test_a_budget_holds_and_the_prediction_is_exact(monkeypatch: pytest.MonkeyPatch, all_regions: None) -> None:
     interpreted(monkeypatch)
     net, (batch,) = network(), images(1, 16, 3, 24, 24)

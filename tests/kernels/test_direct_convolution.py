@@ -131,3 +131,49 @@ def test_a_nan_beside_a_border_stays_where_it_is() -> None:
     x[0, 0, 0, 2, 5] = torch.nan
     y = direct_convolution.forward(x, weight, None, THREE, [0, 0, 1], THREE, False, [0, 0, 0], 1)
     assert y.isnan().nonzero()[:, 3:].tolist() == [[2, 4], [2, 5]]
+
+
+def same_size(number: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], int, torch.Tensor, Any, tuple[Any, ...]]:
+    """Parts, the place of one as large as the result, weight, bias and options of a convolution that keeps the size."""
+    draw = random.Random(number)
+    torch.manual_seed(number)
+    kernel, dilation = [draw.choice([1, 3, 5]) for _ in range(3)], [draw.choice([1, 1, 2]) for _ in range(3)]
+    padding = [d * (k - 1) // 2 for k, d in zip(kernel, dilation, strict=True)]
+    channels = [draw.randint(1, 9) for _ in range(draw.randint(1, 3))]
+    shape = [draw.randint(1, 12) for _ in range(3)]
+    samples, place = draw.randint(1, 2), draw.randrange(len(channels))
+    parts = [torch.randn(samples, count, *shape).to(dtype) for count in channels]
+    weight = torch.randn(channels[place], sum(channels), *kernel).to(dtype)
+    bias = torch.randn(channels[place]).to(dtype) if draw.random() < 0.5 else None
+    return parts, place, weight, bias, (THREE, padding, dilation, False, [0, 0, 0], 1)
+
+
+@pytest.mark.parametrize("level", levels() or ["reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_over_what_it_convolves_it_gives_the_same_bits(
+    level: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_KERNELS", level)
+    for number in range(60):
+        parts, place, weight, bias, options = same_size(number, dtype)
+        monkeypatch.setattr(direct_convolution, "_SLAB_ELEMS", random.Random(number).choice([1, 50, 500]))
+        expected = direct_convolution.forward(parts, weight, bias, *options)
+        mine = [part.clone() for part in parts]
+        found = direct_convolution.forward(mine, weight, bias, *options, over=mine[place])
+        assert found.data_ptr() == mine[place].data_ptr()
+        assert torch.equal(found, expected), (number, options)
+        assert all(torch.equal(mine[n], part) for n, part in enumerate(parts) if n != place)
+        first = sum(part.shape[1] for part in parts[:place])
+        arguments = (weight, parts[place].shape, *options, first)
+        expected = direct_convolution.input_gradient(parts[place], *arguments)
+        grad = parts[place].clone()
+        found = direct_convolution.input_gradient(grad, *arguments, over=grad)
+        assert found.data_ptr() == grad.data_ptr() and torch.equal(found, expected), (number, options)
+
+
+@pytest.mark.skipif(not levels(), reason="the native library was not built")
+def test_over_what_it_convolves_it_takes_a_few_planes() -> None:
+    x, weight = torch.randn(1, 16, 48, 32, 32), torch.randn(16, 16, 3, 3, 3)
+    _, changes = allocations.record(lambda: direct_convolution.forward(x, weight, None, *SAME, over=x))
+    assert allocations.peak_bytes(changes) < 0.8 * x.nbytes
+    assert sum(changes) == 0

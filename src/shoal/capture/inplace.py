@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from shoal.capture.fx_nodes import held_bytes
 from shoal.capture.symbolic_sizes import at_numbers, expression_of
-from shoal.kernels import batch_norm, batch_norm_pieces, group_norm, layer_norm, prelu
+from shoal.kernels import batch_norm, batch_norm_pieces, direct_convolution, group_norm, layer_norm, prelu
 from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, dropout_, dropout_backward, dropout_backward_
 from shoal.kernels.encoded_activation import relu_backward as encoded_relu_backward
@@ -95,6 +96,11 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     torch.ops.shoal.inverted_norm.default: ((0,), inverted_norm_),
     torch.ops.shoal.inverted_norm_backward.default: ((0,), inverted_norm_backward_),
 }
+# Convolutions with a keyword `over` → place of their stride. They read a copy of a few planes at a time, which is worth
+# it for large operands alone.
+_OVER: dict[Any, int] = {direct_convolution.forward: 3, direct_convolution.input_gradient: 3}
+_WORTH_PLANES_BYTES = 4 << 20
+_WITH_SCRATCH = (*_OVER, layer_norm.backward, prelu.backward)
 _READ_LATER = (batch_norm.normalise, group_norm.normalise)
 _NORMS = (
     _aten._native_batch_norm_legit_functional.default,
@@ -115,6 +121,8 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
         places = _CALLS[node.target][0]
     elif isinstance(node.target, CompiledRegion):
         places = node.target.overwritable or ()
+    elif node.target in _OVER:
+        return _convolved(node)
     else:
         return ()
     value = node.meta["val"]
@@ -129,14 +137,32 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
+def _convolved(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What a convolution may write its result over: it, or a part of it."""
+    arguments: Any = node.args
+    result = node.meta["val"]
+    place = _OVER[node.target]
+    stride, transposed, groups = (arguments[place + further] for further in (0, 3, 5))
+    if any(step != 1 for step in stride) or transposed or groups != 1 or held_bytes(result) < _WORTH_PLANES_BYTES:
+        return ()
+    parts = arguments[0] if isinstance(arguments[0], (list, tuple)) else [arguments[0]]
+    return tuple(part for part in parts if _same_block(part.meta.get("val"), result))
+
+
 def usually_overwrites(target: Any) -> bool:
     """Whether most runs of an op that has `operands` overwrite one: a norm's gradient reads what a norm would."""
-    return (target in _OUT or target in _CALLS) and target not in _READ_LATER
+    known = target in _OUT or target in _CALLS or target is direct_convolution.input_gradient
+    return known and target not in _READ_LATER
+
+
+def needs_scratch_to_overwrite(target: Any) -> bool:
+    """Whether a run that overwrites an operand needs more scratch than one that does not."""
+    return target in _WITH_SCRATCH
 
 
 def overwriting(target: Any, kwargs: Mapping[str, Any], operand: fx.Node) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Target and keyword arguments of the call that writes its first result over `operand`, one of `operands`."""
-    if isinstance(target, CompiledRegion):
+    if isinstance(target, CompiledRegion) or target in _OVER:
         return target, {**kwargs, "over": operand}
     if target in _CALLS:
         return _CALLS[target][1], dict(kwargs)

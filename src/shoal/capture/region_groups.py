@@ -49,6 +49,8 @@ def grouped(flow: Flow, device: str, left_out: Collection[str]) -> list[Group]:
     for node in flow.ops:
         if node.name not in left_out and can_join(node) and _is_all_on(node, device):
             made.add(node)
+    for node in list(made.group_of):  # a reader that held its operand up may have joined it since
+        made.join(node)
     groups = dict.fromkeys(made.group_of.values())
     return sorted(groups, key=lambda group: group.place)
 
@@ -79,12 +81,18 @@ class _Grouping:
         self._joinable_places: set[int] = set()
 
     def add(self, node: fx.Node) -> None:
+        """A node that may join: to what it reads, or by itself."""
         own = Group([node], self.flow.place[node], node in self.flow.backward)
         self.group_of[node] = own
         self._joinable_places.add(own.place)
+        self.join(node)
+
+    def join(self, node: fx.Node) -> None:
+        """Join the groups of what a node reads to its own, as far as they can be, and had better be."""
         if node.target is statistics:
             return
-        others = {self.group_of[operand] for operand in self.flow.reads[node] if operand in self.group_of}
+        own = self.group_of[node]
+        others = {self.group_of[operand] for operand in self.flow.reads[node] if operand in self.group_of} - {own}
         for other in sorted(others, key=lambda group: group.place, reverse=True):
             place = self._place_of_both(other, own)
             if place is not None:

@@ -90,11 +90,9 @@ def drafted(captured: Captured, left_out: Collection[str] = ()) -> Draft:
     """Which regions a step has; `captured` stays as it is.
 
     Args:
-        captured: the step. One whose sizes vary has no regions.
+        captured: the step. Ops whose sizes vary stay as they are.
         left_out: names of ops that stay as they are.
     """
-    if captured.largest_nodes:
-        return Draft(captured, {}, {}, {}, captured.joint, captured.backward_names)
     joint = copied_joint(captured.joint)
     backward_names = captured.backward_names
     for node in list(joint.graph.nodes):

@@ -37,12 +37,7 @@ def means_of(allow: str | Iterable[str], named: str = "allow") -> frozenset[str]
     Raises:
         InputError: a name is unknown, there is none, or 'keep' stands beside others.
     """
-    if isinstance(allow, str):
-        names: list[object] = [name.strip() for name in allow.split(",")]
-    elif isinstance(allow, Iterable) and not isinstance(allow, Mapping):
-        names = list(allow)
-    else:
-        raise InputError(f"{named}={brief(allow)}: expected {_DESCRIBED}")
+    names = _names(allow, named)
     found: set[str] = set()
     for name in names:
         if not isinstance(name, str) or name not in _SETS.keys() | LOSSY:
@@ -53,3 +48,20 @@ def means_of(allow: str | Iterable[str], named: str = "allow") -> frozenset[str]
     if "keep" in names and found:
         raise InputError(f"{named} has 'keep', which is none of the means, beside {brief(sorted(found))}; leave it out")
     return frozenset(found)
+
+
+def single_means(allow: str | Iterable[str], named: str = "allow") -> frozenset[str]:
+    """The means that `allow=` names by themselves, and not in a set of them.
+
+    >>> sorted(single_means("bitwise, fuse"))
+    ['fuse']
+    """
+    return means_of(allow, named).intersection(map(str, _names(allow, named)))
+
+
+def _names(allow: str | Iterable[str], named: str) -> list[object]:
+    if isinstance(allow, str):
+        return [name.strip() for name in allow.split(",")]
+    if isinstance(allow, Iterable) and not isinstance(allow, Mapping):
+        return list(allow)
+    raise InputError(f"{named}={brief(allow)}: expected {_DESCRIBED}")

@@ -37,6 +37,8 @@ FORMAT = "shoal-plan"
 # convolutions are computed in pieces
 VERSION = 4
 _OPS_IN_PIECES = ("shoal.convolution_pieces.", "shoal.batch_norm_pieces.")
+_REGIONS = "shoal.compiled_region.region_"
+_BY_OUR_KERNELS = frozenset({"direct", "encode", "fuse"})
 _DIRECT_OPS = "shoal.direct_convolution."
 _OF_PART = re.compile(r"_of_\d+$")  # the gradient of a part of what was concatenated
 _CODEC_OPS = (".encoded_activation.encode", ".encoded_activation.decode")
@@ -66,6 +68,9 @@ class Plan:
         breaks: where the model breaks into several graphs, of which this step is joined, and why.
         checkpoints: how many regions of the model stand under `torch.utils.checkpoint`.
         compiled: what of the step is compiled, and what could not be; empty where nothing was to be.
+        kernels: those of ours that what it fuses, computes directly or encodes was planned with: "native", "triton";
+            empty where it does none of that, where PyTorch's ops do it, and where it was planned for another machine.
+        without_effect: a line for each means that was allowed by name and does not apply to the step.
     """
 
     graph: StepGraph
@@ -86,6 +91,8 @@ class Plan:
     breaks: tuple[str, ...] = field(default=(), compare=False)
     checkpoints: int = field(default=0, compare=False)
     compiled: tuple[str, ...] = field(default=(), compare=False)
+    kernels: tuple[str, ...] = field(default=(), compare=False)
+    without_effect: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def captured_graph(self) -> StepGraph:
@@ -169,6 +176,17 @@ class Plan:
         return exact_residence(self.residences.get(storage.name))
 
     @property
+    def kernel_means(self) -> tuple[str, ...]:
+        """Of the means that it uses, those that run by kernels of ours: "direct", "encode", "fuse"."""
+        used = self.variant.means | ({"encode"} if self.encoded else set())
+        return tuple(sorted(used & _BY_OUR_KERNELS))
+
+    @property
+    def n_regions(self) -> int:
+        """Compiled regions among its ops."""
+        return sum(op.target.startswith(_REGIONS) for op in self.graph.ops)
+
+    @property
     def host_bytes(self) -> int:
         """Bytes in use on the host, in pages: all that is offloaded is there when the backward pass begins."""
         return sum(storage.host_bytes for storage in self.offloaded)
@@ -208,6 +226,7 @@ class Plan:
             *self._describe_transfers(),
             *self._describe_encodings(),
             *self._describe_stops(),
+            *(f"allowed         {line}" for line in self.without_effect),
             *describe_candidates(self.variant, self.candidates),
             f"at the peak     {peak.op} ({peak.phase}, layer {peak.layer or '-'}): "
             f"resident {format_bytes(peak.resident_bytes)}, kept {format_bytes(peak.kept_bytes)}, "
@@ -348,6 +367,8 @@ class Plan:
                 "breaks": list(self.breaks),
                 "checkpoints": self.checkpoints,
                 "compiled": list(self.compiled),
+                "kernels": list(self.kernels),
+                "without_effect": list(self.without_effect),
                 "step": self.graph.to_json(),
                 "exact_step": self.exact_graph and self.exact_graph.to_json(),
             },
@@ -413,6 +434,8 @@ def _plan_of(value: Any) -> Plan:
         breaks=read_value(tuple[str, ...], value.get("breaks", []), "breaks"),
         checkpoints=read_value(int, value.get("checkpoints", 0), "checkpoints"),
         compiled=read_value(tuple[str, ...], value.get("compiled", []), "compiled"),
+        kernels=read_value(tuple[str, ...], value.get("kernels", []), "kernels"),
+        without_effect=read_value(tuple[str, ...], value.get("without_effect", []), "without_effect"),
     )
     if min(plan.budget_bytes, plan.planning_seconds, plan.checkpoints) < 0:
         raise PlanError(f"{plan.budget_bytes=}, {plan.planning_seconds=}, {plan.checkpoints=}: expected 0 or more")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -173,6 +173,9 @@ def _measure(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[floa
     workspace_bytes = _cpu_workspace(lambda: _held(run, first))
     slow = first[0] > _SLOW_SECONDS
     overwriting = _overwriting_call(node, operands)
+    if overwriting is not None and inplace.needs_scratch_to_overwrite(node.target):
+        workspace_bytes = max(workspace_bytes, _cpu_workspace(overwriting))
+        overwriting = overwriting if inplace.usually_overwrites(node.target) else None
     times = [seconds for seconds in first if seconds > _FIRST_COUNTS_SECONDS and overwriting is None]
     run = overwriting or run
     while not times or (not (slow or hurry) and not _enough(times)):
@@ -211,11 +214,22 @@ def _call(node: fx.Node, operands: OperandFactory) -> Callable[[], Any]:
 def _overwriting_call(node: fx.Node, operands: OperandFactory) -> Callable[[], Any] | None:
     """The op as it writes over an operand; None where it cannot."""
     taken = inplace.operands(node)
-    if not taken or not inplace.usually_overwrites(node.target):
+    target: Any = node.target
+    if not taken or not (inplace.usually_overwrites(target) or inplace.needs_scratch_to_overwrite(target)):
         return None
     args, kwargs = operands.arguments(node)
-    target, kwargs = inplace.overwriting(node.target, kwargs, args[node.args.index(taken[0])])
+    target, kwargs = inplace.overwriting(target, kwargs, _tensor_of(taken[0], node.args, args))
     return lambda: target(*args, **kwargs)
+
+
+def _tensor_of(operand: fx.Node, nodes: Sequence[Any], tensors: Sequence[Any]) -> Any:
+    """The tensor that stands for an operand of a call, which may be in a list."""
+    for node, tensor in zip(nodes, tensors, strict=True):
+        if node is operand:
+            return tensor
+        if isinstance(node, (list, tuple)) and operand in node:
+            return tensor[node.index(operand)]
+    raise AssertionError(f"{operand} is no operand")
 
 
 @lru_cache(1)

@@ -41,6 +41,7 @@ from shoal.engine.options import CompileOptions
 from shoal.engine.parts import PartedSteps
 from shoal.engine.repair import run_again_where_repaired
 from shoal.engine.reserved_budget import grow_segments
+from shoal.engine.search.without_effect import in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.shared_budget import Budget, reject_member
 from shoal.engine.status import Status
@@ -135,7 +136,8 @@ def compile(
             offload, order, pieces), "exact" computes the same function, to rounding (bitwise, fuse, direct,
             exact_split), "lossy" is all, "keep" none. None: SHOAL_ALLOW of the environment, else "exact" (with a
             planner other than "joint": "bitwise"). The forms that were considered are listed in
-            `model.shoal.plan.explain()`.
+            `model.shoal.plan.explain()`, and what is allowed by its own name and does not apply to the step; that is
+            also a warning.
         budget_of: what `budget` bounds: "allocated" bytes, those in use, as `torch.cuda.max_memory_allocated` reads
             them; or those that CUDA's caching allocator has "reserved" of the device, for all that the process holds
             there. A plan is then made for which that allocator, as `shoal.memory.layout.caching_allocator` models it,
@@ -161,7 +163,7 @@ def compile(
         CaptureError: at a training step, where nothing of the model can be captured (with `strict`: where it is not one
             graph).
         PlanError: at the first training step, where `plan`, or what a planner of your own returned, is of another
-            step, breaks a rule, or passes the budget.
+            step, breaks a rule, passes the budget, or was made with kernels or a compiler that are not here.
 
     Example:
         >>> import shoal
@@ -330,6 +332,10 @@ class _Caller(ModelCall):
                 self.session.name,
                 broken.reason,
                 broken.place,
+            )
+            leaves = self.session.offloading is not None
+            self.session.say_without_effect(
+                in_several_graphs(self.session.options, "a model of several graphs", leaves=leaves)
             )
             self._planned.clear()
             self._parts = PartedSteps(self.session, f"{broken.place}: {broken.reason}")

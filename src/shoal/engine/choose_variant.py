@@ -21,8 +21,10 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces
 from shoal.engine import form_cache
 from shoal.engine.loop_memory import LoopMemory
+from shoal.engine.plan_kernels import check_kernels
 from shoal.engine.search.best_variant import Priced, best_variant
 from shoal.engine.search.variants import Variants
+from shoal.engine.search.without_effect import without_effect
 from shoal.engine.session import Session
 from shoal.engine.step_planning import WHOLE_FORM, Form, Planned
 from shoal.errors import BudgetError, PlanError
@@ -57,9 +59,15 @@ def compile_chosen(
         PlanError: the given plan is for a form that the step does not have.
     """
     variants = Variants(gm, session.options.form_means)
+    devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
     if session.ready_plan is not None:
+        check_kernels(session.ready_plan, "cuda" if "cuda" in devices else "cpu")
         return _compile_as_planned(session.ready_plan, variants, compile_form)
-    if session.options.budget_bytes is None or not _trains(example_inputs) or not variants.any:
+    if session.options.budget_bytes is None or not _trains(example_inputs):
+        return compile_form(gm, WHOLE_FORM)
+    leaves = session.offloading is not None
+    session.say_without_effect(without_effect(variants, session.options, leaves=leaves, runs_here=True))
+    if not variants.any:
         return compile_form(gm, WHOLE_FORM)
     key = _inputs(gm)
     known = session.status.variants.get(key)

@@ -37,8 +37,6 @@ def in_compiled_regions(captured: Captured, plan: Plan | None = None) -> Capture
         plan: one that was made for it: what it has as ops of their own stays so, and nothing is measured.
     """
     device = captured.device
-    if captured.largest_nodes:
-        return captured
     if reason := missing_compiler(device.type):
         _say_once(device.type, reason)
         return _with_notes(captured, (f"nothing: {reason}",))
@@ -167,7 +165,9 @@ def _together(members: Mapping[str, tuple[str, ...]]) -> Iterable[set[str]]:
 def _described(regional: Regional, failures: dict[str, str]) -> Captured:
     n_regions, n_distinct = len(regional.regions), len(set(regional.regions.values()))
     n_ops = sum(len(ops) for ops in regional.members.values())
-    said = [f"{n_regions} regions of {n_ops} ops, {n_distinct} of them different"] if n_regions else []
+    said = [f"{n_regions} regions of {n_ops} ops, {n_distinct} of them different"]
+    if not n_regions:
+        said = ["nothing: no chain of ops is faster compiled"]
     said += [f"not {words}: {reason}; run one by one" for words, reason in failures.items()]
     return _with_notes(regional.captured, tuple(said))
 

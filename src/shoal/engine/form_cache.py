@@ -48,7 +48,7 @@ def digest(session: Session, gm: fx.GraphModule, example_inputs: Sequence[Any]) 
     described = [
         (device.type, describe(device), measure(device)) for device in sorted(devices, key=str) if device.type != "meta"
     ]
-    options = {**vars(session.options), "means": sorted(session.options.means)}
+    options = {**vars(session.options), "means": sorted(session.options.means), "named": ()}
     loop = {**vars(session.loop), "released": sorted(session.loop.released)}
     everything = (
         *(_FORMAT, _source(), torch.__version__, version("highspy")),

@@ -219,8 +219,9 @@ def frontier(
         )
 
     def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Found:
-        price = pricing.prices(gm, inputs)
-        return frontier_points(Variants(gm, means), price, int(points), pricing.budget_bytes, trying)
+        price, variants = pricing.prices(gm, inputs), Variants(gm, means)
+        pricing.say_without_effect(variants)
+        return frontier_points(variants, price, int(points), pricing.budget_bytes, trying)
 
     found = in_dynamo(model, example, read, name=pricing.name)
     return Frontier(

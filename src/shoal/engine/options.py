@@ -15,7 +15,7 @@ from shoal import codecs, planners
 from shoal.core import presets
 from shoal.core.hardware import Hardware
 from shoal.core.lossy import CODECS, DEFAULT_BLOCK_ELEMS, EXEMPTIONS, LossyOptions
-from shoal.core.means import BITWISE, EXACT, KERNEL_MEANS, means_of
+from shoal.core.means import BITWISE, EXACT, KERNEL_MEANS, means_of, single_means
 from shoal.core.sizes import parse_bytes
 from shoal.cost.measure import measure
 from shoal.errors import CodecError, InputError, brief
@@ -95,6 +95,7 @@ class CompileOptions:
         lossy: which of them may be encoded, and how; None for none.
         split: "auto" to split the first layers where that makes the faster plan.
         means: by which means the step may be brought into its budget, of `shoal.core.means`.
+        named: those of them that were asked for by name and not in a set, for what does not apply is then said.
         budget_of: what the budget bounds, "allocated" bytes (in use) or those that the allocator has "reserved".
     """
 
@@ -106,6 +107,7 @@ class CompileOptions:
     split: str | None = None
     means: frozenset[str] = BITWISE
     budget_of: str = "allocated"
+    named: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
         planners.get(self.planner)
@@ -180,13 +182,14 @@ class CompileOptions:
             target,
         )
         budget_bytes = None if budget is None else parse_bytes(budget)
-        means = _means(allow, budget_bytes, planner, has_plan=has_plan)
+        means, single = _means(allow, budget_bytes, planner, has_plan=has_plan)
         for keyword, there, needed in (("lossy", permitted, "encode"), ("split", split, "exact_split")):
             if there is not None and allow is not None and needed not in means:
                 raise InputError(
                     f"{keyword}= needs {needed!r}, which allow={brief(allow)} leaves out; add it to allow="
                 )
             means |= {needed} if there is not None else frozenset()
+            single |= {needed} if there is not None and not has_plan else frozenset()
         if offload.to not in (AUTO, None) and allow is None:  # a keyword goes before SHOAL_ALLOW
             means |= {"offload"}
         if offload.to not in (AUTO, None) and "offload" not in means and budget_bytes is not None and not has_plan:
@@ -196,7 +199,7 @@ class CompileOptions:
             )
         if permitted is None and "encode" in means and budget_bytes is not None:
             permitted = lossy_options(_ALLOWED_CODEC, planner)
-        options = cls(budget_bytes, planner, kernels, offload, permitted, split, means, budget_of)
+        options = cls(budget_bytes, planner, kernels, offload, permitted, split, means, budget_of, single)
         if budget_of != "allocated":
             options._check_reserved(has_plan=has_plan)
         if has_plan and planner != _ENCODING_PLANNER:
@@ -286,24 +289,24 @@ def _means(
     planner: str | planners.Planner,
     *,
     has_plan: bool,
-) -> frozenset[str]:
-    """What `allow=`, or SHOAL_ALLOW where it is not given, stands for."""
+) -> tuple[frozenset[str], frozenset[str]]:
+    """What `allow=`, or SHOAL_ALLOW where it is not given, stands for; and what of that is named by itself."""
     if allow is not None and (budget_bytes is None or has_plan):
         raise InputError("allow= says what a plan for a budget may use; give budget=, and no plan=")
     if has_plan:
-        return BITWISE
+        return BITWISE, frozenset()
     named = "allow"
     if allow is None and (of_environment := os.environ.get("SHOAL_ALLOW")):
         named, allow = "SHOAL_ALLOW", of_environment
     if allow is None:
-        return EXACT if planner == _ENCODING_PLANNER else BITWISE
+        return (EXACT if planner == _ENCODING_PLANNER else BITWISE), frozenset()
     means = means_of(allow, named)
     if planner != _ENCODING_PLANNER and "encode" in means and budget_bytes is not None:
         raise InputError(
             f"{named}={brief(allow)} may encode, which needs planner={_ENCODING_PLANNER!r}; {_named(planner)} does not "
             "look for what to encode: leave out one of the two"
         )
-    return means
+    return means, single_means(allow, named)
 
 
 def _named(planner: str | planners.Planner) -> str:

@@ -15,6 +15,7 @@ from shoal import planners
 from shoal.capture.capture_step import in_dynamo
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
+from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.variants import Variants
@@ -103,10 +104,14 @@ def plan_of(pricing: Pricing, example: torch.Tensor | Sequence[Any]) -> Plan:
     started = time.perf_counter()
 
     def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Plan:
-        price = pricing.prices(gm, inputs)
+        price, variants = pricing.prices(gm, inputs), Variants(gm, pricing.options.means)
         if pricing.budget_bytes is None:
             return price(gm).plan(0)[1]
-        return best_variant(Variants(gm, pricing.options.means), price, pricing.budget_bytes, pricing.name).plan
+        lines = pricing.say_without_effect(variants)
+        made = best_variant(variants, price, pricing.budget_bytes, pricing.name).plan
+        return replace(made, without_effect=lines)
 
     found = in_dynamo(pricing.model, example, read, name=pricing.name)
+    if pricing.target is None:
+        found = replace(found, kernels=kernels_of(found, pricing.device_type))
     return replace(found, planning_seconds=time.perf_counter() - started, options=pricing.options.to_json())

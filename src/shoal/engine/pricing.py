@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,11 +31,15 @@ from shoal.engine.compiled_regions import in_compiled_regions, in_unmeasured_reg
 from shoal.engine.options import CompileOptions
 from shoal.engine.search.best_variant import Priced
 from shoal.engine.search.choose_encoded import choose_encoded
+from shoal.engine.search.variants import Variants
+from shoal.engine.search.without_effect import without_effect
 from shoal.engine.step_planning import allowed, limited_step
 from shoal.errors import InputError
 from shoal.memory.budget import budget_bytes as allowed_bytes
 from shoal.memory.optimizer_state import Declared, declared_optimizer
 from shoal.memory.static_memory import StaticMemory
+
+log = logging.getLogger("shoal")
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,22 @@ class Pricing:
         if self.target is None:
             return in_compiled_regions(captured) if self.options.compiles(captured.device.type) else captured
         return in_unmeasured_regions(captured) if self.options.kernels == "compiled" else captured
+
+    @property
+    def device_type(self) -> str:
+        """Where ops are profiled: of the model's parameters, the CPU where these are nowhere."""
+        return next((p.device.type for p in self.model.parameters() if p.device.type != "meta"), "cpu")
+
+    def say_without_effect(self, variants: Variants) -> tuple[str, ...]:
+        """Say which means were allowed by name and do not apply to the step; the lines."""
+        if self.target is not None:
+            leaves = self.options.offload.to is not None
+        else:
+            leaves = self.options.offloading(self.device_type) is not None
+        lines = without_effect(variants, self.options, leaves=leaves, runs_here=self.target is None)
+        for line in lines:
+            log.warning("%s: allow: %s", self.name, line)
+        return lines
 
     @property
     def is_of_counts(self) -> bool:

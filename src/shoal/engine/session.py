@@ -28,6 +28,7 @@ from shoal.engine.observe_loop import observe_loop
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.options import CompileOptions
 from shoal.engine.placement import Placement
+from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.refusal_hints import with_hint, with_hope
 from shoal.engine.repair import SetAside, exceeded, highest_predicted
 from shoal.engine.reserved_budget import limit_for, look_at_allocator, within_reserved
@@ -65,6 +66,7 @@ class Session:
         metering: runs the steps and measures the memory that they use.
         early: how the gradients of the call under way are used while its backward pass runs.
         state_bytes: of the optimizers' state, as the plans in force count it.
+        without_effect: a line for each means that was allowed by name and does not apply to the step.
     """
 
     status: Status
@@ -79,6 +81,7 @@ class Session:
     early: EarlyGradients = field(default_factory=EarlyGradients)
     metering: Metering = field(init=False)
     state_bytes: int = 0
+    without_effect: tuple[str, ...] = ()
     _placement: Placement | None = None
     _unlimit: Callable[[], None] | None = None
     _aside: SetAside = field(default_factory=SetAside)
@@ -308,7 +311,10 @@ class Session:
             candidates=form.candidates,
             checkpoints=captured.checkpoints,
             compiled=captured.read_with.compiled,
+            without_effect=self.without_effect,
         )
+        if self.ready_plan is None:
+            plan = replace(plan, kernels=kernels_of(plan, device.type))
         step.plan, step.basis = plan, made.basis
         self._in_force.add(step)
         others = (p for p in self.status.plans if not _is_same_step(p.exact_step, plan.exact_step))
@@ -340,6 +346,13 @@ class Session:
         if self._unlimit is None:
             self._unlimit = limit_reserved(limit_for(budget_bytes), device)
         return made
+
+    def say_without_effect(self, lines: tuple[str, ...]) -> None:
+        """Say which means do not apply to the step, once each; its plans say it too."""
+        for line in lines:
+            if line not in self.without_effect:
+                log.warning("%s: allow: %s", self.name or "model", line)
+        self.without_effect = lines
 
     def let_go(self) -> None:
         """The model is gone: `close`, and bound nothing any more."""

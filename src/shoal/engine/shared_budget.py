@@ -26,6 +26,7 @@ from shoal.core.sizes import format_bytes
 from shoal.engine.budget_table import Standing, table
 from shoal.engine.model_call import ModelCall, reject_function_transforms
 from shoal.engine.options import CompileOptions
+from shoal.engine.search.without_effect import in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.engine.turns import TurnSteps
@@ -153,6 +154,7 @@ class Budget:
             )
         if steps is None:
             session = Session(Status(known_bytes), options)
+            session.say_without_effect(in_several_graphs(options, "a turn of several models", leaves=False))
             steps = TurnSteps(session, device, self._models)
             steps.metering.open()
             weakref.finalize(self, steps.close)

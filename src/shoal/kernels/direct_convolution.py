@@ -5,7 +5,8 @@ every tensor into a blocked layout: 91 MiB of scratch for two tensors of 3.4. `c
 rows at a time into a panel that stays in L2 and multiplies from there. An input gradient is a convolution by the turned
 filter, one for each remainder along a stride; so is a transposed convolution.
 
-What is convolved may come in parts, as if concatenated along the channels, which then is never done.
+What is convolved may come in parts, as if concatenated along the channels, which then is never done. A result as large
+as what is convolved may lie over it: a few planes of depth at a time, of which a copy is read.
 
 The reference is PyTorch's own convolution of the same arguments, of the concatenated parts.
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd
 from typing import Any
@@ -31,6 +32,7 @@ from shoal.lowlevel.native import has, run_native
 
 _aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16)
+_SLAB_ELEMS = 1 << 18  # 1 MiB of float32
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -44,8 +46,13 @@ def forward(
     transposed: bool,
     output_padding: Sequence[int],
     groups: int,
+    *,
+    over: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Replaces `aten.convolution` of the same arguments; `x` may be parts that lie side by side along the channels.
+
+    Args:
+        over: one of them, of the result's shape and dtype, where the result is to be written over it.
 
     Returns:
         (N, K, D', H', W'), contiguous, of the dtype of `weight`.
@@ -59,7 +66,7 @@ def forward(
     """
     options = (stride, padding, dilation, transposed, output_padding, groups)
     parts = _parts(x)
-    result: torch.Tensor = choose(_OP, *parts, weight, bias).forward(parts, weight, bias, options)
+    result: torch.Tensor = choose(_OP, *parts, weight, bias).forward(parts, weight, bias, options, over)
     return result
 
 
@@ -74,10 +81,13 @@ def input_gradient(
     output_padding: Sequence[int],
     groups: int,
     first_channel: int = 0,
+    *,
+    over: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient of a convolution's input, or of the part of it that begins at a channel.
 
     Args:
+        over: `grad`, where the result is of its shape and is to be written over it.
         input_shape: of the part, which is all of the input where it has as many channels.
         first_channel: where it begins.
         The others as of `convolution.input_gradient`.
@@ -87,7 +97,7 @@ def input_gradient(
     """
     options = (stride, padding, dilation, transposed, output_padding, groups)
     part = weight.narrow(0 if transposed else 1, first_channel, input_shape[1])
-    result: torch.Tensor = choose(_OP, grad, weight).input_gradient(grad, part, input_shape, options)
+    result: torch.Tensor = choose(_OP, grad, weight).input_gradient(grad, part, input_shape, options, over)
     return result
 
 
@@ -132,17 +142,26 @@ class _Reference:
 
     @staticmethod
     def forward(
-        parts: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, options: _Options
+        parts: Sequence[torch.Tensor],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        options: _Options,
+        over: torch.Tensor | None = None,
     ) -> torch.Tensor:
         result: torch.Tensor = _aten.convolution(_joined(parts), weight, bias, *options).contiguous()
-        return result
+        return result if over is None else over.copy_(result)
 
     @staticmethod
     def input_gradient(
-        grad: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], options: _Options
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        input_shape: Sequence[int],
+        options: _Options,
+        over: torch.Tensor | None = None,
     ) -> torch.Tensor:
         strides = torch.empty(tuple(input_shape), device="meta").stride()
-        return library_input_gradient(grad, weight, input_shape, strides, *options).contiguous()
+        result = library_input_gradient(grad, weight, input_shape, strides, *options).contiguous()
+        return result if over is None else over.copy_(result)
 
     @staticmethod
     def weight_gradient(
@@ -158,9 +177,15 @@ class _Native:
 
     @staticmethod
     def forward(
-        parts: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, options: _Options
+        parts: Sequence[torch.Tensor],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        options: _Options,
+        over: torch.Tensor | None = None,
     ) -> torch.Tensor:
         stride, padding, dilation, transposed, extra, _ = options
+        if over is not None:
+            return _over(parts, over, weight, bias, _windows(over, weight, options))
         sizes = [
             (n - 1) * s - 2 * p + d * (k - 1) + 1 + e if transposed else (n + 2 * p - d * (k - 1) - 1) // s + 1
             for n, k, s, p, d, e in zip(
@@ -178,8 +203,16 @@ class _Native:
 
     @staticmethod
     def input_gradient(
-        grad: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], options: _Options
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        input_shape: Sequence[int],
+        options: _Options,
+        over: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if over is not None:
+            sizes = zip(input_shape[2:], weight.shape[2:], options[1], options[2], strict=True)
+            axes = [next(_phases(size, taps, 1, pad, apart)) for size, taps, pad, apart in sizes]
+            return _over([grad], grad, weight.transpose(0, 1), None, axes)
         result = grad.new_empty(tuple(input_shape))
         if options[3]:
             _gather(grad, weight, None, options, result, False)
@@ -239,12 +272,13 @@ def _gather(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: _Options, y: torch.Tensor, add: bool
 ) -> None:
     """`y`, or what is added to it: each result reads a window of `x`. `weight` is (out, in, ...)."""
-    stride, padding, dilation, *_ = options
-    axes = [
-        _Axis(0, 1, y.shape[axis + 2], -padding[axis], weight.shape[axis + 2], 0, 1, dilation[axis])
-        for axis in range(3)
-    ]
-    _convolve(x, weight, (0, 1), bias, stride, axes, y, add)
+    _convolve(x, weight, (0, 1), bias, options[0], _windows(y, weight, options), y, add)
+
+
+def _windows(y: torch.Tensor, weight: torch.Tensor, options: _Options) -> list[_Axis]:
+    _, padding, dilation, *_ = options
+    sizes = zip(y.shape[2:], weight.shape[2:], padding, dilation, strict=True)
+    return [_Axis(0, 1, size, -pad, taps, 0, 1, apart) for size, taps, pad, apart in sizes]
 
 
 def _scatter(
@@ -308,6 +342,38 @@ def _convolve(
     space = workspace("shoal_direct_conv_workspace_bytes", ctypes.byref(call), 0)
     call.workspace = space.data_ptr()
     run_native("shoal_direct_conv", call)
+
+
+def _over(
+    parts: Sequence[torch.Tensor],
+    over: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    axes: Sequence[_Axis],
+) -> torch.Tensor:
+    """The convolution of the parts by `weight`, (out, in, ...), over one of them; a result reads `axes`, stride 1."""
+    deep = axes[0]
+    depth, before = over.shape[2], max(0, -deep.origin)  # planes that a result reads in front of its own
+    behind = max(0, deep.origin + deep.dilation * (deep.taps - 1))
+    step = max(1, _SLAB_ELEMS * depth // over.numel())
+    last = over[:, :, :0]  # planes in front of what is next, as they were
+    for begin in range(0, depth, step):
+        end = min(depth, begin + step)
+        first = begin - last.shape[2]
+        kept = torch.cat([last, over[:, :, begin : min(depth, end + behind)]], 2)
+        last = kept[:, :, max(first, end - before) - first : end - first].clone()
+        channel = 0
+        for x in parts:
+            source, origin = (kept, begin - first) if x is over else (x, begin)
+            slab = replace(deep, count=end - begin, origin=deep.origin + origin)
+            of_part = weight.narrow(1, channel, x.shape[1])
+            into = over[:, :, begin:end]
+            _convolve(
+                source, of_part, (0, 1), bias if not channel else None, (1, 1, 1), [slab, *axes[1:]], into, channel > 0
+            )
+            channel += x.shape[1]
+        del kept, source
+    return over
 
 
 def _gradient_of_weight(x: torch.Tensor, grad: torch.Tensor, of_weight: torch.Tensor, options: _Options) -> None:

@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from shoal.errors import InputError, brief
-from shoal.lowlevel.native import LEVELS, levels
+from shoal.lowlevel.native import LEVELS, levels, library
 
 VARIABLE = "SHOAL_KERNELS"
 Kind = Literal["triton", "native"]
@@ -146,6 +146,21 @@ def allowed() -> Allowed:
     """
     _refuse_replaced()
     return parse(os.environ.get(VARIABLE, ""))
+
+
+def available_kinds(device_type: str) -> tuple[Kind, ...]:
+    """The kinds of implementations that SHOAL_KERNELS lets run on a device, and that this installation has.
+
+    >>> available_kinds("meta")
+    ()
+    """
+    if device_type == "cuda":
+        from torch.utils._triton import has_triton  # seconds, where Triton is installed
+
+        here: Kind | None = "triton" if has_triton() else None
+    else:
+        here = "native" if device_type == "cpu" and library() is not None else None
+    return tuple(kind for kind in allowed().kinds if kind == here)
 
 
 @cache

@@ -34,17 +34,17 @@ def infeasible(least: Plan, budget_bytes: int) -> BudgetError:
         f"no plan of {name} fits in {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
         f"the least found needs {format_bytes(peak_bytes)} ({peak_bytes} bytes)"
     ]
-    floor_bytes = _floor_bytes(graph)
-    if floor_bytes > budget_bytes:
+    always_bytes = floor_bytes(graph)
+    if always_bytes > budget_bytes:
         lines.append(
-            f"parameters, gradients, optimizer state and the input batch alone need {format_bytes(floor_bytes)}, "
+            f"parameters, gradients, optimizer state and the input batch alone need {format_bytes(always_bytes)}, "
             "so that no choice of activations can help"
         )
     fills = [f"{storage} (layer {layer or '-'}) {format_bytes(nbytes)}" for storage, layer, nbytes in largest]
     if op.workspace_bytes:
         fills.append(f"workspace of {op.target} {format_bytes(op.workspace_bytes)}")
     lines.append(f"its peak is at {op.name} ({op.phase}, layer {op.layer or '-'}), filled by {', '.join(fills)}")
-    lines.append(f"what would help: a budget of {peak_bytes} bytes or more, {_advice(graph, peak_bytes, floor_bytes)}")
+    lines.append(f"what would help: a budget of {peak_bytes} bytes or more, {_advice(peak_bytes, always_bytes)}")
     return BudgetError(
         "; ".join(lines),
         budget_bytes=budget_bytes,
@@ -65,16 +65,16 @@ def fewest_bytes(graph: StepGraph) -> int:
         held = {s for s in (*op.reads, *op.writes) if graph.storages[s].kind not in RESIDENT} - {op.overwrites}
         return op.workspace_bytes + sum(graph.storages[s].nbytes for s in held)
 
-    return max(_floor_bytes(graph), graph.resident_bytes + max(map(needed_bytes, graph.ops), default=0))
+    return max(floor_bytes(graph), graph.resident_bytes + max(map(needed_bytes, graph.ops), default=0))
 
 
-def _advice(graph: StepGraph, peak_bytes: int, floor_bytes: int) -> str:
-    if 2 * floor_bytes > peak_bytes:
+def _advice(peak_bytes: int, always_bytes: int) -> str:
+    if 2 * always_bytes > peak_bytes:
         return "a smaller model, or an optimizer with less state"
     return "a smaller batch or smaller inputs, or splitting the largest layers"
 
 
-def _floor_bytes(graph: StepGraph) -> int:
+def floor_bytes(graph: StepGraph) -> int:
     """What is in use when the step ends, whatever the plan: all that stays, and every gradient."""
     return graph.resident_bytes + sum(s.nbytes for s in graph.storages if s.kind == "gradient")
 

@@ -165,6 +165,12 @@ def least_seconds(graph: StepGraph, budget_bytes: int, *, limits: Limits = DEFAU
     return plain_seconds + min(one.bound_seconds for one in found)
 
 
+def about_least_bytes(graph: StepGraph) -> int:
+    """The peak of one plan on demand, with the ops in their order: within some percent of the smallest, in a moment."""
+    quick = replace(DEFAULT, order=False, kept_sets_ops=0, min_kept_sets=1)
+    return plans_on_demand(replace(graph, link=None), quick)[0][0].peak_bytes
+
+
 def least_peak_bytes(graph: StepGraph, *, limits: Limits = DEFAULT) -> int:
     """About the smallest peak that a plan has: of the plans on demand, and of the same program."""
     choice = recompute_choice(graph)

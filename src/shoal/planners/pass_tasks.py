@@ -5,8 +5,9 @@ A task is a run of the schedule. A block is one instance of a storage: what is c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from shoal.core.schedule import Run
@@ -54,6 +55,26 @@ class PassTasks:
 
     def __len__(self) -> int:
         return len(self.reads)
+
+    @cached_property
+    def n_readers(self) -> list[int]:
+        """Block → how many tasks read it."""
+        return [len(block.readers) for block in self.blocks]
+
+    @cached_property
+    def freed_bytes(self) -> list[int]:
+        """Block → what its last reader frees."""
+        return [0 if block.stays else block.nbytes for block in self.blocks]
+
+    @cached_property
+    def written_bytes(self) -> list[int]:
+        """Task → bytes of the blocks that begin with it."""
+        return [sum(self.blocks[block].nbytes for block in writes) for writes in self.writes]
+
+    @cached_property
+    def bytes_at_first(self) -> int:
+        """In use when the pass begins."""
+        return self.resident_bytes + sum(block.nbytes for block in self.blocks if block.producer < 0)
 
 
 def pass_tasks(graph: StepGraph, runs: Sequence[Run], begin: int, end: int) -> PassTasks:
@@ -122,24 +143,20 @@ def _is_outside(op: Op) -> bool:
 
 def bytes_during(tasks: PassTasks, order: Sequence[int]) -> list[int]:
     """The bytes in use during each task, in the order in which they run."""
-    blocks = tasks.blocks
-    left = [len(block.readers) for block in blocks]
-    in_use = tasks.resident_bytes + sum(block.nbytes for block in blocks if block.producer < 0)
+    written_bytes, in_use = tasks.written_bytes, tasks.bytes_at_first
+    freed_bytes, left = tasks.freed_bytes, tasks.n_readers.copy()
     found = []
-    for task in order:
-        reads, writes, target = tasks.reads[task], tasks.writes[task], tasks.overwrites[task]
-        for block in writes:
-            in_use += blocks[block].nbytes
+    for task in order:  # called often: no more of Python than needed
+        reads, target = tasks.reads[task], tasks.overwrites[task]
+        in_use += written_bytes[task]
         for block in reads:
             left[block] -= 1
-        taken_over = target >= 0 and left[target] == 0 and not blocks[target].stays
-        found.append(in_use + tasks.scratch_bytes[task] - (blocks[target].nbytes if taken_over else 0))
-        for block in _dying(tasks, reads, writes, left):
-            in_use -= blocks[block].nbytes
+        taken_over_bytes = freed_bytes[target] if target >= 0 and not left[target] else 0
+        found.append(in_use + tasks.scratch_bytes[task] - taken_over_bytes)
+        for block in reads:
+            if not left[block]:
+                in_use -= freed_bytes[block]
+        for block in tasks.writes[task]:
+            if not left[block]:
+                in_use -= freed_bytes[block]
     return found
-
-
-def _dying(tasks: PassTasks, reads: Sequence[int], writes: Sequence[int], left: Sequence[int]) -> Iterator[int]:
-    for block in (*reads, *writes):
-        if left[block] == 0 and not tasks.blocks[block].stays:
-            yield block

@@ -14,6 +14,7 @@ from shoal.core.residence import Residence
 from shoal.core.sizes import MAX_BYTES
 from shoal.core.step import StepGraph
 from shoal.planners.chain import smallest_peak
+from shoal.planners.infeasible import fewest_bytes
 from shoal.planners.integer_program import Chosen, lower_bound, relaxed_choices, solve
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.kept_on_demand import narrow
@@ -24,6 +25,10 @@ from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 from shoal.planners.simulated import as_chosen, everything_away, in_lower_order, simulated
 from shoal.planners.transfer_places import with_offloads
 
+_NEAR = 0.02  # of what every plan needs: a plan this near is not searched for a smaller one
+_LESS_WHERE_NOTHING_FITS = 10  # the search only tells what would fit then
+_SMALL_OPS = 200  # of a step whose blocks are tried then too
+
 
 def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limits: Limits) -> Plan:
     """The plan with the smallest peak that is known in whatever order, or the first one found that fits."""
@@ -31,6 +36,12 @@ def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limit
     if on_demand is not None and on_demand.predicted_peak_bytes <= budget_bytes:
         return on_demand
     below_bytes = on_demand.predicted_peak_bytes if on_demand is not None else MAX_BYTES
+    fewest = fewest_bytes(graph)
+    if on_demand is not None and below_bytes <= (1 + _NEAR) * fewest:
+        return on_demand
+    if budget_bytes < fewest:
+        less_ops = limits.smallest_peak_ops // _LESS_WHERE_NOTHING_FITS
+        limits = replace(limits, smallest_peak_ops=less_ops, chain=limits.chain and len(graph.ops) <= _SMALL_OPS)
     searched = _smallest_in_either_order(graph, hardware, budget_bytes, below_bytes, limits)
     return searched if on_demand is None or searched.predicted_peak_bytes < below_bytes else on_demand
 

@@ -16,6 +16,7 @@ from torch import nn
 import shoal
 from shoal.capture.layered import Refused
 from shoal.core.plan import Plan
+from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.backend import backend
 from shoal.engine.search.best_variant import Priced, best_variant
@@ -308,6 +309,76 @@ def test_a_form_whose_ops_alone_need_more_than_another_form_is_not_asked() -> No
     with pytest.raises(BudgetError) as refused:
         best_variant(forms, forms.price, 1, "")
     assert forms.asked == [WHOLE] and refused.value.least_feasible_bytes == 1001
+
+
+class OnPatches(Refusing):
+    """Forms that hold so many bytes besides, by the number of patches along each side; 1 is the step as it is."""
+
+    def __init__(self, *held_bytes: int) -> None:
+        super().__init__()
+        patches = [Variant(depth=0.5, grid=(n, n)) for n in range(2, 1 + len(held_bytes))]
+        self.held_bytes = dict(zip([WHOLE, *patches], held_bytes, strict=True))
+        self.captured: list[Variant] = []
+
+    def split(self) -> Iterator[Variant]:
+        return (variant for variant in self.held_bytes if variant != WHOLE)
+
+    def work(self, variant: Variant) -> PatchWork:
+        return PatchWork(0.0, 1)
+
+    def price(self, variant: Variant) -> Priced[None]:
+        def plan(budget_bytes: int) -> tuple[None, Plan]:
+            self.asked.append(variant)
+            raise BudgetError("no plan fits", least_feasible_bytes=self.held_bytes[variant])
+
+        self.captured.append(variant)
+        step = conv_bn_relu_chain(1 + len(self.captured))
+        return Priced(replace(step, static_bytes=self.held_bytes[variant]), plan)
+
+
+def test_where_nothing_fits_patches_become_finer_while_they_need_less_and_one_form_is_searched() -> None:
+    million = 10**6
+    forms = OnPatches(9 * million, 5 * million, 5 * million, million)  # 3 x 3 need what 2 x 2 do: 4 x 4 are not tried
+    with pytest.raises(BudgetError) as refused:
+        best_variant(forms, forms.price, 1, "")
+    _, two, three, _ = forms.held_bytes
+    assert forms.captured == [WHOLE, two, three] and forms.asked == [two]
+    assert refused.value.least_feasible_bytes == 5 * million
+
+
+class InSeconds(Refusing):
+    """Forms by the seconds that they take with everything kept, and that their plans take."""
+
+    def __init__(self, **seconds: tuple[float, float]) -> None:
+        super().__init__(**dict.fromkeys(seconds, 0))
+        self.seconds = dict(zip(self.needed_bytes, seconds.values(), strict=True))
+
+    def price(self, variant: Variant) -> Priced[None]:
+        kept_seconds, plan_seconds = self.seconds[variant]
+        place = list(self.seconds).index(variant)
+
+        def plan(budget_bytes: int) -> tuple[None, Plan]:
+            self.asked.append(variant)
+            return None, Plan(taking(plan_seconds, place), {}, "keep_all")
+
+        return Priced(taking(kept_seconds, place), plan)
+
+
+def taking(seconds: float, place: int) -> StepGraph:
+    step = conv_bn_relu_chain(2 + place)  # another step each
+    first, *others = step.ops
+    others = [replace(op, seconds=0.0) for op in others]
+    return replace(step, ops=(replace(first, seconds=seconds), *others))
+
+
+def test_a_form_that_can_gain_next_to_nothing_is_not_planned() -> None:
+    forms = InSeconds(whole=(100.0, 101.0), bnff=(100.1, 100.1), icf=(100.8, 100.8))
+    found = best_variant(forms, forms.price, 2**40, "")
+    assert forms.asked == [WHOLE, Variant(fuse="bnff")] and found.variant == Variant(fuse="bnff")
+    forms = InSeconds(whole=(100.0, 101.0), bnff=(100.8, 100.8), icf=(101.2, 101.2))
+    outcomes = [one.outcome for one in best_variant(forms, forms.price, 2**40, "").plan.candidates]
+    assert forms.asked == [WHOLE]
+    assert outcomes == ["chosen", "cannot be much faster, by its bound", "cannot be faster, by its bound"]
 
 
 def test_more_means_never_need_more() -> None:

@@ -232,3 +232,9 @@ def test_a_compiler_is_not_asked_which_kernels_there_are(monkeypatch: pytest.Mon
 
     compiled = torch.compile(quick, backend="eager", fullgraph=True)
     assert torch.equal(compiled(images := torch.ones(2, 64, 64, 64)), images)
+
+
+def test_it_tells_whether_every_map_that_it_was_asked_about_is_large() -> None:
+    size = fusion_size.FusionSize("always")
+    assert size.fuses(torch.ones(1, 8, 4, 4), elems=fusion_size.MIN_ELEMS) and size.all_large
+    assert size.fuses(torch.ones(1, 8, 4, 4)) and not size.all_large

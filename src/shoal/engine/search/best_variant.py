@@ -27,18 +27,20 @@ from shoal.core.variant import WHOLE, Candidate, Pieces, Variant
 from shoal.engine.search.scaled_step import NotLinear
 from shoal.engine.search.variants import Forms, Graph, PatchWork
 from shoal.errors import BudgetError
-from shoal.planners.infeasible import fewest_bytes
-from shoal.planners.joint import least_peak_bytes, least_seconds
+from shoal.planners.infeasible import fewest_bytes, floor_bytes
+from shoal.planners.joint import about_least_bytes, least_peak_bytes, least_seconds
 
 log = logging.getLogger("shoal")
 
 Made = TypeVar("Made")
 Cost = TypeVar("Cost")
 _GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
+_WORTH_A_PLAN = 0.005  # of the best plan's step: a form that may gain no more is not planned
 _WORTH_SLICES = 0.1  # likewise on slices of the batch
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out
 _SURE = 0.9  # of what the step on more slices is expected to take
 _LOWERED = 0.9  # a smallest plan is at most so much lower than about expected
+_LOWER = 0.99  # where nothing fits, patches that need more than so much of what others need are not made finer
 _MAX_OPS = 12  # of all forms together, as a multiple of the whole step's
 _MIN_OPS = 6_000  # the same for small steps, in ops
 _OPS_A_CALL = 5  # of a layer on a patch: it is cut out, and both passes compute it
@@ -168,6 +170,8 @@ class _Search(Generic[Graph, Made]):
         self._unfit: list[_Form[Graph, Made]] = []
         self._refused: dict[Variant, BudgetError] = {}
         self._n_ops = 0
+        self._about_bytes: dict[Variant, int] = {}  # what each form needs, where nothing fits in any
+        self._no_lower: set[Variant] = set()  # of these on patches, those that need no fewer than the ones before
 
     def consider(self, variants: Iterable[Variant]) -> None:
         """Capture, bound, and plan what may be faster than the best so far, the most promising first."""
@@ -216,12 +220,16 @@ class _Search(Generic[Graph, Made]):
             bound_seconds if math.isfinite(bound_seconds) else None,
             None,
             None,
-            "cannot be faster, by its bound" if math.isfinite(bound_seconds) else "does not fit, by its bound",
+            "does not fit, by its bound",
         )
         best = self._best
         if math.isinf(bound_seconds):
             self._unfit.append(form)
-        elif best is None or bound_seconds < best.plan.predicted_seconds:
+            self._note_what_is_needed(form)
+        elif best is not None and bound_seconds >= (1 - _WORTH_A_PLAN) * best.plan.predicted_seconds:
+            gains = bound_seconds < best.plan.predicted_seconds
+            row = replace(row, outcome=f"cannot be {'much ' if gains else ''}faster, by its bound")
+        else:
             try:
                 made, plan = priced.plan(self._budget_bytes)
             except BudgetError as error:
@@ -233,6 +241,15 @@ class _Search(Generic[Graph, Made]):
                 if best is None or seconds < best.plan.predicted_seconds:
                     self._best = Best(variant, form.graph, made, plan)
         self._rows.append(row)
+
+    def _note_what_is_needed(self, form: _Form[Graph, Made]) -> None:
+        """Where what stays in any form is over the budget, so that finer patches are for the least alone."""
+        if form.priced.encodes or floor_bytes(form.priced.graph) <= self._budget_bytes:
+            return
+        before_bytes = min(self._about_bytes.values(), default=math.inf)
+        about_bytes = self._about_bytes[form.variant] = about_least_bytes(form.priced.graph)
+        if form.variant.grid and about_bytes > _LOWER * before_bytes:
+            self._no_lower.add(form.variant)
 
     @property
     def is_slowed(self) -> bool:
@@ -246,6 +263,9 @@ class _Search(Generic[Graph, Made]):
             work = self._variants.work(variant)
         except Refused as reason:
             return self._left_out(variant, str(reason))
+        if replace(variant, grid=tuple(n - 1 for n in variant.grid)) in self._no_lower:
+            self._no_lower.add(variant)
+            return self._left_out(variant, "fewer patches need no fewer bytes, and nothing fits")
         whole = next(row for row in self._rows if row.variant == WHOLE)
         slowed_share = self._best.plan.predicted_seconds / whole.plain_seconds - 1 if self._best else math.inf
         if variant.slices and slowed_share < _WORTH_SLICES:
@@ -306,10 +326,12 @@ class _Search(Generic[Graph, Made]):
         A form that is not expected to need fewer bytes than are known to be enough is not asked.
         """
         fitting: list[Best[Graph, Made]] = []
-        expected = {id(form): 0 if form.priced.encodes else least_peak_bytes(form.priced.graph) for form in self._unfit}
-        for form in sorted(self._unfit, key=lambda form: expected[id(form)]):
-            floor_bytes = 0 if form.priced.encodes else fewest_bytes(form.priced.graph)
-            needed_bytes = max(floor_bytes, int(_LOWERED * expected[id(form)]))
+        expected = {form.variant: self._expected_bytes(form) for form in self._unfit}
+        for form in sorted(self._unfit, key=lambda form: expected[form.variant]):
+            needed_bytes = expected[form.variant]
+            if self._may_fit(form):
+                at_least_bytes = 0 if form.priced.encodes else fewest_bytes(form.priced.graph)
+                needed_bytes = max(at_least_bytes, int(_LOWERED * needed_bytes))
             if form.variant in self._refused or needed_bytes >= self._enough_bytes(fitting):
                 continue
             try:
@@ -321,6 +343,18 @@ class _Search(Generic[Graph, Made]):
         variant, nearest = min(self._refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
         hint = f"computed otherwise than the model says it ({variant}), which needs least of all forms"
         raise nearest if variant == WHOLE else nearest.with_hint(hint)
+
+    def _may_fit(self, form: _Form[Graph, Made]) -> bool:
+        return form.priced.encodes or fewest_bytes(form.priced.graph) <= self._budget_bytes
+
+    def _expected_bytes(self, form: _Form[Graph, Made]) -> int:
+        """About the least that a form needs: exactly enough to choose among those of which nothing fits."""
+        if form.priced.encodes:
+            return 0
+        graph = form.priced.graph
+        if self._may_fit(form):
+            return least_peak_bytes(graph)
+        return self._about_bytes.get(form.variant) or about_least_bytes(graph)
 
     def _enough_bytes(self, fitting: list[Best[Graph, Made]]) -> float:
         """More than the budget where a form fits in it; else the least that any form was found to need."""

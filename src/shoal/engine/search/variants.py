@@ -22,7 +22,9 @@ from shoal.capture.layered import LayeredGraph, Refused, as_dynamo_graph, layere
 from shoal.core.means import KERNEL_MEANS
 from shoal.core.variant import WHOLE, Variant
 from shoal.errors import CaptureError, InputError
+from shoal.kernels import direct_convolution
 from shoal.kernels.convolution_pieces import WORTH_PIECES_BYTES, may_be_worth_pieces
+from shoal.lowlevel.dispatch import allowed
 from shoal.transforms.fuse.fuse_graph import fuse_graph, highest_level
 from shoal.transforms.fuse.fusion_size import MIN_ELEMS, FusionSize
 from shoal.transforms.split.patch_sizes import Measuring, check_patches
@@ -39,6 +41,8 @@ _CONVOLUTIONS = (
 Graph = TypeVar("Graph")
 _Graph = TypeVar("_Graph", covariant=True)
 _DEPTHS = (0.5, 0.75)
+_MIN_DIMS, _MAX_DIMS = 1, 3  # of images, beside samples and channels
+_VOLUME = 5  # dimensions
 _PARTS = (2, 3, 4)  # along each dimension
 _SLICES = (4, 16)  # of the batch, at most
 _SLICED_DEPTHS = (0.25, 0.5, 0.75, 1.0)
@@ -74,13 +78,18 @@ class Variants:
 
     def __init__(self, gm: fx.GraphModule, means: frozenset[str]) -> None:
         self.own, self._means = gm, means
+        self._every_size: FusionSize | None = None
+
+    @property
+    def _source(self) -> LayeredGraph | None:
+        return self._layered if isinstance(self._layered, LayeredGraph) else None
 
     @cached_property
-    def _source(self) -> LayeredGraph | None:
+    def _layered(self) -> LayeredGraph | str:
         try:
             return layered(self.own)
-        except Refused:
-            return None
+        except Refused as reason:
+            return str(reason)
 
     @property
     def any(self) -> bool:
@@ -92,16 +101,43 @@ class Variants:
         """Whether it has a form with a graph of its own."""
         return next(self.of_norms(), None) is not None or next(self.split(), None) is not None
 
+    def why_not(self, means: str) -> str:
+        """Why the step has no use for a means, as far as its graph tells; "" where it may have."""
+        convolutions = [node for node in self.own.graph.nodes if node.target in _CONVOLUTIONS]
+        if means == "encode":
+            return "" if convolutions else "there is no convolution, whose inputs it is for"
+        if means == "direct":
+            volumes = [values for values in map(_values, convolutions) if values and values[0].dim() == _VOLUME]
+            if not any(_may_be_direct(values) for values in volumes):
+                return "there is no convolution of volumes on the CPU for which a direct kernel is here"
+        if means == "invert":
+            try:
+                with_inverted_norms(self.own)
+            except Refused as reason:
+                return str(reason)
+        if means == "pieces" and not self._may_cut:
+            return "there is no op whose scratch is large enough for pieces"
+        if means in ("fuse", "exact_split", "split"):
+            if isinstance(self._layered, str):
+                return f"{self._layered}, so its layers are not taken apart"
+            if means == "fuse":
+                if not self._layered.layers(_BatchNorm):
+                    return "there is no batch norm"
+                return "" if self._level else "there is no batch norm whose work a neighbour can do"
+            dims = _spatial_dims(self._layered)
+            if not self._layered.layers(_ConvNd) or not _MIN_DIMS <= dims <= _MAX_DIMS:
+                return "there is no convolution of images"
+        return ""
+
     @property
     def _may_cut(self) -> bool:
         if not KERNEL_MEANS & self._means:
             return False
         for node in self.own.graph.nodes:
-            values = [one.meta.get("example_value") for one in (*node.all_input_nodes[:2], node)]
-            known = node.target in _CONVOLUTIONS and all(isinstance(value, torch.Tensor) for value in values)
-            if known and may_be_worth_pieces(*values):
+            values = _values(node)
+            if node.target in _CONVOLUTIONS and values and may_be_worth_pieces(*values):
                 return True
-            x = values[0] if node.target is F.batch_norm else None
+            x = node.args[0].meta.get("example_value") if node.target is F.batch_norm else None
             if isinstance(x, torch.Tensor) and x.device.type == "cuda" and x.nbytes >= WORTH_PIECES_BYTES:
                 return True
         return False
@@ -138,9 +174,8 @@ class Variants:
         exact = [exact for name, exact in kinds.items() if name in self._means]
         if not exact or (source := self._source) is None or not source.layers(_ConvNd):
             return
-        images = next(iter(source.graph.nodes)).meta.get("example_value")
-        dims = images.dim() - 2 if isinstance(images, torch.Tensor) else 0
-        if 1 <= dims <= 3:
+        dims = _spatial_dims(source)
+        if _MIN_DIMS <= dims <= _MAX_DIMS:
             for parts in _PARTS:
                 for depth in _DEPTHS:
                     for kind in exact:
@@ -189,7 +224,11 @@ class Variants:
             return with_inverted_norms(self.own)
         source = layered(self.own)  # a copy of its own: transforms change graphs
         if variant.fuse:
+            if variant.large_only and self._every_size is not None and self._every_size.all_large:
+                raise Refused("all maps are large")
             size = FusionSize("large" if variant.large_only else "always")
+            if not variant.large_only:
+                self._every_size = size  # tells when that graph has been traced
             rewritten, summary = fuse_graph(source.root, source.graph, variant.fuse, size)  # type: ignore[arg-type]
             if not summary.fused:
                 raise Refused("no batch norm can be fused")
@@ -293,6 +332,23 @@ def _sliced_region(source: LayeredGraph, depth: float) -> SplitRegion | None:
         return choose_region(source.graph, dict(source.root.named_modules()), dims=None, depth=depth, join="auto")
     except CaptureError:
         return None
+
+
+def _values(node: fx.Node) -> list[torch.Tensor]:
+    """The first two operands of a node and its result; nothing where one of them is no tensor."""
+    operands = (*node.all_input_nodes[:2], node)
+    values = [value for one in operands if isinstance(value := one.meta.get("example_value"), torch.Tensor)]
+    return values if len(values) == len(operands) else []
+
+
+def _may_be_direct(values: Sequence[torch.Tensor]) -> bool:
+    kernels = allowed().kinds
+    return "native" in kernels and direct_convolution.applies(*values)
+
+
+def _spatial_dims(source: LayeredGraph) -> int:
+    images = next(iter(source.graph.nodes)).meta.get("example_value")
+    return images.dim() - 2 if isinstance(images, torch.Tensor) else 0
 
 
 def _elems(node: fx.Node) -> int:

@@ -48,11 +48,13 @@ class FusionSize:
         fusions: how often the answer was yes in eager mode. It only grows, so that whoever compares it before and after
             a forward pass misses none while other threads run one. A compiler counts nothing: it would guard the
             number, and compile again as soon as that has changed.
+        all_large: whether every map was, of those that were asked about: "large" then answers as "always" does.
     """
 
     def __init__(self, when: When) -> None:
         self.when = when
         self.fusions = 0
+        self.all_large = True
 
     def fuses(self, x: torch.Tensor, elems: int | None = None, min_elems: int | None = None) -> bool:
         """Whether a batch norm of `elems` elements, by default those of `x`, is done by its neighbours.
@@ -66,6 +68,8 @@ class FusionSize:
             return False
         least = MIN_ELEMS if min_elems is None else min_elems
         elems = x.numel() if elems is None else elems
+        if not torch.compiler.is_compiling():
+            self.all_large &= elems >= least
         if self.when == "large":
             return elems >= least
         if torch.compiler.is_compiling():

@@ -1,0 +1,45 @@
+"""Means that the caller names one by one and that a step has no use for: each is said, in one line."""
+
+from __future__ import annotations
+
+from shoal.core.means import KERNEL_MEANS
+from shoal.engine.options import CompileOptions
+from shoal.engine.search.variants import Variants
+
+_OF_JOINT = {*KERNEL_MEANS, "order"}
+
+
+def without_effect(variants: Variants, options: CompileOptions, *, leaves: bool, runs_here: bool) -> tuple[str, ...]:
+    """A line for each means that does not apply, of those that `allow=` and other keywords name one by one.
+
+    Args:
+        variants: the forms of the step.
+        options: what the plan may use.
+        leaves: whether saved tensors may wait anywhere beside the device.
+        runs_here: whether the step is planned for this machine.
+    """
+    reasons: dict[str, str] = {}
+    for name in sorted(options.named):
+        if name in _OF_JOINT and options.planner != "joint":
+            reasons[name] = "planner='joint' alone looks for it"
+        elif name in KERNEL_MEANS and not runs_here:
+            reasons[name] = "whether it pays is measured, on the machine that trains; hardware= is another one"
+        elif name == "offload":
+            reasons[name] = "" if leaves else "device and host are one; offload_to= may name a folder"
+        else:
+            reasons[name] = variants.why_not(name)
+    return tuple(f"{name!r} is without effect: {reason}" for name, reason in reasons.items() if reason)
+
+
+def in_several_graphs(options: CompileOptions, what: str, *, leaves: bool) -> tuple[str, ...]:
+    """The same where several graphs are planned as one step, for which no form, order or encoding is looked for.
+
+    Args:
+        options, leaves: as for `without_effect`.
+        what: is several graphs.
+    """
+    looked_for = {"recompute", "offload"} if leaves else {"recompute"}
+    return tuple(
+        f"{name!r} is without effect: {what} is planned with {' and '.join(sorted(looked_for, reverse=True))} alone"
+        for name in sorted(options.named - looked_for)
+    )

@@ -1,0 +1,110 @@
+"""Means that are allowed by name and do not apply to a step: one line each, logged and in the plan."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from tests.engine.training_laws import blocks
+
+PRESET = "p100-nvlink"
+
+
+def plain_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def normalised() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*blocks(3, 8), nn.Flatten())
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = plain_layers(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
+    assert all(record.levelno == logging.WARNING for record in caplog.records if record.getMessage() in found)
+    return [line.partition("allow: ")[2] for line in found]
+
+
+@pytest.mark.parametrize(
+    ("means", "reason"),
+    [
+        ("fuse", "there is no batch norm"),
+        ("exact_split", "there is no convolution of images"),
+        ("split", "there is no convolution of images"),
+        ("encode", "there is no convolution, whose inputs it is for"),
+        ("offload", "device and host are one"),
+        ("invert", "no norm can be inverted: there is no instance or group norm"),
+        ("pieces", "there is no op whose scratch is large enough"),
+        ("direct", "there is no convolution of volumes"),
+    ],
+)
+def test_a_means_that_a_step_has_no_use_for_is_named(means: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    plan = shoal.plan(plain_layers(), torch.randn(8, 16), "1MiB", allow=["recompute", means])
+    (said,) = lines(caplog)
+    assert said.startswith(f"{means!r} is without effect: {reason}")
+    assert plan.without_effect == (said,) and f"allowed         {said}" in plan.explain()
+
+
+def test_a_set_of_means_names_none_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    for allow in ("bitwise", "exact", "lossy"):
+        shoal.plan(plain_layers(), torch.randn(8, 16), "1MiB", allow=allow)
+    assert not lines(caplog)
+
+
+def test_what_applies_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    images = torch.empty(2, 3, 16, 16, device="meta")
+    net = normalised().to("meta")
+    shoal.plan(net, images, "1MiB", allow="recompute, order, offload, fuse, exact_split, encode", hardware=PRESET)
+    assert not lines(caplog)
+
+
+def test_another_planner_looks_for_no_order_and_another_machine_for_no_pieces(caplog: pytest.LogCaptureFixture) -> None:
+    step = plain_layers(), torch.randn(8, 16), "1MiB"
+    shoal.plan(*step, planner="chain", allow="recompute, order")
+    shoal.plan(*step, hardware=PRESET, allow="recompute, pieces")
+    assert [said.partition(":")[0] for said in lines(caplog)] == [
+        "'order' is without effect",
+        "'pieces' is without effect",
+    ]
+
+
+def test_a_compiled_model_says_it_once_and_its_plan_too(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    model = shoal.compile(plain_layers(), "1MiB", allow="fuse, recompute")
+    for batch in (8, 8):
+        model(torch.randn(batch, 16)).sum().backward()
+    assert lines(caplog) == ["'fuse' is without effect: there is no batch norm"]
+    saved = shoal.Plan.load(model.shoal.plan.save(tmp_path / "plan.json"))
+    assert list(saved.without_effect) == lines(caplog)
+
+
+def test_several_graphs_are_planned_without_forms(caplog: pytest.LogCaptureFixture) -> None:
+    model = shoal.compile(Breaking(), "1MiB", allow="fuse, recompute")
+    model(torch.randn(8, 16)).sum().backward()
+    shoal.compile(plain_layers(), shoal.Budget("1MiB"), allow="offload, recompute")
+    assert lines(caplog) == [
+        "'fuse' is without effect: a model of several graphs is planned with recompute alone",
+        "'offload' is without effect: a turn of several models is planned with recompute alone",
+    ]
+
+
+def test_a_frontier_says_it(caplog: pytest.LogCaptureFixture) -> None:
+    net, batch = plain_layers().to("meta"), torch.empty(8, 16, device="meta")
+    shoal.frontier(net, batch, hardware=PRESET, allow="recompute, split", points=2)
+    assert lines(caplog) == ["'split' is without effect: there is no convolution of images"]
