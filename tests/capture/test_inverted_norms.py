@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,3 +140,16 @@ def test_a_step_without_such_norms_says_so_in_its_plan() -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
     plan = shoal.plan(net, torch.randn(2, 3, 12, 12), "10MiB", allow="recompute, invert")
     assert "no norm can be inverted: there is no instance or group norm" in plan.explain()
+
+
+def test_a_plan_of_it_is_saved_loaded_and_run(tmp_path: Path) -> None:
+    net, x = network(), torch.randn(2, 1, 8, 8, 8)
+    budget = int(0.85 * shoal.plan(net, x).predicted_peak_bytes)
+    plan = shoal.plan(net, x, budget, allow="recompute, pieces, direct, invert")
+    plan.save(tmp_path / "plan.json")
+    loaded = shoal.Plan.load(tmp_path / "plan.json")
+    assert loaded.variant.invert and str(loaded.variant).startswith("instance and group norms inverted")
+    model = shoal.compile(net, plan=loaded)
+    model(x).sum().backward()
+    assert model.shoal.plan.variant == plan.variant
+    assert model.shoal.measured_peak_bytes <= budget

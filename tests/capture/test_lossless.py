@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.capture.capture_step import capture_step
 from shoal.capture.captured import Captured
 from shoal.core.step import StepGraph, Storage
 from shoal.kernels.batch_norm import backward_repeats_bits
@@ -267,6 +268,22 @@ def test_where_pieces_do_not_repeat_the_bits_pytorchs_kernel_stays(monkeypatch: 
     model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.Tanh()).to(memory_format=torch.channels_last)
     targets = [op.target for op in captured_step(model).graph.ops]
     assert "aten.native_batch_norm_backward.default" in targets
+
+
+@pytest.mark.parametrize("of_weight", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("of_input", [torch.contiguous_format, torch.channels_last])
+def test_on_other_machines_too_a_convolution_lets_its_input_go_unless_that_chooses_the_layout(
+    of_input: torch.memory_format, of_weight: torch.memory_format
+) -> None:
+    model = nn.Sequential(conv(3, 4), nn.Tanh(), conv(4, 5)).to(memory_format=of_weight)
+    x = torch.randn(2, 3, 8, 8).contiguous(memory_format=of_input)
+    graph = capture_step(model, x, name="net", runs_here=False)[0].graph
+    (of_tanh,) = [op for op in graph.ops if op.target == "aten.tanh_backward.default"]
+    gradient = graph.ops[graph.producer[of_tanh.reads[0]]]
+    (tanh,) = [op for op in graph.ops if op.target == "aten.tanh.default"]
+    chooses = of_input is torch.channels_last and of_weight is torch.contiguous_format
+    assert (tanh.writes[0] in gradient.reads) == chooses
+    assert ("input_gradient" in gradient.target) != chooses
 
 
 @pytest.mark.parametrize("layer", [conv(4, 5), nn.Conv2d(4, 6, 1, groups=2), nn.ConvTranspose2d(4, 4, 2, 2)])

@@ -44,7 +44,12 @@ from shoal.capture.norm_gradients import fold_norm_gradients
 from shoal.capture.op_counts import convolution_backward_flops
 from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.codecs import pool_index
-from shoal.kernels.convolution import input_gradient, weight_gradient, weight_gradient_pieces
+from shoal.kernels.convolution import (
+    can_do_without_input,
+    input_gradient,
+    weight_gradient,
+    weight_gradient_pieces,
+)
 from shoal.kernels.dropout import dropout, dropout_backward, noise_like
 from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
 from shoal.kernels.pooling import backward as pool_backward
@@ -139,10 +144,8 @@ def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx
         _cut_weight_gradient(of_weight)
     if not wanted[0]:
         return
-    x = arguments[1].meta["val"]
-    layout = channels_last_format(x.dim())
-    dense = x.is_contiguous() or (x.dim() > 3 and x.is_contiguous(memory_format=layout))
-    if not cpu_kernels or x.device.type != "cpu" or not dense:
+    x, weight = (operand.meta["val"] for operand in arguments[1:3])
+    if not can_do_without_input(x, weight, on_cpu=cpu_kernels and x.device.type == "cpu"):
         return
     (of_input,) = node.users
     counted_flops = _flops(node)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from shoal.capture.captured import Captured
+from shoal.capture.concatenations import choose_concatenations, without_concatenations
 from shoal.capture.direct import DIRECT, choose_direct, computed_directly
 from shoal.capture.fx_nodes import copied_joint
 from shoal.capture.op_counts import flops
@@ -29,7 +30,7 @@ _NEAR_WHAT_STAYS = 0.5  # what else is held while an op runs differs about that 
 def choose_pieces(
     captured: Captured, graph: StepGraph, means: Collection[str], costed: Callable[[Captured], StepGraph]
 ) -> tuple[Pieces, ...]:
-    """Which convolutions of a step to compute by direct kernels, and which ops in pieces.
+    """Which convolutions of a step to compute by direct kernels, or else which concatenations not, and which in pieces.
 
     In pieces are those that set the smallest peak then: from the op that needs the most bytes, with operands, results
     and scratch, down to where the others need half of what stays at most: the fewer are cut, the less time that takes.
@@ -41,15 +42,17 @@ def choose_pieces(
         costed: measures those of another form of the step.
 
     Returns:
-        The direct ones, then the cut ones, each in the order of the step.
+        The direct ones or the concatenations, then the cut ones, each in the order of the step.
     """
-    direct = choose_direct(captured, graph, costed) if "direct" in means else ()
+    changed = choose_direct(captured, graph, costed) if "direct" in means else ()
+    if not changed and "direct" in means:
+        changed = choose_concatenations(captured, graph)
     if "pieces" not in means:
-        return direct
-    if direct:
-        captured = computed_directly(captured, direct)
+        return changed
+    if changed:
+        captured = in_pieces(captured, changed)
         graph = costed(captured)
-    return (*direct, *_cut_pieces(captured, graph))
+    return (*changed, *_cut_pieces(captured, graph))
 
 
 def _cut_pieces(captured: Captured, graph: StepGraph) -> tuple[Pieces, ...]:
@@ -85,7 +88,7 @@ def _value(operand: fx.Node) -> Any:
 
 
 def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
-    """The step with these ops in pieces, or by direct kernels; `captured` stays as it is.
+    """The step with these ops in pieces, by direct kernels or left out; `captured` stays as it is.
 
     Raises:
         PlanError: one of them is no op of this step that can be.
@@ -96,10 +99,13 @@ def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
     if direct:
         _check_direct(captured, direct)
         captured = computed_directly(captured, direct)
+    left_out = [one for one in chosen if one.parts]
+    if left_out:
+        captured = without_concatenations(captured, left_out)
     joint = copied_joint(captured.joint)
     node_called = {node.name: node for node in joint.graph.nodes}
     for cut in chosen:
-        if cut.direct:
+        if cut.direct or cut.parts:
             continue
         node = node_called.get(cut.op)
         if node is None or node.target not in _IN_PIECES:

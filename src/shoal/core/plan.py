@@ -446,10 +446,12 @@ def _plan_of(value: Any) -> Plan:
     in_pieces = sorted(op.name for op in plan.graph.ops if op.target.startswith(_OPS_IN_PIECES))
     direct = {_OF_PART.sub("", op.name) for op in plan.graph.ops if op.target.startswith(_DIRECT_OPS)}
     if (in_pieces, direct) != (
-        sorted(cut.op for cut in plan.variant.pieces if not cut.direct),
+        sorted(cut.op for cut in plan.variant.pieces if not cut.direct and not cut.parts),
         {cut.op for cut in plan.variant.pieces if cut.direct},
     ):
         raise PlanError("variant.pieces names the ops that are computed in pieces or directly, and no others")
+    if {op.name for op in plan.graph.ops} & {cut.op for cut in plan.variant.pieces if cut.parts}:
+        raise PlanError("variant.pieces names concatenations that are not computed, and are in the step")
     check_plan(plan.graph, plan.residences, plan.budget_bytes)
     check_order(plan.captured_graph, plan.graph)
     check_plan(plan.exact_step, {})

@@ -18,12 +18,14 @@ class Pieces:
         dim: along which dimension of the result: 0, samples; 2, the first spatial one; of a weight's gradient: 0 or 1.
         count: how many pieces.
         direct: whether it is computed as a whole by a kernel that takes no scratch and sums in another order.
+        parts: whether it is a concatenation that is not computed: convolutions that read it are sums over its parts.
     """
 
     op: str
     dim: int = 0
     count: int = 1
     direct: bool = False
+    parts: bool = False
 
     def __post_init__(self) -> None:
         if self.dim not in (0, 1, 2) or self.count < 1:
@@ -60,11 +62,11 @@ class Variant:
     def __str__(self) -> str:
         if self.pieces:
             others = replace(self, pieces=())
-            cut_ops = [one.op for one in self.pieces if not one.direct]
+            cut_ops = [one.op for one in self.pieces if not one.direct and not one.parts]
             kinds = dict.fromkeys("batch norms" if "norm" in op else "convolutions" for op in cut_ops)
-            n_direct = len(self.pieces) - len(cut_ops)
             counts = (
-                (n_direct, "direct convolutions"),
+                (sum(one.direct for one in self.pieces), "direct convolutions"),
+                (sum(one.parts for one in self.pieces), "concatenations left out"),
                 (len(cut_ops), f"{' and '.join(sorted(kinds, reverse=True))} in pieces"),
             )
             cut = ", ".join(f"{count} {kind}" for count, kind in counts if count)
@@ -83,7 +85,7 @@ class Variant:
     @property
     def means(self) -> frozenset[str]:
         """What has to be allowed for it."""
-        used = {"direct" if one.direct else "pieces" for one in self.pieces}
+        used = {"direct" if one.direct or one.parts else "pieces" for one in self.pieces}
         if self.fuse:
             used.add("fuse")
         elif self.invert:

@@ -128,14 +128,14 @@ def compile(
             "recompute" and "offload"; "order" of the ops; "pieces", convolutions with a large scratch in pieces where
             these repeat its bits (on the CPU, measured here); "fuse", batch norms done by their neighbours
             (`shoal.fuse_batchnorm`); "direct", convolutions of volumes by kernels without
-            scratch (on the CPU); "exact_split", the first layers on overlapping patches (`shoal.split(...,
-            halo="exact")`); "encode", convolution inputs in 8 bits (as `lossy`); "invert", instance and group norms
-            that save the result of the LeakyReLU or ELU behind them alone, and make their input again from it
-            (`shoal.invert_norm`; the same function to rounding, but for scales below 1e-5); "split", the first layers
-            on independent patches. Or a set of them: "bitwise" gives the bits that plain PyTorch gives (recompute,
-            offload, order, pieces), "exact" computes the same function, to rounding (bitwise, fuse, direct,
-            exact_split), "lossy" is all, "keep" none. None: SHOAL_ALLOW of the environment, else "exact" (with a
-            planner other than "joint": "bitwise"). The forms that were considered are listed in
+            scratch (on the CPU), and of concatenations as sums over their parts; "exact_split", the first layers on
+            overlapping patches (`shoal.split(..., halo="exact")`); "encode", convolution inputs in 8 bits (as `lossy`);
+            "invert", instance and group norms that save the result of the LeakyReLU or ELU behind them alone, and make
+            their input again from it (`shoal.invert_norm`; the same function to rounding, but for scales below 1e-5);
+            "split", the first layers on independent patches. Or a set of them: "bitwise" gives the bits that plain
+            PyTorch gives (recompute, offload, order, pieces), "exact" computes the same function, to rounding (bitwise,
+            fuse, direct, exact_split), "lossy" is all, "keep" none. None: SHOAL_ALLOW of the environment, else "exact"
+            (with a planner other than "joint": "bitwise"). The forms that were considered are listed in
             `model.shoal.plan.explain()`, and what is allowed by its own name and does not apply to the step; that is
             also a warning.
         budget_of: what `budget` bounds: "allocated" bytes, those in use, as `torch.cuda.max_memory_allocated` reads

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal import planners
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
+from shoal.capture.concatenations import choose_concatenations
 from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
@@ -169,10 +170,14 @@ class Pricing:
             return None, found if captured is None else replace(found, compiled=captured.read_with.compiled)
 
         def cut() -> tuple[tuple[Pieces, ...], Priced[None]] | None:
-            if captured is None or self.target is not None or not KERNEL_MEANS & self.options.form_means:
+            form_means = self.options.form_means
+            if captured is None or not KERNEL_MEANS & form_means:
                 return None
             with unset_fake_temporarily():
-                pieces = choose_pieces(captured, known, self.options.form_means, costed)
+                if self.target is None:
+                    pieces = choose_pieces(captured, known, form_means, costed)
+                else:  # what kernels take there cannot be tried here
+                    pieces = choose_concatenations(captured, known) if "direct" in form_means else ()
                 if not pieces:
                     return None
                 changed = in_pieces(captured, pieces)

@@ -2,7 +2,8 @@
 
 PyTorch's `convolution_backward` takes the input even for the input's gradient alone, for which only its shape and
 strides matter. On the CPU an anonymous mapping that is never touched, so that it takes no memory, stands in for it, and
-the input can be freed before its gradient is allocated.
+the input can be freed before its gradient is allocated. On CUDA one element does that is expanded to the shape, as in
+`torch.nn.grad`; where its layout would choose another one for the kernel, the input stays.
 
 For the gradient of a weight that is larger than the images it works on, oneDNN may take a scratch of several times the
 weight's size (on processors without AVX-512: 72 MiB for the 9 MiB of 512 x 512 x 3 x 3, on two threads). Output
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from shoal.kernels.memory_format import channels_last_format
 from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
 
@@ -43,12 +45,26 @@ def input_gradient(
     output_padding: Sequence[int],
     groups: int,
 ) -> torch.Tensor:
-    """`aten.convolution_backward(grad, input, weight, ..., [True, False, False])[0]` on the CPU, without `input`."""
-    unread = _unread(tuple(input_shape), tuple(input_stride), grad.dtype)
+    """`aten.convolution_backward(grad, input, weight, ..., [True, False, False])[0]` without `input`."""
+    shape = tuple(input_shape)
+    unread = _unread(shape, tuple(input_stride), grad.dtype) if grad.is_cpu else grad.new_empty(1).expand(shape)
     gradient: torch.Tensor = torch.ops.aten.convolution_backward(
         grad, unread, weight, None, stride, padding, dilation, transposed, output_padding, groups, [True, False, False]
     )[0]
     return gradient
+
+
+def can_do_without_input(x: torch.Tensor, weight: torch.Tensor, *, on_cpu: bool) -> bool:
+    """Whether `input_gradient` gives what PyTorch's gradient of an input of this layout would be; both may be fake.
+
+    Args:
+        on_cpu: whether it runs on the CPU of this machine.
+    """
+    if x.is_contiguous():
+        return True
+    if x.dim() < 4 or not x.is_contiguous(memory_format=channels_last_format(x.dim())):
+        return False
+    return on_cpu or weight.is_contiguous(memory_format=channels_last_format(x.dim()))
 
 
 def weight_gradient(

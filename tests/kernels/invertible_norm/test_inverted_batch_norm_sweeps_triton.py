@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.kernels.invertible_norm import inverted_norm
 from shoal.kernels.invertible_norm.inverted_batch_norm import (
     backward_,
     forward_,
@@ -332,3 +333,28 @@ def test_they_compile_for_a_device_that_is_not_here(capability: int) -> None:
         assert not any(
             "lg2.approx" in ptx for ptx in compiled
         )  # has no digits near 1, where the inverse of ELU needs them
+
+
+@on_device
+@with_triton
+@in_both_layouts
+@pytest.mark.parametrize("groups", [3, 6])
+@pytest.mark.parametrize(("activation", "slope"), ACTIVATIONS[:2])
+def test_norms_of_samples_are_as_exact_as_plain_float32(
+    device: str, layout: str, groups: int, activation: str, slope: float
+) -> None:
+    x, grad = (drawn((2, 6, 7, 9), layout, seed, device, 0) for seed in range(2))
+    norm = nn.GroupNorm(groups, 6, device=device)
+    with torch.no_grad():
+        norm.weight.copy_(vectors(6, device)[1])
+        norm.bias.copy_(vectors(6, device)[2])
+    assert sweeps(x, x, activation) is TRITON
+
+    def step(dtype: torch.dtype | None) -> list[torch.Tensor]:
+        own = copy.deepcopy(norm).to(dtype or torch.float32)
+        leaf = x.detach().to(dtype or torch.float32).requires_grad_()
+        y = inverted_norm.run(own, leaf, activation, slope) if dtype is None else activate(own(leaf), activation, slope)
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *own.parameters()], grad.to(y.dtype))]
+
+    names = ["y", "x", "weight", "bias"]
+    assert_no_worse(names, step(None), step(torch.float32), step(torch.float64), relative=2e-5)

@@ -223,3 +223,40 @@ def test_networks_of_the_zoo_are_converted_or_left_and_run() -> None:
         assert isinstance(converted, InvertedModel)
         assert len(converted.inverted) >= inverted
         assert converted.eval()(torch.randn(1, 3, size, size)).isfinite().all()
+
+
+def phantoms(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Volumes of noise with an ellipsoid each, and where it is."""
+    draws = torch.Generator().manual_seed(seed)
+    centres, radii = torch.rand(4, 3, generator=draws) + 0.5, torch.rand(4, 3, generator=draws) / 2 + 0.4
+    axes = torch.linspace(0, 2, 12)
+    grid = torch.stack(torch.meshgrid(axes, axes, axes, indexing="ij"), -1)
+    inside = (((grid - centres.view(4, 1, 1, 1, 3)) / radii.view(4, 1, 1, 1, 3)) ** 2).sum(-1) < 1
+    return (inside + 0.5 * torch.randn(inside.shape, generator=draws)).unsqueeze(1), inside.long()
+
+
+def trained_losses(seed: int, *, inverts: bool) -> torch.Tensor:
+    torch.manual_seed(seed)
+    layers = [
+        (nn.Conv3d(before, 8, 3, padding=1), nn.InstanceNorm3d(8, affine=True), nn.LeakyReLU(0.01, inplace=True))
+        for before in (1, 8, 8)
+    ]
+    net: nn.Module = nn.Sequential(*(layer for three in layers for layer in three), nn.Conv3d(8, 2, 1))
+    net = invert_norm(net, slope=None) if inverts else net
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for volumes, labels in (phantoms(100 * seed + step) for step in range(20)):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(volumes), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def test_a_segmentation_trains_as_with_plain_norms_well_within_what_seeds_differ_by() -> None:
+    plain, inverted = (
+        torch.stack([trained_losses(seed, inverts=inverts) for seed in range(3)]) for inverts in (False, True)
+    )
+    assert inverted.mean(0)[-1] < 0.7 * inverted.mean(0)[0]
+    assert (inverted - plain).abs().max() < 0.1 * plain.std(0).mean()

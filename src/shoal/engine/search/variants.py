@@ -38,6 +38,7 @@ _CONVOLUTIONS = (
     *(torch.conv1d, torch.conv2d, torch.conv3d),
     *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
 )
+_CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 Graph = TypeVar("Graph")
 _Graph = TypeVar("_Graph", covariant=True)
 _DEPTHS = (0.5, 0.75)
@@ -108,7 +109,7 @@ class Variants:
             return "" if convolutions else "there is no convolution, whose inputs it is for"
         if means == "direct":
             volumes = [values for values in map(_values, convolutions) if values and values[0].dim() == _VOLUME]
-            if not any(_may_be_direct(values) for values in volumes):
+            if not any(_may_be_direct(values) for values in volumes) and not self._joins_much:
                 return "there is no convolution of volumes on the CPU for which a direct kernel is here"
         if means == "invert":
             try:
@@ -130,9 +131,17 @@ class Variants:
         return ""
 
     @property
+    def _joins_much(self) -> bool:
+        """Whether there is a large concatenation, which convolutions may read the parts of."""
+        joined = (node.meta.get("example_value") for node in self.own.graph.nodes if node.target in _CONCATENATIONS)
+        return any(isinstance(value, torch.Tensor) and value.nbytes >= WORTH_PIECES_BYTES for value in joined)
+
+    @property
     def _may_cut(self) -> bool:
         if not KERNEL_MEANS & self._means:
             return False
+        if "direct" in self._means and self._joins_much:
+            return True
         for node in self.own.graph.nodes:
             values = _values(node)
             if node.target in _CONVOLUTIONS and values and may_be_worth_pieces(*values):
