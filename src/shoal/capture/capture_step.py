@@ -155,6 +155,7 @@ def joint_step(
         static_lifetime_input_indices: Collection[int] | None = None,
         **unused: Any,
     ) -> Any:
+        _refuse_lost_gradients(joint)
         captured = capture(
             joint,
             num_fwd_outputs,
@@ -175,6 +176,17 @@ def joint_step(
         captured: Captured = done.result
         return captured
     raise CaptureError(_NO_STEP)
+
+
+def _refuse_lost_gradients(joint: fx.GraphModule) -> None:
+    """PyTorch 2.13 has no derivative of PReLU on the meta device: the backward pass would end there, with a warning."""
+    forwards = joint.graph.find_nodes(op="call_function", target=torch.ops.aten._prelu_kernel.default)
+    on_meta = any(node.meta["val"].device.type == "meta" for node in forwards)
+    if on_meta and not joint.graph.find_nodes(op="call_function", target=torch.ops.aten._prelu_kernel_backward.default):
+        raise CaptureError(
+            "PyTorch has no gradient of a PReLU on the meta device, so the step would end there; give the model and "
+            "its input on the CPU, where nothing of them is run for another machine's plan"
+        )
 
 
 def _never(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
