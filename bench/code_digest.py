@@ -36,6 +36,7 @@ _MEASURES = {
     "arena": ("memory", "csrc", "lowlevel"),
     "layout": ("memory", "csrc"),
     "hmms": _PLANS,
+    "nnunet_presets": _PLANS,
     "order": _PLANS,
     "split_memory": (*_PLANS, "transforms"),
     "split_cost": ("transforms",),

@@ -11,7 +11,20 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from bench import compiled, hmms, hosts, least, many_shapes, models, overhead, several_models, steps, volumes
+from bench import (
+    compiled,
+    hmms,
+    hosts,
+    least,
+    many_shapes,
+    models,
+    nnunet_presets,
+    overhead,
+    phantoms,
+    several_models,
+    steps,
+    volumes,
+)
 from bench.bars_svg import Bar, bars_svg
 from bench.budgets import network_table as budgets_network
 from bench.budgets_svg import budgets_svg
@@ -205,6 +218,8 @@ THEMES: dict[str, Theme] = {
         peaks("Models that nobody here wrote", "{model}, {share:.0f} %"),
     ),
     "volumes": Theme("volumes.md", volumes.tables, _volumes_chart),
+    "nnunet_presets": Theme("volumes.md", nnunet_presets.tables),
+    "phantoms": Theme("volumes.md", lambda result: [phantoms.table(result)]),
     "hmms": Theme(
         "offloading.md",
         lambda result: [

@@ -10,8 +10,8 @@ ResidualEncoderUNet those of dynamic-network-architectures (here 0.4.4); what do
 the last two have deep supervision.
 
 measured: small networks on this machine, budgets in percent of plain PyTorch's measured peak (forward, cross entropy at
-each scale, backward; contiguous tensors), with allow="exact". A step of each is held against plain PyTorch's and
-float64 before it is timed, in turns with plain PyTorch, checkpointing by block (MONAI's way) and
+each scale, backward; contiguous tensors, the target beside), with allow="exact". A step of each is held against plain
+PyTorch's and float64 before it is timed, in turns with plain PyTorch, checkpointing by block (MONAI's way) and
 `activation_memory_budget`, each at its fastest setting whose measured peak fits. planned: networks as large as their
 users train, on patches of 96 or 128, for a GPU that is not here. patch: the largest that fits that GPU's memory, for
 plain PyTorch and, among cubes, for Shoal.

@@ -15,7 +15,7 @@ import torch
 from bench.network import refusal_columns
 from bench.plain import plan_columns
 from bench.volumes_catalogue import Entry, build
-from bench.volumes_step import BFLOAT16, example, in_precision
+from bench.volumes_step import example, in_precision
 from shoal.core import presets
 from shoal.core.plan import Plan
 from shoal.engine.fit import fit
@@ -46,10 +46,8 @@ def planned_rows(
         Plain values: `setting`, `plain_peak_bytes`, `least`, `rows`.
     """
     size = entry.planned
-    device = "cpu" if precision == BFLOAT16 else "meta"  # PyTorch has no autocast for the meta device
-    with torch.device(device):
-        network = in_precision(build(size, seed), precision)
-    batch = example(size, device)
+    network = in_precision(build(size, seed), precision)  # on the CPU: the meta device has no autocast, and loses
+    batch = example(size)  # gradients behind PReLU
 
     def planned(budget_bytes: int) -> Plan:
         return plan(network, batch, budget_bytes, hardware=hardware, allow=allow)
@@ -103,13 +101,12 @@ def largest_patch(
         least_percent: the least share of the step at another size, where the search begins.
     """
     size, step = entry.planned, entry.multiple_of
-    with torch.device("meta"):
-        network = build(size, seed)
+    network = build(size, seed)
     budget_bytes = presets.get(hardware).device.memory_bytes
     found: dict[str, Any] = {"hardware": hardware, "budget_bytes": budget_bytes, "batch": size.batch, "allow": allow}
 
     def batch(patch: Sequence[int]) -> torch.Tensor:
-        return torch.empty(size.batch, 1, *patch, device="meta")
+        return torch.empty(size.batch, 1, *patch)  # no page of it is touched
 
     plain = fit(
         network,

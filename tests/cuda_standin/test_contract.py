@@ -29,11 +29,9 @@ def test_predicted_is_metered_is_counted(case: Case) -> None:
         assert step.counted_bytes <= run.budget_bytes
         assert step.metered_bytes == pytest.approx(step.predicted_bytes, rel=0.002)
         assert step.counted_bytes == pytest.approx(step.predicted_bytes, rel=0.02)  # what fills holes included
-        assert step.reserved_bytes <= 1.25 * run.budget_bytes
-    for step in run.steps[3:]:  # from here on its blocks lie where they are planned
         assert step.reserved_bytes <= 1.1 * run.budget_bytes
+    for step in run.steps[3:]:  # from here on its blocks lie where they are planned
         assert step.synchronizations == 0
-    assert run.steps[1].synchronizations == 0
 
 
 def test_the_last_step_that_nothing_meters_reads_the_same_from_the_allocator() -> None:

@@ -1,26 +1,102 @@
-"""The contract of a budget on CUDA over kinds of networks, numbers, loops and memory, mixed in ten rows.
+"""The contract of a budget on CUDA, over networks, numbers, optimizers, loops and what else the device holds.
 
-They are those that held of twenty that were tried; docs/accelerators.md names the others. No covering selection.
-
-Six of the seven networks of `bench.budgets` and three of timm's; float32, bfloat16 and float16 with a GradScaler, both
-memory formats, SGD and AdamW, two passes a step, a second model beside, cuDNN workspaces of 0 and 64 MiB, offloading
-alone.
+Twenty rows: each of ten networks (the seven of `bench.budgets`, three of timm's) twice. Over all of them any two
+settings of two columns meet in a row, and each network meets both settings of each column that has two. All rows have
+the same assertions; `NOT_YET` names those that do not hold, and why.
 """
 
 from __future__ import annotations
 
+from itertools import combinations, product
+
 import pytest
 
-from tests.cuda_standin.training import Case, trained
+from tests.cuda_standin.training import Case, plain, trained
 
-CASES = [
+ROWS = [
+    Case("unet", 16, 160, share=0.6, amp="fp16", optimizer="fused_adamw", channels_last=True, beside="ema", steps=6),
+    Case(
+        "mobilenet_v2",
+        64,
+        128,
+        share=0.8,
+        amp="bf16",
+        channels_last=True,
+        passes=2,
+        workspace_bytes=64 << 20,
+        allow="offload",
+        ddp=True,
+    ),
+    Case(
+        "timm/efficientnet_lite0",
+        64,
+        128,
+        share=0.6,
+        channels_last=True,
+        beside="ema",
+        workspace_bytes=64 << 20,
+        ddp=True,
+    ),
+    Case(
+        "timm/vit_tiny_patch16_224",
+        32,
+        224,
+        share=0.8,
+        amp="fp16",
+        channels_last=True,
+        passes=2,
+        workspace_bytes=64 << 20,
+        ddp=True,
+        steps=6,
+    ),
+    Case("vgg16_bn", 64, 224, share=0.6),
+    Case(
+        "resnet50",
+        48,
+        160,
+        share=0.6,
+        amp="fp16",
+        channels_last=True,
+        passes=2,
+        beside="ema",
+        workspace_bytes=64 << 20,
+        allow="exact",
+        ddp=True,
+        steps=6,
+    ),
+    Case("googlenet", 64, 128, share=0.8, amp="fp16", optimizer="adamw", channels_last=True, passes=2, steps=6),
+    Case(
+        "densenet121",
+        32,
+        128,
+        share=0.8,
+        amp="bf16",
+        optimizer="adamw",
+        channels_last=True,
+        passes=2,
+        beside="ema",
+        ddp=True,
+    ),
+    Case("unet3d", 2, 64, share=0.6, amp="fp16", optimizer="adamw", passes=2, beside="ema", ddp=True, steps=6),
+    Case("timm/convnext_atto", 64, 128, share=0.6, beside="ema", ddp=True),
     Case("mobilenet_v2", 64, 128, share=0.6, optimizer="adamw", beside="ema", allow="offload"),
-    Case("googlenet", 64, 128, share=0.8, amp="fp16", optimizer="adamw", channels_last=True, passes=2),
-    Case("googlenet", 64, 128, share=0.6, amp="bf16", passes=2, workspace_bytes=64 << 20),
     Case("unet3d", 2, 64, share=0.8, channels_last=True, workspace_bytes=64 << 20, allow="offload"),
-    Case("densenet121", 32, 128, share=0.6, amp="fp16", workspace_bytes=64 << 20, allow="offload"),
+    Case(
+        "vgg16_bn",
+        64,
+        224,
+        share=0.8,
+        optimizer="adamw",
+        channels_last=True,
+        passes=2,
+        beside="ema",
+        workspace_bytes=64 << 20,
+        ddp=True,
+    ),
+    Case("unet", 5, 160, share=0.8, passes=2, workspace_bytes=64 << 20, allow="exact", ddp=True),
+    Case("googlenet", 64, 128, share=0.6, amp="bf16", beside="ema", workspace_bytes=64 << 20, ddp=True),
+    Case("densenet121", 32, 128, share=0.6, amp="fp16", workspace_bytes=64 << 20, allow="offload", steps=6),
     Case("resnet50", 48, 160, share=0.8, amp="bf16", optimizer="adamw"),
-    Case("unet", 5, 160, share=0.8, passes=2, workspace_bytes=64 << 20, allow="exact"),
     Case("timm/efficientnet_lite0", 64, 128, share=0.8, amp="bf16", optimizer="adamw", passes=2, allow="offload"),
     Case(
         "timm/convnext_atto",
@@ -36,22 +112,51 @@ CASES = [
     ),
     Case("timm/vit_tiny_patch16_224", 32, 224, share=0.6, optimizer="adamw", beside="ema", allow="exact"),
 ]
+NOT_YET = {
+    "timm/convnext_atto-sgd-fp32-60%-ema-ddp": "1.18 of the budget is reserved: in DDP blocks are not placed",
+}
+COLUMNS = ("amp", "channels_last", "optimizer", "share", "passes", "beside", "workspace_bytes", "allow", "ddp")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def setting(row: Case, column: str) -> object:
+    """AdamW is AdamW, fused or not."""
+    found = getattr(row, column)
+    return found.removeprefix("fused_") if column == "optimizer" else found
+
+
+def test_any_two_settings_of_two_columns_meet_in_a_row() -> None:
+    settings = {column: {setting(row, column) for row in ROWS} for column in COLUMNS}
+    met = {(a, setting(row, a), b, setting(row, b)) for row in ROWS for a, b in combinations(COLUMNS, 2)}
+    pairs = {(a, x, b, y) for a, b in combinations(COLUMNS, 2) for x, y in product(settings[a], settings[b])}
+    assert met == pairs
+    for column in (column for column in COLUMNS if len(settings[column]) == 2):
+        met_by_net = {(row.net, setting(row, column)) for row in ROWS}
+        assert met_by_net == set(product({row.net for row in ROWS}, settings[column]))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(row, id=str(row), marks=[pytest.mark.xfail(reason=NOT_YET[str(row)], strict=True)])
+        if str(row) in NOT_YET
+        else pytest.param(row, id=str(row))
+        for row in ROWS
+    ],
+)
 def test_predicted_is_metered_and_the_device_gives_no_more(case: Case) -> None:
     if case.net.startswith("timm/"):
         pytest.importorskip("timm")
-    run = trained(case)
+    run, without = trained(case), plain(case)
     assert run.warnings == ()
+    assert run.departures == ()
     for step in run.steps[1:]:
         assert step.repairs == 0
-        assert step.counted_bytes - run.beside_bytes <= 1.002 * run.budget_bytes
-        if case.amp != "fp16":  # there the scaler leaves out the optimizer's first steps, and its state comes later
-            assert step.metered_bytes == pytest.approx(step.predicted_bytes, rel=0.02)
-    for step in run.steps[3:]:  # its blocks lie where they are planned
-        assert step.counted_bytes - run.beside_bytes == pytest.approx(step.predicted_bytes, rel=0.02)
+        assert step.counted_bytes - run.beside_bytes <= run.budget_bytes
         assert step.reserved_bytes - run.beside_bytes <= 1.1 * run.budget_bytes
+        assert step.metered_bytes <= 1.02 * step.predicted_bytes
+        if step.has_state:  # until the scaler lets the optimizer step, less is there than will be
+            assert step.metered_bytes == pytest.approx(step.predicted_bytes, rel=0.02)
+            assert step.counted_bytes - run.beside_bytes == pytest.approx(step.predicted_bytes, rel=0.02)
+    for step in run.steps[-2:]:
         assert step.mallocs == 0
-        if case.allow != "offload":
-            assert step.synchronizations == 0
+        assert step.synchronizations <= without.steps[-1].synchronizations  # gloo's alone, where there are any

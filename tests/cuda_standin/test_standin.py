@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cuda_standin.counts import device_counts, recorded
+from tests.cuda_standin.counts import device_counts, record_all, recorded
 
 MIB = 2**20
 
@@ -39,6 +39,10 @@ def test_what_is_copied_there_comes_back_and_kernels_do_nothing() -> None:
 def test_a_record_replays_to_the_allocators_peak() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(7200, 10)).cuda()
     torch.cuda.reset_peak_memory_stats()
-    with recorded() as record:
-        model(torch.empty(16, 3, 32, 32, device="cuda")).sum().backward()
+    record_all()
+    try:
+        with recorded() as record:
+            model(torch.empty(16, 3, 32, 32, device="cuda")).sum().backward()
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
     assert record.peak_bytes == torch.cuda.max_memory_allocated() > record.before_bytes

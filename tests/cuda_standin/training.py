@@ -83,7 +83,7 @@ class Case:
         allow: the means that Shoal may use.
         budget_of: what the budget bounds.
         ddp: whether DistributedDataParallel wraps the model, on one rank, over gloo.
-        kernels: "eager" for op by op, "compiled" as CUDA's default has it.
+        kernels: "eager" for op by op, "compiled" as CUDA's default has it; without a budget "torch.compile" for that.
         recorded: whether peaks are counted by the allocator's record, which Shoal then shares; else by its statistics.
     """
 
@@ -158,6 +158,7 @@ class Run:
         departures: what it noted of steps that took another course than was planned.
         beside_bytes: of what stands there beside the model and is not of its step: a second model, the labels.
         compiled: what the plan says of its compiled regions.
+        n_recomputed: how many ops the plan runs a second time.
     """
 
     budget_bytes: int
@@ -166,6 +167,7 @@ class Run:
     departures: tuple[str, ...]
     beside_bytes: int
     compiled: tuple[str, ...]
+    n_recomputed: int
 
     @property
     def peak_bytes(self) -> int:
@@ -178,8 +180,7 @@ def trained(case: Case) -> Run:
     """Run the case in a process of its own."""
     budget_bytes = 0
     if case.share is not None:
-        plain = trained(replace(case, share=None, beside="", steps=2))
-        budget_bytes = int(case.share * plain.peak_bytes)
+        budget_bytes = int(case.share * plain(case).peak_bytes)
     with TemporaryDirectory() as own_cache:  # no plan and no workspace of an earlier run
         environment = {"SHOAL_CACHE": own_cache, "STANDIN_CUDNN_WORKSPACE_BYTES": str(case.workspace_bytes)}
         told = subprocess.run(
@@ -197,7 +198,13 @@ def trained(case: Case) -> Run:
         tuple(found["departures"]),
         found["beside_bytes"],
         tuple(found["compiled"]),
+        found["n_recomputed"],
     )
+
+
+def plain(case: Case) -> Run:
+    """The same training in plain PyTorch, with nothing beside."""
+    return trained(replace(case, share=None, beside="", allow="bitwise", steps=2, kernels="eager"))
 
 
 def _run(case: Case, budget_bytes: int) -> Run:
@@ -229,6 +236,8 @@ def _run(case: Case, budget_bytes: int) -> Run:
             budget_of=case.budget_of,
             kernels=case.kernels,
         )
+    elif case.kernels == "torch.compile":
+        model.compile()
     status = getattr(model, "shoal", None)
     if case.ddp:
         torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
@@ -236,13 +245,15 @@ def _run(case: Case, budget_bytes: int) -> Run:
     scaler = _Scaler("cuda", enabled=case.amp == "fp16")
     steps = tuple(_step(case, model, status, optimizer, scaler, images, labels) for _ in range(case.steps))
     del beside
+    plan = status.plan if status else None
     return Run(
         budget_bytes,
         steps,
         tuple(record.getMessage() for record in said if record.levelno >= logging.WARNING),
         tuple(text for record in said if "another course" in (text := record.getMessage())),
         beside_bytes,
-        status.plan.compiled if status and status.plan else (),
+        plan.compiled if plan else (),
+        sum(moment.phase == "recompute" for moment in plan.timeline.moments) if plan else 0,
     )
 
 

@@ -95,6 +95,30 @@ def test_networks_with_batch_norm_can_be_planned_on_the_meta_device() -> None:
     assert plan.offloaded and plan.predicted_peak_bytes <= int(0.7 * most)
 
 
+@pytest.mark.parametrize("activation", [nn.PReLU, nn.SELU])
+def test_a_gradient_that_pytorch_loses_on_the_meta_device_is_no_smaller_step(activation: type[nn.Module]) -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), activation(), nn.Conv2d(8, 8, 3))
+
+    with torch.device("meta"), pytest.raises(CaptureError, match=r"gradient of layer 0 .*make .* on the CPU"):
+        shoal.plan(network(), torch.empty(2, 3, 16, 16), hardware=P100)
+    backward = [op.name for op in shoal.plan(network(), BATCH, hardware=P100).graph.ops]
+    assert sum("convolution_backward" in name for name in backward) >= 2
+
+
+def test_what_a_model_detaches_on_the_meta_device_needs_no_gradient() -> None:
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x).detach())
+
+    with torch.device("meta"):
+        assert shoal.plan(Detached(), torch.empty(2, 4), hardware=P100).predicted_peak_bytes
+
+
 @pytest.mark.parametrize(("offload_to", "host_budget"), [(None, None), ("host", "8KiB")])
 def test_a_device_that_is_not_here_offloads_only_what_it_may(offload_to: str | None, host_budget: str | None) -> None:
     net = classifier(3, 8, 8, 8, 8)

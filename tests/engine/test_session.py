@@ -131,6 +131,25 @@ def test_the_optimizers_state_counts_before_its_first_step() -> None:
 
 
 @needs_compiler
+def test_steps_are_metered_until_the_optimizer_has_stepped() -> None:
+    """As where a GradScaler leaves its first steps out."""
+    net, (batch, *_) = large_enough()
+    optimizer = torch.optim.AdamW(net.parameters())
+    planned = shoal.compile(net, optimizer=optimizer)
+    peaks = []
+    for step in range(5):
+        planned.zero_grad()
+        mean_square(planned(batch)).backward()
+        peaks.append(planned.shoal.measured_peak_bytes)
+        if step == 3:
+            optimizer.step()
+    state = [value for of_one in optimizer.state.values() for value in of_one.values()]
+    assert peaks[4] - peaks[3] == distinct_bytes(state)
+    assert peaks[4] == pytest.approx(planned.shoal.predicted_peak_bytes, rel=0.002)
+    assert not planned.shoal.has_new_plans()()
+
+
+@needs_compiler
 def test_accumulated_gradients_count_while_they_are_there() -> None:
     net, batches = large_enough()
     planned = shoal.compile(net)

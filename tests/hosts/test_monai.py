@@ -17,24 +17,30 @@ pytest.importorskip("monai", reason="MONAI is not installed: make test-hosts")
 
 from monai.data import DataLoader, MetaTensor
 from monai.losses import DiceCELoss
-from monai.networks.nets import AttentionUnet, DynUNet, SegResNet, UNet
+from monai.networks.nets import AttentionUnet, DynUNet, SegResNet, SwinUNETR, UNet, VNet
 
 SIDE = 16
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, float]] = {  # how it is made, side of a patch, share of bytes
-    "UNet": (lambda: UNet(3, 1, 2, (8, 16, 32), (2, 2), num_res_units=1), 24, 0.85),
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {  # how it is made, patch, share of bytes
+    "UNet": (lambda: UNet(3, 1, 2, (8, 16, 32), (2, 2), num_res_units=1), (24, 24, 24), 0.85),
     "DynUNet": (
         lambda: DynUNet(
             3, 1, 2, [3] * 3, [1, 2, 2], [2, 2], filters=[8, 16, 32], deep_supervision=True, deep_supr_num=1
         ),
-        24,
+        (24, 24, 24),
         0.8,
     ),
     "SegResNet": (
         lambda: SegResNet(3, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1, 1), blocks_up=(1, 1)),
-        24,
+        (24, 24, 24),
         0.8,
     ),
-    "AttentionUnet": (lambda: AttentionUnet(3, 1, 2, (8, 16, 32), (2, 2)), 24, 0.8),
+    "AttentionUnet": (lambda: AttentionUnet(3, 1, 2, (8, 16, 32), (2, 2)), (24, 24, 24), 0.8),
+    "VNet": (lambda: VNet(3, 1, 2), (32, 32, 32), 0.985),  # 96 % of it are 45 million parameters
+    "SwinUNETR": (  # its smallest patch; it checks the patch in NumPy, where the graph ends
+        lambda: SwinUNETR(1, 2, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2), feature_size=12),
+        (64, 32, 32),
+        0.9,
+    ),
 }
 
 
@@ -90,7 +96,7 @@ def test_sliding_windows_of_a_compiled_network_are_those_of_the_plain_one() -> N
 
 
 def trained(name: str, budget: int | None) -> tuple[nn.Module, Any]:
-    make, side, _ = NETWORKS[name]
+    make, patch, _ = NETWORKS[name]
     torch.manual_seed(0)
     net = make()
     optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
@@ -98,8 +104,8 @@ def trained(name: str, budget: int | None) -> tuple[nn.Module, Any]:
         net = shoal.compile(net, budget, optimizer=optimizer, allow="bitwise")
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
-        image = torch.randn(1, 1, side, side, side, generator=generator)
-        label = torch.randint(2, (1, side, side, side), generator=generator)
+        image = torch.randn(1, 1, *patch, generator=generator)
+        label = torch.randint(2, (1, *patch), generator=generator)
         optimizer.zero_grad()
         output = net(image)
         outputs = output.unbind(1) if name == "DynUNet" else [output]  # deep supervision stacks its scales

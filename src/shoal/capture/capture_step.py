@@ -144,7 +144,7 @@ def joint_step(
         runs_here, rewrites: as for `capture`.
 
     Raises:
-        CaptureError: no output needs a gradient.
+        CaptureError: no output needs a gradient, or PyTorch lost one on the meta device.
     """
 
     def partition(
@@ -155,7 +155,7 @@ def joint_step(
         static_lifetime_input_indices: Collection[int] | None = None,
         **unused: Any,
     ) -> Any:
-        _refuse_lost_gradients(joint)
+        _reject_lost_gradients(joint, num_fwd_outputs, inputs, places, name)
         captured = capture(
             joint,
             num_fwd_outputs,
@@ -178,15 +178,40 @@ def joint_step(
     raise CaptureError(_NO_STEP)
 
 
-def _refuse_lost_gradients(joint: fx.GraphModule) -> None:
-    """PyTorch 2.13 has no derivative of PReLU on the meta device: the backward pass would end there, with a warning."""
-    forwards = joint.graph.find_nodes(op="call_function", target=torch.ops.aten._prelu_kernel.default)
-    on_meta = any(node.meta["val"].device.type == "meta" for node in forwards)
-    if on_meta and not joint.graph.find_nodes(op="call_function", target=torch.ops.aten._prelu_kernel_backward.default):
-        raise CaptureError(
-            "PyTorch has no gradient of a PReLU on the meta device, so the step would end there; give the model and "
-            "its input on the CPU, where nothing of them is run for another machine's plan"
-        )
+def _reject_lost_gradients(
+    joint: fx.GraphModule, n_outputs: int, inputs: Sequence[Any], places: InputPlaces, name: str
+) -> None:
+    """On the meta device torch 2.13 traces no gradient through PReLU and SELU: the step would be too small."""
+    returned = joint.graph.output_node().args[0]
+    assert isinstance(returned, Sequence)
+    outputs = {node for node in returned[:n_outputs] if isinstance(node, fx.Node)}
+    nodes = joint.graph.find_nodes(op="placeholder")
+    for place, (value, node, gradient) in enumerate(zip(inputs, nodes, returned[n_outputs:], strict=False)):
+        if not isinstance(value, torch.Tensor) or value.device.type != "meta" or not value.requires_grad:
+            continue
+        if gradient is None and _reaches(node, outputs):
+            of = f"layer {places.layers[place]}" if place in places.layers else "an input"
+            raise CaptureError(
+                f"{name}: PyTorch loses the gradient of {of} on the meta device, as it does behind PReLU and SELU; "
+                "make the model and its example on the CPU: nothing of them is run"
+            )
+
+
+def _reaches(start: fx.Node, ends: Collection[fx.Node]) -> bool:
+    """Whether a result is computed from it, without `detach` and with values that have gradients all the way."""
+    seen, left = {start}, [start]
+    while left:
+        node = left.pop()
+        if node in ends:
+            return True
+        value = node.meta.get("val")
+        ends_here = isinstance(value, torch.Tensor) and not value.is_floating_point()
+        if ends_here or node.target is torch.ops.aten.detach.default:
+            continue
+        new = [user for user in node.users if user not in seen]
+        seen.update(new)
+        left += new
+    return False
 
 
 def _never(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

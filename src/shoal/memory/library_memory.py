@@ -38,6 +38,11 @@ def caller(device: torch.device) -> Caller:
     return device, threading.get_ident(), torch.accelerator.current_stream(device).stream_id
 
 
+def is_known(one: Caller) -> bool:
+    """Whether the caller was seen itself; else another one of the same device stands for it."""
+    return one[1] >= 0
+
+
 def kept_bytes(device: torch.device) -> dict[Caller, int]:
     """`library_bytes` of a step whose ops are not known yet."""
     if device.type != "cuda":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.step import StepGraph
 from shoal.lowlevel.torch_state import has_gradient_hook, on_this_rank
-from shoal.memory.library_memory import Caller, caller, kept_bytes, library_bytes
+from shoal.memory.library_memory import Caller, caller, is_known, kept_bytes, library_bytes
 from shoal.memory.optimizer_state import Declared, NamedOptimizer, optimizer_state_bytes, step_scratch_bytes
 from shoal.memory.storage_bytes import bytes_on, distinct_bytes
 
@@ -64,7 +64,14 @@ class StaticMemory:
     def keep_library_memory(self) -> None:
         """Count what cuBLAS keeps from now on, for steps that are run before they are planned."""
         for device in {parameter.device for parameter in self._trained()}:
-            self._library |= kept_bytes(device)
+            self._keep(kept_bytes(device))
+
+    def _keep(self, found: Mapping[Caller, int]) -> None:
+        """Count what cuBLAS keeps for these callers; one that was not seen itself gives way to those that were."""
+        self._library |= found
+        seen = {one: nbytes for one, nbytes in self._library.items() if is_known(one)}
+        if len(seen) > 1:
+            self._library = seen
 
     @property
     def library_bytes(self) -> int:
@@ -77,7 +84,7 @@ class StaticMemory:
         if device is None or caller(device) in self._library:
             return 0
         before_bytes = self.library_bytes
-        self._library |= kept_bytes(device)
+        self._keep(kept_bytes(device))
         return self.library_bytes - before_bytes
 
     def called_by(self, wrapper: DistributedDataParallel | None) -> None:
@@ -156,7 +163,7 @@ class StaticMemory:
         models, _ = self._alive()
         trained = self._trained() if runs_here else []
         if trained:
-            self._library |= library_bytes(graph, trained[0].device)
+            self._keep(library_bytes(graph, trained[0].device))
         held_bytes = self.state_bytes() + self.bucket_bytes() + (self.library_bytes if runs_here else 0)
         if not models:
             return held_bytes
