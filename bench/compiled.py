@@ -347,7 +347,8 @@ def rows_of(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 def network_table(result: Mapping[str, Any]) -> Table:
     """One network in one precision."""
     setting, contenders = result["setting"], result["contenders"]
-    title = f"{result['network']}, {setting['batch']} x {setting['image']}, {result['precision']}"
+    n_turns = len(contenders[EAGER]["seconds"])
+    title = f"{result['network']}, {setting['batch']} x {setting['image']}, {result['precision']}, {n_turns} turns"
     columns = (
         "<contender | ms | × eager | × torch.compile | × its fastest inside | × ours, eager | peak, % | "
         "measured over predicted, %"
@@ -396,7 +397,8 @@ def start_table(result: Mapping[str, Any]) -> Table:
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
     """What a page shows of a file."""
-    found = [make(one) for one in result.get("results", ()) if one["complete"] for make in (network_table, error_table)]
+    timed = [one for one in result.get("results", ()) if all(row.get("seconds") for row in one["contenders"].values())]
+    found = [make(one) for one in timed for make in (network_table, error_table)]
     return [*found, *([start_table(result)] if result.get("starts") else [])]
 
 

@@ -144,6 +144,10 @@ def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx
         _cut_weight_gradient(of_weight)
     if not wanted[0]:
         return
+    if not node.users:  # nobody wants the gradient of an input of the model
+        graph.erase_node(node)
+        backward.discard(node)
+        return
     x, weight = (operand.meta["val"] for operand in arguments[1:3])
     if not can_do_without_input(x, weight, on_cpu=cpu_kernels and x.device.type == "cpu"):
         return

@@ -32,11 +32,15 @@ _SMALL_OPS = 200  # of a step whose blocks are tried then too
 
 def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limits: Limits) -> Plan:
     """The plan with the smallest peak that is known in whatever order, or the first one found that fits."""
+    fewest = fewest_bytes(graph)
+    if limits.on_demand and budget_bytes < fewest:  # it only tells what would fit
+        one = _least_on_demand(graph, hardware, replace(limits, order=False, kept_sets_ops=0, min_kept_sets=1))
+        if one.predicted_peak_bytes <= (1 + _NEAR) * fewest:
+            return one
     on_demand = _least_on_demand(graph, hardware, limits) if limits.on_demand else None
     if on_demand is not None and on_demand.predicted_peak_bytes <= budget_bytes:
         return on_demand
     below_bytes = on_demand.predicted_peak_bytes if on_demand is not None else MAX_BYTES
-    fewest = fewest_bytes(graph)
     if on_demand is not None and below_bytes <= (1 + _NEAR) * fewest:
         return on_demand
     if budget_bytes < fewest:
