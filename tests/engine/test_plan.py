@@ -133,9 +133,9 @@ def test_a_network_too_large_for_this_machine_can_be_planned() -> None:
     with torch.device("meta"):
         net = models.build("vgg16")
         batch = torch.empty(4096, 3, 224, 224)
-    plan = shoal.plan(net, batch, "151GiB", hardware=P100, planner="sqrt")
-    assert plan.plain_peak_bytes > 152 * 2**30
-    assert plan.predicted_peak_bytes <= 151 * 2**30
+    plan = shoal.plan(net, batch, "147GiB", hardware=P100, planner="sqrt")
+    assert plan.plain_peak_bytes > 148 * 2**30
+    assert plan.predicted_peak_bytes <= 147 * 2**30
     assert plan.recomputed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.core.plan import Plan
+from shoal.core.validate_step import check_step
 from shoal.errors import PlanError
 from shoal.lowlevel.dispatch import VARIABLE, allowed, available_kinds
 from shoal.lowlevel.inductor_region import missing_compiler
@@ -19,10 +20,10 @@ def check_kernels(plan: Plan, device_type: str) -> None:
     Without them PyTorch's ops compute the same function, in other bytes and times than the plan has.
 
     Raises:
-        PlanError: a kind of kernels is not, or the compiler that its regions need.
+        PlanError: a kind of kernels is not, or the compiler that its regions need; or the plan is of no step.
     """
+    check_step(plan.graph)
     here = available_kinds(device_type)
-    used = " and ".join(map(repr, plan.kernel_means))
     for kind in plan.kernels:
         if kind in here:
             continue
@@ -30,6 +31,7 @@ def check_kernels(plan: Plan, device_type: str) -> None:
             what, remedy = f"{VARIABLE} leaves out", f"unset {VARIABLE}"
         else:
             what, remedy = "this installation lacks", "install Shoal with them"
+        used = " and ".join(map(repr, plan.kernel_means))
         raise PlanError(
             f"the plan was made with {used} by {kind} kernels, which {what} on {device_type}; {remedy}, or plan it anew"
         )

@@ -165,8 +165,10 @@ def allocated_bytes(nbytes: int, device: torch.device) -> int:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Within it an accelerator's kernels are started on `device`; the CPU has none to choose from."""
-    if device.type == "cpu":
+    """Within it an accelerator's kernels are started on `device`; the CPU has none to choose from.
+
+    A device without an index is the current one.
+    """
+    if device.type == "cpu" or device.index is None:
         return nullcontext()
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
-    return torch.accelerator.device_index(index)
+    return torch.accelerator.device_index(device.index)

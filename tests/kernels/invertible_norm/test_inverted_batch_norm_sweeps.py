@@ -74,7 +74,7 @@ def test_it_is_as_close_to_float64_as_the_reference(
     theirs = (*reference.backward_into(grad, theirs_result, y, *vectors, frozen, *activation), theirs_result)
     result = grad.clone() if over else torch.empty_like(grad)
     with threads_of_torch(threads):
-        ours = backward_into(result if over else grad, result, y, *vectors, frozen, *activation, level)
+        ours = backward_into(result if over else grad, result, y, *vectors, frozen, *activation, level=level)
     for mine, other, exact in zip((*ours, result), theirs, right, strict=True):
         allowed = 2 * (other.double() - exact).abs().max() + 1e-5 * exact.abs().max() + 1e-5
         assert (mine.double() - exact).abs().max() <= allowed
@@ -93,7 +93,7 @@ def test_forward_is_the_plain_formula(
     source = x.clone()
     result = source if over else torch.empty_like(x)
     with threads_of_torch(threads):
-        forward_into(source, result, *vectors, *activation, level)
+        forward_into(source, result, *vectors, *activation, level=level)
     torch.testing.assert_close(result.double(), right, rtol=1e-5, atol=1e-6)
 
 
@@ -102,14 +102,16 @@ def test_forward_is_the_plain_formula(
 def test_elu_and_its_inverse_are_within_an_ulp_of_their_own_size(level: str, alpha: float) -> None:
     z = -torch.arange(0x20000000, 0x41900000, 997, dtype=torch.int32).view(torch.float32)  # -1e-19 to -18
     zero, one, y = torch.zeros_like(z), torch.ones_like(z), torch.empty_like(z)
-    forward_into(z[None], y[None], zero, one, zero, "elu", alpha, level)
+    forward_into(z[None], y[None], zero, one, zero, "elu", alpha, level=level)
     right = alpha * torch.expm1(z.double())
     ulp = 2.0 ** (torch.frexp(right).exponent - 24.0)
     assert ((y.double() - right).abs() <= ulp).all()
     # A single row: the sums are what is made again, times its gradient; that rounds too.
     y = y[y > -alpha]
     row, zero, one = y[None], torch.zeros_like(y), torch.ones_like(y)
-    of_scale, of_shift = backward_into(one[None], torch.empty_like(row), row, one, zero, one, True, "elu", alpha, level)
+    of_scale, of_shift = backward_into(
+        one[None], torch.empty_like(row), row, one, zero, one, True, "elu", alpha, level=level
+    )
     assert torch.equal(of_shift, (y + alpha).double())
     torch.testing.assert_close(of_scale / of_shift, torch.log1p(y.double() / alpha), rtol=1.5 * 2**-23, atol=0)
 
@@ -129,10 +131,10 @@ def test_what_is_not_finite_passes_as_in_torch(
         grad[1, channel + 3, 2, 5] = value
     vectors = [torch.randn(20, generator=generator) for _ in range(3)]
     found = [torch.empty_like(x) for _ in range(4)]
-    forward_into(x, found[0], *vectors, *activation, level)
+    forward_into(x, found[0], *vectors, *activation, level=level)
     reference.forward_into(x, found[1], *vectors, *activation)
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6, equal_nan=True)
-    ours = backward_into(grad, found[2], found[1], *vectors, frozen, *activation, level)
+    ours = backward_into(grad, found[2], found[1], *vectors, frozen, *activation, level=level)
     theirs = reference.backward_into(grad, found[3], found[1], *vectors, frozen, *activation)
     for mine, other in zip((found[2], *ours), (found[3], *theirs), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4, equal_nan=True)

@@ -261,9 +261,9 @@ class _Native:
         frozen: bool,
         activation: str,
         slope: float,
-        level: str | None = None,
         *,
         in_group: int = 1,
+        level: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         library = native.library()
         assert library is not None
