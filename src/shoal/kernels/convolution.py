@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
 from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
 
@@ -59,12 +59,15 @@ def can_do_without_input(x: torch.Tensor, weight: torch.Tensor, *, on_cpu: bool)
 
     Args:
         on_cpu: whether it runs on the CPU of this machine.
+
+    >>> x = torch.ones(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    >>> can_do_without_input(x, torch.ones(4, 3, 1, 1), on_cpu=False)  # x alone says that it is channels_last
+    False
     """
-    if x.is_contiguous():
-        return True
-    if x.dim() < 4 or not x.is_contiguous(memory_format=channels_last_format(x.dim())):
+    has_format = x.dim() > 3 and x.is_contiguous(memory_format=channels_last_format(x.dim()))
+    if not x.is_contiguous() and not has_format:
         return False
-    return on_cpu or weight.is_contiguous(memory_format=channels_last_format(x.dim()))
+    return on_cpu or suggested_memory_format(x, weight) == suggested_memory_format(weight)
 
 
 def weight_gradient(
