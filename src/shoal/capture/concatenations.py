@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import copied_joint, describe_as
+from shoal.capture.fx_nodes import copied_joint, describe_as, stand_for_slice
 from shoal.capture.step_reader import read_joint
 from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces
@@ -175,12 +175,7 @@ def _give_parts(graph: fx.Graph, node: fx.Node, bounds: list[tuple[int, int]], b
         describe_as(part, value, one)
         part.meta["flops"] = node.meta["flops"] * (end - first) // int(shape[_CHANNELS])  # type: ignore[index, arg-type]
         backward.add(part.name)
-        copies = [user for user in one.users if user.target is _aten.clone.default]
-        for copy in copies if len(copies) == len(one.users) else ():
-            copy.replace_all_uses_with(part)
-            graph.erase_node(copy)
-        one.replace_all_uses_with(part)
-        graph.erase_node(one)
+        stand_for_slice(graph, one, part)
     graph.erase_node(node)
 
 

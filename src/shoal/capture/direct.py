@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import copied_joint
+from shoal.capture.fx_nodes import copied_joint, stand_for_slice
 from shoal.capture.op_counts import flops
 from shoal.capture.step_reader import read_joint
 from shoal.core.step import StepGraph
@@ -177,12 +177,7 @@ def _give_parts(graph: fx.Graph, node: fx.Node, backward: set[str]) -> None:
         part.meta["val"] = torch.empty_like(one.meta["val"], memory_format=torch.contiguous_format)
         part.meta["flops"] = node.meta["flops"] * own_shape[1] // int(shape[1])
         backward.add(part.name)
-        copies = [user for user in one.users if user.target is _aten.clone.default]
-        for copy in copies if len(copies) == len(one.users) else ():
-            copy.replace_all_uses_with(part)
-            graph.erase_node(copy)
-        one.replace_all_uses_with(part)
-        graph.erase_node(one)
+        stand_for_slice(graph, one, part)
     graph.erase_node(node)
 
 

@@ -108,6 +108,16 @@ def describe_as(node: fx.Node, value: Any, like: fx.Node) -> None:
     node.meta["val"] = value
 
 
+def stand_for_slice(graph: fx.Graph, taken: fx.Node, part: fx.Node) -> None:
+    """Put `part`, dense, in place of a slice, and of the copies that made it dense where nothing else reads it."""
+    copies = [user for user in taken.users if user.target is _aten.clone.default]
+    for copy in copies if len(copies) == len(taken.users) else ():
+        copy.replace_all_uses_with(part)
+        graph.erase_node(copy)
+    taken.replace_all_uses_with(part)
+    graph.erase_node(taken)
+
+
 def held_bytes(value: torch.Tensor) -> int:
     """Of a tensor's whole storage, at the usual sizes where these are symbols."""
     return usual(value.untyped_storage().nbytes())
