@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -201,5 +202,33 @@ def test_a_gradient_that_cudnn_lays_out_as_its_input_departs_from_nothing(caplog
     for _ in range(2):
         model.zero_grad()
         model(x).sum().backward()
+    assert "traced" not in caplog.text
+    assert model.shoal.captures == 1
+
+
+def native_norm() -> list[nn.Module]:
+    """Behind it the gradient of a mean over all pixels comes, which is not in channels_last."""
+    return [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)]
+
+
+def wide() -> list[nn.Module]:
+    """Their results and gradients are laid out as the operands by the kernels alone."""
+    upsample = nn.Upsample(scale_factor=2, mode="bilinear")
+    last = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4)]
+    return [nn.Conv2d(3, 8, 3), upsample, nn.Hardswish(), nn.PixelUnshuffle(2), nn.Hardswish(), *last]
+
+
+@pytest.mark.parametrize("layers", [native_norm, wide])
+def test_kernels_that_lay_out_otherwise_than_traced_depart_from_nothing(
+    layers: Callable[[], list[nn.Module]], caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Sequential(*layers()).cuda().to(memory_format=torch.channels_last)
+    x = torch.empty(4, 3, 8, 8, device="cuda").to(memory_format=torch.channels_last)
+    model = shoal.compile(net, budget="1GiB", kernels="eager")
+    for _ in range(2):
+        model.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        loss.backward()
     assert "traced" not in caplog.text
     assert model.shoal.captures == 1

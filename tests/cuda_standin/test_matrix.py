@@ -2,7 +2,7 @@
 
 Twenty rows: each of ten networks (the seven of `bench.budgets`, three of timm's) twice. Over all of them any two
 settings of two columns meet in a row, and each network meets both settings of each column that has two. All rows have
-the same assertions; `NOT_YET` names those that do not hold, and why.
+the same assertions.
 """
 
 from __future__ import annotations
@@ -112,9 +112,6 @@ ROWS = [
     ),
     Case("timm/vit_tiny_patch16_224", 32, 224, share=0.6, optimizer="adamw", beside="ema", allow="exact"),
 ]
-NOT_YET = {
-    "mobilenet_v2-sgd-bf16-80%-ddp-64MiB": "the native batch norm's gradient is in channels_last, traced contiguous",
-}
 COLUMNS = ("amp", "channels_last", "optimizer", "share", "passes", "beside", "workspace_bytes", "allow", "ddp")
 
 
@@ -134,15 +131,7 @@ def test_any_two_settings_of_two_columns_meet_in_a_row() -> None:
         assert met_by_net == set(product({row.net for row in ROWS}, settings[column]))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(row, id=str(row), marks=[pytest.mark.xfail(reason=NOT_YET[str(row)], strict=True)])
-        if str(row) in NOT_YET
-        else pytest.param(row, id=str(row))
-        for row in ROWS
-    ],
-)
+@pytest.mark.parametrize("case", ROWS, ids=str)
 def test_predicted_is_metered_and_the_device_gives_no_more(case: Case) -> None:
     if case.net.startswith("timm/"):
         pytest.importorskip("timm")

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
 from shoal.capture.symbolic_sizes import usual
 from shoal.kernels import cudnn_batch_norm
@@ -25,12 +23,15 @@ _FUNCTIONAL = _aten._native_batch_norm_legit_functional.default
 _MEAN, _INVSTD = 1, 2
 
 
-def leave_to_cudnn(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
+def leave_to_cudnn(joint: fx.GraphModule, backward: set[fx.Node]) -> dict[fx.Node, Any]:
     """Put cuDNN's batch norm and its backward in the place of the native ones, where eager PyTorch runs them.
 
     Args:
         joint: the joint graph, with running statistics in place; edited.
         backward: its backward nodes; kept up to date.
+
+    Returns:
+        What the backward ops return now: cuDNN lays the gradient out as the input.
     """
     graph = joint.graph
     replaced: list[fx.Node] = []
@@ -44,7 +45,7 @@ def leave_to_cudnn(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
             if readers is not None:
                 _replace(graph, node, (x, weight, bias, mean, var, training, momentum, eps), readers, backward)
                 replaced += readers
-    _lay_out_anew(graph, replaced)
+    return {node: _gradients(node) for node in replaced}
 
 
 _OPERANDS: dict[Any, Any] = {
@@ -106,33 +107,10 @@ def _replace(
         reader.args = (grad, x, weight, mean, invstd, reserve, eps, wanted)
 
 
-def _lay_out_anew(graph: fx.Graph, backwards: list[fx.Node]) -> None:
-    """cuDNN lays the gradient out as the input, the native kernel as the incoming gradient: let the trace have that
-    of cuDNN, and what is computed of it the layout that follows."""
-    changed: set[fx.Node] = set()
-    for node in backwards:
-        (x, *_), given = node.args[1:], node.meta["val"]
-        like = torch.empty_like(x.meta["val"]) if given[0] is not None else None  # type: ignore[union-attr]
-        if like is not None and like.stride() != given[0].stride():
-            node.meta["val"] = (like, *given[1:])
-            changed.add(node)
-    for node in graph.nodes if changed else ():
-        if node.op != "call_function" or changed.isdisjoint(node.all_input_nodes):
-            continue
-        if node.target is operator.getitem:
-            node.meta["val"] = node.args[0].meta["val"][node.args[1]]
-            if node.args[1] == 0:
-                changed.add(node)
-        elif isinstance(node.target, OpOverload):
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: operand.meta["val"])
-            before, after = node.meta["val"], node.target(*args, **kwargs)
-            if _strides(after) != _strides(before):
-                node.meta["val"] = after
-                changed.add(node)
-
-
-def _strides(values: Any) -> list[tuple[int, ...]]:
-    return [value.stride() for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+def _gradients(node: fx.Node) -> Any:
+    (x, *_), (of_input, *others) = node.args[1:], node.meta["val"]
+    like = None if of_input is None else torch.empty_like(x.meta["val"])  # type: ignore[union-attr]  # it is a node
+    return like, *others
 
 
 def _dense(graph: fx.Graph, node: fx.Node, reader: fx.Node, layout: torch.memory_format | None = None) -> fx.Node:

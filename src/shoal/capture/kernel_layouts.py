@@ -1,0 +1,133 @@
+"""Kernels on CUDA that lay their results out otherwise than their fake kernels say: the trace has what they really do.
+
+`native_batch_norm_backward` lays its gradient out as the input where one of input and incoming gradient is contiguous
+and the other in channels_last, the fake kernel as the incoming gradient; element by element the first operand decides,
+and a decomposition may have another order. Otherwise the first run would copy such results into the traced layout, and
+the step would be planned a second time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shoal.capture.fx_nodes import reaches_output
+from shoal.capture.symbolic_sizes import usual
+from shoal.kernels.memory_format import channels_last_format
+
+_aten = torch.ops.aten
+_OF_TWO_OPERANDS = {  # right wherever both are laid out alike
+    _aten.native_batch_norm_backward.default,
+    _aten.hardswish_backward.default,
+    _aten.elu_backward.default,
+    _aten.threshold_backward.default,
+    _aten.leaky_relu_backward.default,
+    _aten.gelu_backward.default,
+    _aten._prelu_kernel_backward.default,
+}
+_OF_ONE_OPERAND = {
+    _aten.upsample_bilinear2d.default,
+    _aten.upsample_bilinear2d.vec,
+    _aten.upsample_trilinear3d.default,
+    _aten.upsample_trilinear3d.vec,
+    _aten.pixel_unshuffle.default,
+}
+
+
+def lay_out_as_kernels_do(joint: fx.GraphModule, backward: set[fx.Node], known: Mapping[fx.Node, Any]) -> None:
+    """Let the trace have the layouts that kernels really return, and what follows from them.
+
+    Where a later op would not run with such a layout, or a caller would get it, the trace stays as it is.
+
+    Args:
+        joint: the joint graph; the values of its nodes are changed.
+        backward: its backward nodes.
+        known: nodes whose kernels were replaced, with what the new ones return.
+    """
+    for node in joint.graph.nodes:
+        if node.op != "call_function":
+            continue
+        value = known[node] if node in known else _as_run(node)
+        if value is None or _strides(value) == _strides(node.meta["val"]):
+            continue
+        changed = _that_follow(node, value)
+        if all(one in backward or not reaches_output(one) for one in changed):
+            for one, new in changed.items():
+                one.meta["val"] = new
+
+
+def _that_follow(node: fx.Node, value: Any) -> dict[fx.Node, Any]:
+    """The nodes whose values change with that of a node, as their fake kernels say; none where one of them refuses."""
+    changed = {node: value}
+
+    def now(operand: Any) -> Any:
+        return changed.get(operand, operand.meta.get("val"))
+
+    later = node.next
+    while later.op != "output":
+        if later.op == "call_function" and not changed.keys().isdisjoint(later.all_input_nodes):
+            new = later.meta["val"]
+            if later.target is operator.getitem:
+                new = now(later.args[0])[later.args[1]]
+            elif isinstance(later.target, OpOverload):
+                args, kwargs = fx.node.map_arg((later.args, dict(later.kwargs)), now)
+                try:
+                    new = later.target(*args, **kwargs)
+                except (RuntimeError, ValueError):  # a view that this layout does not have
+                    return {}
+            if _strides(new) != _strides(later.meta["val"]):
+                changed[later] = new
+        later = later.next
+    return changed
+
+
+def _as_run(node: fx.Node) -> Any:
+    """What a node's kernel returns on its device, as fake tensors; None where its fake kernel is right about it."""
+    if node.target not in _OF_TWO_OPERANDS and node.target not in _OF_ONE_OPERAND:
+        return None
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: operand.meta["val"])
+    operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    if any(one.device.type != "cuda" for one in operands):
+        return None
+    with unset_fake_temporarily(), torch.no_grad():
+        images = [one for one in (_uninitialised(one, "meta") for one in operands) if one.dim() in (4, 5)]
+        if all(one.is_contiguous() for one in images):
+            return None
+        in_channels_last = (one.is_contiguous(memory_format=channels_last_format(one.dim())) for one in images)
+        if node.target in _OF_TWO_OPERANDS and all(in_channels_last):
+            return None
+        args, kwargs = tree_map_only(torch.Tensor, _uninitialised, (args, kwargs))
+        try:
+            real = node.target(*tree_map_only(torch.SymInt, usual, args), **kwargs)
+        except torch.OutOfMemoryError:
+            return None
+    values = node.meta["val"]
+    if isinstance(values, torch.Tensor):
+        return _laid_out(values, real)
+    return tuple(value if value is None else _laid_out(value, one) for value, one in zip(values, real, strict=True))
+
+
+def _uninitialised(value: torch.Tensor, device: str = "") -> torch.Tensor:
+    shape, strides = ([int(usual(size)) for size in sizes] for sizes in (value.shape, value.stride()))
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device=device or value.device)
+
+
+def _laid_out(value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """A fake tensor with the order of dimensions of a real one of its shape; `value` where it has it."""
+    if value.stride() == real.stride():
+        return value
+    strides = real.stride()
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    dense = value.new_empty([value.shape[dim] for dim in order])
+    return dense.permute([order.index(dim) for dim in range(value.dim())])
+
+
+def _strides(values: Any) -> list[tuple[int, ...]]:
+    return [value.stride() for value in tree_leaves(values) if isinstance(value, torch.Tensor)]

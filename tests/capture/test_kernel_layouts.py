@@ -1,0 +1,48 @@
+"""Once it is known how a kernel lays its result out, the trace of all that follows has it, where that can be."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shoal.capture.kernel_layouts import lay_out_as_kernels_do
+
+CHANNELS_LAST = (32, 1, 8, 2)
+
+
+def traced(follows: Any) -> fx.GraphModule:
+    """The exponential of an image, in which the kernel in question is the first op, and what follows."""
+    return make_fx(lambda x: follows(x.exp()), tracing_mode="fake")(torch.zeros(3, 2, 4, 4))
+
+
+def after(module: fx.GraphModule, backward: bool) -> dict[str, tuple[int, ...]]:
+    """The strides in the trace, once the exponential is in channels_last."""
+    first = next(node for node in module.graph.nodes if node.target is torch.ops.aten.exp.default)
+    value = torch.empty_like(first.meta["val"], memory_format=torch.channels_last)
+    lay_out_as_kernels_do(module, set(module.graph.nodes) if backward else set(), {first: value})
+    return {
+        node.target.__name__.split(".")[0]: node.meta["val"].stride()
+        for node in module.graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    }
+
+
+def test_what_is_computed_of_it_has_the_layout_that_follows() -> None:
+    found = after(traced(lambda y: (y + 1).mean((2, 3))), backward=True)
+    assert found == {"exp": CHANNELS_LAST, "add": CHANNELS_LAST, "mean": (2, 1)}
+
+
+def test_a_view_that_the_layout_does_not_have_leaves_all_as_it_was() -> None:
+    found = after(traced(lambda y: (y + 1).view(3, -1)), backward=True)
+    assert found["exp"] == found["add"] == (32, 16, 4, 1)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_results_that_the_caller_gets_stay_as_traced_but_gradients_do_not(backward: bool) -> None:
+    found = after(traced(lambda y: y + 1), backward=backward)
+    assert found["exp"] == found["add"] == (CHANNELS_LAST if backward else (32, 16, 4, 1))
