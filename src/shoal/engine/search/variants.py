@@ -134,7 +134,7 @@ class Variants:
     def _joins_much(self) -> bool:
         """Whether there is a large concatenation, which convolutions may read the parts of."""
         joined = (node.meta.get("example_value") for node in self.own.graph.nodes if node.target in _CONCATENATIONS)
-        return any(isinstance(value, torch.Tensor) and value.nbytes >= WORTH_PIECES_BYTES for value in joined)
+        return any(isinstance(value, torch.Tensor) and _bytes(value) >= WORTH_PIECES_BYTES for value in joined)
 
     @property
     def _may_cut(self) -> bool:
@@ -147,7 +147,7 @@ class Variants:
             if node.target in _CONVOLUTIONS and values and may_be_worth_pieces(*values):
                 return True
             x = node.args[0].meta.get("example_value") if node.target is F.batch_norm else None
-            if isinstance(x, torch.Tensor) and x.device.type == "cuda" and x.nbytes >= WORTH_PIECES_BYTES:
+            if isinstance(x, torch.Tensor) and x.device.type == "cuda" and _bytes(x) >= WORTH_PIECES_BYTES:
                 return True
         return False
 
@@ -341,6 +341,11 @@ def _sliced_region(source: LayeredGraph, depth: float) -> SplitRegion | None:
         return choose_region(source.graph, dict(source.root.named_modules()), dims=None, depth=depth, join="auto")
     except CaptureError:
         return None
+
+
+def _bytes(value: torch.Tensor) -> int:
+    """The bytes of a traced tensor, whose sizes may be symbols that are guarded as numbers."""
+    return int(value.numel()) * value.element_size()
 
 
 def _values(node: fx.Node) -> list[torch.Tensor]:
