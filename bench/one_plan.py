@@ -4,6 +4,9 @@
     python -m bench.one_plan --quick                          the same on tiny inputs, to see that it runs
     python -m bench.one_plan --networks resnet50 --shares 53,40 --ablation
     python -m bench.one_plan --networks timm/convnext_tiny    of timm, here 1.0.31; skipped where it does not import
+    python -m bench.one_plan --resume runs/bench/one_plan_....json   budgets that it has are not measured again
+
+The file is written after each budget.
 
 Budgets are shares of plain PyTorch's peak, measured here as in `bench.budgets`. Each is given to `shoal.compile` with
 allow="recompute", "exact" and "lossy"; with `--ablation` also with each means alone ("fuse" fits only where nothing has
@@ -18,12 +21,14 @@ independent. The reference in float64 takes twice plain PyTorch's bytes.
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -97,14 +102,25 @@ def measure_network(
     seed: int,
     advance: Callable[[str], None] = lambda what: None,
     clock: Clock = time.perf_counter,
+    known: Mapping[float, dict[str, Any]] = MappingProxyType({}),
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Every contender at every budget, as plain values."""
+    """Every contender at every budget, as plain values.
+
+    Args:
+        known: rows by their share that an earlier run has measured.
+        keep: given all rows so far after each that is measured.
+    """
     advance("plain PyTorch")
     plain = Plain(make_workload(name, setting.batch, setting.image, seed=seed))
     least = _Least(plain.workload)
     rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"network": name, "setting": asdict(setting), "rows": rows}
     times = Times({})
     for share in shares:
+        if share in known:
+            rows.append(known[share])
+            continue
         budget_bytes = plain.budget_bytes(share)
         runs: dict[str, Ours | BudgetError | Unsettled] = {}
         for allow in allowed:
@@ -124,10 +140,11 @@ def measure_network(
                 "contenders": {allow: _columns(allow, runs[allow], budget_bytes, times) for allow in allowed},
             }
         )
+        keep(found | {"plain": plain.columns(times)})
         del runs, fit
         torch._dynamo.reset()
         gc.collect()
-    return {"network": name, "setting": asdict(setting), "plain": plain.columns(times), "rows": rows}
+    return found | {"plain": plain.columns(times)}
 
 
 class _Least:
@@ -250,6 +267,16 @@ def summary_line(totals: Mapping[str, int]) -> str:
     ).format_map(totals)
 
 
+def known_rows(
+    earlier: Mapping[str, Any] | None, setting: Setting, shares: Collection[float], allowed: Collection[str]
+) -> dict[float, dict[str, Any]]:
+    """The rows of an earlier run by their share; none where its step was another or a contender is missing."""
+    if earlier is None or earlier["setting"] != json.loads(json.dumps(asdict(setting))):
+        return {}
+    rows = {row["share"]: row for row in earlier["rows"]}
+    return {share: rows[share] for share in shares if share in rows and set(allowed) <= set(rows[share]["contenders"])}
+
+
 def _run(run: Run) -> int:
     asked = run.asked
     settings = run.chosen(SETTINGS | TIMM_SETTINGS, QUICK_SETTINGS)
@@ -258,20 +285,31 @@ def _run(run: Run) -> int:
     use_exact_kernels()
     results: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
+    earlier = {result["network"]: result for result in run.resume("results").get("results", ())}
+    allowed = ABLATION if asked.ablation else asked.allow or ALLOWED
+    repeats = asked.repeats or run.pick(5, 1)
+
+    def keep(found: dict[str, Any]) -> None:
+        so_far = [*results, found]
+        run.save(results=so_far, skipped=skipped, summary=summary(so_far))
+
     with bar(len(settings)) as show:
         for name, setting in settings.items():
-            allowed = ABLATION if asked.ablation else asked.allow or ALLOWED
-            repeats = asked.repeats or run.pick(5, 1)
+            known = known_rows(earlier.get(name), setting, shares, allowed)
+            if len(known) == len(shares):
+                results.append(earlier[name])
+                continue
             try:
                 advance = partial(show, name)
-                found = measure_network(name, setting, shares, allowed, repeats, asked.seed, advance, run.clock)
+                found = measure_network(
+                    name, setting, shares, allowed, repeats, asked.seed, advance, run.clock, known, keep
+                )
             except Unavailable as error:
                 skipped[name] = str(error)
                 run.say(escape(f"skipped: {error}"))
                 continue
             results.append(found)
             run.say(network_table(found))
-            run.save(results=results, skipped=skipped, summary=summary(results))
             show(name, "done", 1)
     if not results:
         raise Unavailable("; ".join(skipped.values()))
@@ -290,6 +328,7 @@ main = Bench(
     option("--repeats", type=int, help="timed steps of each contender; by default 5"),
     CPU_TIME,
     quick="tiny inputs, one repeat: does it run?",
+    resume="keep the budgets that this file has, and measure the others",
     seed=True,
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,16 @@ from torch import nn
 from bench import one_plan
 from bench.frame import WrongResult
 from bench.network import Setting
-from bench.one_plan import check, is_slower, measure_network, network_table, of_all_forms, summary, summary_line
+from bench.one_plan import (
+    check,
+    is_slower,
+    known_rows,
+    measure_network,
+    network_table,
+    of_all_forms,
+    summary,
+    summary_line,
+)
 from bench.plain import Plain
 from bench.workload import make_workload
 from shoal import fuse_batchnorm
@@ -125,13 +135,29 @@ def test_another_function_is_not_let_pass(gradients: bool, named: str, monkeypat
         plain.reference.check_function(wrong, "halved")
 
 
-def test_a_budget_below_the_parameters_says_what_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_interrupted_goes_on_and_a_budget_below_the_parameters_says_what_would_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     put_in_place(monkeypatch)
-    result = measure_network("googlenet", Setting(2, 16), [1.0], ["recompute"], 1, 0)
-    assert result["rows"][0]["budget_bytes"] < result["plain"]["parameter_bytes"]
-    (found,) = [row["contenders"]["recompute"] for row in result["rows"]]
-    assert not found["met"] and 2 * result["plain"]["parameter_bytes"] < found["least_feasible_bytes"]
-    assert found["least_feasible_bytes"] < result["plain"]["peak_bytes"]
+    kept: list[dict[str, Any]] = []
+
+    def interrupted(result: dict[str, Any]) -> None:
+        kept.append(json.loads(json.dumps(result)))
+        raise KeyboardInterrupt
+
+    measured = partial(measure_network, "googlenet", Setting(2, 16), [1.0, 2.0], ["recompute"], 1, 0)
+    with pytest.raises(KeyboardInterrupt):
+        measured(keep=interrupted)
+    known = known_rows(kept[0], Setting(2, 16), [1.0, 2.0], ["recompute"])
+    assert list(known) == [1.0]
+    again = measured(known=known)
+    assert [row["share"] for row in again["rows"]] == [1.0, 2.0] and again["rows"][0] is known[1.0]
+    for setting, allowed in ((Setting(4, 16), ["recompute"]), (Setting(2, 16), ["recompute", "exact"])):
+        assert not known_rows(kept[0], setting, [1.0], allowed), "of another step, or a contender is missing"
+    for row in again["rows"]:
+        found = row["contenders"]["recompute"]
+        assert row["budget_bytes"] < again["plain"]["parameter_bytes"] and not found["met"]
+        assert 2 * again["plain"]["parameter_bytes"] < found["least_feasible_bytes"] < again["plain"]["peak_bytes"]
 
 
 @pytest.mark.slow

@@ -237,9 +237,7 @@ class PlannedStep:
 
     def _can_be_placed(self) -> bool:
         """Whether its blocks can lie at planned addresses: one step after the other takes the same course."""
-        if not self.session.status.expandable_segments or self.leaving:
-            return False
-        return self._captured is None and can_record()
+        return bool(self.session.status.expandable_segments) and self._captured is None and can_record()
 
     def make_plan(self, captured: Captured) -> Captured:
         """Set `plan` and `basis`; the step as it is under the plan."""
@@ -252,11 +250,12 @@ class PlannedStep:
         return self.basis.resized(bytes_at(self._captured, self._numbers))
 
     def _compile(self, part: str, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        run = checked(module, run_kernels, example_inputs, self.departures)
-        if self.placement is None:
-            return run
+        placement = self.placement
+        if placement is None:
+            return checked(module, run_kernels, example_inputs, self.departures)
         name = f"{part} {id(self)}"
-        return self.placement.follow(name, module, run, lambda module: run_kernels(module, example_inputs))
+        run = checked(module, run_kernels, example_inputs, self.departures, placement.before(name))
+        return placement.follow(name, module, run, lambda module: run_kernels(module, example_inputs))
 
     def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self._compile("forward", module, example_inputs)

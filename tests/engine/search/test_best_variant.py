@@ -242,6 +242,29 @@ def test_below_what_the_whole_needs_it_runs_on_slices_of_the_batch(monkeypatch: 
     assert model.shoal.measured_peak_bytes <= budget_bytes  # type: ignore[union-attr,operator]
 
 
+def test_instance_norms_run_on_slices_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in nnU-Net's networks for volumes."""
+    monkeypatch.setattr("shoal.engine.search.variants._SLICES", (2,))
+    x = batches(1, 2, 1, 16, 16, 16)[0]
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        widths = ((1, 8), (8, 8), (8, 8))
+        layers = [(nn.Conv3d(a, b, 1), nn.InstanceNorm3d(b), nn.Dropout(0.0), nn.LeakyReLU()) for a, b in widths]
+        return nn.Sequential(*(one for block in layers for one in block), nn.Conv3d(8, 1, 1))
+
+    model, plain, exact = network(), network(), network().double()
+    with pytest.raises(BudgetError) as whole:
+        shoal.plan(model, x, 100_000, allow="bitwise")
+    budget_bytes = int(0.75 * whole.value.least_feasible_bytes)  # type: ignore[operator]
+    model = shoal.compile(model, budget_bytes, allow="bitwise, exact_split")
+    for one in (model, plain, exact):
+        step(one, x.to(next(one.parameters()).dtype))
+    assert chosen(model) == Variant(depth=1.0, slices=2)
+    assert_trains_as(model, plain, exact)
+    assert model.shoal.measured_peak_bytes <= budget_bytes  # type: ignore[union-attr,operator]
+
+
 def test_split_auto_allows_overlapping_patches() -> None:
     model = wide_at_first()
     model = shoal.compile(model, int(0.8 * least_bytes(model)), split="auto")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -64,6 +65,59 @@ def test_function_gradients_and_statistics_are_those_of_the_whole(depth: float, 
         torch.testing.assert_close(mine.grad, reference.grad, rtol=0, atol=1e-11, msg=name)
     for (name, buffer), reference in zip(network.named_buffers(), whole.buffers(), strict=True):
         torch.testing.assert_close(buffer, reference, rtol=0, atol=1e-12, msg=name)
+
+
+class Segmenting(nn.Module):
+    """The norms and activations of networks for volumes: instance and group norm, PReLU, a dropout of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv3d(1, 4, 3), nn.Conv3d(4, 4, 1), nn.Conv3d(8, 2, 1)
+        self.scale, self.shift, self.slope = (nn.Parameter(torch.randn(4)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(F.instance_norm(self.first(x), weight=self.scale, bias=self.shift), 0.0, True, False)
+        x = F.prelu(x, self.slope)
+        y = F.leaky_relu(F.group_norm(self.second(x), 2, self.scale, self.shift), 0.01)
+        return self.head(torch.cat([x, y], 1))
+
+
+def test_norms_of_each_sample_run_on_slices() -> None:
+    torch.manual_seed(0)
+    network = Segmenting().double()
+    graph = fx.Tracer().trace(network)
+    region = region_of(graph, network, 1.0)
+    assert [node.name for node in region.leaving] == ["head"]
+    sliced, x = slice_graph(network, graph, region, 3, 2), torch.randn(3, 1, 6, 5, 4, dtype=torch.float64)
+    weights = torch.randn(3, 2, 4, 3, 2, dtype=torch.float64)
+    torch.testing.assert_close(sliced(x), network(x), rtol=0, atol=1e-12)
+    ours, theirs = (torch.autograd.grad((one(x) * weights).sum(), network.parameters()) for one in (sliced, network))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        lambda x, state: F.instance_norm(x, state, state, use_input_stats=True),
+        lambda x, state: F.dropout(x, 0.1, True),
+        lambda x, state: F.dropout3d(x),
+        lambda x, state: F.alpha_dropout(x, 0.5, training=True),
+    ],
+    ids=["running statistics", "dropout", "dropout by default", "alpha dropout"],
+)
+def test_what_moves_statistics_or_draws_does_not(mixing: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv3d(1, 1, 1)
+            self.register_buffer("state", torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return mixing(self.first(x), self.state) + 1
+
+    network = Drawing()
+    graph = fx.Tracer().trace(network)
+    assert [node.name for node in region_of(graph, network, 1.0).nodes] == ["first"]
 
 
 def test_what_a_sample_does_not_have_alone_runs_on_the_whole_batch() -> None:

@@ -133,9 +133,11 @@ def examine(
         found |= _planned(subject, within_bytes, how, start, gradients, state_bytes)
         found["uncaptured"] = ""
     except BudgetError as error:
-        found |= {"refused": str(error), "least_bytes": error.least_feasible_bytes}
         doing("what would help")
-        found["remedies"] = tuple(_remedies(subject, within_bytes, how, error.least_feasible_bytes, state_bytes))
+        standing_bytes = 2 * found["parameter_bytes"] + state_bytes
+        least_bytes = error.least_feasible_bytes or _least_bytes(subject, standing_bytes, how)
+        found |= {"refused": str(error), "least_bytes": least_bytes}
+        found["remedies"] = tuple(_remedies(subject, within_bytes, how, least_bytes, state_bytes))
     except CaptureError as error:
         found["uncaptured"] = str(error)
     return Examination(**{"plan": plain, **found})
@@ -161,6 +163,14 @@ def _planned(
         "difference": difference,
         "breaks": plan.breaks,
     }
+
+
+def _least_bytes(subject: Subject, standing_bytes: int, how: Mapping[str, Any]) -> int | None:
+    """The least that works, where the budget was refused before anything was planned."""
+    try:
+        return shoal.plan(subject.model, subject.example, standing_bytes, **how).predicted_peak_bytes
+    except BudgetError as error:
+        return error.least_feasible_bytes
 
 
 def _remedies(

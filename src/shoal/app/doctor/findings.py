@@ -136,10 +136,11 @@ def _capture(found: Examination) -> str:
 def _helps(found: Examination) -> str:
     if found.uncaptured:
         return "take the named line out of the forward pass, or offload eagerly: shoal.offload_activations()"
+    more_bytes = [] if found.least_bytes is None else ["the bytes named above"]
     if found.remedies:
-        return f"{'; or '.join(found.remedies)}; or the bytes named above"
+        return "; or ".join([*found.remedies, *more_bytes])
     if found.refused:
-        return "the bytes named above, or smaller inputs; no smaller batch that was planned fits"
+        return f"{', or '.join([*more_bytes, 'smaller inputs'])}; no smaller batch that was planned fits"
     if found.breaks:
         return "take the named line out: one graph has more means, and less has to be kept"
     if found.fits_plain:
@@ -155,7 +156,9 @@ def _type(found: Examination) -> str:
         return "with shoal.offload_activations(): loss = criterion(model(x), y)"
     named = f', optimizer="{found.optimizer}"' if found.optimizer else ", optimizer=optimizer"
     given = f'"{_size(found.budget_bytes)}"'
-    if found.refused and not found.remedies and found.least_bytes is not None:
+    if found.refused and not found.remedies:
+        if found.least_bytes is None:
+            return "nothing yet: no budget was found that works"
         given = str(found.least_bytes)
     changed = "  # with the change above" if found.remedies else ""
     return f"model = shoal.compile(model, budget={given}{named}){changed}"

@@ -1,8 +1,9 @@
 """The graph of a network whose first layers run on slices of the batch, joined where that ends.
 
-Samples meet in batch norms alone, which have the statistics of all slices. In between a slice is through before the
-next begins, so that what it needs comes and goes with it. A convolution of a concatenation, as behind the skips of a
-U-Net, is the sum of convolutions of its parts, so that nothing is concatenated, and neither is a gradient.
+Samples meet in batch norms alone, which have the statistics of all slices; instance and group norms are each sample's
+own. In between a slice is through before the next begins, so that what it needs comes and goes with it. A convolution
+of a concatenation, as behind the skips of a U-Net, is the sum of convolutions of its parts, so that nothing is
+concatenated, and neither is a gradient.
 """
 
 from __future__ import annotations

@@ -81,6 +81,8 @@ _BY_SAMPLE_NAMES = {
     *(*_TRANSPOSED, "interpolate", "pad"),
     *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
 }
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_ALONE = (F.group_norm, F.prelu, torch.prelu)
 _POOLS: dict[Callable[..., Any], type[nn.Module]] = {
     F.max_pool1d: nn.MaxPool1d,
     F.max_pool2d: nn.MaxPool2d,
@@ -157,7 +159,8 @@ def _norm_of(node: fx.Node) -> Any:
 def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKind | None:
     """What the op is to a batch; None where a sample's result depends on others, or on random numbers.
 
-    A batch norm that does not train is pointwise.
+    "pointwise" are also a batch norm that does not train, an instance norm without running statistics, a group norm,
+    and a dropout that drops nothing.
     """
     layer = layer_of(node, modules)
     if isinstance(layer, _BatchNorm):
@@ -173,8 +176,26 @@ def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKi
     if name in ("cat", "concat", "concatenate"):
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
         return "concatenation" if isinstance(dim, int) and dim > 0 else None
+    if node.target in _ALONE or _normalises_samples(node) or _drops_nothing(node):
+        return "pointwise"
     known = (_POINTWISE_NAMES | _BY_SAMPLE_NAMES) if node.op == "call_function" else _POINTWISE_NAMES
     return "pointwise" if name.removesuffix("_") in known and "dropout" not in name else None
+
+
+def _normalises_samples(node: fx.Node) -> bool:
+    return node.target is F.instance_norm and (
+        _setting(node, 1, "running_mean", None) is None or _setting(node, 5, "use_input_stats", True) is False
+    )
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    return node.target in _DROPOUTS and (
+        _setting(node, 1, "p", 0.5) == 0 or _setting(node, 2, "training", True) is False
+    )
+
+
+def _setting(node: fx.Node, place: int, name: str, default: Any) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
 def _kind_of_layer(layer: nn.Module) -> SpatialKind | None:
