@@ -101,7 +101,9 @@ class Results:
                     known[storage._cdata] = len(self._blocks)
                     self._blocks.append((storage.data_ptr(), storage.nbytes()))
                 self._values.append(
-                    _Tensor(known[storage._cdata], value.storage_offset(), value.shape, value.stride(), value.dtype)
+                    _Tensor(
+                        known[storage._cdata], int(value.storage_offset()), value.shape, value.stride(), value.dtype
+                    )
                 )
 
     @property
