@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.capture.fx_nodes import reaches_output
 from shoal.capture.symbolic_sizes import usual
 from shoal.kernels.memory_format import channels_last_format
+from shoal.lowlevel.torch_internals import with_real_tensors
 
 _aten = torch.ops.aten
 _OF_TWO_OPERANDS = {  # right wherever both are laid out alike
@@ -96,7 +96,7 @@ def _as_run(node: fx.Node) -> Any:
     operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
     if any(one.device.type != "cuda" for one in operands):
         return None
-    with unset_fake_temporarily(), torch.no_grad():
+    with with_real_tensors(), torch.no_grad():
         images = [one for one in (_uninitialised(one, "meta") for one in operands) if one.dim() in (4, 5)]
         if all(one.is_contiguous() for one in images):
             return None

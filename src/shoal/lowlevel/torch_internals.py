@@ -8,12 +8,13 @@ more.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.lowlevel.eager_strides import eager_strides
@@ -69,3 +70,9 @@ def _decomposed() -> tuple[Any, ...]:
 
     packets = (getattr(_aten, name) for name in dir(_aten) if name.startswith(_FAMILIES))
     return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+def with_real_tensors() -> AbstractContextManager[Any]:
+    """Within it tensors are made on their device, also while a graph is traced with fake ones."""
+    found: AbstractContextManager[Any] = unset_fake_temporarily()
+    return found
