@@ -25,6 +25,7 @@ from shoal.kernels import (
     dropout,
     encoded_activation,
     group_norm,
+    group_norm_pieces,
     layer_norm,
     prelu,
     relu,
@@ -77,6 +78,12 @@ def by_channels(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, ...]:
     return (x, y, weight, None, None, mean, invstd, True, 1e-5, [True, True, True], 1, 2)
 
 
+def by_groups(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, ...]:
+    samples, channels, *pixels = x.shape
+    sizes = samples, channels, math.prod(pixels), 1
+    return (x, y, *of_one_group(x), statistics(x)[0], *sizes, [True, True, True], 1, 2)
+
+
 # Targets, and what each is called with, given two tensors of one layout.
 CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]] = [
     (aten.threshold_backward.default, lambda x, y: (x, y.relu(), 0)),
@@ -126,6 +133,7 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (batch_norm_pieces.native_backward, by_channels),
     (group_norm.normalise, lambda x, y: (x, *statistics(x)[:2], *of_one_group(x))),
     (group_norm.backward, lambda x, y: (x, y, statistics(x)[0], *of_one_group(x))),
+    (group_norm_pieces.backward, by_groups),
     (inverted_batch_norm, lambda x, y: (x, *wide_statistics(x)[:2], None, None, 1e-5, "leaky_relu", 0.2)),
     (inverted_batch_norm, lambda x, y: (x, None, None, *wide_statistics(x)[:2], 1e-5, "elu", 0.2)),
     (inverted_batch_norm_backward, lambda x, y: (x, y, *wide_statistics(x)[:3], False, 1e-5, "leaky_relu", 0.2)),

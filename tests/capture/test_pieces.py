@@ -12,12 +12,14 @@ from shoal.capture import pieces
 from shoal.capture.capture_step import capture_step
 from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import encoded, offers
-from shoal.capture.pieces import choose_pieces, in_pieces
+from shoal.capture.pieces import choose_elsewhere, choose_pieces, in_pieces
+from shoal.core import presets
 from shoal.core.lossy import LossyOptions
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces
 from shoal.cost.profile import profile_step
+from shoal.cost.roofline import roofline
 from shoal.errors import PlanError
 
 CPU = torch.device("cpu")
@@ -76,6 +78,26 @@ def test_a_plan_of_another_step_is_refused_by_the_op_it_cuts(profiled: tuple[Cap
     for op in ("nothing", "relu"):
         with pytest.raises(PlanError, match=f"'{op}' into pieces"):
             in_pieces(captured, [Pieces(op, 0, 2)])
+
+
+def test_on_a_gpu_that_is_not_here_gradients_of_large_norms_lie_over_the_incoming_ones() -> None:
+    with torch.device("meta"):
+        norms = [nn.GroupNorm(4, 16), nn.InstanceNorm3d(16, affine=True), nn.BatchNorm3d(16)]
+        layers = [layer for norm in norms for layer in (nn.Conv3d(16, 16, 1), norm, nn.Sigmoid())]
+        model, x = nn.Sequential(nn.Conv3d(1, 16, 1), *layers), torch.empty(1, 1, 48, 48, 48)
+    captured, _ = capture_step(model, x, name="norms", runs_here=False)
+    gpu = presets.get("rtx-4090-24gb")
+    whole = roofline(captured.graph, gpu)
+    chosen = choose_elsewhere(captured, whole, {"pieces"}, lambda step: roofline(step.graph, gpu))
+    assert sorted(whole.op_called[one.op].layer for one in chosen) == ["2", "5", "8"]
+    cut = roofline(in_pieces(captured, chosen).graph, gpu)
+    map_bytes = 16 * 48**3 * 4
+    for one in chosen:
+        before, after = whole.op_called[one.op], cut.op_called[one.op]
+        assert (before.overwrites, after.overwrites) == (-1, after.reads[0])
+        assert (before.workspace_bytes, after.workspace_bytes) == (0, map_bytes // 8)
+        assert after.seconds > before.seconds  # one sweep more
+    assert choose_elsewhere(captured, whole, {"direct"}, lambda step: whole) == ()
 
 
 def test_what_could_be_encoded_of_the_whole_step_can_be_in_pieces(profiled: tuple[Captured, StepGraph]) -> None:

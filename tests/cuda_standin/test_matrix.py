@@ -114,8 +114,6 @@ ROWS = [
 ]
 NOT_YET = {
     "mobilenet_v2-sgd-bf16-80%-ddp-64MiB": "the native batch norm's gradient is in channels_last, traced contiguous",
-    "timm/convnext_atto-sgd-fp32-60%-ema-ddp": "1.18 of the budget is reserved: in DDP blocks are not placed",
-    "unet3d-adamw-fp16-60%-ema-ddp": "1.12 of the budget is reserved: in DDP blocks are not placed",
 }
 COLUMNS = ("amp", "channels_last", "optimizer", "share", "passes", "beside", "workspace_bytes", "allow", "ddp")
 

@@ -87,8 +87,8 @@ def test_a_placed_step_reserves_what_was_planned_and_takes_no_more_launches() ->
     case = Case("resnet18", share=0.65, optimizer="adamw", amp="bf16", steps=5, recorded=False)
     run = trained(case)
     unplaced, _, *placed = run.steps[1:]
-    assert unplaced.reserved_bytes > 1.2 * unplaced.counted_bytes
+    assert unplaced.reserved_bytes <= 1.1 * run.budget_bytes
     for step in placed:
         assert step.reserved_bytes == step.predicted_reserved_bytes < 1.1 * step.counted_bytes
-        assert step.counted_bytes == pytest.approx(unplaced.metered_bytes, rel=0.001)
+        assert step.counted_bytes == pytest.approx(step.predicted_bytes, rel=0.002)
         assert (step.launches, step.synchronizations) == (unplaced.launches, 0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal.kernels import batch_norm_pieces, cudnn_batch_norm
+from shoal.kernels.convolution_pieces import Cut
 
 aten = torch.ops.aten
 NATIVE = aten.native_batch_norm_backward.default
@@ -87,4 +88,9 @@ def test_pieces_give_the_whole_gradient_and_only_the_second_form_writes(
 def test_on_the_cpu_nothing_is_cut() -> None:
     grad, x, weight, mean, invstd = operands(4, 64, 64, 64, channels_last=False)
     assert x.nbytes >= 4 << 20
-    assert batch_norm_pieces.choose(NATIVE, (grad, x, weight, None, None, mean, invstd, True, 0.0, [True] * 3)) is None
+    call = (grad, x, weight, None, None, mean, invstd, True, 0.0, [True] * 3)
+    assert batch_norm_pieces.choose(NATIVE, call) is None
+    elsewhere = batch_norm_pieces.cut_elsewhere(NATIVE, call)  # on a GPU, where that cannot be tried here
+    assert elsewhere == Cut(1, 8, x.nbytes - x.nbytes // 8)
+    half = tuple(one[:, :3] if one is grad or one is x else one for one in call)
+    assert batch_norm_pieces.cut_elsewhere(NATIVE, half) is None  # it is a view, which is not dense

@@ -15,7 +15,15 @@ from torch import fx
 
 from shoal.capture.fx_nodes import held_bytes
 from shoal.capture.symbolic_sizes import at_numbers, expression_of
-from shoal.kernels import batch_norm, batch_norm_pieces, direct_convolution, group_norm, layer_norm, prelu
+from shoal.kernels import (
+    batch_norm,
+    batch_norm_pieces,
+    direct_convolution,
+    group_norm,
+    group_norm_pieces,
+    layer_norm,
+    prelu,
+)
 from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, dropout_, dropout_backward, dropout_backward_
 from shoal.kernels.encoded_activation import relu_backward as encoded_relu_backward
@@ -86,6 +94,7 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     batch_norm_pieces.native_backward: ((0,), batch_norm_pieces.native_backward_),
     batch_norm_pieces.cudnn_backward: ((0,), batch_norm_pieces.cudnn_backward_),
     group_norm.backward: ((0,), group_norm.backward_),
+    group_norm_pieces.backward: ((0,), group_norm_pieces.backward_),
     dropout_backward: ((0,), dropout_backward_),
     torch.ops.shoal.norm_act_backward.default: ((0,), norm_act_backward_),
     torch.ops.shoal.norm_conv_backward.default: ((17,), norm_conv_backward_onto),

@@ -1,7 +1,7 @@
 """A captured step with some of its ops in pieces, where they make the peak, or convolutions by direct kernels.
 
-On the CPU those are convolutions, for their scratch; on CUDA gradients of batch norms, which then take the block of the
-incoming gradient.
+On the CPU those are convolutions, for their scratch; on CUDA gradients of batch and group norms (and instance norms,
+which are batch norms to it), which then take the block of the incoming gradient.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from shoal.capture.step_reader import read_joint
 from shoal.core.step import Op, StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
-from shoal.kernels import batch_norm_pieces, convolution_pieces
+from shoal.kernels import batch_norm_pieces, convolution_pieces, group_norm_pieces
 from shoal.kernels.convolution_pieces import Cut
 
-_IN_PIECES = {**convolution_pieces.IN_PIECES, **batch_norm_pieces.IN_PIECES}
+_OF_NORMS = {target: kind for kind in (batch_norm_pieces, group_norm_pieces) for target in kind.IN_PIECES}
+_IN_PIECES = {**convolution_pieces.IN_PIECES, **batch_norm_pieces.IN_PIECES, **group_norm_pieces.IN_PIECES}
 _NEAR_WHAT_STAYS = 0.5  # what else is held while an op runs differs about that much
 
 
@@ -52,17 +53,36 @@ def choose_pieces(
     if changed:
         captured = in_pieces(captured, changed)
         graph = costed(captured)
-    return (*changed, *_cut_pieces(captured, graph))
+    return (*changed, *_cut_pieces(captured, graph, _cut))
 
 
-def _cut_pieces(captured: Captured, graph: StepGraph) -> tuple[Pieces, ...]:
+def choose_elsewhere(
+    captured: Captured, graph: StepGraph, means: Collection[str], costed: Callable[[Captured], StepGraph]
+) -> tuple[Pieces, ...]:
+    """`choose_pieces` for a GPU that is not here: concatenations, and gradients of norms.
+
+    What a convolution's kernel takes there cannot be tried here; that pieces repeat the bits is tried when the plan is
+    made there.
+    """
+    changed = choose_concatenations(captured, graph) if "direct" in means else ()
+    if "pieces" not in means:
+        return changed
+    if changed:
+        captured = in_pieces(captured, changed)
+        graph = costed(captured)
+    return (*changed, *_cut_pieces(captured, graph, _cut_elsewhere))
+
+
+def _cut_pieces(
+    captured: Captured, graph: StepGraph, cut_of: Callable[[Op, Captured, StepGraph], Cut | None]
+) -> tuple[Pieces, ...]:
     needed_bytes = {op.name: _needed_bytes(op, graph) for op in graph.ops}
     found: dict[str, Pieces] = {}
     stays_bytes = 0
     for op in sorted(graph.ops, key=lambda op: needed_bytes[op.name], reverse=True):
         if needed_bytes[op.name] < _NEAR_WHAT_STAYS * stays_bytes:
             break
-        cut = _cut(op, captured, graph)
+        cut = cut_of(op, captured, graph)
         if cut is not None:
             found[op.name] = Pieces(op.name, cut.dim, cut.count)
         stays_bytes = max(stays_bytes, needed_bytes[op.name] - (cut.saved_bytes if cut is not None else 0))
@@ -71,8 +91,8 @@ def _cut_pieces(captured: Captured, graph: StepGraph) -> tuple[Pieces, ...]:
 
 def _cut(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
     node = captured.node_of.get(op.name)
-    if node is not None and node.target in batch_norm_pieces.IN_PIECES:
-        return batch_norm_pieces.choose(node.target, fx.node.map_arg(node.args, _value))  # type: ignore[arg-type]
+    if node is not None and node.target in _OF_NORMS:
+        return _OF_NORMS[node.target].choose(node.target, fx.node.map_arg(node.args, _value))
     result_bytes = sum(graph.storages[storage].nbytes for storage in op.writes)
     if (
         node is None
@@ -81,6 +101,13 @@ def _cut(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
     ):
         return None
     return convolution_pieces.choose(node.target, fx.node.map_arg(node.args, _value))  # type: ignore[arg-type]
+
+
+def _cut_elsewhere(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
+    node = captured.node_of.get(op.name)
+    if node is None or node.target not in _OF_NORMS:
+        return None
+    return _OF_NORMS[node.target].cut_elsewhere(node.target, fx.node.map_arg(node.args, _value))
 
 
 def _value(operand: fx.Node) -> Any:

@@ -63,7 +63,7 @@ class Variant:
         if self.pieces:
             others = replace(self, pieces=())
             cut_ops = [one.op for one in self.pieces if not one.direct and not one.parts]
-            kinds = dict.fromkeys("batch norms" if "norm" in op else "convolutions" for op in cut_ops)
+            kinds = dict.fromkeys("norms" if "norm" in op else "convolutions" for op in cut_ops)
             counts = (
                 (sum(one.direct for one in self.pieces), "direct convolutions"),
                 (sum(one.parts for one in self.pieces), "concatenations left out"),

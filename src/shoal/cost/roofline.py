@@ -23,10 +23,11 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
       three channels) and depthwise convolutions (k = 9) run far below the rate of large ones;
     - `bytes` are the op's `moved_bytes`, times the passes of its kernels over them: batch norm in training reads its
       input twice, for the statistics and to normalise (3/2 of the minimum); its backward reads both its operands
-      twice (5/3); max pooling's backward scatters (2).
+      twice (5/3), and so does group norm's; in pieces, these copy the result once more (7/3); max pooling's backward
+      scatters (2).
 
-    Workspaces are 0: implicit-GEMM kernels need little, and the real ones are measured when the plan first runs on the
-    device.
+    Workspaces are 0, but for the piece that a norm's gradient in pieces holds: implicit-GEMM kernels need little, and
+    the real ones are measured when the plan first runs on the device.
 
     Args:
         graph: a captured step, its ops with `flops` and `moved_bytes`.
@@ -44,7 +45,7 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
         compute_seconds = op.flops / (rate * _multiplier_use(op, graph))
         traffic_seconds = op.moved_bytes * _passes(op.target) / device.bytes_per_second
         seconds = max(compute_seconds, traffic_seconds) + device.launch_seconds
-        return replace(op, seconds=seconds, workspace_bytes=0)
+        return replace(op, seconds=seconds, workspace_bytes=_piece_bytes(op, graph))
 
     def timed_twice(op: Op) -> Op:
         again = op.again and replace(op.again, seconds=timed(op.second).seconds, workspace_bytes=0)
@@ -54,6 +55,7 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
 
 
 _FULL_INNER_PRODUCT = 64
+_NORM_PIECES = 8  # at most
 _HALVES = ("float16", "bfloat16")
 
 
@@ -64,8 +66,22 @@ def _multiplier_use(op: Op, graph: StepGraph) -> float:
     return min(1.0, op.flops / (2 * max(largest_elems, 1)) / _FULL_INNER_PRODUCT)
 
 
+def _piece_bytes(op: Op, graph: StepGraph) -> int:
+    """What a norm's gradient in pieces holds beside its operands."""
+    if not _is_norm_in_pieces(op.target):
+        return 0
+    result = graph.storages[op.writes[0]]
+    return -(-result.nbytes // min(_NORM_PIECES, result.shape[1]))
+
+
+def _is_norm_in_pieces(target: str) -> bool:
+    return "norm_pieces" in target
+
+
 def _passes(target: str) -> float:
-    if "batch_norm" in target:
+    if _is_norm_in_pieces(target):
+        return 7 / 3
+    if "batch_norm" in target or ("group_norm" in target and "backward" in target):
         return 5 / 3 if "backward" in target else 3 / 2
     if "max_pool" in target and "backward" in target:
         return 2.0

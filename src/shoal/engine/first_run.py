@@ -25,7 +25,11 @@ from shoal.offload.transfers import Transfers
 
 
 def checked(
-    module: fx.GraphModule, compile_graph: Compiler, example_inputs: Sequence[Any], departures: dict[str, Departure]
+    module: fx.GraphModule,
+    compile_graph: Compiler,
+    example_inputs: Sequence[Any],
+    departures: dict[str, Departure],
+    before: Callable[[fx.Node], None] | None = None,
 ) -> Callable[..., Any]:
     """`compile_graph(module)`, with a first run that holds every tensor against the trace.
 
@@ -34,6 +38,7 @@ def checked(
         compile_graph: makes it a callable that empties its list of arguments.
         example_inputs: for `compile_graph`.
         departures: gets what had to be copied, by the name of its node in the joint graph.
+        before: called with each node of the first run before it runs.
 
     Returns:
         The callable. Its first run, and where sizes vary the first one at each, raises CaptureError where a kernel
@@ -49,7 +54,7 @@ def checked(
             return compiled(arguments)
         seen.add(sizes)
         look = _Look(module, arguments)
-        results = run_nodes(module, arguments, look)
+        results = run_nodes(module, arguments, look, before)
         write_corrections(look, sizes)
         return results
 
@@ -59,7 +64,7 @@ def checked(
             return (yield from compiled(arguments))
         seen.add(sizes)
         look = _Look(module, arguments)
-        results = yield from nodes_in_parts(module, arguments, look)
+        results = yield from nodes_in_parts(module, arguments, look, before)
         write_corrections(look, sizes)
         return results
 
@@ -79,15 +84,25 @@ def checked(
     return run
 
 
-def run_nodes(module: fx.GraphModule, arguments: list[Any], look: Callable[[fx.Node, Any], Any]) -> Any:
+def run_nodes(
+    module: fx.GraphModule,
+    arguments: list[Any],
+    look: Callable[[fx.Node, Any], Any],
+    before: Callable[[fx.Node], None] | None = None,
+) -> Any:
     """Run a graph node by node; each value is freed after its last reader, as in the code that torch.fx generates.
 
     Args:
         module: the graph.
         arguments: its inputs; the list is emptied.
         look: is given each node and its value, and returns the value to go on with.
+        before: is given each node before it runs, once what died with the one before is freed.
     """
-    running = nodes_in_parts(module, arguments, look)
+    return to_the_end(nodes_in_parts(module, arguments, look, before))
+
+
+def to_the_end(running: Generator[list[Any], None, Any]) -> Any:
+    """What it returns; whatever it yields is dropped."""
     while True:
         try:
             next(running)
@@ -96,7 +111,10 @@ def run_nodes(module: fx.GraphModule, arguments: list[Any], look: Callable[[fx.N
 
 
 def nodes_in_parts(
-    module: fx.GraphModule, arguments: list[Any], look: Callable[[fx.Node, Any], Any]
+    module: fx.GraphModule,
+    arguments: list[Any],
+    look: Callable[[fx.Node, Any], Any],
+    before: Callable[[fx.Node], None] | None = None,
 ) -> Generator[list[Any], None, Any]:
     """`run_nodes` that yields the gradients that the graph hands over, each group where it does; whoever takes them
     empties the list."""
@@ -105,6 +123,8 @@ def nodes_in_parts(
     arguments.clear()
     dying = _last_reads(nodes)
     for node in nodes:
+        if before is not None:
+            before(node)
         if node.op == "output":
             return fx.node.map_arg(node.args[0], values.__getitem__)
         if node.op == "get_attr":

@@ -2,34 +2,37 @@
 
 PyTorch's allocator reserves more of the device than is in use, where what is free lies in pieces. What it will do is
 known once one step was recorded, and fillers make it choose the addresses of a layout without gaps
-(`shoal.memory.layout.fillers`). No result depends on any of this: where a step takes another course than the recorded
-one, its blocks lie elsewhere.
+(`shoal.memory.layout.fillers`). The first step is recorded, too: steps before the placed ones have fillers where the
+budget would not be enough to reserve. No result depends on any of this: where a step takes another course than the
+recorded one, its blocks lie elsewhere.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from shoal.capture.early_gradients import hand_over, handed_over
 from shoal.capture.step_reader import storage_bytes
 from shoal.core.sizes import format_bytes
-from shoal.engine.first_run import run_nodes
+from shoal.engine.first_run import nodes_in_parts, to_the_end
 from shoal.engine.status import Status
 from shoal.lowlevel import cuda_allocator
 from shoal.memory.layout.fillers import Event, Filled, Step
 
 log = logging.getLogger("shoal")
 
-_FIRST_RECORDED = 2  # the first run has libraries allocate what stays
+_FIRST_PLACED = 2  # by the record of this run: the first one has libraries allocate what stays
 _LAST_RECORDED = 20  # whatever is still to come
 _SPARE_BYTES = 20 << 20  # a page of a segment that grows
 _MORE = 0.015  # of a peak: what may be filled above it, or reserved beyond what was planned
 _WORTH = 0.97  # of what is reserved anyway
+_FILLS = "fills a hole"  # stands beside a filler in the record
 
 Run = Callable[[list[Any]], Any]
 
@@ -54,6 +57,11 @@ class Placement:
         self._runs = 0
         self._is_recording = self._records_alone = self._is_over = False
         self._start = 0
+        self._first_run: list[Event] = []
+        self._awaited: bool | None = None  # whether state was to come when holes were filled last
+        self._filled: Mapping[str, tuple[int, ...]] = {}  # of steps that are not placed yet
+        self._limit_bytes = status.budget_bytes
+        self._fillers: list[torch.Tensor] = []
         self._graphs: dict[str, tuple[fx.GraphModule, Callable[[fx.GraphModule], Run]]] = {}
         self._placed: dict[str, Run] = {}
         self._expected_bytes = 0
@@ -64,22 +72,44 @@ class Placement:
         Args:
             part: no other graph of the model has it.
             module: the graph that `run` runs.
-            run: takes a list of arguments, which it empties.
+            run: takes a list of arguments, which it empties; returns a generator where the graph hands gradients over.
             compiled: makes a graph such a callable.
         """
         self._graphs[part] = module, compiled
-        has_run = False
+        in_parts = bool(handed_over(module.graph))
+        before, has_run = self.before(part), False
 
         def follow(arguments: list[Any]) -> Any:
             nonlocal has_run
             is_first, has_run = not has_run, True
-            if is_first or not self._is_open or self._runs < _FIRST_RECORDED:
+            if is_first or not self._is_open:
                 return self._placed.get(part, run)(arguments)
-            if self._is_recording:
-                return self._recorded(part, module, arguments)
-            return run_nodes(module, arguments, self._within_budget)
+            running = nodes_in_parts(module, arguments, self._within_budget, before)
+            return running if in_parts else to_the_end(running)
 
         return follow
+
+    def before(self, part: str) -> Callable[[fx.Node], None]:
+        """What is to be called before each node of a graph that runs node by node: for the record, and to fill holes.
+
+        What happens while gradients are with their hooks is beside the graph.
+        """
+
+        def before(node: fx.Node) -> None:
+            release(self._fillers)
+            if not self._is_open:
+                return
+            key = "" if node.op == "output" or node.target is hand_over else _key(part, node)
+            if sizes := self._filled.get(key):
+                self._label(_FILLS)
+                self._fillers = fill(self._device, sizes)
+            self._label(key)
+
+        return before
+
+    def _label(self, text: str) -> None:
+        if self._is_recording:
+            cuda_allocator.label(text)
 
     def begins(self, graph: str) -> None:
         """Before each forward pass of a graph of the model."""
@@ -88,19 +118,29 @@ class Placement:
             return
         self._runs += 1
         if self._is_recording:
-            recorded = cuda_allocator.recorded(self._device, self._start)
-            self._stop()
-            self._is_open = False
-            if recorded:
-                self._place(Step([Event(*entry) for entry in recorded], self._trimmed()))
-            else:  # somebody else ended the record
-                self._runs, self._is_open = 0, True
-        elif self._is_open and self._runs >= (_LAST_RECORDED if self._awaits_more() else _FIRST_RECORDED):
-            self._records_alone = cuda_allocator.start_record()
-            self._start = cuda_allocator.record_length(self._device)
-            self._is_recording = True
-        elif self._expected_bytes:
+            recorded = self._stop()
+            if not recorded:  # somebody else ended the record
+                self._runs = 1
+            elif self._first_run:
+                self._is_open = False
+                self._filled = {}
+                self._place(Step(recorded, self._trimmed()))
+            else:
+                self._first_run = recorded
+        if not self._is_open:
             self._look()
+            return
+        if self._first_run and self._awaited != self._awaits_more():  # other blocks stand than when holes were filled
+            self._awaited = self._awaits_more()
+            self._fill()
+        if self._runs == 1 or self._runs >= (_LAST_RECORDED if self._awaits_more() else _FIRST_PLACED):
+            self._record()
+
+    def _record(self) -> None:
+        self._records_alone = cuda_allocator.start_record()
+        self._start = cuda_allocator.record_length(self._device)
+        self._is_recording = True
+        cuda_allocator.label("")
 
     def ends(self) -> None:
         """The plans are not in force any more."""
@@ -109,32 +149,21 @@ class Placement:
         self._placed.clear()
         self._is_over, self._is_open = True, False
 
-    def _stop(self) -> None:
+    def _stop(self) -> list[Event]:
+        """End the record; what is in it."""
+        recorded = cuda_allocator.recorded(self._device, self._start)
         self._is_recording = False
         if self._records_alone:
             cuda_allocator.stop_record()
-
-    def _recorded(self, part: str, module: fx.GraphModule, arguments: list[Any]) -> Any:
-        cuda_allocator.label(_key(part, next(iter(module.graph.nodes))))
-        try:
-            return run_nodes(module, arguments, self._labelled(part))
-        finally:
-            cuda_allocator.label("")
-
-    def _labelled(self, part: str) -> Callable[[fx.Node, Any], Any]:
-        def name_the_next(node: fx.Node, value: Any) -> Any:
-            cuda_allocator.label(_key(part, node.next))
-            return self._within_budget(node, value)
-
-        return name_the_next
+        return list(_without_fillers(Event(*entry) for entry in recorded))
 
     def _within_budget(self, node: fx.Node, value: Any) -> Any:
         """Between ops of a run that is not placed: give cached pages back before more than the budget is reserved."""
-        budget_bytes = self._status.budget_bytes
-        if budget_bytes is not None and node.next.op == "call_function":
+        limit_bytes = self._limit_bytes
+        if limit_bytes is not None and node.next.op == "call_function":
             reserved_bytes = torch.accelerator.memory_reserved(self._device)
             spare_bytes = reserved_bytes - torch.accelerator.memory_allocated(self._device)
-            if spare_bytes > _SPARE_BYTES and reserved_bytes + _result_bytes(node.next) > budget_bytes:
+            if spare_bytes > _SPARE_BYTES and reserved_bytes + _result_bytes(node.next) > limit_bytes:
                 torch.accelerator.empty_cache()
         return value
 
@@ -142,14 +171,34 @@ class Placement:
         torch.accelerator.empty_cache()
         return cuda_allocator.segments(self._device)
 
-    def _place(self, step: Step) -> None:
-        natural, status = step.as_it_is(), self._status
+    def _fill(self) -> None:
+        """Fill holes in a step that is not placed yet, where more than the budget would be reserved."""
+        self._filled, budget_bytes = {}, self._status.budget_bytes
+        self._limit_bytes = budget_bytes
+        if budget_bytes is None or self._status.budget_of == "reserved":  # the allocator has that for its limit
+            return
+        step = Step(self._first_run, self._trimmed())
+        natural = step.as_it_is()
+        if natural.reserved_bytes <= budget_bytes:
+            return
+        filled = step.filled(self._most_bytes(natural), budget_bytes)
+        if filled.reserved_bytes < natural.reserved_bytes:
+            release(fill(self._device, filled.mapping))
+            self._filled, self._limit_bytes = filled.sizes, max(budget_bytes, filled.reserved_bytes)
+
+    def _most_bytes(self, natural: Filled) -> int:
+        """What may be in use at the peak of a step, with what fills holes."""
+        status = self._status
         left_bytes = max(0, (status.budget_bytes or 0) - (status.predicted_peak_bytes or 0))
         # Where reserved bytes are bounded it does not matter how many of them are in use.
         more_bytes = (
             left_bytes if status.budget_of == "reserved" else min(left_bytes, int(_MORE * natural.allocated_bytes))
         )
-        filled = step.filled(natural.allocated_bytes + more_bytes)
+        return natural.allocated_bytes + more_bytes
+
+    def _place(self, step: Step) -> None:
+        natural = step.as_it_is()
+        filled = step.filled(self._most_bytes(natural))
         if filled.reserved_bytes > _WORTH * natural.reserved_bytes:
             self._expects(natural.reserved_bytes)
             return
@@ -174,6 +223,8 @@ class Placement:
 
     def _look(self) -> None:
         """Note what is reserved now; let the allocator choose where the step takes another course than it did."""
+        if not self._expected_bytes:
+            return
         reserved_bytes = torch.accelerator.memory_reserved(self._device)
         self._status.reserved_peak_bytes = reserved_bytes
         if self._placed and reserved_bytes > (1 + _MORE) * self._expected_bytes:
@@ -198,6 +249,17 @@ def fill(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
 def release(fillers: list[torch.Tensor]) -> None:
     """Release them."""
     fillers.clear()
+
+
+def _without_fillers(events: Iterable[Event]) -> Iterator[Event]:
+    held: set[int] = set()
+    for event in events:
+        if event.allocated and event.op == _FILLS:
+            held.add(event.address)
+        elif event.allocated or event.address not in held:
+            yield event
+        else:
+            held.remove(event.address)
 
 
 def _result_bytes(node: fx.Node) -> int:

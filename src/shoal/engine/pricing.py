@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal import planners
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
-from shoal.capture.concatenations import choose_concatenations
-from shoal.capture.pieces import choose_pieces, in_pieces
+from shoal.capture.pieces import choose_elsewhere, choose_pieces, in_pieces
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
 from shoal.core.means import KERNEL_MEANS
@@ -176,8 +175,8 @@ class Pricing:
             with unset_fake_temporarily():
                 if self.target is None:
                     pieces = choose_pieces(captured, known, form_means, costed)
-                else:  # what kernels take there cannot be tried here
-                    pieces = choose_concatenations(captured, known) if "direct" in form_means else ()
+                else:
+                    pieces = choose_elsewhere(captured, known, form_means, costed)
                 if not pieces:
                     return None
                 changed = in_pieces(captured, pieces)

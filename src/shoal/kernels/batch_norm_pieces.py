@@ -165,28 +165,43 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     Returns:
         What `IN_PIECES[whole]` takes besides, and what that saves.
     """
+    cut = cut_elsewhere(whole, arguments)
+    x = arguments[1]
+    if cut is None or x.device.type != "cuda":
+        return None
+    weight, mean, _, wanted = _settings(whole, arguments)
+    layout = tuple(x.shape), x.stride()
+    dtypes = x.dtype, None if weight is None else weight.dtype, mean.dtype
+    same = _repeats_bits(whole, layout, dtypes, x.device, tuple(wanted), cut.dim, cut.count)
+    return cut if same else None
+
+
+def cut_elsewhere(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
+    """`choose` for a GPU that is not here, on which it cannot be tried whether pieces repeat the bits."""
     grad, x = arguments[:2]
     if not all(type(size) is int for tensor in (grad, x) for size in (*tensor.shape, *tensor.stride())):
         return None
-    if whole is _NATIVE:
-        weight, mean, trains, wanted = arguments[2], arguments[5], arguments[7], arguments[9]
-    else:
-        weight, mean, trains, wanted = arguments[2], arguments[3], arguments[5] is None, arguments[7]
+    _, _, trains, wanted = _settings(whole, arguments)
     nbytes = x.numel() * x.element_size()
-    if x.device.type != "cuda" or not trains or not wanted[0] or nbytes < WORTH_PIECES_BYTES or x.dim() < 3:
+    if not trains or not wanted[0] or nbytes < WORTH_PIECES_BYTES or x.dim() < 3:
         return None
-    if grad.stride() != x.stride() or grad.dtype != x.dtype or x.shape[1] < _PIECES:
+    if grad.stride() != x.stride() or grad.dtype != x.dtype or x.shape[1] < 2:
         return None
     channels_last = not x.is_contiguous()
     if channels_last and (x.dim() == 3 or not x.is_contiguous(memory_format=channels_last_format(x.dim()))):
         return None
     dim = _PIXELS if whole is _NATIVE and channels_last else _CHANNELS
-    layout = tuple(x.shape), x.stride()
-    dtypes = x.dtype, None if weight is None else weight.dtype, mean.dtype
-    if not _repeats_bits(whole, layout, dtypes, x.device, tuple(wanted), dim):
-        return None
+    pieces = _PIECES if dim == _PIXELS else min(_PIECES, x.shape[1])
     pieces_held = 1 if whole is _NATIVE else 3  # with copies of both operands
-    return Cut(dim, _PIECES, nbytes - pieces_held * nbytes // _PIECES)
+    saved_bytes = nbytes - pieces_held * nbytes // pieces
+    return Cut(dim, pieces, saved_bytes) if saved_bytes > 0 else None
+
+
+def _settings(whole: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Any, bool, Sequence[bool]]:
+    """Weight, mean, whether it trains, and which gradients are wanted."""
+    if whole is _NATIVE:
+        return arguments[2], arguments[5], arguments[7], arguments[9]
+    return arguments[2], arguments[3], arguments[5] is None, arguments[7]
 
 
 @lru_cache(maxsize=256)
@@ -197,6 +212,7 @@ def _repeats_bits(
     device: torch.device,
     wanted: tuple[bool, ...],
     dim: int,
+    pieces: int,
 ) -> bool:
     """Whether pieces give the bits of the whole on this device; False where it has no room to find out."""
     try:
@@ -214,7 +230,7 @@ def _repeats_bits(
             else:
                 arguments = (grad, x, weight, mean, invstd, None, 1e-5, list(wanted))
             expected = whole(*arguments)
-            found = IN_PIECES[whole](*arguments, dim, _PIECES)
+            found = IN_PIECES[whole](*arguments, dim, pieces)
             pairs = zip(found, expected, strict=True)
             return all(
                 ours is None or theirs is None or (torch.equal(ours, theirs) and ours.stride() == theirs.stride())

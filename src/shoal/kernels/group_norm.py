@@ -56,21 +56,22 @@ def backward_(
     if not (grad.is_contiguous() and x.is_contiguous()):
         of_input, of_weight, of_bias = backward(grad, x, weight, mean, invstd)
         return grad.copy_(of_input), of_weight, of_bias
-    return _backward_in_pieces(grad, x, weight, mean, invstd, _PIECE_ELEMS)
+    piece_groups = _PIECE_ELEMS * x.shape[0] * mean.shape[1] // max(1, x.numel())
+    return backward_in_pieces(grad, x, weight, mean, invstd, max(1, piece_groups))
 
 
-def _backward_in_pieces(
+def backward_in_pieces(
     grad: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
     mean: torch.Tensor,
     invstd: torch.Tensor,
-    piece_elems: int,
+    step: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`backward_` of contiguous tensors, `step` groups of one sample at a time."""
     _, of_weight, of_bias = _backward(grad, x, weight, mean, invstd, [False, True, True])
     samples, channels, groups = x.shape[0], x.shape[1], mean.shape[1]
     in_group = channels // groups
-    step = max(1, piece_elems * samples * groups // max(1, x.numel()))
     for sample in range(samples):
         one = slice(sample, sample + 1)
         for group in range(0, groups, step):
@@ -132,7 +133,7 @@ def backward_repeats_bits(dtype: torch.dtype, device: torch.device, dims: int, c
         pixels = x.shape[2:].numel()
         _, mean, invstd = torch.ops.aten.native_group_norm(x, weight, bias, x.shape[0], channels, pixels, groups, 1e-5)
         whole = backward(grad, x, weight, mean, invstd)
-        pieces = _backward_in_pieces(grad, x, weight, mean, invstd, x[0].numel() // groups)
+        pieces = backward_in_pieces(grad, x, weight, mean, invstd, 1)
         return all(torch.equal(ours, theirs) for ours, theirs in zip(pieces, whole, strict=True))
 
 

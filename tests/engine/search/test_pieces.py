@@ -116,3 +116,23 @@ def test_a_resumed_run_cuts_the_same_convolutions_and_chooses_anew_where_they_ar
         again.shoal.variants[inputs] = read_record(Variant, asdict(kept), "variant")  # type: ignore[union-attr,index]
         trained(again, 1)
         assert again.shoal.plan.variant == expected  # type: ignore[union-attr]
+
+
+def test_for_a_gpu_that_is_not_here_gradients_of_norms_are_cut_where_that_needs_least() -> None:
+    with torch.device("meta"):
+        blocks = [layer for _ in range(2) for layer in (nn.GroupNorm(8, 16), nn.ReLU(), nn.Conv3d(16, 16, 1))]
+        model, x = nn.Sequential(nn.Conv3d(1, 16, 1), *blocks, nn.AvgPool3d(8)), torch.empty(1, 1, 48, 48, 48)
+        model = nn.Sequential(model, nn.Conv3d(16, 1, 1))
+
+    def planned(budget_bytes: int, allow: str) -> Plan:
+        return shoal.plan(model, x, budget_bytes, hardware="rtx-4090-24gb", allow=allow)
+
+    needed = []
+    for allow in ("recompute", "recompute, pieces"):
+        with pytest.raises(BudgetError) as refused:
+            planned(4 << 20, allow)
+        needed.append(refused.value.least_feasible_bytes)
+    assert needed[1] is not None and needed[0] is not None and needed[1] < needed[0]
+    plan = planned(needed[1], "recompute, pieces")
+    assert plan.predicted_peak_bytes <= needed[1]
+    assert str(plan.variant) == "2 norms in pieces" and {one.dim for one in plan.variant.pieces} == {1}

@@ -78,11 +78,19 @@ def test_what_applies_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
 def test_another_planner_looks_for_no_order_and_another_machine_for_no_pieces(caplog: pytest.LogCaptureFixture) -> None:
     step = plain_layers(), torch.randn(8, 16), "1MiB"
     shoal.plan(*step, planner="chain", allow="recompute, order")
-    shoal.plan(*step, hardware=PRESET, allow="recompute, pieces")
+    shoal.plan(*step, hardware=PRESET, allow="recompute, pieces, direct")
     assert [said.partition(":")[0] for said in lines(caplog)] == [
         "'order' is without effect",
+        "'direct' is without effect",
         "'pieces' is without effect",
     ]
+
+
+def test_on_another_machine_large_norms_may_be_in_pieces(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        net, volumes = nn.Sequential(nn.Conv3d(1, 16, 1), nn.GroupNorm(4, 16)), torch.empty(1, 1, 48, 48, 48)
+    shoal.plan(net, volumes, "1GiB", hardware=PRESET, allow="recompute, pieces")
+    assert not lines(caplog)
 
 
 def test_a_compiled_model_says_it_once_and_its_plan_too(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -95,3 +95,19 @@ def test_what_was_there_before_stays_and_its_holes_are_used() -> None:
     step = Step([one, two, freed(two), freed(one)], [{**segment, "blocks": [used, hole, behind]}])
     filled = step.filled(1 << 40)
     assert (filled.reserved_bytes, filled.allocated_bytes) == (100 * MIB, 80 * MIB)
+
+
+def test_what_the_recorded_step_left_for_good_is_not_made_again() -> None:
+    """As the state that an optimizer's first step allocates: it stands when the next step begins."""
+    state, saved = allocated("", 0, 20), allocated("op 1", 1 << 50, 60)
+    there = {"address": 0, "size": 20 * MIB, "state": "active_allocated"}
+    segment = {"address": 0, "total_size": 20 * MIB, "segment_type": "large", "is_expandable": True}
+    step = Step([saved, freed(saved), state], [{**segment, "blocks": [there]}])
+    assert step.as_it_is().allocated_bytes == step.as_it_is().reserved_bytes == 80 * MIB
+
+
+def test_no_layout_is_looked_for_below_what_is_enough() -> None:
+    step = Step(drawn(0), [])
+    natural = step.as_it_is()
+    assert step.filled(1 << 40).reserved_bytes < natural.reserved_bytes
+    assert step.filled(1 << 40, natural.reserved_bytes) == natural

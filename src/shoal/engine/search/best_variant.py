@@ -327,7 +327,8 @@ class _Search(Generic[Graph, Made]):
         """
         fitting: list[Best[Graph, Made]] = []
         expected = {form.variant: self._expected_bytes(form) for form in self._unfit}
-        for form in sorted(self._unfit, key=lambda form: expected[form.variant]):
+        order = sorted(self._unfit, key=lambda form: (expected[form.variant], fewest_bytes(form.priced.graph)))
+        for form in order:
             needed_bytes = expected[form.variant]
             if self._may_fit(form):
                 at_least_bytes = 0 if form.priced.encodes else fewest_bytes(form.priced.graph)

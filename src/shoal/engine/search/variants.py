@@ -38,6 +38,8 @@ _CONVOLUTIONS = (
     *(torch.conv1d, torch.conv2d, torch.conv3d),
     *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
 )
+_NORMS = (F.batch_norm, F.group_norm, F.instance_norm)
+_MEASURED = "tried on the machine that trains; hardware= is another one"
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 Graph = TypeVar("Graph")
 _Graph = TypeVar("_Graph", covariant=True)
@@ -130,11 +132,19 @@ class Variants:
                 return "there is no convolution of images"
         return ""
 
+    def why_not_elsewhere(self, means: str) -> str:
+        """The same of one of `KERNEL_MEANS`, for a machine that is not here."""
+        if means == "direct" and not self._joins_much:
+            return f"there is no large concatenation, and direct convolutions are {_MEASURED}"
+        if means == "pieces" and all(_large_map(node) is None for node in self.own.graph.nodes):
+            return f"there is no norm of large maps, and convolutions in pieces are {_MEASURED}"
+        return ""
+
     @property
     def _joins_much(self) -> bool:
         """Whether there is a large concatenation, which convolutions may read the parts of."""
         joined = (node.meta.get("example_value") for node in self.own.graph.nodes if node.target in _CONCATENATIONS)
-        return any(isinstance(value, torch.Tensor) and value.nbytes >= WORTH_PIECES_BYTES for value in joined)
+        return any(isinstance(value, torch.Tensor) and _bytes(value) >= WORTH_PIECES_BYTES for value in joined)
 
     @property
     def _may_cut(self) -> bool:
@@ -146,8 +156,8 @@ class Variants:
             values = _values(node)
             if node.target in _CONVOLUTIONS and values and may_be_worth_pieces(*values):
                 return True
-            x = node.args[0].meta.get("example_value") if node.target is F.batch_norm else None
-            if isinstance(x, torch.Tensor) and x.device.type == "cuda" and x.nbytes >= WORTH_PIECES_BYTES:
+            x = _large_map(node)
+            if x is not None and x.device.type == "cuda":
                 return True
         return False
 
@@ -343,11 +353,22 @@ def _sliced_region(source: LayeredGraph, depth: float) -> SplitRegion | None:
         return None
 
 
+def _bytes(value: torch.Tensor) -> int:
+    """The bytes of a traced tensor, whose sizes may be symbols that are guarded as numbers."""
+    return int(value.numel()) * value.element_size()
+
+
 def _values(node: fx.Node) -> list[torch.Tensor]:
     """The first two operands of a node and its result; nothing where one of them is no tensor."""
     operands = (*node.all_input_nodes[:2], node)
     values = [value for one in operands if isinstance(value := one.meta.get("example_value"), torch.Tensor)]
     return values if len(values) == len(operands) else []
+
+
+def _large_map(node: fx.Node) -> torch.Tensor | None:
+    """What a norm normalises, where its gradient may be worth pieces."""
+    x = node.args[0].meta.get("example_value") if node.target in _NORMS else None  # type: ignore[union-attr]
+    return x if isinstance(x, torch.Tensor) and _bytes(x) >= WORTH_PIECES_BYTES else None
 
 
 def _may_be_direct(values: Sequence[torch.Tensor]) -> bool:

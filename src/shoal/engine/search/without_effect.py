@@ -23,7 +23,7 @@ def without_effect(variants: Variants, options: CompileOptions, *, leaves: bool,
         if name in _OF_JOINT and options.planner != "joint":
             reasons[name] = "planner='joint' alone looks for it"
         elif name in KERNEL_MEANS and not runs_here:
-            reasons[name] = "whether it pays is measured, on the machine that trains; hardware= is another one"
+            reasons[name] = variants.why_not_elsewhere(name)
         elif name == "offload":
             reasons[name] = "" if leaves else "device and host are one; offload_to= may name a folder"
         else:

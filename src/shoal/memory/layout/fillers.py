@@ -92,6 +92,7 @@ class Step:
         there = {b.address: b for b in CachingAllocator.of_snapshot(self._segments).in_use()}
         self._frees: dict[int, int] = {}  # event → address, in the record, of what it frees
         self._stays: dict[int, int] = {}  # address of what is there until it is freed → event that makes its successor
+        self._lasting: set[int] = set()  # events that allocate what is there from then on, as an optimizer's state
         self._standing, self._lives = self._lifetimes(there)
         # An op's first large block lies where it is planned; what else it allocates finds its place by itself.
         self._planned = {
@@ -104,16 +105,17 @@ class Step:
         """The step with nothing filled."""
         return self._run({}, 0)
 
-    def filled(self, most_bytes: int) -> Filled:
+    def filled(self, most_bytes: int, enough_bytes: int = 0) -> Filled:
         """The step with the addresses that reserve least, as far as was looked.
 
         Args:
             most_bytes: that may be in use at its peak, with what fills holes.
+            enough_bytes: layouts that reserve no more are not improved on.
         """
         best = self._run({}, 0)
         attempts = min(_MOST_ATTEMPTS, max(_FEWEST_ATTEMPTS, _ATTEMPTED_EVENTS // len(self._events)))
         for layout in islice(self._layouts(), attempts):
-            if best.reserved_bytes <= _ENOUGH * best.allocated_bytes:
+            if best.reserved_bytes <= max(_ENOUGH * best.allocated_bytes, enough_bytes):
                 break
             made = self._run(layout, most_bytes)
             if made.reserved_bytes < best.reserved_bytes and made.allocated_bytes <= most_bytes:
@@ -211,7 +213,8 @@ class Step:
         """Large blocks from before the step, and those of the step.
 
         What a step frees of the one before, such as its gradients, takes the place of what it leaves to the next one.
-        Anything else that it freed of before was there once, and is not in the next one.
+        Anything else that it freed of before was there once, and is not in the next one; anything else that it left is
+        there already when the next one begins, and not made again.
         """
         end = len(self._events)
         began: dict[int, tuple[int, int]] = {}
@@ -232,7 +235,10 @@ class Step:
             spans: tuple[tuple[int, int], ...] = ((start, end),)
             same = there.get(address)
             match = next((one for one in freed if one[1] == size_bytes), None)
-            if match is not None and same is not None and same.size_bytes == size_bytes:
+            if same is not None and same.size_bytes == size_bytes:
+                if match is None:
+                    self._lasting.add(start)
+                    continue
                 freed.remove(match)
                 until[address], self._frees[match[0]] = match[0], address
                 self._stays[address] = start
@@ -270,6 +276,8 @@ class Step:
                     sizes[op] = tuple(block.size_bytes for block in fillers)
                 for number in group:
                     event = self._events[number]
+                    if number in self._lasting:
+                        continue
                     if event.allocated:
                         blocks[event.address] = allocator.allocate(event.size_bytes)
                         made[event.address] = number
