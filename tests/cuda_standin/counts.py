@@ -17,6 +17,7 @@ class DeviceCounts(ctypes.Structure):
     Attributes:
         mallocs, frees, copies, launches, synchronizations: how many.
         used_bytes: taken from the device now. peak_bytes: the most of them since `reset_device_peak`.
+        graph_launches: replays of CUDA graphs, each of them one launch. graph_kernels: kernels in these.
     """
 
     mallocs: int
@@ -24,9 +25,22 @@ class DeviceCounts(ctypes.Structure):
     synchronizations: int
     used_bytes: int
     peak_bytes: int
+    copies: int
+    graph_launches: int
+    graph_kernels: int
     _fields_ = [
         (name, ctypes.c_long)
-        for name in ("mallocs", "frees", "copies", "launches", "synchronizations", "used_bytes", "peak_bytes")
+        for name in (
+            "mallocs",
+            "frees",
+            "copies",
+            "launches",
+            "synchronizations",
+            "used_bytes",
+            "peak_bytes",
+            "graph_launches",
+            "graph_kernels",
+        )
     ]
 
 

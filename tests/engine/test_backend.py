@@ -91,7 +91,10 @@ def test_a_budget_that_no_plan_fits_names_what_would_do() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"buget": "2GiB"}, "options ['buget'] are unknown; there are budget, budget_of, planner, kernels, optimizer"),
+        (
+            {"buget": "2GiB"},
+            "options ['buget'] are unknown; there are budget, budget_of, planner, kernels, cuda_graphs",
+        ),
         ({"budget": "much"}, "budget='much' is not a size"),
         ({"budget": 0}, "budget=0 is less than a byte; it must be positive"),
         ({"planner": "keepall"}, "no planner is called 'keepall'; did you mean 'keep_all'?"),

@@ -74,6 +74,7 @@ def compile(
     lossy: str | Mapping[str, Any] | None = None,
     allow: str | Collection[str] | None = None,
     budget_of: str = "allocated",
+    cuda_graphs: bool = False,
     strict: bool = False,
     name: str | None = None,
     inner: str | None = None,
@@ -143,6 +144,13 @@ def compile(
             there. A plan is then made for which that allocator, as `shoal.memory.layout.caching_allocator` models it,
             reserves no more, and from the first step on it may not, whatever runs in the process, as under
             `torch.cuda.set_per_process_memory_fraction`. CUDA alone, models of one graph.
+        cuda_graphs: whether the two passes of a step are recorded as CUDA graphs after the first steps, and replayed
+            from then on: two launches a step, which a host that is slower than the device gains from. Its results are
+            valid until the model is called again; later access to them raises. What the graphs use stays reserved all
+            the time, as `model.shoal.graph_bytes`, and the batch is copied, which counts in the plan. Nothing is
+            offloaded. Refused, in one line: another device than CUDA, several graphs, DDP, optimizers in hooks, two
+            calls before a backward pass, gradients that are still there when the model is called, a second backward
+            pass, inputs in host memory, plans that draw random numbers a second time. See docs/explain/cuda-graphs.md.
         strict: whether the model has to be one graph. By default, where PyTorch cannot capture it as one (a `print`, a
             branch on a tensor's value, a call into another library), it is planned as several graphs with eager code
             between them: the first step runs with little kept and is measured, then all graphs are planned as one step.
@@ -193,6 +201,7 @@ def compile(
             "plan": plan is not None,
             "strict": strict,
             "budget_of": budget_of != "allocated",
+            "cuda_graphs": cuda_graphs,
         }
         budget.add(
             model,
@@ -215,6 +224,7 @@ def compile(
         split=split,
         allow=allow,
         budget_of=budget_of,
+        cuda_graphs=cuda_graphs,
         has_plan=plan is not None,
     )
     options.check_device(device.type)
@@ -321,11 +331,15 @@ class _Caller(ModelCall):
         except GraphBreak as broken:
             if not self._may_break or drawn_for(model, args):
                 raise
-            if self.session.options.budget_of == "reserved":
-                raise CaptureError(
-                    f"budget_of='reserved' needs a model of one graph; {self.session.name} breaks: {broken.reason} at "
-                    f"{broken.place}"
-                ) from None
+            for asked, option in (
+                (self.session.options.budget_of == "reserved", "budget_of='reserved'"),
+                (self.session.options.cuda_graphs, "cuda_graphs=True"),
+            ):
+                if asked:
+                    raise CaptureError(
+                        f"{option} needs a model of one graph; {self.session.name} breaks: {broken.reason} at "
+                        f"{broken.place}"
+                    ) from None
             log.warning(
                 "%s is not one graph: %s at %s; its graphs are planned as one step, and what crosses between them is "
                 "kept (model.shoal.plan.explain() tells where it breaks; strict=True refuses)",

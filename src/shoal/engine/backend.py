@@ -26,6 +26,7 @@ from shoal.capture.varying_sizes import bytes_at, make_static
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.engine.choose_variant import compile_chosen
+from shoal.engine.cuda_graphs import GraphedStep, ReplayedSteps, refuse
 from shoal.engine.first_run import checked
 from shoal.engine.gradient_gates import Gradients, gates_or_all, through_gates
 from shoal.engine.graph_runner import run_kernels
@@ -42,6 +43,7 @@ from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
 from shoal.lowlevel.cuda_allocator import can_record
 from shoal.lowlevel.torch_internals import eager_kernels
+from shoal.lowlevel.torch_state import active_ddp_module
 from shoal.memory.budget import budget_bytes
 from shoal.memory.limit import no_memory_limit
 from shoal.memory.optimizer_state import reject_copy
@@ -59,10 +61,10 @@ def backend(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="shoal", options={"budget": "2GiB"})`.
 
-    Options: `budget`, `planner`, `kernels`, `optimizer`, `offload_to`, `host_budget`, `lossy`, `allow` and
-    `budget_of`, as of `shoal.compile`; each may be text, as hosts that copy their options need it: {"budget": "80%",
-    "optimizer": "adamw"}. Where there is no budget, SHOAL_BUDGET of the environment counts; without that too,
-    everything is kept. The model has to come as one graph. `shoal.compile` does the same and also reports in
+    Options: `budget`, `planner`, `kernels`, `cuda_graphs`, `optimizer`, `offload_to`, `host_budget`, `lossy`,
+    `allow` and `budget_of`, as of `shoal.compile`; each may be text, as hosts that copy their options need it:
+    {"budget": "80%", "optimizer": "adamw"}. Where there is no budget, SHOAL_BUDGET of the environment counts; without
+    that too, everything is kept. The model has to come as one graph. `shoal.compile` does the same and also reports in
     `model.shoal`.
     """
     with refusals():
@@ -109,8 +111,8 @@ def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[
 
     with preparing(session.name, record=session.status.prepared):
         if (
-            session.compiles(example_inputs) or session.ready_plan is not None
-        ):  # a region and a given plan have one shape
+            session.compiles(example_inputs) or session.ready_plan is not None or session.replayed is not None
+        ):  # a region, a given plan and a CUDA graph have one shape
             make_static(gm)
             step = of_this_shape()
         else:
@@ -151,6 +153,7 @@ class PlannedStep:
         self.leaving: tuple[tuple[int, ...], ...] = ()  # places of the gradients that leave early, group by group
         self.gradient_order: list[int] = []  # places of all gradients as eager PyTorch finds them
         self.placement: Placement | None = None
+        self.graphed: GraphedStep | None = None
         self._captured: Captured | None = None  # as it was planned, where sizes vary
         self._sizes_seen: set[tuple[int, ...]] = set()
         self._numbers: Numbers = {}  # of the last call that was metered
@@ -214,9 +217,23 @@ class PlannedStep:
             handed_over(backward.graph),
             gradient_order(captured.joint.graph, captured.backward_outputs),
         )
-        if self._can_be_placed():
+        if self.session.replayed is not None:
+            self.graphed = self._to_be_graphed(self.session.replayed, captured, (forward, backward))
+        elif self._can_be_placed():
             self.placement = self.session.placement_on(self.device)
         return forward, backward
+
+    def _to_be_graphed(
+        self, replayed: ReplayedSteps, captured: Captured, modules: tuple[fx.GraphModule, fx.GraphModule]
+    ) -> GraphedStep:
+        if active_ddp_module() is not None or self.session.static.is_sharded:
+            raise refuse("the model runs in a wrapper that exchanges parameters or gradients")
+        if self.leaving:
+            raise refuse("gradients are used in hooks while the backward pass runs")
+        storages = captured.graph.storages
+        inputs = {node: storages[s] for node, s in captured.storage_of.items() if node.op == "placeholder"}
+        batch = [node.name for node, storage in inputs.items() if storage.kind == "input"]
+        return GraphedStep(replayed, modules, self.device, batch, self.n_outputs)
 
     def _can_be_placed(self) -> bool:
         """Whether its blocks can lie at planned addresses: one step after the other takes the same course."""
@@ -255,9 +272,11 @@ class PlannedStep:
             if self.placement is not None:
                 self.placement.begins(str(id(self)))
             measures = self.errors_unknown and not self.steps_to_meter
-            return self.session.metering.forward(
-                self, partial(self._measure_errors, run) if measures else run, arguments
-            )
+            runs = partial(self._measure_errors, run) if measures else run
+            if self.graphed is not None:
+                self.graphed.begins()
+                runs = partial(self.graphed.forward, runs, ready=not (self.steps_to_meter or measures))
+            return self.session.metering.forward(self, runs, arguments)
 
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward
@@ -289,7 +308,8 @@ class PlannedStep:
         def backward(arguments: list[Any]) -> Any:
             if self.leaving:
                 return gates_or_all(in_parts(arguments), self.leaving, n_gradients)
-            gradients = self.session.metering.backward(self, run, arguments)
+            runs = run if self.graphed is None else partial(self.graphed.backward, run)
+            gradients = self.session.metering.backward(self, runs, arguments)
             learn_layouts()
             return gradients
 

@@ -96,7 +96,7 @@ class Metering:
 
     def forward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the forward graph of a step."""
-        given = keys_of(arguments)
+        given = keys_of([*arguments, *self._static.input_copies])
         self._begin_forward(step, arguments)
         try:
             outputs = run(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -33,6 +33,7 @@ _OF_A_BACKEND = (
     "budget_of",
     "planner",
     "kernels",
+    "cuda_graphs",
     "optimizer",
     "offload_to",
     "host_budget",
@@ -97,6 +98,7 @@ class CompileOptions:
         means: by which means the step may be brought into its budget, of `shoal.core.means`.
         named: those of them that were asked for by name and not in a set, for what does not apply is then said.
         budget_of: what the budget bounds, "allocated" bytes (in use) or those that the allocator has "reserved".
+        cuda_graphs: whether the two passes of a step are replayed as CUDA graphs.
     """
 
     budget_bytes: int | None = None
@@ -107,6 +109,7 @@ class CompileOptions:
     split: str | None = None
     means: frozenset[str] = BITWISE
     budget_of: str = "allocated"
+    cuda_graphs: bool = False
     named: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
@@ -142,6 +145,7 @@ class CompileOptions:
         split: str | None = None,
         allow: str | Iterable[str] | None = None,
         budget_of: str = "allocated",
+        cuda_graphs: bool | str = False,
         has_plan: bool = False,
     ) -> CompileOptions:
         """The options that a caller's keywords stand for, each an object or a text.
@@ -199,7 +203,13 @@ class CompileOptions:
             )
         if permitted is None and "encode" in means and budget_bytes is not None:
             permitted = lossy_options(_ALLOWED_CODEC, planner)
-        options = cls(budget_bytes, planner, kernels, offload, permitted, split, means, budget_of, single)
+        if replays := _switch("cuda_graphs", cuda_graphs):
+            offload, means = _without_offload(offload, means, single), means - {"offload"}
+            if budget_of != "allocated":
+                raise InputError(
+                    "cuda_graphs=True keeps a pool of its own; give budget_of='allocated', or leave it out"
+                )
+        options = cls(budget_bytes, planner, kernels, offload, permitted, split, means, budget_of, replays, single)
         if budget_of != "allocated":
             options._check_reserved(has_plan=has_plan)
         if has_plan and planner != _ENCODING_PLANNER:
@@ -238,14 +248,18 @@ class CompileOptions:
         """Whether a device has what is asked for.
 
         Raises:
-            InputError: reserved bytes are bounded, of another device than a CUDA one.
+            InputError: reserved bytes are bounded, or CUDA graphs replayed, of another device than a CUDA one.
 
         >>> CompileOptions.of(budget="1GiB", budget_of="reserved").check_device("cpu")
         Traceback (most recent call last):
         shoal.errors.InputError: budget_of='reserved' needs a CUDA device; the model is on cpu
         """
-        if self.budget_of == "reserved" and device_type != "cuda":
-            raise InputError(f"budget_of='reserved' needs a CUDA device; the model is on {device_type}")
+        for given, asked in (
+            ("budget_of='reserved'", self.budget_of == "reserved"),
+            ("cuda_graphs=True", self.cuda_graphs),
+        ):
+            if asked and device_type != "cuda":
+                raise InputError(f"{given} needs a CUDA device; the model is on {device_type}")
 
     @property
     def form_means(self) -> frozenset[str]:
@@ -280,7 +294,27 @@ class CompileOptions:
             "split": self.split,
             "means": sorted(self.means),
             "budget_of": self.budget_of,
+            "cuda_graphs": self.cuda_graphs,
         }
+
+
+def _switch(keyword: str, value: bool | str) -> bool:
+    """A switch, as an object or as text."""
+    if value in (True, False):
+        return bool(value)
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise InputError(f"{keyword}={brief(value)}: expected True or False")
+
+
+def _without_offload(offload: OffloadOptions, means: Collection[str], single: Collection[str]) -> OffloadOptions:
+    """Nowhere, for a step that is replayed: copies to the host wait for each other there."""
+    asked = offload.given or (("allow='offload'",) if "offload" in {*single} & {*means} else ())
+    if asked:
+        raise InputError(
+            f"cuda_graphs=True replays a step without work on the host, and {asked[0]} is such; leave one out"
+        )
+    return OffloadOptions(to=None)
 
 
 def _means(

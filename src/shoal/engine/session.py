@@ -21,6 +21,7 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
 from shoal.engine.compiled_regions import in_compiled_regions
+from shoal.engine.cuda_graphs import ReplayedSteps, refuse
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.loop_memory import LoopMemory, best_case, step_alone
 from shoal.engine.metering import Metered, Metering, Window
@@ -65,6 +66,7 @@ class Session:
         sizes: those of the inputs that the model was called with.
         metering: runs the steps and measures the memory that they use.
         early: how the gradients of the call under way are used while its backward pass runs.
+        replayed: its steps as CUDA graphs, where they are to be.
         state_bytes: of the optimizers' state, as the plans in force count it.
         without_effect: a line for each means that was allowed by name and does not apply to the step.
     """
@@ -80,6 +82,7 @@ class Session:
     sizes: SizesSeen = field(default_factory=SizesSeen)
     early: EarlyGradients = field(default_factory=EarlyGradients)
     metering: Metering = field(init=False)
+    replayed: ReplayedSteps | None = None
     state_bytes: int = 0
     without_effect: tuple[str, ...] = ()
     _placement: Placement | None = None
@@ -93,6 +96,8 @@ class Session:
 
     def __post_init__(self) -> None:
         self.metering = Metering(self.static, self.learn, self.ran_out)
+        if self.options.cuda_graphs:
+            self.replayed = ReplayedSteps(self.status, self.static, self.metering.calls, self.name or "model")
         self.status.has_new_plans = weakref.WeakMethod(self.has_new_plans)
         if self.ready_plan is not None:
             self.loop = step_alone()
@@ -108,6 +113,8 @@ class Session:
         self.check_caller()
         static = self.static
         there = static.gradients()
+        if self.replayed is not None:
+            self.replayed.check_call(there)
         used = bool(there) and self.metering.gradients_are_used
         if used and self.loop.drops_late and not static.gradients_pass:
             # zero_grad(set_to_none=False) keeps gradients, as zeros
@@ -357,6 +364,8 @@ class Session:
     def let_go(self) -> None:
         """The model is gone: `close`, and bound nothing any more."""
         self.close()
+        if self.replayed is not None:
+            self.replayed.release()
         if self._unlimit is not None:
             self._unlimit()
             self._unlimit = None
@@ -444,7 +453,10 @@ class Session:
 
         Raises:
             TransferError: the host has no room for them.
+            CaptureError: the step is to be replayed as CUDA graphs.
         """
+        if plan.offloaded and self.replayed is not None:
+            raise refuse("the plan offloads to the host")
         if not plan.offloaded or self.offloading is None:
             return None
         pace = self.offloading.pace

@@ -42,6 +42,7 @@ class Status:
             the process does; None on the CPU, and before the first.
         predicted_reserved_bytes: on CUDA, what the allocator is predicted to reserve in a step: under
             `budget_of="reserved"` from the first step on, else once blocks lie at planned addresses; None before.
+        graph_bytes: what the CUDA graphs of a step keep of the device, once `cuda_graphs=True` has recorded them.
         expandable_segments: whether CUDA's allocator cuts its blocks to size; None on the CPU, and without a budget.
         planning_seconds: capture, profiling and planning of all plans, repairs included.
         captures: how often the model was captured: for a shape, for all shapes up to one, or anew.
@@ -59,6 +60,7 @@ class Status:
     reserved_peak_bytes: int | None = None
     predicted_reserved_bytes: int | None = None
     budget_of: str = "allocated"
+    graph_bytes: int | None = None
     expandable_segments: bool | None = None
     planning_seconds: float = 0.0
     captures: int = 0
@@ -95,6 +97,7 @@ class Status:
             f"predicted peak  {format_bytes(predicted)}{share}; plain PyTorch {format_bytes(plain)}",
             f"measured peak   {_size(self.measured_peak_bytes, 'no step was measured yet')}",
             *([f"reserved peak   {self._reserved()}"] if self.reserved_peak_bytes is not None else []),
+            *([f"CUDA graphs     two, which keep {format_bytes(self.graph_bytes)}"] if self.graph_bytes else []),
             f"predicted step  {_milliseconds(plan.predicted_seconds)}, {slower} of plain PyTorch's "
             f"{_milliseconds(plan.plain_seconds)}",
             f"computed        {plan.variant}",
@@ -144,7 +147,7 @@ class Status:
         Returns:
             "shoal/budget_bytes"; "shoal/predicted_peak_bytes" and "shoal/measured_peak_bytes", the highest of all
             plans; on CUDA "shoal/reserved_peak_bytes", what the allocator then held of the device, and
-            "shoal/predicted_reserved_bytes";
+            "shoal/predicted_reserved_bytes", and "shoal/graph_bytes" of CUDA graphs;
             "shoal/plain_peak_bytes" and "shoal/plain_seconds", the predicted step with everything kept;
             "shoal/predicted_seconds", "shoal/added_seconds", and "shoal/lower_bound_seconds" of what is added;
             "shoal/kept_bytes", "shoal/recomputed_bytes", "shoal/offloaded_bytes" and "shoal/encoded_bytes" of saved
@@ -167,6 +170,7 @@ class Status:
             "measured_peak_bytes": self.measured_peak_bytes,
             "reserved_peak_bytes": self.reserved_peak_bytes,
             "predicted_reserved_bytes": self.predicted_reserved_bytes,
+            "graph_bytes": self.graph_bytes,
             "plans": len(self.plans),
             "preparations": len(self.preparations),
             "repairs": self.repairs,

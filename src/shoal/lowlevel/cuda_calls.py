@@ -1,7 +1,8 @@
 """What only CUDA has, or PyTorch tells of CUDA alone: names, sizes and generators of devices, the allocator's limit,
 kernels that keep the device busy, pinned pages, cuDNN's batch norm.
 
-With `cuda_allocator` the only file that calls `torch.cuda`; all else goes through `torch.accelerator`.
+With `cuda_allocator` and `cuda_graphs` the only file that calls `torch.cuda`; all else goes through
+`torch.accelerator`.
 """
 
 from __future__ import annotations

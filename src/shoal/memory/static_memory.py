@@ -29,6 +29,8 @@ class StaticMemory:
     Attributes:
         gradients_pass: gradients from before a step are freed before its backward pass, so they do not count.
         hook_is_metered: the communication hook runs within the step that is metered, which counts its bytes there.
+        copies_inputs: whether the batch and the gradients of results are copied to fixed addresses before they are
+            read, as CUDA graphs need it. input_copies: those copies, once they are there.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class StaticMemory:
         self._named: list[tuple[weakref.ref[nn.Module] | None, NamedOptimizer]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.gradients_pass = self.hook_is_metered = False
+        self.gradients_pass = self.hook_is_metered = self.copies_inputs = False
+        self.input_copies: list[torch.Tensor] = []
         self._library: dict[Caller, int] = {}  # what cuBLAS keeps for the steps planned so far
         self._counted: Collection[int] | None = None
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
@@ -151,7 +154,7 @@ class StaticMemory:
         for held_bytes in (self.bucket_bytes() - self.hook_bytes * self.hook_is_metered, self.library_bytes):
             if held_bytes:
                 tensors.append(torch.empty(held_bytes, dtype=torch.uint8, device="meta"))
-        return tensors
+        return tensors + self.input_copies
 
     def bytes_beside(self, graph: StepGraph, *, runs_here: bool = True) -> int:
         """Bytes in use throughout the step that are not storages of its graph.
@@ -165,6 +168,8 @@ class StaticMemory:
         if trained:
             self._keep(library_bytes(graph, trained[0].device))
         held_bytes = self.state_bytes() + self.bucket_bytes() + (self.library_bytes if runs_here else 0)
+        if self.copies_inputs:
+            held_bytes += sum(s.nbytes for s in graph.storages if s.kind in ("input", "tangent"))
         if not models:
             return held_bytes
         in_graph_bytes = sum(s.nbytes for s in graph.storages if s.kind in ("parameter", "buffer"))

@@ -54,12 +54,13 @@ EXPORT int cuOccupancyMaxActiveClusters(int *out, void *function, void *config) 
 EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *out, void *function, int block, size_t shared) {
   return *out = 2, 0;
 }
-EXPORT int cuLaunchKernelEx(void *config, void *function, void **args, void **extra) {
-  return standin_count_launch(), 0;
+EXPORT int cuLaunchKernelEx(const struct { unsigned sizes[7]; void *on; } *config, void *function, void **args,
+                            void **extra) {
+  return standin_count_launch_on(config->on), 0;
 }
 EXPORT int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                           unsigned shared, void *on, void **args, void **extra) {
-  return standin_count_launch(), 0;
+  return standin_count_launch_on(on), 0;
 }
 EXPORT int cuLaunchCooperativeKernel(void) { return standin_count_launch(), 0; }
 EXPORT int cuPointerGetAttribute(void *out, int which, uint64_t address) { return *(uint64_t *)out = address, 0; }

@@ -57,7 +57,28 @@ EXPORT int standin_take(long nbytes) {
   return fits;
 }
 
-EXPORT void standin_count_launch(void) { __atomic_add_fetch(&counts.launches, 1, __ATOMIC_RELAXED); }
+// A CUDA graph: how many kernels and copies were captured, of which a replay does none.
+struct CUgraph_st {
+  long kernels, copies;
+};
+
+// A stream holds when it is done, and the graph that it captures into.
+struct CUstream_st {
+  double until_ms;
+  struct CUgraph_st *capturing;
+  unsigned long long capture_id;
+};
+
+static __thread cudaStream_t captured_here;  // the stream that this thread captures
+
+static struct CUgraph_st *capturing(cudaStream_t stream) { return (uintptr_t)stream > 2 ? stream->capturing : NULL; }
+
+// A kernel is launched; one of cuBLAS's or cuDNN's on the stream that its thread captures, if it does.
+EXPORT void standin_count_launch(void) { standin_count_launch_on(captured_here); }
+EXPORT void standin_count_launch_on(void *stream) {
+  struct CUgraph_st *graph = capturing(stream);
+  __atomic_add_fetch(graph ? &graph->kernels : &counts.launches, 1, __ATOMIC_RELAXED);
+}
 
 EXPORT long standin_setting(const char *name, long otherwise) {
   const char *text = getenv(name);
@@ -172,7 +193,7 @@ EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, c
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t nbytes, enum cudaMemcpyKind kind) {
+static cudaError_t copy(void *to, const void *from, size_t nbytes) {
   pthread_mutex_lock(&lock);
   struct region *there = region_of(to), *here = region_of(from);
   int within = there && here && there->kind == DEVICE && here->kind == DEVICE;
@@ -182,8 +203,15 @@ EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t nbytes, enum cu
   return cudaSuccess;
 }
 
+EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t nbytes, enum cudaMemcpyKind kind) {
+  if (captured_here) return cudaErrorStreamCaptureImplicit;
+  return copy(to, from, nbytes);
+}
+
 EXPORT cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind, cudaStream_t on) {
-  return cudaMemcpy(to, from, n, kind);
+  struct CUgraph_st *graph = capturing(on);
+  if (graph) return graph->copies++, cudaSuccess;
+  return copy(to, from, n);
 }
 
 EXPORT cudaError_t cudaMemset(void *start, int value, size_t nbytes) {
@@ -192,6 +220,8 @@ EXPORT cudaError_t cudaMemset(void *start, int value, size_t nbytes) {
 }
 
 EXPORT cudaError_t cudaMemsetAsync(void *start, int value, size_t nbytes, cudaStream_t on) {
+  struct CUgraph_st *graph = capturing(on);
+  if (graph) return graph->copies++, cudaSuccess;
   return cudaMemset(start, value, nbytes);
 }
 
@@ -252,7 +282,7 @@ EXPORT cudaError_t cudaDeviceGetPCIBusId(char *out, int size, int device) {
 }
 
 // Streams and events. Whatever is enqueued is done at once, but that a kernel may take time of its stream as a test says:
-// a stream holds when it is done, an event when the stream that it was recorded on was.
+// an event holds when the stream that it was recorded on was done.
 
 static double kernel_ms, legacy_until, latest;
 
@@ -266,7 +296,12 @@ static double now_ms(void) {
 
 static double later(double a, double b) { return a > b ? a : b; }
 
-static double *until(cudaStream_t stream) { return (uintptr_t)stream > 2 ? (double *)stream : &legacy_until; }
+static double *until(cudaStream_t stream) { return (uintptr_t)stream > 2 ? &stream->until_ms : &legacy_until; }
+
+static void busy(cudaStream_t stream, double ms) {
+  *until(stream) = later(*until(stream), now_ms()) + ms;
+  latest = later(latest, *until(stream));
+}
 
 // Which kernels were launched, by the address that stands for each on the host.
 #define N_KERNELS (1 << 17)
@@ -292,11 +327,11 @@ EXPORT void standin_each_kernel(void (*with)(const char *name, long launches)) {
 }
 
 static cudaError_t launch(const void *function, cudaStream_t stream) {
-  standin_count_launch();
+  standin_count_launch_on(stream);
+  if (capturing(stream)) return cudaSuccess;
   struct kernel *kernel = kernel_of(function);
   if (kernel->function) __atomic_add_fetch(&kernel->launches, 1, __ATOMIC_RELAXED);
-  *until(stream) = later(*until(stream), now_ms()) + kernel_ms;
-  latest = later(latest, *until(stream));
+  busy(stream, kernel_ms);
   return cudaSuccess;
 }
 
@@ -314,21 +349,61 @@ EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned flag
 EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *out) { return *out = 0, cudaSuccess; }
 
 EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *out) {
-  return *out = cudaStreamCaptureStatusNone, cudaSuccess;
+  return *out = capturing(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone, cudaSuccess;
 }
 
 EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
                                             unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
                                             const cudaGraphEdgeData **edges, size_t *n) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
-  if (graph) *graph = NULL;
+  struct CUgraph_st *found = capturing(stream);
+  *status = found ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  if (id) *id = found ? stream->capture_id : 0;
+  if (graph) *graph = found;
   if (n) *n = 0;
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaDeviceSynchronize(void) { return synchronize(latest); }
-EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return synchronize(*until(stream)); }
+// Graphs. What a capturing stream is given is counted, not done; a replay is one launch. As on a device, the default
+// stream cannot be captured, and nobody may wait for a stream that is.
+
+EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
+  static unsigned long long captures;
+  if ((uintptr_t)stream <= 2 || stream->capturing) return cudaErrorStreamCaptureUnsupported;
+  stream->capturing = calloc(1, sizeof *stream->capturing);
+  stream->capture_id = __atomic_add_fetch(&captures, 1, __ATOMIC_RELAXED);
+  return captured_here = stream, cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out) {
+  *out = capturing(stream);
+  if (!*out) return cudaErrorIllegalState;
+  stream->capturing = NULL;
+  return captured_here = NULL, cudaSuccess;
+}
+EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *n) {
+  return *n = graph->kernels + graph->copies, cudaSuccess;
+}
+EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags) {
+  struct CUgraph_st *made = malloc(sizeof *made);
+  *made = *graph;
+  return *out = (cudaGraphExec_t)made, cudaSuccess;
+}
+EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return free(graph), cudaSuccess; }
+EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return free(graph), cudaSuccess; }
+EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t made, cudaStream_t stream) {
+  struct CUgraph_st *graph = (struct CUgraph_st *)made;
+  __atomic_add_fetch(&counts.launches, 1, __ATOMIC_RELAXED);
+  __atomic_add_fetch(&counts.graph_launches, 1, __ATOMIC_RELAXED);
+  __atomic_add_fetch(&counts.graph_kernels, graph->kernels, __ATOMIC_RELAXED);
+  busy(stream, kernel_ms * graph->kernels);
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceSynchronize(void) {
+  return captured_here ? cudaErrorStreamCaptureUnsupported : synchronize(latest);
+}
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  return capturing(stream) ? cudaErrorStreamCaptureUnsupported : synchronize(*until(stream));
+}
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) { return synchronize(*(double *)event); }
 
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t *out) { return *out = calloc(1, 64), cudaSuccess; }

@@ -144,7 +144,7 @@ class Variants:
     def _joins_much(self) -> bool:
         """Whether there is a large concatenation, which convolutions may read the parts of."""
         joined = (node.meta.get("example_value") for node in self.own.graph.nodes if node.target in _CONCATENATIONS)
-        return any(isinstance(value, torch.Tensor) and value.nbytes >= WORTH_PIECES_BYTES for value in joined)
+        return any(isinstance(value, torch.Tensor) and _bytes(value) >= WORTH_PIECES_BYTES for value in joined)
 
     @property
     def _may_cut(self) -> bool:
@@ -353,6 +353,11 @@ def _sliced_region(source: LayeredGraph, depth: float) -> SplitRegion | None:
         return None
 
 
+def _bytes(value: torch.Tensor) -> int:
+    """The bytes of a traced tensor, whose sizes may be symbols that are guarded as numbers."""
+    return int(value.numel()) * value.element_size()
+
+
 def _values(node: fx.Node) -> list[torch.Tensor]:
     """The first two operands of a node and its result; nothing where one of them is no tensor."""
     operands = (*node.all_input_nodes[:2], node)
@@ -363,7 +368,7 @@ def _values(node: fx.Node) -> list[torch.Tensor]:
 def _large_map(node: fx.Node) -> torch.Tensor | None:
     """What a norm normalises, where its gradient may be worth pieces."""
     x = node.args[0].meta.get("example_value") if node.target in _NORMS else None  # type: ignore[union-attr]
-    return x if isinstance(x, torch.Tensor) and x.nbytes >= WORTH_PIECES_BYTES else None
+    return x if isinstance(x, torch.Tensor) and _bytes(x) >= WORTH_PIECES_BYTES else None
 
 
 def _may_be_direct(values: Sequence[torch.Tensor]) -> bool:

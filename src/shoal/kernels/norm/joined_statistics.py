@@ -17,7 +17,11 @@ from shoal.kernels.norm.norm_sweeps import sweeps
 def _joined_statistics(
     means: list[torch.Tensor], variances: list[torch.Tensor], counts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shares = means[0].new_tensor(counts).div_(sum(counts)).unsqueeze(1)
+    shares = means[0].new_full((len(counts), 1), counts[0])  # filled there: a copy from the host would wait for it
+    for place, count in enumerate(counts):
+        if count != counts[0]:
+            shares[place].fill_(count)
+    shares.div_(sum(counts))
     every = torch.stack(means)
     mean = (every * shares).sum(0)
     return mean, ((every - mean).square_().add_(torch.stack(variances)) * shares).sum(0)
