@@ -98,7 +98,7 @@ def test_a_guard_that_struck_is_noted_in_the_plan_and_its_file(
     graph = with_link(STEPS["resnet"])
     plan = joint(graph, HARDWARE, budget_bytes(graph, 0.75), limits=Limits(guard_seconds=0.0))
     assert "iterated search" in plan.stopped_early
-    assert "which ended" in caplog.text and "iterated search" in caplog.text
+    assert "the time limit of planning" in caplog.text and "iterated search" in caplog.text
     assert "stopped early   " in plan.explain() and "iterated search" in plan.explain()
     assert Plan.load(plan.save(tmp_path / "plan.json")).stopped_early == plan.stopped_early
     assert check_runs(plan.graph, plan.residences, schedule(plan.graph, plan.residences), plan.budget_bytes)

@@ -308,10 +308,11 @@ class _Search:
         """Whether a plan in another order of ops, with this bound, may be faster than the best so far."""
         if best is None:
             return math.isfinite(bound.bound_seconds)
-        added_seconds = best.seconds - self._plain_seconds
-        if bound.bound_seconds >= added_seconds:
+        if not self._is_off(best, bound.bound_seconds, self._limits.close_enough):
             return False
-        return graph.link is not None or self._tight_bound_seconds(graph) < added_seconds
+        return graph.link is not None or self._is_off(
+            best, self._tight_bound_seconds(graph), self._limits.close_enough
+        )
 
     def _starts(self, choice: RecomputeChoice, relaxed: Chosen | None) -> Iterator[Chosen]:
         """Near good choices: the bound's, linear programs with some room set aside, the paper's, all away."""
