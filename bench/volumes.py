@@ -4,6 +4,7 @@
     python -m bench.volumes --quick --networks SegResNet         one budget, to see that it runs
     python -m bench.volumes --networks UNet,DynUNet --parts measured --precisions float32 --shares 53,25
     python -m bench.volumes --parts planned,patch --hardware rtx-4090-24gb
+    python -m bench.volumes --parts planned --least-only --allow exact --resume
 
 UNet, DynUNet, SegResNet, AttentionUnet, VNet and SwinUNETR are MONAI's (here 1.6.1), PlainConvUNet and
 ResidualEncoderUNet those of dynamic-network-architectures (here 0.4.4); what does not import is skipped. DynUNet and
@@ -244,8 +245,9 @@ def _run(run: Run) -> int:
                     )
                     write_json(path, result)
                 for precision in precisions if "planned" in parts else ():
+                    planned_shares = () if asked.least_only else shares
                     result.setdefault("planned", {})[precision] = planned_rows(
-                        entry, precision, shares, asked.hardware, asked.allow, asked.seed, advance
+                        entry, precision, planned_shares, asked.hardware, asked.allow, asked.seed, advance
                     )
                     write_json(path, result)
                 if "patch" in parts:
@@ -282,6 +284,7 @@ main = Bench(
     option("--allow", default="bitwise", help="what plans for it may use; by default bitwise, with host memory"),
     option("--repeats", type=int, help="timed steps of each contender; by default 3"),
     switch("--no-compiled-peer", "leave activation_memory_budget out"),
+    switch("--least-only", "of what is planned the least share alone, without budgets: a plan or two for each network"),
     switch("--resume", "keep the other parts of the file of today"),
     CPU_TIME,
     quick="one budget in float32, one repeat: does it run?",

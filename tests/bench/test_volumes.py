@@ -128,7 +128,10 @@ def test_a_quick_run_writes_what_its_page_shows(
     again = ["--networks", "Small", "--parts", "planned", "--shares", "70", "--precisions", FLOAT32, "--resume"]
     assert volumes.main([*again, "--out", str(tmp_path)]) == 0
     result = json.loads(path.read_text())
-    assert result["measured"][FLOAT32]["rows"] == [row]
+    assert result["measured"][FLOAT32]["rows"] == [row] and len(result["planned"][FLOAT32]["rows"]) == 1
+    assert volumes.main([*again, "--least-only", "--out", str(tmp_path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["planned"][FLOAT32]["rows"] == [] and result["planned"][FLOAT32]["least_percent"] > 0
     block, image = shown(path, result, {})
     assert "Small, float32, 1 x 16^3" in block and "planned for a GPU" in block and image is not None
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import shoal
+from shoal.capture import buffers_in_place
 from shoal.capture.captured import Captured
+from shoal.kernels.buffers import add_to
 from tests.joint_graphs import captured_step
 
 
@@ -109,3 +112,22 @@ def test_an_exception_leaves_buffers_as_it_does_in_plain_pytorch() -> None:
             model(x)
     assert plain.first.num_batches_tracked.item() == 4 and plain.last.num_batches_tracked.item() == 3
     assert all(map(torch.equal, plain.buffers(), planned.buffers()))
+
+
+def test_on_cuda_counters_that_count_alike_are_one_op() -> None:
+    graph = fx.Graph()
+    buffers = [graph.placeholder(f"counter_{place}") for place in range(4)]
+    for buffer, device in zip(buffers, ("cuda", "cpu", "cuda", "cuda"), strict=True):
+        buffer.meta["val"] = SimpleNamespace(device=torch.device(device), dtype=torch.int64)
+        graph.call_function(add_to, (buffer, 1))
+    graph.output(())
+    buffers_in_place._count_at_once(graph)
+    counted = [node.args[0] for node in graph.find_nodes(op="call_function", target=add_to)]
+    assert counted == [[buffers[0], buffers[2], buffers[3]], buffers[1]]
+
+
+def test_several_counters_are_moved_as_one_is() -> None:
+    several, alone = [torch.tensor(3), torch.tensor(5)], torch.tensor(7)
+    add_to(several, 2)
+    add_to(alone, 2)
+    assert [int(counter) for counter in (*several, alone)] == [5, 7, 9]

@@ -43,9 +43,10 @@ def test_predicted_is_metered_and_the_device_gives_no_more(case: Case) -> None:
         assert step.synchronizations <= without.steps[-1].synchronizations
 
 
-def test_resnet50_with_everything_kept_launches_little_more_than_torch_compile() -> None:
-    kept = trained(replace(RESNET50, share=1.2))
-    assert kept.steps[-1].launches <= 1.1 * torch_compiled(RESNET50).steps[-1].launches
+@pytest.mark.parametrize("case", [RESNET50, replace(CASES[0], amp="bf16")], ids=str)
+def test_with_everything_kept_a_step_launches_less_than_torch_compile_has_it(case: Case) -> None:
+    kept = trained(replace(case, share=1.2))
+    assert kept.steps[-1].launches <= 0.8 * torch_compiled(case).steps[-1].launches
 
 
 def test_a_planned_resnet50_launches_what_it_recomputes_besides() -> None:

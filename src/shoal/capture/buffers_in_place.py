@@ -25,7 +25,7 @@ _TRAINING = 5
 
 
 def change_in_place(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
-    """Let batch norms and counters of batches write into their buffers.
+    """Let batch norms and counters of batches write into their buffers; on CUDA all counters at once, one launch.
 
     A buffer that anything else reads, as where a layer is called twice, is changed by a copy as before: reordered, the
     two would read one another's values.
@@ -41,6 +41,7 @@ def change_in_place(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
             _write_statistics(graph, node, changed)
     for node in graph.find_nodes(op="call_function", target=_aten.add.Tensor):
         _count_in_place(graph, node, changed)
+    _count_at_once(graph)
 
 
 def _changed_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -84,6 +85,22 @@ def _count_in_place(graph: fx.Graph, node: fx.Node, changed: dict[fx.Node, fx.No
     counting.meta = {key: value for key, value in node.meta.items() if key != "val"}
     node.replace_all_uses_with(buffer)
     graph.erase_node(node)
+
+
+def _count_at_once(graph: fx.Graph) -> None:
+    """On CUDA, where each is a launch: one op for all counters that count alike, where the first of them was."""
+    alike: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=add_to):
+        buffer, count = node.args
+        value = buffer.meta["val"]
+        if value.device.type == "cuda":
+            alike.setdefault((value.device, value.dtype, count), []).append(node)
+    for (_, _, count), nodes in alike.items():
+        with graph.inserting_before(nodes[0]):
+            counting = graph.call_function(add_to, ([node.args[0] for node in nodes], count))
+        counting.meta = dict(nodes[0].meta)
+        for node in nodes:
+            graph.erase_node(node)
 
 
 def _is_all_there_is(buffer: fx.Node, value: fx.Node, node: fx.Node, changed: dict[fx.Node, fx.Node]) -> bool:

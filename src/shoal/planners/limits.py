@@ -155,8 +155,8 @@ class Guard:
         """Say in the log that parts were stopped, where any was."""
         if self.stopped:
             log.warning(
-                "%s: the time limit of planning, %g s for all of its parts, ended %s early; planned again, the plan may "
-                "be another one",
+                "%s: the time limit of planning, %g s for all of its parts, ended %s early; planned again, the plan "
+                "may be another one",
                 model or "model",
                 self._seconds,
                 ", ".join(self.stopped),
