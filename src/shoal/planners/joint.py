@@ -310,9 +310,7 @@ class _Search:
             return math.isfinite(bound.bound_seconds)
         if not self._is_off(best, bound.bound_seconds, self._limits.close_enough):
             return False
-        return graph.link is not None or self._is_off(
-            best, self._tight_bound_seconds(graph), self._limits.close_enough
-        )
+        return graph.link is not None or self._is_off(best, self._tight_bound_seconds(graph), self._limits.close_enough)
 
     def _starts(self, choice: RecomputeChoice, relaxed: Chosen | None) -> Iterator[Chosen]:
         """Near good choices: the bound's, linear programs with some room set aside, the paper's, all away."""
