@@ -2,8 +2,8 @@
 
 PyTorch's allocator reserves more of the device than is in use, where what is free lies in pieces. What it will do is
 known once one step was recorded, and fillers make it choose the addresses of a layout without gaps
-(`shoal.memory.layout.fillers`). The first step is recorded, too: steps before the placed ones have fillers where the
-budget would not be enough to reserve. No result depends on any of this: where a step takes another course than the
+(`shoal.memory.layout.fillers`). The first step is recorded, too: steps before the placed ones have fillers where they
+would reserve far more than the budget. No result depends on any of this: where a step takes another course than the
 recorded one, its blocks lie elsewhere.
 """
 
@@ -31,6 +31,8 @@ _FIRST_PLACED = 2  # by the record of this run: the first one has libraries allo
 _LAST_RECORDED = 20  # whatever is still to come
 _SPARE_BYTES = 20 << 20  # a page of a segment that grows
 _MORE = 0.015  # of a peak: what may be filled above it, or reserved beyond what was planned
+_RESERVED = 1.1  # of a budget, before blocks are placed: fillers take bytes too, and are for a step that reserves more
+_FILLED = 1.05  # likewise, with fillers
 _WORTH = 0.97  # of what is reserved anyway
 _FILLS = "fills a hole"  # stands beside a filler in the record
 
@@ -60,7 +62,6 @@ class Placement:
         self._first_run: list[Event] = []
         self._awaited: bool | None = None  # whether state was to come when holes were filled last
         self._filled: Mapping[str, tuple[int, ...]] = {}  # of steps that are not placed yet
-        self._limit_bytes = status.budget_bytes
         self._fillers: list[torch.Tensor] = []
         self._graphs: dict[str, tuple[fx.GraphModule, Callable[[fx.GraphModule], Run]]] = {}
         self._placed: dict[str, Run] = {}
@@ -124,7 +125,10 @@ class Placement:
             elif self._first_run:
                 self._is_open = False
                 self._filled = {}
+                held_bytes = torch.accelerator.memory_reserved(self._device)
                 self._place(Step(recorded, self._trimmed()))
+                self._status.predicted_reserved_bytes = max(self._expected_bytes, held_bytes)  # as this step begins
+                return
             else:
                 self._first_run = recorded
         if not self._is_open:
@@ -159,11 +163,11 @@ class Placement:
 
     def _within_budget(self, node: fx.Node, value: Any) -> Any:
         """Between ops of a run that is not placed: give cached pages back before more than the budget is reserved."""
-        limit_bytes = self._limit_bytes
-        if limit_bytes is not None and node.next.op == "call_function":
+        budget_bytes = self._status.budget_bytes
+        if budget_bytes is not None and node.next.op == "call_function":
             reserved_bytes = torch.accelerator.memory_reserved(self._device)
             spare_bytes = reserved_bytes - torch.accelerator.memory_allocated(self._device)
-            if spare_bytes > _SPARE_BYTES and reserved_bytes + _result_bytes(node.next) > limit_bytes:
+            if spare_bytes > _SPARE_BYTES and reserved_bytes + _result_bytes(node.next) > budget_bytes:
                 torch.accelerator.empty_cache()
         return value
 
@@ -174,17 +178,16 @@ class Placement:
     def _fill(self) -> None:
         """Fill holes in a step that is not placed yet, where more than the budget would be reserved."""
         self._filled, budget_bytes = {}, self._status.budget_bytes
-        self._limit_bytes = budget_bytes
         if budget_bytes is None or self._status.budget_of == "reserved":  # the allocator has that for its limit
             return
         step = Step(self._first_run, self._trimmed())
         natural = step.as_it_is()
-        if natural.reserved_bytes <= budget_bytes:
+        if natural.reserved_bytes <= _RESERVED * budget_bytes:
             return
         filled = step.filled(self._most_bytes(natural), budget_bytes)
-        if filled.reserved_bytes < natural.reserved_bytes:
+        if filled.reserved_bytes <= _FILLED * budget_bytes:  # else giving pages back does as well
             release(fill(self._device, filled.mapping))
-            self._filled, self._limit_bytes = filled.sizes, max(budget_bytes, filled.reserved_bytes)
+            self._filled = filled.sizes
 
     def _most_bytes(self, natural: Filled) -> int:
         """What may be in use at the peak of a step, with what fills holes."""
@@ -225,6 +228,7 @@ class Placement:
         """Note what is reserved now; let the allocator choose where the step takes another course than it did."""
         if not self._expected_bytes:
             return
+        self._status.predicted_reserved_bytes = self._expected_bytes
         reserved_bytes = torch.accelerator.memory_reserved(self._device)
         self._status.reserved_peak_bytes = reserved_bytes
         if self._placed and reserved_bytes > (1 + _MORE) * self._expected_bytes:
