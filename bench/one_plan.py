@@ -114,12 +114,15 @@ def measure_network(
     advance("plain PyTorch")
     plain = Plain(make_workload(name, setting.batch, setting.image, seed=seed))
     least = _Least(plain.workload)
-    rows: list[dict[str, Any]] = []
-    found: dict[str, Any] = {"network": name, "setting": asdict(setting), "rows": rows}
+    rows = dict(known)
     times = Times({})
+
+    def so_far() -> dict[str, Any]:
+        in_order = [rows[share] for share in sorted(rows, reverse=True)]
+        return {"network": name, "setting": asdict(setting), "plain": plain.columns(times), "rows": in_order}
+
     for share in shares:
         if share in known:
-            rows.append(known[share])
             continue
         budget_bytes = plain.budget_bytes(share)
         runs: dict[str, Ours | BudgetError | Unsettled] = {}
@@ -132,19 +135,17 @@ def measure_network(
         fit = {allow: run for allow, run in runs.items() if isinstance(run, Ours)}
         advance(f"{share:g} %: timing {1 + len(fit)} contenders in turns")
         times = plain.in_turns({allow: run.forward for allow, run in fit.items()}, repeats, clock=clock)
-        rows.append(
-            {
-                "share": share,
-                "budget_bytes": budget_bytes,
-                "monet_percent": monet_overhead_percent(name, share),
-                "contenders": {allow: _columns(allow, runs[allow], budget_bytes, times) for allow in allowed},
-            }
-        )
-        keep(found | {"plain": plain.columns(times)})
+        rows[share] = {
+            "share": share,
+            "budget_bytes": budget_bytes,
+            "monet_percent": monet_overhead_percent(name, share),
+            "contenders": {allow: _columns(allow, runs[allow], budget_bytes, times) for allow in allowed},
+        }
+        keep(so_far())
         del runs, fit
         torch._dynamo.reset()
         gc.collect()
-    return found | {"plain": plain.columns(times)}
+    return so_far()
 
 
 class _Least:
@@ -268,13 +269,12 @@ def summary_line(totals: Mapping[str, int]) -> str:
 
 
 def known_rows(
-    earlier: Mapping[str, Any] | None, setting: Setting, shares: Collection[float], allowed: Collection[str]
+    earlier: Mapping[str, Any] | None, setting: Setting, allowed: Collection[str]
 ) -> dict[float, dict[str, Any]]:
     """The rows of an earlier run by their share; none where its step was another or a contender is missing."""
     if earlier is None or earlier["setting"] != json.loads(json.dumps(asdict(setting))):
         return {}
-    rows = {row["share"]: row for row in earlier["rows"]}
-    return {share: rows[share] for share in shares if share in rows and set(allowed) <= set(rows[share]["contenders"])}
+    return {row["share"]: row for row in earlier["rows"] if set(allowed) <= set(row["contenders"])}
 
 
 def _run(run: Run) -> int:
@@ -290,13 +290,14 @@ def _run(run: Run) -> int:
     repeats = asked.repeats or run.pick(5, 1)
 
     def keep(found: dict[str, Any]) -> None:
-        so_far = [*results, found]
-        run.save(results=so_far, skipped=skipped, summary=summary(so_far))
+        measured = {one["network"]: one for one in (*results, found)}
+        both = list((earlier | measured).values())  # what is still to come is not lost where this ends early
+        run.save(results=both, skipped=skipped, summary=summary(both))
 
     with bar(len(settings)) as show:
         for name, setting in settings.items():
-            known = known_rows(earlier.get(name), setting, shares, allowed)
-            if len(known) == len(shares):
+            known = known_rows(earlier.get(name), setting, allowed)
+            if set(shares) <= set(known):
                 results.append(earlier[name])
                 continue
             try:

@@ -148,12 +148,15 @@ def test_a_run_that_was_interrupted_goes_on_and_a_budget_below_the_parameters_sa
     measured = partial(measure_network, "googlenet", Setting(2, 16), [1.0, 2.0], ["recompute"], 1, 0)
     with pytest.raises(KeyboardInterrupt):
         measured(keep=interrupted)
-    known = known_rows(kept[0], Setting(2, 16), [1.0, 2.0], ["recompute"])
+    known = known_rows(kept[0], Setting(2, 16), ["recompute"])
     assert list(known) == [1.0]
     again = measured(known=known)
-    assert [row["share"] for row in again["rows"]] == [1.0, 2.0] and again["rows"][0] is known[1.0]
+    with pytest.raises(KeyboardInterrupt):
+        partial(measured, known={2.0: again["rows"][0]})(keep=interrupted)
+    assert [row["share"] for row in kept[-1]["rows"]] == [2.0, 1.0], "what was known of later budgets is kept"
+    assert [row["share"] for row in again["rows"]] == [2.0, 1.0] and again["rows"][1] is known[1.0]
     for setting, allowed in ((Setting(4, 16), ["recompute"]), (Setting(2, 16), ["recompute", "exact"])):
-        assert not known_rows(kept[0], setting, [1.0], allowed), "of another step, or a contender is missing"
+        assert not known_rows(kept[0], setting, allowed), "of another step, or a contender is missing"
     for row in again["rows"]:
         found = row["contenders"]["recompute"]
         assert row["budget_bytes"] < again["plain"]["parameter_bytes"] and not found["met"]
