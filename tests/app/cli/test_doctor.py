@@ -95,6 +95,12 @@ def test_a_budget_that_cannot_be_met_names_the_least_and_a_batch_that_fits() -> 
     assert f"budget={less['least_bytes']}, " in less["type"] and not less["remedies"]
 
 
+def test_a_model_of_several_graphs_below_what_parameters_take_has_no_least() -> None:
+    read = json.loads(doctor("my_models.py:printing", "--budget", "1KiB", "--json").stdout)
+    assert "before any activation" in read["refused"] and read["least_bytes"] is None
+    assert read["uncaptured"] and read["type"].startswith("with shoal.offload_activations()")
+
+
 def test_a_model_alone_takes_the_shape_that_is_given() -> None:
     read = json.loads(doctor("my_models.py:alone", "--example", "2x3x16x16", "--budget", "1GiB", "--json").stdout)
     assert read["input"] == "2 x 3 x 16 x 16" and read["fits_plain"] and read["fits_planned"]

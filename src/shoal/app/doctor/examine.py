@@ -166,11 +166,13 @@ def _planned(
 
 
 def _least_bytes(subject: Subject, standing_bytes: int, how: Mapping[str, Any]) -> int | None:
-    """The least that works, where the budget was refused before anything was planned."""
+    """The least that works, where the budget was refused before anything was planned; None for several graphs."""
     try:
         return shoal.plan(subject.model, subject.example, standing_bytes, **how).predicted_peak_bytes
     except BudgetError as error:
         return error.least_feasible_bytes
+    except CaptureError:
+        return None
 
 
 def _remedies(
