@@ -22,7 +22,7 @@ from shoal.capture.step_reader import read_joint
 from shoal.core.step import Op, StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
-from shoal.kernels import batch_norm_pieces, convolution_pieces, group_norm_pieces, prelu, prelu_pieces
+from shoal.kernels import batch_norm_pieces, convolution_pieces, group_norm_pieces, prelu_pieces
 from shoal.kernels.convolution_pieces import Cut
 
 _OF_PRELU = torch.ops.aten._prelu_kernel_backward.default

@@ -26,8 +26,8 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
       twice (5/3), and so does group norm's; in pieces, these copy the result once more, as PReLU's do (7/3); max
       pooling's backward scatters (2).
 
-    Workspaces are 0, but for what a norm's or a PReLU's gradient in pieces holds: implicit-GEMM kernels need little, and
-    the real ones are measured when the plan first runs on the device.
+    Workspaces are 0, but for what a norm's or a PReLU's gradient in pieces holds: implicit-GEMM kernels need little,
+    and the real ones are measured when the plan first runs on the device.
 
     Args:
         graph: a captured step, its ops with `flops` and `moved_bytes`.
