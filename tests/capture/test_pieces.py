@@ -110,3 +110,46 @@ def test_what_could_be_encoded_of_the_whole_step_can_be_in_pieces(profiled: tupl
     decoding = step.op_called[next(op.name for op in step.ops if op.target.endswith(".decode"))]
     readers = [step.ops[op].target for storage in decoding.writes for op in step.readers[storage]]
     assert readers == ["shoal.convolution_pieces.weight_gradient"]
+
+
+def prelus() -> tuple[nn.Module, torch.Tensor]:
+    """On the CPU: the meta device loses gradients behind PReLU."""
+    layers = [layer for slopes in (1, 16) for layer in (nn.Conv3d(16, 16, 1), nn.PReLU(slopes))]
+    return nn.Sequential(nn.Conv3d(1, 16, 1), *layers, nn.Conv3d(16, 1, 1)), torch.zeros(1, 1, 48, 48, 48)
+
+
+def test_on_a_gpu_that_is_not_here_gradients_of_large_prelus_lie_over_the_incoming_ones() -> None:
+    captured, _ = capture_step(*prelus(), name="prelus", runs_here=False)
+    gpu = presets.get("rtx-4090-24gb")
+    whole = roofline(captured.graph, gpu)
+    chosen = choose_elsewhere(captured, whole, {"pieces", "direct"}, lambda step: roofline(step.graph, gpu))
+    assert [(whole.op_called[one.op].layer, one.dim, one.count, one.reordered) for one in chosen] == [
+        ("4", 1, 8, True),
+        ("2", 0, 8, True),
+    ]
+    changed = in_pieces(captured, chosen)
+    cut = roofline(changed.graph, gpu)
+    map_bytes = 16 * 48**3 * 4
+    for one in chosen:
+        before, after = whole.op_called[one.op], cut.op_called[one.op]
+        assert [whole.storages[made].nbytes for made in before.writes] == [map_bytes, map_bytes]
+        assert cut.storages[after.writes[0]].nbytes == map_bytes > 1000 * cut.storages[after.writes[1]].nbytes
+        assert after.overwrites == after.reads[0] and after.workspace_bytes == map_bytes // 4
+    assert len(cut.ops) == len(whole.ops) - 2  # the sums
+    assert choose_elsewhere(captured, whole, {"pieces"}, lambda step: whole) == ()  # they have PyTorch's bits
+
+
+def test_those_of_the_cpu_lose_their_summands() -> None:
+    captured, _ = capture_step(*prelus(), name="prelus")
+    whole = profile_step(captured, CPU)
+    chosen = choose_pieces(captured, whole, {"pieces", "direct"}, lambda step: profile_step(step, CPU))
+    cut = profile_step(in_pieces(captured, chosen), CPU)
+    reordered = [one for one in chosen if one.reordered]
+    assert len(reordered) == 2
+    for one in reordered:
+        before, after = whole.op_called[one.op], cut.op_called[one.op]
+        assert after.target == "shoal.prelu_pieces.backward" and (before.reads, before.writes) == (
+            after.reads,
+            after.writes,
+        )
+        assert after.workspace_bytes < 0.4 * before.workspace_bytes

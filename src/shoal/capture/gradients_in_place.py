@@ -77,24 +77,37 @@ def _of_layer_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> No
 
 
 def _of_prelu(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
-    """With the sum over what broadcasting the slope gave it, where that is all that is made of the second gradient."""
-    grad, x, weight = _args(node)
-    values = [operand.meta["val"] for operand in (grad, x, weight)]
+    if node.meta["val"][0].device.type == "cpu" and (total := slopes_gradient(node)) is not None:
+        add_up_slopes(graph, node)
+        backward.discard(total)
+
+
+def slopes_gradient(node: fx.Node) -> fx.Node | None:
+    """The sum over what broadcasting a PReLU's slope gave it, where that is all that is made of the second gradient.
+
+    None too where incoming gradient, input and slope differ in dtype or layout.
+    """
+    grad, x, weight = (operand.meta["val"] for operand in _args(node))
     summands = next((user for user in node.users if user.args[1] == 1), None)
     total = next(iter(summands.users), None) if summands is not None else None
     if summands is None or total is None or len(summands.users) > 1 or total.target is not _aten.sum.dim_IntList:
-        return
-    if values[1].device.type != "cpu" or values[0].stride() != values[1].stride() or total.kwargs:
-        return
-    if values[0].dtype != values[1].dtype or values[2].dtype != values[1].dtype or values[2].dim() != values[1].dim():
-        return
+        return None
+    if grad.stride() != x.stride() or total.kwargs:
+        return None
+    return total if grad.dtype == x.dtype == weight.dtype and weight.dim() == x.dim() else None
+
+
+def add_up_slopes(graph: fx.Graph, node: fx.Node) -> None:
+    """Let a node with `slopes_gradient` be that sum too."""
+    total = slopes_gradient(node)
+    assert total is not None
+    (summands,) = total.all_input_nodes
     _, dims, *keepdim = _args(total)
-    node.target, node.args = prelu.backward, (grad, x, weight, dims, bool(keepdim and keepdim[0]))
+    node.target, node.args = prelu.backward, (*_args(node), dims, bool(keepdim and keepdim[0]))
     node.meta["val"] = (node.meta["val"][0], total.meta["val"])
     summands.meta["val"] = total.meta["val"]
     total.replace_all_uses_with(summands)
     graph.erase_node(total)
-    backward.discard(total)
 
 
 def _args(node: fx.Node) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """A captured step with some of its ops in pieces, where they make the peak, or convolutions by direct kernels.
 
 On the CPU those are convolutions, for their scratch; on CUDA gradients of batch and group norms (and instance norms,
-which are batch norms to it), which then take the block of the incoming gradient.
+which are batch norms to it), which then take the block of the incoming gradient. Gradients of PReLUs are on both.
 """
 
 from __future__ import annotations
@@ -9,22 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from torch import fx
 
 from shoal.capture.captured import Captured
 from shoal.capture.concatenations import choose_concatenations, without_concatenations
 from shoal.capture.direct import DIRECT, choose_direct, computed_directly
 from shoal.capture.fx_nodes import copied_joint
+from shoal.capture.gradients_in_place import add_up_slopes, slopes_gradient
 from shoal.capture.op_counts import flops
 from shoal.capture.step_reader import read_joint
 from shoal.core.step import Op, StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
-from shoal.kernels import batch_norm_pieces, convolution_pieces, group_norm_pieces
+from shoal.kernels import batch_norm_pieces, convolution_pieces, group_norm_pieces, prelu_pieces
 from shoal.kernels.convolution_pieces import Cut
 
-_OF_NORMS = {target: kind for kind in (batch_norm_pieces, group_norm_pieces) for target in kind.IN_PIECES}
-_IN_PIECES = {**convolution_pieces.IN_PIECES, **batch_norm_pieces.IN_PIECES, **group_norm_pieces.IN_PIECES}
+_OF_PRELU = torch.ops.aten._prelu_kernel_backward.default
+_KINDS = (batch_norm_pieces, group_norm_pieces, prelu_pieces)
+_OF_GRADIENTS = {_OF_PRELU: prelu_pieces} | {target: kind for kind in _KINDS for target in kind.IN_PIECES}
+_IN_PIECES = {target: pieces for kind in (convolution_pieces, *_KINDS) for target, pieces in kind.IN_PIECES.items()}
 _NEAR_WHAT_STAYS = 0.5  # what else is held while an op runs differs about that much
 
 
@@ -53,7 +57,7 @@ def choose_pieces(
     if changed:
         captured = in_pieces(captured, changed)
         graph = costed(captured)
-    return (*changed, *_cut_pieces(captured, graph, _cut))
+    return (*changed, *_cut_pieces(captured, graph, means, _cut))
 
 
 def choose_elsewhere(
@@ -70,11 +74,14 @@ def choose_elsewhere(
     if changed:
         captured = in_pieces(captured, changed)
         graph = costed(captured)
-    return (*changed, *_cut_pieces(captured, graph, _cut_elsewhere))
+    return (*changed, *_cut_pieces(captured, graph, means, _cut_elsewhere))
 
 
 def _cut_pieces(
-    captured: Captured, graph: StepGraph, cut_of: Callable[[Op, Captured, StepGraph], Cut | None]
+    captured: Captured,
+    graph: StepGraph,
+    means: Collection[str],
+    cut_of: Callable[[Op, Captured, StepGraph], Cut | None],
 ) -> tuple[Pieces, ...]:
     needed_bytes = {op.name: _needed_bytes(op, graph) for op in graph.ops}
     found: dict[str, Pieces] = {}
@@ -83,16 +90,18 @@ def _cut_pieces(
         if needed_bytes[op.name] < _NEAR_WHAT_STAYS * stays_bytes:
             break
         cut = cut_of(op, captured, graph)
+        if cut is not None and cut.reordered and "direct" not in means:
+            cut = None
         if cut is not None:
-            found[op.name] = Pieces(op.name, cut.dim, cut.count)
+            found[op.name] = Pieces(op.name, cut.dim, cut.count, reordered=cut.reordered)
         stays_bytes = max(stays_bytes, needed_bytes[op.name] - (cut.saved_bytes if cut is not None else 0))
     return tuple(found[op.name] for op in graph.ops if op.name in found)
 
 
 def _cut(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
     node = captured.node_of.get(op.name)
-    if node is not None and node.target in _OF_NORMS:
-        return _OF_NORMS[node.target].choose(node.target, fx.node.map_arg(node.args, _value))
+    if node is not None and node.target in _OF_GRADIENTS:
+        return _of_gradient(node, _OF_GRADIENTS[node.target].choose)
     result_bytes = sum(graph.storages[storage].nbytes for storage in op.writes)
     if (
         node is None
@@ -105,9 +114,15 @@ def _cut(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
 
 def _cut_elsewhere(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
     node = captured.node_of.get(op.name)
-    if node is None or node.target not in _OF_NORMS:
+    if node is None or node.target not in _OF_GRADIENTS:
         return None
-    return _OF_NORMS[node.target].cut_elsewhere(node.target, fx.node.map_arg(node.args, _value))
+    return _of_gradient(node, _OF_GRADIENTS[node.target].cut_elsewhere)
+
+
+def _of_gradient(node: fx.Node, cut_of: Callable[..., Cut | None]) -> Cut | None:
+    if node.target is _OF_PRELU and slopes_gradient(node) is None:
+        return None
+    return cut_of(node.target, fx.node.map_arg(node.args, _value))
 
 
 def _value(operand: fx.Node) -> Any:
@@ -135,6 +150,8 @@ def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
         if cut.direct or cut.parts:
             continue
         node = node_called.get(cut.op)
+        if node is not None and node.target is _OF_PRELU and slopes_gradient(node) is not None:
+            add_up_slopes(joint.graph, node)
         if node is None or node.target not in _IN_PIECES:
             raise PlanError(f"the plan cuts {cut.op!r} into pieces, which cannot be here; plan this step anew")
         node.meta["flops"] = flops(node)

@@ -36,7 +36,8 @@ FORMAT = "shoal-plan"
 # 2: ops are named without their folder; 3: the order of ops, and in which form the step is computed; 4: which
 # convolutions are computed in pieces
 VERSION = 4
-_OPS_IN_PIECES = ("shoal.convolution_pieces.", "shoal.batch_norm_pieces.", "shoal.group_norm_pieces.")
+_KINDS_IN_PIECES = "convolution", "batch_norm", "group_norm", "prelu"
+_OPS_IN_PIECES = tuple(f"shoal.{kind}_pieces." for kind in _KINDS_IN_PIECES)
 _REGIONS = "shoal.compiled_region.region_"
 _BY_OUR_KERNELS = frozenset({"direct", "encode", "fuse"})
 _DIRECT_OPS = "shoal.direct_convolution."

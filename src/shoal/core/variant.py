@@ -11,14 +11,18 @@ from shoal.errors import InputError
 
 @dataclass(frozen=True)
 class Pieces:
-    """A convolution or a gradient of one that is computed for less scratch: in pieces, with the same bits, or directly.
+    """An op that is computed for less scratch, such as a convolution or a norm's gradient: in pieces, or directly.
+
+    Pieces have the bits of the whole but where they are `reordered`.
 
     Attributes:
         op: its name in the step.
-        dim: along which dimension of the result: 0, samples; 2, the first spatial one; of a weight's gradient: 0 or 1.
+        dim: along which dimension of the result: 0, samples; 2, the first spatial one; of a weight's gradient: 0 or 1;
+            of a PReLU's: 0, all its elements; 1, channels.
         count: how many pieces.
         direct: whether it is computed as a whole by a kernel that takes no scratch and sums in another order.
         parts: whether it is a concatenation that is not computed: convolutions that read it are sums over its parts.
+        reordered: whether its pieces add up in another order than the whole.
     """
 
     op: str
@@ -26,6 +30,7 @@ class Pieces:
     count: int = 1
     direct: bool = False
     parts: bool = False
+    reordered: bool = False
 
     def __post_init__(self) -> None:
         if self.dim not in (0, 1, 2) or self.count < 1:
@@ -63,7 +68,7 @@ class Variant:
         if self.pieces:
             others = replace(self, pieces=())
             cut_ops = [one.op for one in self.pieces if not one.direct and not one.parts]
-            kinds = dict.fromkeys("norms" if "norm" in op else "convolutions" for op in cut_ops)
+            kinds = dict.fromkeys(map(_kind_of, cut_ops))
             counts = (
                 (sum(one.direct for one in self.pieces), "direct convolutions"),
                 (sum(one.parts for one in self.pieces), "concatenations left out"),
@@ -85,7 +90,7 @@ class Variant:
     @property
     def means(self) -> frozenset[str]:
         """What has to be allowed for it."""
-        used = {"direct" if one.direct or one.parts else "pieces" for one in self.pieces}
+        used = {"direct" if one.direct or one.parts or one.reordered else "pieces" for one in self.pieces}
         if self.fuse:
             used.add("fuse")
         elif self.invert:
@@ -93,6 +98,13 @@ class Variant:
         elif self.depth:
             used.add("exact_split" if self.exact else "split")
         return frozenset(used)
+
+
+def _kind_of(op: str) -> str:
+    """What an op that is cut belongs to, in the plural."""
+    if "prelu" in op:
+        return "PReLUs"
+    return "norms" if "norm" in op else "convolutions"
 
 
 WHOLE = Variant()

@@ -23,11 +23,11 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
       three channels) and depthwise convolutions (k = 9) run far below the rate of large ones;
     - `bytes` are the op's `moved_bytes`, times the passes of its kernels over them: batch norm in training reads its
       input twice, for the statistics and to normalise (3/2 of the minimum); its backward reads both its operands
-      twice (5/3), and so does group norm's; in pieces, these copy the result once more (7/3); max pooling's backward
-      scatters (2).
+      twice (5/3), and so does group norm's; in pieces, these copy the result once more, as PReLU's do (7/3); max
+      pooling's backward scatters (2).
 
-    Workspaces are 0, but for the piece that a norm's gradient in pieces holds: implicit-GEMM kernels need little, and
-    the real ones are measured when the plan first runs on the device.
+    Workspaces are 0, but for what a norm's or a PReLU's gradient in pieces holds: implicit-GEMM kernels need little,
+    and the real ones are measured when the plan first runs on the device.
 
     Args:
         graph: a captured step, its ops with `flops` and `moved_bytes`.
@@ -55,7 +55,7 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
 
 
 _FULL_INNER_PRODUCT = 64
-_NORM_PIECES = 8  # at most
+_PIECES = 8  # at most
 _HALVES = ("float16", "bfloat16")
 
 
@@ -67,19 +67,22 @@ def _multiplier_use(op: Op, graph: StepGraph) -> float:
 
 
 def _piece_bytes(op: Op, graph: StepGraph) -> int:
-    """What a norm's gradient in pieces holds beside its operands."""
-    if not _is_norm_in_pieces(op.target):
+    """What a gradient in pieces holds beside its operands: of PReLUs two of a piece."""
+    if not _is_gradient_in_pieces(op.target):
         return 0
     result = graph.storages[op.writes[0]]
-    return -(-result.nbytes // min(_NORM_PIECES, result.shape[1]))
+    if "prelu_pieces" in op.target:
+        of_one_slope = prod(graph.storages[op.writes[1]].shape) == 1
+        return 2 * -(-result.nbytes // (_PIECES if of_one_slope else min(_PIECES, result.shape[1])))
+    return -(-result.nbytes // min(_PIECES, result.shape[1]))
 
 
-def _is_norm_in_pieces(target: str) -> bool:
-    return "norm_pieces" in target
+def _is_gradient_in_pieces(target: str) -> bool:
+    return "norm_pieces" in target or "prelu_pieces" in target
 
 
 def _passes(target: str) -> float:
-    if _is_norm_in_pieces(target):
+    if _is_gradient_in_pieces(target):
         return 7 / 3
     if "batch_norm" in target or ("group_norm" in target and "backward" in target):
         return 5 / 3 if "backward" in target else 3 / 2

@@ -129,7 +129,8 @@ def compile(
             "recompute" and "offload"; "order" of the ops; "pieces", convolutions with a large scratch in pieces where
             these repeat its bits (on the CPU, measured here); "fuse", batch norms done by their neighbours
             (`shoal.fuse_batchnorm`); "direct", convolutions of volumes by kernels without
-            scratch (on the CPU), and of concatenations as sums over their parts; "exact_split", the first layers on
+            scratch (on the CPU), and of concatenations as sums over their parts (with "pieces", gradients of large
+            PReLUs in pieces too); "exact_split", the first layers on
             overlapping patches (`shoal.split(..., halo="exact")`); "encode", convolution inputs in 8 bits (as `lossy`);
             "invert", instance and group norms that save the result of the LeakyReLU or ELU behind them alone, and make
             their input again from it (`shoal.invert_norm`; the same function to rounding, but for scales below 1e-5);

@@ -40,11 +40,15 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Cut:
-    """How something is cut: along which dimension, into how many pieces, and how much less scratch they take."""
+    """How something is cut: along which dimension, into how many pieces, and how much less scratch they take.
+
+    `reordered`: sums are in another order than those of the whole, and so their bits others.
+    """
 
     dim: int
     count: int
     saved_bytes: int
+    reordered: bool = False
 
 
 def forward(

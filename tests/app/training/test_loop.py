@@ -17,6 +17,7 @@ import torch
 from shoal.app.training import loop
 from shoal.app.training.options import Outcome, Progress, TrainOptions
 from shoal.errors import InputError
+from shoal.memory.limit import memory_limit
 from tests.app.training.tiny import put_in_place
 from tests.engine.lossy_steps import codecs_of_no_time
 
@@ -198,6 +199,16 @@ def test_the_peak_holds_the_weights_and_the_batch(tiny: Options) -> None:
     outcome = run(tiny(epochs=1))
     held = sum(tensor.nbytes for tensor in weights(outcome).values()) + 8 * 3 * 16 * 16 * 4
     assert outcome.measured_peak_bytes is not None and outcome.measured_peak_bytes > 2 * held
+
+
+@needs_compiler
+def test_what_the_process_holds_beside_is_no_part_of_the_peak_nor_of_the_limit(tiny: Options) -> None:
+    alone = run(tiny(epochs=1)).measured_peak_bytes
+    assert alone is not None
+    with memory_limit(None):
+        held = torch.empty(2**20)
+        beside = run(tiny(epochs=1, enforce=True, budget_bytes=alone))
+    assert beside.measured_peak_bytes == alone < held.nbytes
 
 
 @pytest.mark.parametrize("change", [{"amp": "bf16"}, {"channels_last": True}, {"momentum": 0.0, "weight_decay": 0.0}])

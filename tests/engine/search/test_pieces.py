@@ -136,3 +136,31 @@ def test_for_a_gpu_that_is_not_here_gradients_of_norms_are_cut_where_that_needs_
     plan = planned(needed[1], "recompute, pieces")
     assert plan.predicted_peak_bytes <= needed[1]
     assert str(plan.variant) == "2 norms in pieces" and {one.dim for one in plan.variant.pieces} == {1}
+
+
+def test_gradients_of_prelus_in_pieces_train_in_less_and_are_no_further_from_float64() -> None:
+    def rectified(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [layer for n in (1, 16) for layer in (nn.Conv3d(n, 16, 1), nn.PReLU(), nn.Sigmoid())]
+        x = torch.randn(1, 1, 48, 48, 48, generator=torch.Generator().manual_seed(1))
+        return nn.Sequential(*layers, nn.AvgPool3d(8)).to(dtype), x.to(dtype)
+
+    def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        model(x).square().sum().backward()
+        return [parameter.grad.double() for parameter in model.parameters() if parameter.grad is not None]
+
+    needed = []
+    for allow in ("recompute, pieces", "recompute, pieces, direct"):
+        with pytest.raises(BudgetError) as refused:
+            shoal.plan(*rectified(), 1, allow=allow)
+        assert refused.value.least_feasible_bytes is not None
+        needed.append(refused.value.least_feasible_bytes)
+    assert needed[1] < 0.85 * needed[0]
+    model, x = rectified()
+    model = shoal.compile(model, needed[1] + 4096, allow="recompute, pieces, direct")
+    mine, theirs, exact = gradients(model, x), gradients(*rectified()), gradients(*rectified(torch.float64))
+    status: Any = model.shoal
+    assert any(one.reordered for one in status.plan.variant.pieces) and "PReLUs in pieces" in str(status.plan.variant)
+    assert status.measured_peak_bytes <= needed[1] + 4096
+    for ours, plain, right in zip(mine, theirs, exact, strict=True):
+        assert (ours - right).abs().max() <= (plain - right).abs().max() + 1e-6 * right.abs().max()

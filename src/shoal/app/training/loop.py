@@ -74,6 +74,7 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
     with ExitStack() as stack:
         # Entered before the model is made, so that its parameters count.
         meter = prepare.open_memory_limit(stack, device, options.enforce)
+        before_bytes = 0 if meter is None else meter.live_bytes  # of models that this process has beside
         model = shoal.app.models.build(
             options.model, num_classes=data.num_classes, in_channels=data.in_channels, seed=options.seed
         )
@@ -86,11 +87,11 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
         strategy = strategy_of(options, model, ranks, data.train.batches)
         # Closing is a collective call: not where a rank is gone.
         stack.push(lambda kind, *_: strategy.close() if kind is None or ranks.count == 1 else None)
-        run = _Run(options, device, strategy, data, layout, meter, watcher, ranks)
+        run = _Run(options, device, strategy, data, layout, meter, before_bytes, watcher, ranks)
         if options.resume:
             run.resume()
-        if options.enforce and meter is not None:
-            meter.limit_bytes = options.budget_bytes
+        if options.enforce and meter is not None and options.budget_bytes is not None:
+            meter.limit_bytes = before_bytes + options.budget_bytes
         with asked_to_stop() as run.stop, lost_ranks_reported(ranks):
             run.train()
         return run.outcome()
@@ -107,6 +108,7 @@ class _Run:
         data: Data,
         layout: torch.memory_format,
         meter: MemoryLimit | None,
+        before_bytes: int,
         watcher: Watcher,
         ranks: Ranks,
     ) -> None:
@@ -115,6 +117,7 @@ class _Run:
         self.data = data
         self.layout = layout
         self.meter = meter
+        self.before_bytes = before_bytes
         self.watcher = watcher
         self.ranks = ranks
         self.strategy = strategy
@@ -232,7 +235,7 @@ class _Run:
 
     def _read_peak(self) -> None:
         if self.meter is not None:
-            self.peak_bytes = max(self.peak_bytes or 0, self.meter.peak_bytes)
+            self.peak_bytes = max(self.peak_bytes or 0, self.meter.peak_bytes - self.before_bytes)
         elif (state := self._state()) is not None:
             self.peak_bytes = state.measured_peak_bytes
 

@@ -39,6 +39,7 @@ _CONVOLUTIONS = (
     *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
 )
 _NORMS = (F.batch_norm, F.group_norm, F.instance_norm)
+_PRELUS = (F.prelu, torch.prelu)
 _MEASURED = "tried on the machine that trains; hardware= is another one"
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 Graph = TypeVar("Graph")
@@ -136,9 +137,15 @@ class Variants:
         """The same of one of `KERNEL_MEANS`, for a machine that is not here."""
         if means == "direct" and not self._joins_much:
             return f"there is no large concatenation, and direct convolutions are {_MEASURED}"
-        if means == "pieces" and all(_large_map(node) is None for node in self.own.graph.nodes):
+        if means == "pieces" and not self._has_large_prelu and all(_large_map(n) is None for n in self.own.graph.nodes):
             return f"there is no norm of large maps, and convolutions in pieces are {_MEASURED}"
         return ""
+
+    @property
+    def _has_large_prelu(self) -> bool:
+        """Whether there is one whose gradient may be worth pieces, which add up in another order."""
+        prelus = (node for node in self.own.graph.nodes if node.target in _PRELUS)
+        return "direct" in self._means and any(_large_map(node) is not None for node in prelus)
 
     @property
     def _joins_much(self) -> bool:
@@ -152,11 +159,13 @@ class Variants:
             return False
         if "direct" in self._means and self._joins_much:
             return True
+        if "pieces" in self._means and self._has_large_prelu:
+            return True
         for node in self.own.graph.nodes:
             values = _values(node)
             if node.target in _CONVOLUTIONS and values and may_be_worth_pieces(*values):
                 return True
-            x = _large_map(node)
+            x = _large_map(node) if node.target in _NORMS else None
             if x is not None and x.device.type == "cuda":
                 return True
         return False
@@ -366,8 +375,9 @@ def _values(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _large_map(node: fx.Node) -> torch.Tensor | None:
-    """What a norm normalises, where its gradient may be worth pieces."""
-    x = node.args[0].meta.get("example_value") if node.target in _NORMS else None  # type: ignore[union-attr]
+    """What a norm or a PReLU is of, where its gradient may be worth pieces."""
+    known = node.target in _NORMS or node.target in _PRELUS
+    x = node.args[0].meta.get("example_value") if known else None  # type: ignore[union-attr]
     return x if isinstance(x, torch.Tensor) and _bytes(x) >= WORTH_PIECES_BYTES else None
 
 

@@ -1,0 +1,111 @@
+"""PReLU's gradients in pieces, written over the incoming gradient: two tensors instead of four.
+
+PyTorch's kernel returns the gradient of the input and, as large as that, the summands of the slope's. Here a piece of
+both is made at a time; the first is copied over the incoming gradient, the second is added up. The sum is in another
+order than the whole one, each piece's in float32 or wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shoal.kernels import prelu
+from shoal.kernels.convolution_pieces import WORTH_PIECES_BYTES, Cut
+from shoal.kernels.memory_format import channels_last_format
+
+_WHOLE = torch.ops.aten._prelu_kernel_backward.default
+_ELEMENTS, _CHANNELS = 0, 1
+_PIECES = 8
+Gradients = tuple[torch.Tensor, torch.Tensor]
+
+
+def backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dims: list[int], keepdim: bool, dim: int, pieces: int
+) -> Gradients:
+    """`prelu.backward` of dense tensors of one layout, in so many pieces: of elements (0) or of channels (1)."""
+    return backward_(grad.clone(), x, weight, dims, keepdim, dim, pieces)
+
+
+def backward_(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dims: list[int], keepdim: bool, dim: int, pieces: int
+) -> Gradients:
+    """`backward` that writes the gradient of the input over `grad`."""
+    if grad.stride() != x.stride():
+        of_input, of_weight = prelu.backward(grad, x, weight, dims, keepdim)
+        return grad.copy_(of_input), of_weight
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    of_slope = torch.zeros(weight.numel(), dtype=wide, device=grad.device)
+    for of_piece, piece, some in _pieces(grad, x, weight, dim, pieces):
+        slopes = weight.view(-1)[some].view(1, -1, *[1] * (piece.dim() - 2)) if piece.dim() > 1 else weight.view(1)
+        of_input, summands = _WHOLE(of_piece, piece, slopes)
+        of_piece.copy_(of_input)
+        del of_input  # before the sum, which may take scratch
+        summed = [axis for axis in range(piece.dim()) if axis != 1 or weight.numel() == 1]
+        of_slope[some] += summands.sum(summed, dtype=wide)
+        del summands
+    shape = torch.empty_like(grad, device="meta").sum(dims, keepdim).shape
+    return grad, of_slope.to(grad.dtype).view(shape)
+
+
+def _pieces(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dim: int, pieces: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
+    """Views of both that cover them, and which slopes are theirs."""
+    if dim == _CHANNELS:
+        for some in _spans(x.shape[1], pieces):
+            yield grad[:, some], x[:, some], some
+        return
+    every = slice(0, weight.numel())
+    if weight.numel() == 1:
+        of_rows, rows = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in (grad, x))
+    else:  # channels_last: a pixel after the other
+        of_rows, rows = (tensor.movedim(1, -1).reshape(-1, tensor.shape[1]) for tensor in (grad, x))
+    for some in _spans(rows.shape[0], pieces):
+        yield of_rows[some], rows[some], every
+
+
+def _spans(length: int, pieces: int) -> Iterator[slice]:
+    step = -(-length // pieces)
+    return (slice(begin, min(length, begin + step)) for begin in range(0, length, step))
+
+
+IN_PIECES: dict[Any, Callable[..., Gradients]] = {prelu.backward: backward}
+"""What computes it in pieces."""
+
+
+def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
+    """How PReLU's gradients are cut into pieces; None: not at all.
+
+    They are cut where a tensor has 4 MiB and more, and those of the input and the incoming gradient are dense and of
+    one layout.
+
+    Args:
+        whole: `prelu.backward`, or PyTorch's kernel, which takes as many.
+        arguments: its arguments. Tensors may be fake: only their shapes, strides, dtypes and devices are read.
+
+    Returns:
+        What `IN_PIECES[prelu.backward]` takes besides, and what that saves.
+    """
+    grad, x, weight = arguments[:3]
+    sizes = [size for tensor in (grad, x) for size in (*tensor.shape, *tensor.stride())]
+    if not all(type(size) is int for size in sizes) or x.dim() < 2 or grad.stride() != x.stride():
+        return None
+    if x.nbytes < WORTH_PIECES_BYTES or not (grad.dtype == x.dtype == weight.dtype):
+        return None
+    channels_last = x.dim() > 2 and x.is_contiguous(memory_format=channels_last_format(x.dim()))
+    if not x.is_contiguous() and not channels_last:
+        return None
+    by_channels = weight.numel() > 1 and x.is_contiguous()
+    count = min(_PIECES, x.shape[1]) if by_channels else _PIECES
+    if count < 2:
+        return None
+    held = 2 if whole is not prelu.backward else 1  # on the CPU that lies over the incoming gradient already
+    saved_bytes = held * x.nbytes - 2 * -(-x.nbytes // count)
+    return Cut(_CHANNELS if by_channels else _ELEMENTS, count, saved_bytes, reordered=True)
+
+
+cut_elsewhere = choose
+"""`choose` for a GPU that is not here."""
