@@ -149,7 +149,7 @@ def test_a_relaxed_program_keeps_all_where_there_is_room_and_chooses_where_the_b
     choice, limits = recompute_choice(graph), Limits()
     plain_seconds = sum(op.seconds for op in graph.ops)
     for budget_bytes in (plain_peak_bytes(graph), 1):
-        chosen = relaxed_choices(choice, budget_bytes, limits, Guard(600))
+        chosen = list(relaxed_choices(choice, budget_bytes, limits, Guard(600)))
         seconds = [as_chosen(choice, one).seconds for one in chosen]
         assert chosen and len(set(chosen)) == len(chosen)
         assert (max(seconds) == pytest.approx(plain_seconds)) == (budget_bytes > 1)
@@ -179,3 +179,18 @@ def test_dropping_again_lowers_the_peak_and_stays_a_valid_plan(graph: StepGraph)
     lower = local_search(graph, start, int(0.95 * peak_bytes))
     if lower is not None:
         assert check_runs(graph, lower, schedule(graph, lower)) <= int(0.95 * peak_bytes)
+
+
+def test_a_plan_that_computes_little_again_is_not_searched_further_in_a_large_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = resnet_like()
+    searches: list[object] = []
+    monkeypatch.setattr("shoal.planners.joint._Search._local_searches", lambda self, choice: searches.append(choice))
+    monkeypatch.setattr("shoal.planners.joint.plans_on_demand", lambda *args: pytest.fail("it recomputes little"))
+    for large_ops in (0, 10**6):
+        searches.clear()
+        limits = Limits(integer_program=False, close_enough=0.0, far_off=0.0, large_ops=large_ops)
+        plan = joint(graph, HERE, int(0.8 * plain_peak_bytes(graph)), limits=limits)
+        assert 0 < plan.added_seconds <= limits.recomputes_little * plan.plain_seconds
+        assert bool(searches) == (large_ops > 0)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.residence import Recompute, Residence
 from shoal.core.schedule import schedule
-from shoal.core.simulate import peak_and_seconds
+from shoal.core.simulate import peak_and_seconds, simulate
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.planners.just_in_time import just_in_time
+from shoal.planners.limits import DEFAULT, Effort, Guard
 from shoal.planners.local_search import local_search
 from tests.random_steps import Builder, plain_chain, steps
 
@@ -61,3 +64,19 @@ def _before(graph: StepGraph, residences: Mapping[str, Residence], storage: int)
     assert isinstance(residence, Recompute)
     (name,) = residence.before
     return next(op.target for op in graph.ops if op.name == name)
+
+
+def test_a_search_that_will_not_arrive_ends_early_and_one_that_will_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = plain_chain(40)
+    variable_bytes = simulate(graph, {}).peak_bytes - graph.resident_bytes
+    for share, arrives in ((0.3, False), (0.8, True)):
+        spent = []
+        for enough in (6, 10**6):
+            monkeypatch.setattr("shoal.planners.local_search._ENOUGH_CHANGES", enough)
+            effort = Effort("local search", 10**9, Guard(600))
+            budget_bytes = graph.resident_bytes + int(share * variable_bytes)
+            found = local_search(graph, {}, budget_bytes, replace(DEFAULT, max_drops=12), effort)
+            assert (found is not None) == arrives
+            spent.append(10**9 - effort.left_ops)
+        assert (spent[0] == spent[1]) == arrives
+        assert arrives or spent[0] < 0.6 * spent[1]

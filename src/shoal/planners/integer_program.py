@@ -23,7 +23,7 @@ bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shoal.core.step import StepGraph
@@ -89,11 +89,12 @@ def solve(
     return _Program(choice, budget_bytes, early).run(start, whole, gap, limits, guard or Guard(limits.guard_seconds))
 
 
-def relaxed_choices(choice: RecomputeChoice, budget_bytes: int, limits: Limits, guard: Guard) -> list[Chosen]:
+def relaxed_choices(choice: RecomputeChoice, budget_bytes: int, limits: Limits, guard: Guard) -> Iterator[Chosen]:
     """What linear programs choose whose room is the budget, or where that is too little for them, the least they need.
 
     They get that and some shares more (`Limits.more_room`), and each storage is where most of it is. None of these
-    choices has to fit: they are starts for `local_search`, which recomputes more than once.
+    choices has to fit: they are starts for `local_search`, which recomputes more than once. Each program is solved when
+    its choice is asked for.
     """
     least = _Program(choice, None, early=True)
     found = least.program.run(
@@ -104,13 +105,14 @@ def relaxed_choices(choice: RecomputeChoice, budget_bytes: int, limits: Limits, 
         time_limit_seconds=guard.left_seconds / 4,
     )
     if found.values is None or least.peak is None:
-        return []
+        return
     room_bytes = max(budget_bytes, math.ceil(found.values[least.peak] * least.unit_bytes * (1 + _ROUNDING)))
-    solved = [
-        solve(choice, int(room_bytes * (1 + share)), whole=False, limits=limits, guard=guard)
-        for share in limits.more_room
-    ]
-    return list(dict.fromkeys(solution.chosen for solution in solved if solution.chosen is not None))
+    before: set[Chosen] = set()
+    for share in limits.more_room:
+        chosen = solve(choice, int(room_bytes * (1 + share)), whole=False, limits=limits, guard=guard).chosen
+        if chosen is not None and chosen not in before:
+            before.add(chosen)
+            yield chosen
 
 
 def lower_bound(graph: StepGraph, budget_bytes: int, limits: Limits, guard: Guard, *, whole: bool = True) -> Solution:

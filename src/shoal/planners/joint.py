@@ -12,9 +12,10 @@ Without a link to the host, inside a budget that keeping everything does not fit
    is solved again with the difference set aside.
 3. *Dynamic program* (`chain`), where that plan is far from the bound or there is none: it may recompute several times.
 4. *Local search* (`local_search`), further off: it starts from what linear programs with more room choose, recomputes
-   more than once, and earlier than it must.
-5. *On demand* (`on_demand`), in tight budgets: everything right before what reads it, and held where there is room. The
-   local search is tried in the order of that plan too, which has room for the most.
+   more than once, and earlier than it must. Not for a large step whose plan computes little again.
+5. *On demand* (`on_demand`), where the plan computes much again or there is none: everything right before what reads
+   it, and held where there is room. The local search is tried in the order of that plan too, which has room for the
+   most.
 
 `fill_slack` then keeps more where one of these leaves room. With a link, a storage may also wait on the host. The
 program models the link as divisible bandwidth, so its relaxed solutions are starts for `iterated_search`, which places
@@ -234,6 +235,8 @@ class _Search:
         """The plan, or one that recomputes on demand and holds what fits beside, where that is faster."""
         if not self._limits.on_demand or not self._is_off(best, bound_seconds, self._limits.far_off):
             return best, bound_seconds
+        if self._recomputes_little(best):
+            return best, bound_seconds
         found, stopped = plans_on_demand(replace(graph, link=None), self._limits)
         self._guard.note(*stopped)
         fitting = sorted((one for one in found if one.peak_bytes <= self._budget_bytes), key=lambda one: one.seconds)
@@ -257,7 +260,8 @@ class _Search:
         """The fastest plan of Keep and Recompute, and the lower bound of what it adds."""
         limits = self._limits
         best = self._filled(self._program(choice))
-        if self._is_off(best, bound_seconds, limits.close_enough):
+        is_far = self._is_off(best, bound_seconds, limits.far_off)
+        if self._is_off(best, bound_seconds, limits.close_enough) and not (is_far and self._is_large(choice.graph)):
             bound_seconds = max(bound_seconds, self._tight_bound_seconds(choice.graph))
         if limits.chain and self._is_off(best, bound_seconds, limits.close_enough):
             found = self._dynamic_program(choice.graph)
@@ -266,7 +270,8 @@ class _Search:
             else:
                 found = self._filled(found)
             best = _faster(best, found)
-        if limits.local_search and self._is_off(best, bound_seconds, limits.far_off):
+        enough = self._is_large(choice.graph) and self._recomputes_little(best)
+        if limits.local_search and self._is_off(best, bound_seconds, limits.far_off) and not enough:
             best = _faster(best, self._local_searches(choice))
         return best, bound_seconds
 
@@ -310,7 +315,15 @@ class _Search:
             return math.isfinite(bound.bound_seconds)
         if not self._is_off(best, bound.bound_seconds, self._limits.close_enough):
             return False
-        return graph.link is not None or self._is_off(best, self._tight_bound_seconds(graph), self._limits.close_enough)
+        if graph.link is not None or self._is_large(graph):
+            return True
+        return self._is_off(best, self._tight_bound_seconds(graph), self._limits.close_enough)
+
+    def _is_large(self, graph: StepGraph) -> bool:
+        return len(graph.ops) > self._limits.large_ops
+
+    def _recomputes_little(self, best: Simulated | None) -> bool:
+        return best is not None and best.seconds <= (1 + self._limits.recomputes_little) * self._plain_seconds
 
     def _starts(self, choice: RecomputeChoice, relaxed: Chosen | None) -> Iterator[Chosen]:
         """Near good choices: the bound's, linear programs with some room set aside, the paper's, all away."""
@@ -361,8 +374,12 @@ class _Search:
             found = local_search(graph, start, self._budget_bytes, limits, effort)
             return self._filled(simulated(graph, found)) if found is not None else None
 
-        chosen = relaxed_choices(choice, self._budget_bytes, limits, self._guard) if limits.integer_program else []
-        best = reduce(_faster, (searched(as_chosen(choice, one).residences) for one in chosen), None)
+        best: Simulated | None = None
+        if limits.integer_program:
+            for chosen in relaxed_choices(choice, self._budget_bytes, limits, self._guard):
+                best = _faster(best, searched(as_chosen(choice, chosen).residences))
+                if effort.is_spent:
+                    break
         return best or searched(just_in_time(graph, narrow(choice, limits.narrow_share)))
 
     def _filled(self, found: Simulated | None) -> Simulated | None:

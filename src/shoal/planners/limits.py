@@ -34,6 +34,8 @@ class Limits:
         max_simplex_iterations: of each linear program.
         max_peak_entries: of the program for the smallest peak, nodes times non-zero entries: a large program gets fewer
             nodes, and none of the solver's sub-programs, which are limited by time alone.
+        large_ops: a step of more ops gets no tight lower bound where its plan is further off than `far_off`, and no
+            local search where the plan adds no more than `recomputes_little`: both take long there and change little.
         gap, gap_with_link: relative gaps at which a mixed-integer program is solved well enough: of a step without a
             link, and with one.
         max_solves: how often the program is solved again with less room, until its exact peak fits.
@@ -41,7 +43,9 @@ class Limits:
             the iterated search: a copy frees nothing until it has ended.
         close_enough, far_off: of the plain step's time. Nearer to the lower bound than `close_enough` nothing else is
             tried; `local_search` is for plans further off than `far_off`. A plan of `chain` that is slower than the
-            plain step by more than `far_slower` is not filled bit by bit.
+            plain step by more than `far_slower` is not filled bit by bit. One that adds no more than
+            `recomputes_little` computes nearly everything once more at most, and is not held against those that
+            recompute on demand.
         more_room: room beyond the budget, as shares of it, that linear programs get; the local search starts from what
             they choose.
         narrow_share: a storage this much smaller than the largest result on the way to it is kept for the smallest
@@ -92,6 +96,8 @@ class Limits:
     close_enough: float = 0.002
     far_off: float = 0.03
     far_slower: float = 1.0
+    recomputes_little: float = 0.3
+    large_ops: int = 2_000
     more_room: tuple[float, ...] = (0.0, 0.01, 0.02, 0.04, 0.08)
     narrow_share: float = 1 / 3
     way_shares: tuple[float, ...] = (1 / 8, 1 / 16, 1 / 24, 1 / 40)
@@ -180,6 +186,11 @@ class Effort:
     def spend(self, ops: int) -> None:
         """Count what has been simulated."""
         self._left_ops -= ops
+
+    @property
+    def left_ops(self) -> int:
+        """What is left to spend; 0 where nothing is."""
+        return max(0, self._left_ops)
 
     @property
     def is_spent(self) -> bool:

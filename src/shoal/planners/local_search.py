@@ -22,6 +22,9 @@ from shoal.core.step import StepGraph
 from shoal.errors import PlanError
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 
+_ENOUGH_CHANGES = 6  # after which it is foreseen how many more it takes
+_HOPELESS = 2.0  # as many more than may be made: the search ends
+
 
 @dataclass(frozen=True)
 class _Simulated:
@@ -63,10 +66,16 @@ def local_search(
     """
     effort = effort or Effort("local search", limits.local_search_ops, Guard(limits.guard_seconds))
     current = _simulated(graph, residences)
-    for _ in range(limits.max_drops):
+    first_bytes, first_ops = current.excess_bytes(budget_bytes), effort.left_ops
+    for done in range(limits.max_drops):
         over_bytes = current.excess_bytes(budget_bytes)
         if over_bytes == 0:
             return dict(current.residences)
+        if done >= _ENOUGH_CHANGES:
+            needed = done * over_bytes / (first_bytes - over_bytes)  # changes, as large as those so far
+            may_make = min(limits.max_drops - done, done * effort.left_ops / max(1, first_ops - effort.left_ops))
+            if needed > _HOPELESS * may_make:
+                return None
         best: tuple[float, _Simulated] | None = None
         for changed in _changes(graph, current, limits):
             try:

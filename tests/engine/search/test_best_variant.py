@@ -17,7 +17,7 @@ import shoal
 from shoal.capture.layered import Refused
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.core.variant import WHOLE, Variant
+from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.backend import backend
 from shoal.engine.search.best_variant import Priced, best_variant
 from shoal.engine.search.variants import PatchWork
@@ -402,6 +402,29 @@ def test_a_form_that_can_gain_next_to_nothing_is_not_planned() -> None:
     outcomes = [one.outcome for one in best_variant(forms, forms.price, 2**40, "").plan.candidates]
     assert forms.asked == [WHOLE]
     assert outcomes == ["chosen", "cannot be much faster, by its bound", "cannot be faster, by its bound"]
+
+
+@pytest.mark.parametrize("kept_seconds, asked", [(99.0, ["whole", "pieces"]), (100.0, ["whole"])])
+def test_a_form_that_fits_is_planned_in_pieces_only_if_that_lowers_its_bound(
+    kept_seconds: float, asked: list[str]
+) -> None:
+    forms = InSeconds(whole=(100.0, 110.0))
+    were_asked: list[str] = []
+
+    def made(name: str, seconds: float) -> tuple[None, Plan]:
+        were_asked.append(name)
+        return None, Plan(taking(seconds, 0), {}, "keep_all")
+
+    def price(variant: Variant) -> Priced[None]:
+        cut = Priced(taking(kept_seconds, 1), lambda budget_bytes: made("pieces", 105.0))
+        return Priced(
+            taking(100.0, 0), lambda budget_bytes: made("whole", 110.0), cut=lambda: ((Pieces("conv", 0, 2),), cut)
+        )
+
+    found = best_variant(forms, price, 2**40, "")
+    assert were_asked == asked and bool(found.variant.pieces) == (len(asked) == 2)
+    outcome = found.plan.candidates[-1].outcome
+    assert outcome == ("chosen" if found.variant.pieces else "fits without pieces, and gains nothing by its bound")
 
 
 def test_more_means_never_need_more() -> None:

@@ -3,8 +3,9 @@
 Forms are captured and priced, none is run as a whole. A relaxed program bounds each from below (see
 `planners.joint.least_seconds`), and only what could be faster than the best plan so far is planned in full.
 Convolutions in pieces take less scratch and mostly more time, so the forms are looked at with them where they are
-slowed down, or do not fit. Overlapping patches compute their halos besides what the network computes, so they are
-looked at where the other forms are slowed down by more than that. Counts of ops end the search, never a clock.
+slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Overlapping patches
+compute their halos besides what the network computes, so they are looked at where the other forms are slowed down by
+more than that. Counts of ops end the search, never a clock.
 """
 
 from __future__ import annotations
@@ -229,6 +230,8 @@ class _Search(Generic[Graph, Made]):
         elif best is not None and bound_seconds >= (1 - _WORTH_A_PLAN) * best.plan.predicted_seconds:
             gains = bound_seconds < best.plan.predicted_seconds
             row = replace(row, outcome=f"cannot be {'much ' if gains else ''}faster, by its bound")
+        elif variant.pieces and self._fits_whole(variant, bound_seconds):
+            row = replace(row, outcome="fits without pieces, and gains nothing by its bound")
         else:
             try:
                 made, plan = priced.plan(self._budget_bytes)
@@ -241,6 +244,12 @@ class _Search(Generic[Graph, Made]):
                 if best is None or seconds < best.plan.predicted_seconds:
                     self._best = Best(variant, form.graph, made, plan)
         self._rows.append(row)
+
+    def _fits_whole(self, variant: Variant, bound_seconds: float) -> bool:
+        """Whether the same form without pieces has a plan, and a lower bound that is no higher."""
+        whole = replace(variant, pieces=())
+        found = next((row for row in self._rows if row.variant == whole and row.seconds is not None), None)
+        return found is not None and found.bound_seconds is not None and found.bound_seconds <= bound_seconds
 
     def _note_what_is_needed(self, form: _Form[Graph, Made]) -> None:
         """Where what stays in any form is over the budget, so that finer patches are for the least alone."""
