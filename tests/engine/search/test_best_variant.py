@@ -427,6 +427,27 @@ def test_a_form_that_fits_is_planned_in_pieces_only_if_that_lowers_its_bound(
     assert outcome == ("chosen" if found.variant.pieces else "fits without pieces, and gains nothing by its bound")
 
 
+@pytest.mark.parametrize("few_seconds, asked", [(90.0, [4, 10]), (97.0, [10])])
+def test_fewer_slices_than_fit_are_planned_only_if_that_lowers_the_bound(few_seconds: float, asked: list[int]) -> None:
+    kept_seconds = {WHOLE: 100.0, Variant(depth=0.5, slices=4): few_seconds, Variant(depth=0.5, slices=10): 96.0}
+    forms = OnPatches(1)
+    forms.held_bytes = dict.fromkeys(kept_seconds, 0)
+    were_asked: list[int] = []
+
+    def price(variant: Variant) -> Priced[None]:
+        def plan(budget_bytes: int) -> tuple[None, Plan]:
+            were_asked.append(variant.slices)
+            slowed_seconds = {0: 150.0, 4: 140.0, 10: 120.0}[variant.slices]
+            return None, Plan(taking(slowed_seconds, 0), {}, "keep_all")
+
+        return Priced(taking(kept_seconds[variant], variant.slices), plan)
+
+    found = best_variant(forms, price, 2**40, "")
+    assert were_asked == [0, *asked] and found.variant.slices == 10
+    few = next(one for one in found.plan.candidates if one.variant.slices == 4)
+    assert few.outcome == ("slower" if few.seconds else "fits on more slices, and gains nothing by its bound")
+
+
 def test_more_means_never_need_more() -> None:
     model = nn.Sequential(*blocks(3, 16, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten())  # fused, it needs more
     assert least_bytes(model, allow="recompute, fuse") <= least_bytes(model, allow="recompute")

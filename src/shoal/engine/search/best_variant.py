@@ -5,7 +5,8 @@ Forms are captured and priced, none is run as a whole. A relaxed program bounds 
 Convolutions in pieces take less scratch and mostly more time, so the forms are looked at with them where they are
 slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Overlapping patches
 compute their halos besides what the network computes, so they are looked at where the other forms are slowed down by
-more than that. Counts of ops end the search, never a clock.
+more than that. All numbers of slices are captured before any is planned; fewer than fit are planned only if their bound
+is lower. Counts of ops end the search, never a clock.
 """
 
 from __future__ import annotations
@@ -105,11 +106,20 @@ def best_variant(
     if search.is_slowed:
         search.consider_pieces()
     if search.is_slowed:
-        for variant in variants.split():
+        variant = next(split := iter(variants.split()), None)
+        while variant is not None and variant.slices:
+            if search.is_worth_capturing(variant):
+                search.capture(variant)
+            variant = next(split, None)
+        search.plan_captured()
+        if search.has_slices and search.is_slowed:
+            search.consider_pieces()
+        while variant is not None:
             if search.is_worth_capturing(variant):
                 search.consider([variant])
-                if (variant.slices or variant.slabs) and search.is_slowed:
+                if variant.slabs and search.is_slowed:
                     search.consider_pieces()
+            variant = next(split, None)
     best = search.answer()
     log.info("%s: %s inside %s", name or "model", best.variant, format_bytes(budget_bytes))
     return best
@@ -165,6 +175,7 @@ class _Search(Generic[Graph, Made]):
     def __init__(self, variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> None:
         self._variants, self._price, self._budget_bytes = variants, price, budget_bytes
         self._rows: list[Candidate] = []
+        self._captured: list[_Form[Graph, Made]] = []
         self._forms: dict[str, _Form[Graph, Made]] = {}  # by the step's fingerprint
         self._cut: set[str] = set()
         self._best: Best[Graph, Made] | None = None
@@ -176,15 +187,23 @@ class _Search(Generic[Graph, Made]):
 
     def consider(self, variants: Iterable[Variant]) -> None:
         """Capture, bound, and plan what may be faster than the best so far, the most promising first."""
-        found = []
         for variant in variants:
-            try:
-                graph, priced = captured_form(self._variants, self._price, variant)
-            except Refused as reason:
-                self._left_out(variant, str(reason))
-                continue
-            found.append(_Form(variant, graph, priced))
-        self._try_each(found)
+            self.capture(variant)
+        self.plan_captured()
+
+    def capture(self, variant: Variant) -> None:
+        """Capture a form, for `plan_captured`."""
+        try:
+            graph, priced = captured_form(self._variants, self._price, variant)
+        except Refused as reason:
+            self._left_out(variant, str(reason))
+        else:
+            self._captured.append(_Form(variant, graph, priced))
+
+    def plan_captured(self) -> None:
+        """Bound what was captured, and plan what may be faster than the best so far, the most promising first."""
+        captured, self._captured = self._captured, []
+        self._try_each(captured)
 
     def consider_pieces(self) -> None:
         """The same forms once more, with convolutions in pieces, but for those that were asked already."""
@@ -232,6 +251,8 @@ class _Search(Generic[Graph, Made]):
             row = replace(row, outcome=f"cannot be {'much ' if gains else ''}faster, by its bound")
         elif variant.pieces and self._fits_whole(variant, bound_seconds):
             row = replace(row, outcome="fits without pieces, and gains nothing by its bound")
+        elif variant.slices and self._fits_on_more(variant, bound_seconds):
+            row = replace(row, outcome="fits on more slices, and gains nothing by its bound")
         else:
             try:
                 made, plan = priced.plan(self._budget_bytes)
@@ -250,6 +271,14 @@ class _Search(Generic[Graph, Made]):
         whole = replace(variant, pieces=())
         found = next((row for row in self._rows if row.variant == whole and row.seconds is not None), None)
         return found is not None and found.bound_seconds is not None and found.bound_seconds <= bound_seconds
+
+    def _fits_on_more(self, variant: Variant, bound_seconds: float) -> bool:
+        """Whether the step on more slices has a plan, and a lower bound that is no higher."""
+        return any(
+            row.seconds is not None and row.bound_seconds is not None and row.bound_seconds <= bound_seconds
+            for row in self._rows
+            if row.variant.slices > variant.slices and not row.variant.pieces
+        )
 
     def _note_what_is_needed(self, form: _Form[Graph, Made]) -> None:
         """Where what stays in any form is over the budget, so that finer patches are for the least alone."""
@@ -293,11 +322,17 @@ class _Search(Generic[Graph, Made]):
     def _kept_seconds_on(self, slices: int) -> float:
         """About the step with everything kept, from forms on fewer slices: each slice more takes as much more."""
         known = {row.variant.slices or 1: row.plain_seconds for row in self._rows if row.n_ops and _is_on_slices(row)}
+        known |= {form.variant.slices: simulate(form.priced.graph, {}).seconds for form in self._captured}
         (few, fast), *more = sorted(known.items())
         if not more:
             return 0.0
         many, slow = more[-1]
         return _SURE * (fast + (slow - fast) * (slices - few) / (many - few))
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether a form on slices of the batch was captured."""
+        return self._most_slices > 0
 
     @property
     def _most_slices(self) -> int:
