@@ -117,7 +117,7 @@ def best_variant(
         while variant is not None:
             if search.is_worth_capturing(variant):
                 search.consider([variant])
-                if variant.slabs and search.is_slowed:
+                if variant.slabs and not search.has_a_plan:
                     search.consider_pieces()
             variant = next(split, None)
     best = search.answer()
@@ -290,6 +290,11 @@ class _Search(Generic[Graph, Made]):
             self._no_lower.add(form.variant)
 
     @property
+    def has_a_plan(self) -> bool:
+        """Whether a form fits."""
+        return self._best is not None
+
+    @property
     def is_slowed(self) -> bool:
         """Whether the best plan so far is slower than the step with everything kept, or there is none."""
         plain_seconds = next(row.plain_seconds for row in self._rows if row.variant == WHOLE)
@@ -311,6 +316,8 @@ class _Search(Generic[Graph, Made]):
             return self._left_out(variant, "the other forms are slowed down little")
         if variant.slices and self._best and self._kept_seconds_on(variant.slices) > self._best.plan.predicted_seconds:
             return self._left_out(variant, "more slices take longer than the best, with everything kept")
+        if variant.twice and self.has_a_plan:
+            return self._left_out(variant, "another form fits and measures nothing twice")
         if work.more_share > 0 and self._most_slices >= _ENOUGH_SLICES:
             return self._left_out(variant, "slices and slabs compute nothing twice")
         if work.more_share > slowed_share:
