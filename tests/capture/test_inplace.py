@@ -151,6 +151,11 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (sliced_norm, lambda x, y: (x, *statistics(x)[:3], "elu 0.5")),
     (sliced_norm_gradient, lambda x, y: (x, y, *statistics(x), statistics(x)[0], "relu")),
     (sliced_norm_gradient, lambda x, y: (x, y, *statistics(x), statistics(x)[0], "elu 0.5")),
+    *((aten._softmax.default, lambda x, y, dim=dim: (x, dim, False)) for dim in (1, -1)),
+    *(
+        (aten._softmax_backward_data.default, lambda x, y, dim=dim: (x, y.softmax(dim), dim, x.dtype))
+        for dim in (1, -1)
+    ),
     (aten.add.Tensor, lambda x, y: (x, 0.3)),
     (aten.sub.Tensor, lambda x, y: (x, 0.3)),
     (aten.mul.Tensor, lambda x, y: (x, 0.3)),

@@ -75,6 +75,9 @@ _OUT: dict[Any, tuple[tuple[int, ...], Callable[..., Any], str]] = {
     _aten.mul.Tensor: ((0, 1), _aten.mul.out, "out"),
     _aten.mul.Scalar: ((0,), _aten.mul.out, "out"),  # mul_.Scalar rounds the factor to bfloat16 first
     _aten.div.Tensor: ((0, 1), _aten.div.out, "out"),
+    # Not pointwise, but each row is read as a whole before an element of it is written, and then at its own place.
+    _aten._softmax.default: ((0,), _aten._softmax.out, "out"),
+    _aten._softmax_backward_data.default: ((0,), _aten._softmax_backward_data.out, "grad_input"),
 }
 # Where the library's `out` form makes the result elsewhere first, or where there is none.
 _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {

@@ -131,7 +131,8 @@ def compile(
             (`shoal.fuse_batchnorm`); "direct", convolutions of volumes by kernels without
             scratch (on the CPU), and of concatenations as sums over their parts (with "pieces", gradients of large
             PReLUs in pieces too); "exact_split", the first layers on
-            overlapping patches (`shoal.split(..., halo="exact")`); "encode", convolution inputs in 8 bits (as `lossy`);
+            slices of the batch or on overlapping patches (`shoal.split(..., halo="exact")`), large layers of volumes on
+            slabs; "encode", convolution inputs in 8 bits (as `lossy`);
             "invert", instance and group norms that save the result of the LeakyReLU or ELU behind them alone, and make
             their input again from it (`shoal.invert_norm`; the same function to rounding, but for scales below 1e-5);
             "split", the first layers on independent patches. Or a set of them: "bitwise" gives the bits that plain
