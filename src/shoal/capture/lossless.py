@@ -54,13 +54,17 @@ from shoal.kernels.convolution import (
 )
 from shoal.kernels.dropout import dropout, dropout_backward, noise_like
 from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
+from shoal.kernels.norm import joined_statistics
 from shoal.kernels.pooling import backward as pool_backward
 from shoal.kernels.pooling import forward as pool_forward
 
 _aten = torch.ops.aten
+_registered = joined_statistics
 _STATISTICS_OF_BATCH_NORM = (3, 4)
 _TRAINING_OF_BATCH_NORM = 7
 _PRESERVED = (None, torch.preserve_format)
+_OF_SLICES = (torch.ops.shoal.sliced_norm.default, torch.ops.shoal.sliced_norm_gradient.default)
+_WITH_SLICES = (_aten.convolution.default, _aten.constant_pad_nd.default, _aten.cat.default)
 _LONG_WAIT_NODES = 24
 _PART_OF_WHOLE = 0.75
 _POOL_BACKWARDS = {
@@ -113,6 +117,7 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
     if cpu_kernels:
         fold_norm_gradients(joint, backward)
     _sink(graph, backward)
+    _sink_slices(graph, backward)
     save_masks(graph, backward)
     _copy_what_waits(graph, backward)
     graph.lint()
@@ -204,6 +209,29 @@ def _sink(graph: fx.Graph, backward: set[fx.Node]) -> None:
             first = min(node.users, key=place.__getitem__)
             first.prepend(node)
             place[node] = (*place[first][:-1], turn, last)  # after what was moved there earlier
+
+
+def _sink_slices(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    """Move the pass over each slice or slab of a norm to just before its first reader in the same pass of the step.
+
+    What it alone reads there comes with it, but for what is drawn.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    moved: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        readers = [user for user in node.users if (user in backward) == (node in backward) and user in order]
+        sinks = node.target in _OF_SLICES or (
+            node.op == "call_function"
+            and node not in backward
+            and len(readers) == 1
+            and readers[0] in moved
+            and (is_view(node) or node.target in _WITH_SLICES)
+        )
+        if sinks and readers and not reaches_output(node):
+            first = min(readers, key=order.__getitem__)
+            first.prepend(node)
+            order[node] = order[first]
+            moved.add(node)
 
 
 def _keep_dropout_bits(node: fx.Node) -> None:

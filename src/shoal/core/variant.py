@@ -49,6 +49,8 @@ class Variant:
         grid: patches along each spatial dimension.
         exact: whether patches overlap, so that the function stays the same.
         slices: of the batch, on which those layers run one after another instead of on patches; 0 for none.
+        slabs: of the first spatial dimension, on which large layers run one after another; 0 for none.
+        twice: whether what norms measure there is computed again to be normalised, and not held until then.
         pieces: convolutions that are computed in pieces there, or directly.
 
     >>> print(Variant(), Variant(fuse="icf"), Variant(depth=0.5, grid=(2, 2)), sep="; ")
@@ -62,6 +64,8 @@ class Variant:
     grid: tuple[int, ...] = ()
     exact: bool = True
     slices: int = 0
+    slabs: int = 0
+    twice: bool = False
     pieces: tuple[Pieces, ...] = ()
 
     def __str__(self) -> str:
@@ -80,6 +84,8 @@ class Variant:
             return f"batch norm fused ({self.fuse}{', large maps' if self.large_only else ''})"
         if self.invert:
             return "instance and group norms inverted"
+        if self.slabs:
+            return f"large layers on {self.slabs} slabs{', measured first' if self.twice else ''}"
         if not self.depth:
             return "as it is"
         if self.slices:
@@ -95,7 +101,7 @@ class Variant:
             used.add("fuse")
         elif self.invert:
             used.add("invert")
-        elif self.depth:
+        elif self.depth or self.slabs:
             used.add("exact_split" if self.exact else "split")
         return frozenset(used)
 

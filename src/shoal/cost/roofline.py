@@ -5,6 +5,7 @@ Times of this machine come from `shoal.cost.profile`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import prod
 
@@ -56,6 +57,7 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
 
 _FULL_INNER_PRODUCT = 64
 _PIECES = 8  # at most
+_NUMBERED = re.compile(r"elu \d")  # of a signature
 _HALVES = ("float16", "bfloat16")
 
 
@@ -67,7 +69,11 @@ def _multiplier_use(op: Op, graph: StepGraph) -> float:
 
 
 def _piece_bytes(op: Op, graph: StepGraph) -> int:
-    """What a gradient in pieces holds beside its operands: of PReLUs two of a piece."""
+    """What a gradient in pieces holds beside its operands: of PReLUs two of a piece; of a slice's norm with an ELU or a
+    leaky ReLU behind it what that was of.
+    """
+    if "sliced_norm_" in op.target and _NUMBERED.search(op.signature):
+        return max(graph.storages[storage].nbytes for storage in op.reads)
     if not _is_gradient_in_pieces(op.target):
         return 0
     result = graph.storages[op.writes[0]]

@@ -143,8 +143,8 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last, torch.channels_last_3d]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("relu", [False, True])
-def test_batch_norm_of_slices_is_near_that_in_float64(layout: torch.memory_format, relu: bool) -> None:
+@pytest.mark.parametrize("activation", ["", "relu", "elu 0.5", "leaky_relu 0.1"])
+def test_batch_norm_of_slices_is_near_that_in_float64(layout: torch.memory_format, activation: str) -> None:
     torch.manual_seed(0)
     is_3d = layout is torch.channels_last_3d
     x = 3 * torch.randn(5, 8, *(4, 3, 3) if is_3d else (6, 6)) + 100
@@ -152,9 +152,11 @@ def test_batch_norm_of_slices_is_near_that_in_float64(layout: torch.memory_forma
     layer: nn.BatchNorm2d | nn.BatchNorm3d = nn.BatchNorm3d(8) if is_3d else nn.BatchNorm2d(8)
     nn.init.uniform_(layer.weight, -1.0), nn.init.uniform_(layer.bias, -1.0)
     exact, reference = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
-    assert sliced_batch_norm([x], copy.deepcopy(layer), relu)[0].is_contiguous(memory_format=layout)
-    y, expected = torch.cat(sliced_batch_norm(x.split([2, 2, 1]), layer, relu)), exact(reference)
-    expected = expected.relu() if relu else expected
+    assert sliced_batch_norm([x], copy.deepcopy(layer), activation)[0].is_contiguous(memory_format=layout)
+    y, expected = torch.cat(sliced_batch_norm(x.split([2, 2, 1]), layer, activation)), exact(reference)
+    if activation:
+        name, *number = activation.split()
+        expected = getattr(F, name)(expected, *map(float, number))
     grad = torch.randn_like(y)
     y.backward(grad)
     expected.backward(grad.double())
@@ -172,10 +174,10 @@ def test_writing_over_an_operand_changes_no_bit(layout: torch.memory_format) -> 
     torch.manual_seed(0)
     x, grad = (torch.randn(3, 8, 5, 5).contiguous(memory_format=layout) for _ in range(2))
     mean, scale, shift, slope, constant = torch.randn(5, 8)
-    for relu in (False, True):
-        expected = sliced_norm(x, mean, scale, shift, relu)
-        assert torch.equal(sliced_norm_(x.clone(), mean, scale, shift, relu), expected)
-        rest = (x, mean, scale, shift, slope, constant, relu)
+    for activation in ("", "relu", "elu 0.5", "leaky_relu 0.1"):
+        expected = sliced_norm(x, mean, scale, shift, activation)
+        assert torch.equal(sliced_norm_(x.clone(), mean, scale, shift, activation), expected)
+        rest = (x, mean, scale, shift, slope, constant, activation)
         expected = sliced_norm_gradient(grad, *rest)
         assert torch.equal(sliced_norm_gradient_(grad.clone(), *rest), expected)
 

@@ -117,6 +117,8 @@ def best_variant(
         while variant is not None:
             if search.is_worth_capturing(variant):
                 search.consider([variant])
+                if variant.slabs and not search.has_a_plan:
+                    search.consider_pieces()
             variant = next(split, None)
     best = search.answer()
     log.info("%s: %s inside %s", name or "model", best.variant, format_bytes(budget_bytes))
@@ -288,6 +290,11 @@ class _Search(Generic[Graph, Made]):
             self._no_lower.add(form.variant)
 
     @property
+    def has_a_plan(self) -> bool:
+        """Whether a form fits."""
+        return self._best is not None
+
+    @property
     def is_slowed(self) -> bool:
         """Whether the best plan so far is slower than the step with everything kept, or there is none."""
         plain_seconds = next(row.plain_seconds for row in self._rows if row.variant == WHOLE)
@@ -304,15 +311,18 @@ class _Search(Generic[Graph, Made]):
             return self._left_out(variant, "fewer patches need no fewer bytes, and nothing fits")
         whole = next(row for row in self._rows if row.variant == WHOLE)
         slowed_share = self._best.plan.predicted_seconds / whole.plain_seconds - 1 if self._best else math.inf
-        if variant.slices and slowed_share < _WORTH_SLICES:
+        one_after_another = variant.slices or variant.slabs
+        if one_after_another and slowed_share < _WORTH_SLICES:
             return self._left_out(variant, "the other forms are slowed down little")
         if variant.slices and self._best and self._kept_seconds_on(variant.slices) > self._best.plan.predicted_seconds:
             return self._left_out(variant, "more slices take longer than the best, with everything kept")
+        if variant.twice and self.has_a_plan:
+            return self._left_out(variant, "another form fits and measures nothing twice")
         if work.more_share > 0 and self._most_slices >= _ENOUGH_SLICES:
-            return self._left_out(variant, "slices of the batch compute nothing twice")
+            return self._left_out(variant, "slices and slabs compute nothing twice")
         if work.more_share > slowed_share:
             return self._left_out(variant, f"computes {100 * work.more_share:.0f} % more")
-        if too_many := why_too_many(work, whole.n_ops, 0 if variant.slices else self._n_ops):
+        if too_many := why_too_many(work, whole.n_ops, 0 if one_after_another else self._n_ops):
             return self._left_out(variant, too_many)
         return True
 
@@ -333,7 +343,7 @@ class _Search(Generic[Graph, Made]):
 
     @property
     def _most_slices(self) -> int:
-        return max((form.variant.slices for form in self._forms.values()), default=0)
+        return max((max(form.variant.slices, form.variant.slabs) for form in self._forms.values()), default=0)
 
     def _left_out(self, variant: Variant, reason: str) -> bool:
         self._rows.append(Candidate(variant, 0, 0.0, 0, None, None, None, reason))

@@ -29,6 +29,7 @@ from shoal.transforms.fuse.fuse_graph import fuse_graph, highest_level
 from shoal.transforms.fuse.fusion_size import MIN_ELEMS, FusionSize
 from shoal.transforms.split.patch_sizes import Measuring, check_patches
 from shoal.transforms.split.patches import Region
+from shoal.transforms.split.slab_graph import SlabRegion, choose_slabs, slab_graph
 from shoal.transforms.split.slice_graph import slice_graph
 from shoal.transforms.split.split_graph import split_graph
 from shoal.transforms.split.split_plan import SplitPlan, plan_split
@@ -49,6 +50,8 @@ _MIN_DIMS, _MAX_DIMS = 1, 3  # of images, beside samples and channels
 _VOLUME = 5  # dimensions
 _PARTS = (2, 3, 4)  # along each dimension
 _SLICES = (4, 16)  # of the batch, at most
+_SLABS = ((8, False), (8, True), (16, True))  # how many, and whether what norms measure is computed twice
+_WORTH_SLABS_BYTES = 16 << 20  # of the largest tensor
 _SLICED_DEPTHS = (0.25, 0.5, 0.75, 1.0)
 _SMALL_BEHIND = 1 / 3  # of the largest tensor: behind slices no tensor should be larger
 
@@ -60,7 +63,7 @@ class Forms(Protocol[_Graph]):
         """With batch norms done by their neighbours, where there are any, and with other norms inverted."""
 
     def split(self) -> Iterator[Variant]:
-        """On slices of the batch, then on patches, the fewest first."""
+        """On slices of the batch, then on slabs, then on patches, the fewest first."""
 
     def work(self, variant: Variant) -> PatchWork:
         """What a form on slices or patches takes; raises Refused."""
@@ -195,9 +198,10 @@ class Variants:
         return highest_level(source.root, source.graph)
 
     def split(self) -> Iterator[Variant]:
-        """On slices of the batch, then on patches, the fewest first."""
+        """On slices of the batch, then on slabs, then on patches, the fewest first."""
         if "exact_split" in self._means:
             yield from self._sliced()
+            yield from self._on_slabs()
         kinds = {"exact_split": True, "split": False}
         exact = [exact for name, exact in kinds.items() if name in self._means]
         if not exact or (source := self._source) is None or not source.layers(_ConvNd):
@@ -212,6 +216,12 @@ class Variants:
     def _sliced(self) -> Iterator[Variant]:
         if (samples := self.samples) > 1:
             yield from sliced_forms(self.sliced_depth, samples)
+
+    def _on_slabs(self) -> Iterator[Variant]:
+        for slabs, twice in _SLABS:
+            region = self._slab_region(self._source, slabs)
+            if region is not None and (not twice or any(kind.endswith(" norm") for kind in region.kinds.values())):
+                yield Variant(slabs=slabs, twice=twice)
 
     @cached_property
     def sliced_depth(self) -> float:
@@ -229,6 +239,16 @@ class Variants:
         images = next(iter(source.graph.nodes)).meta.get("example_value")
         samples = images.shape[0] if isinstance(images, torch.Tensor) and images.dim() > 2 else 0
         return samples if isinstance(samples, int) else 0
+
+    def _slab_region(self, source: LayeredGraph | None, slabs: int) -> SlabRegion | None:
+        """The layers of volumes that are worth it; None where there are none."""
+        if source is None or _spatial_dims(source) != _VOLUME - 2 or not source.layers(_ConvNd):
+            return None
+        values = (node.meta.get("example_value") for node in source.graph.nodes)
+        largest_bytes = max((_bytes(value) for value in values if isinstance(value, torch.Tensor)), default=0)
+        if largest_bytes < _WORTH_SLABS_BYTES:
+            return None
+        return choose_slabs(source.graph, dict(source.root.named_modules()), slabs)
 
     def _elems_behind(self, depth: float) -> float:
         """Of the largest tensor that would not be cut into slices."""
@@ -263,6 +283,8 @@ class Variants:
             return as_dynamo_graph(self.own, source, rewritten)
         if variant.slices:
             return self._slice_graph(source, variant)
+        if variant.slabs:
+            return self._slab_graph(source, variant)
         return self._split_graph(source, variant)
 
     def _slice_graph(self, source: LayeredGraph, variant: Variant) -> fx.GraphModule:
@@ -272,6 +294,12 @@ class Variants:
         images = next(iter(source.graph.nodes)).meta["example_value"]
         rewritten = slice_graph(source.root, source.graph, region, int(images.shape[0]), variant.slices)
         return as_dynamo_graph(self.own, source, rewritten)
+
+    def _slab_graph(self, source: LayeredGraph, variant: Variant) -> fx.GraphModule:
+        region = self._slab_region(source, variant.slabs)
+        if region is None:
+            raise Refused("no large layer of it can run on slabs")
+        return as_dynamo_graph(self.own, source, slab_graph(source.root, source.graph, region, twice=variant.twice))
 
     def _split_graph(self, source: LayeredGraph, variant: Variant) -> fx.GraphModule:
         cut = _cut(source, variant)
@@ -289,6 +317,9 @@ class Variants:
         if variant.slices:
             region = _sliced_region(source, variant.depth)
             return PatchWork(0.0, variant.slices * len(region.nodes if region is not None else ()))
+        if variant.slabs:
+            slabs = self._slab_region(source, variant.slabs)
+            return PatchWork(0.0, variant.slabs * len(slabs.kinds if slabs is not None else ()))
         cut = _cut(source, variant)
         nodes = list(cut.region.nodes)
         all_flops = sum(_flops(node, source) for node in source.graph.nodes)

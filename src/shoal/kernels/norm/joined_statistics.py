@@ -1,13 +1,15 @@
 """Batch norm over slices of a batch: the passes over one slice, and what joins the vectors of all.
 
 `shoal::joined_statistics` makes the statistics of the whole from `shoal::statistics` of its slices, and
-`shoal::sliced_norm` normalises one of them. Backward `shoal::joined_norm_gradients` makes the vectors of the whole from
-`shoal::sliced_norm_sums` of the slices, and `shoal::sliced_norm_gradient` is the gradient of one of them.
+`shoal::sliced_norm` normalises one of them, with the activation behind it. Backward `shoal::joined_norm_gradients`
+makes the vectors of the whole from `shoal::sliced_norm_sums` of the slices, and `shoal::sliced_norm_gradient` is the
+gradient of one of them.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from shoal.kernels.memory_format import memory_format_of
 from shoal.kernels.norm.norm_act import activated, activated_backward, backward_, normalised
@@ -63,27 +65,59 @@ def _joined_norm_gradients_fake(
 
 
 def sliced_norm(
-    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, relu: bool
+    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    """(x - mean) * scale + shift, (n, C, ...), with vectors of (C,), and a ReLU where `relu`.
+    """(x - mean) * scale + shift, (n, C, ...), with vectors of (C,), and an activation: see `ACTIVATIONS`.
 
     >>> one = torch.ones(1)
-    >>> sliced_norm(torch.tensor([[[1.0, 5.0]]]), 3 * one, 2 * one, one, True)
+    >>> sliced_norm(torch.tensor([[[1.0, 5.0]]]), 3 * one, 2 * one, one, "relu")
     tensor([[[0., 5.]]])
     """
-    return sliced_norm_(x.clone(memory_format=torch.preserve_format), mean, scale, shift, relu)
+    return sliced_norm_(x.clone(memory_format=torch.preserve_format), mean, scale, shift, activation)
 
 
 def sliced_norm_(
-    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, relu: bool
+    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
 ) -> torch.Tensor:
     """`sliced_norm` that writes over `x`; the same bits."""
     (seen,) = _pictures(x)
-    kernel = sweeps(seen)
+    kernel, relu = sweeps(seen), activation == "relu"
     if kernel is None:
-        return x.copy_(activated(x, mean, scale, shift, relu, x.dtype))
-    kernel.norm_act(seen, mean, scale, shift, None, relu, seen)
-    return x
+        x.copy_(activated(x, mean, scale, shift, relu, x.dtype))
+    else:
+        kernel.norm_act(seen, mean, scale, shift, None, relu, seen)
+    return x if activation in _IN_THE_SWEEP else _activate_(x, activation)
+
+
+ACTIVATIONS = ("relu", "elu", "leaky_relu")
+"""What may stand behind a norm, "" for nothing; behind the last two, and a space, their number: "elu 1.0"."""
+_IN_THE_SWEEP = ("", "relu")
+
+
+def _activate_(x: torch.Tensor, activation: str) -> torch.Tensor:
+    name, number = activation.split()
+    return (F.elu_ if name == "elu" else F.leaky_relu_)(x, float(number))
+
+
+def _let_through(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    activation: str,
+    *,
+    overwrite: bool,
+) -> torch.Tensor:
+    """`grad` as an activation that is not in the sweep lets it through; what that was of is computed again."""
+    line = normalised(x, mean, scale, shift)
+    name, number = activation.split()
+    into = grad if overwrite else line if line.dtype == grad.dtype else torch.empty_like(grad)
+    if name == "elu":
+        torch.ops.aten.elu_backward.grad_input(grad, float(number), 1, 1, False, line, grad_input=into)
+    else:
+        torch.ops.aten.leaky_relu_backward.grad_input(grad, line, float(number), False, grad_input=into)
+    return into
 
 
 def _pictures(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -101,9 +135,12 @@ def _sums(
     mean: torch.Tensor,
     scale: torch.Tensor,
     shift: torch.Tensor,
-    relu: bool,
+    activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of grad * (x - mean) and of grad, as a ReLU behind the norm lets it through: (C,)."""
+    """Of grad * (x - mean) and of grad, as an activation behind the norm lets it through: (C,)."""
+    if activation not in _IN_THE_SWEEP:
+        grad = _let_through(grad, x, mean, scale, shift, activation, overwrite=False)
+    relu = activation == "relu"
     seen, of_seen = _pictures(x, grad)
     _, vectors = activated_backward(of_seen, seen, mean, scale, shift, relu, [False, True])
     assert vectors is not None
@@ -116,13 +153,13 @@ def _sums_fake(
     mean: torch.Tensor,
     scale: torch.Tensor,
     shift: torch.Tensor,
-    relu: bool,
+    activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(scale), torch.empty_like(scale)
 
 
 def _norm_fake(
-    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, relu: bool
+    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
 ) -> torch.Tensor:
     return torch.empty_like(x, memory_format=memory_format_of(x))
 
@@ -135,24 +172,24 @@ def sliced_norm_gradient(
     shift: torch.Tensor,
     slope: torch.Tensor,
     constant: torch.Tensor,
-    relu: bool,
+    activation: str,
 ) -> torch.Tensor:
     """The gradient of one slice of what batch norm normalised, all slices together.
 
     Args:
-        grad: of relu((x - mean) * scale + shift), or of that without the ReLU.
+        grad: of what `sliced_norm` returned.
         x: the slice, (n, C, ...).
         mean, scale, shift: (C,).
         slope, constant: (C,), by how much the gradient moves for each step from the mean, and in any case.
-        relu: whether there was one.
+        activation: as of `sliced_norm`.
 
     >>> one, zero = torch.ones(1), torch.zeros(1)
     >>> x = torch.tensor([[[3.0, -1.0]]])
-    >>> sliced_norm_gradient(torch.ones(1, 1, 2), x, zero, 2 * one, zero, one, 10 * one, True)
+    >>> sliced_norm_gradient(torch.ones(1, 1, 2), x, zero, 2 * one, zero, one, 10 * one, "relu")
     tensor([[[15.,  9.]]])
     """
     written = torch.empty_like(x, dtype=grad.dtype, memory_format=memory_format_of(x)).copy_(grad)
-    return sliced_norm_gradient_(written, x, mean, scale, shift, slope, constant, relu)
+    return sliced_norm_gradient_(written, x, mean, scale, shift, slope, constant, activation)
 
 
 def sliced_norm_gradient_(
@@ -163,9 +200,12 @@ def sliced_norm_gradient_(
     shift: torch.Tensor,
     slope: torch.Tensor,
     constant: torch.Tensor,
-    relu: bool,
+    activation: str,
 ) -> torch.Tensor:
     """`sliced_norm_gradient` that writes over `grad`, which has the layout of `x`."""
+    if activation not in _IN_THE_SWEEP:
+        _let_through(grad, x, mean, scale, shift, activation, overwrite=True)
+    relu = activation == "relu"
     seen, of_seen = _pictures(x, grad)
     backward_(of_seen, [seen], mean, scale, shift, None, relu, [True, False, False])
     kernel = sweeps(of_seen, seen)
@@ -183,7 +223,7 @@ def _gradient_fake(
     shift: torch.Tensor,
     slope: torch.Tensor,
     constant: torch.Tensor,
-    relu: bool,
+    activation: str,
 ) -> torch.Tensor:
     return torch.empty_like(x, dtype=grad.dtype, memory_format=memory_format_of(x))
 
@@ -197,11 +237,13 @@ torch.library.define(
     "(Tensor[] of_scale, Tensor[] of_shift, Tensor variance, Tensor? weight, float eps, SymInt count)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
-torch.library.define("shoal::sliced_norm", f"(Tensor x, {_VECTORS}, bool relu) -> Tensor")
-torch.library.define("shoal::sliced_norm_sums", f"(Tensor grad, Tensor x, {_VECTORS}, bool relu) -> (Tensor, Tensor)")
+torch.library.define("shoal::sliced_norm", f"(Tensor x, {_VECTORS}, str activation) -> Tensor")
+torch.library.define(
+    "shoal::sliced_norm_sums", f"(Tensor grad, Tensor x, {_VECTORS}, str activation) -> (Tensor, Tensor)"
+)
 torch.library.define(
     "shoal::sliced_norm_gradient",
-    f"(Tensor grad, Tensor x, {_VECTORS}, Tensor slope, Tensor constant, bool relu) -> Tensor",
+    f"(Tensor grad, Tensor x, {_VECTORS}, Tensor slope, Tensor constant, str activation) -> Tensor",
 )
 torch.library.impl("shoal::joined_statistics", "CompositeExplicitAutograd", _joined_statistics)
 torch.library.impl("shoal::joined_norm_gradients", "CompositeExplicitAutograd", _joined_norm_gradients)

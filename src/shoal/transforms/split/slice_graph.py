@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -22,6 +23,10 @@ from shoal.transforms.split.split_region import SplitRegion
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _RELUS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
+_NUMBERED: dict[Any, tuple[str, str, float]] = {
+    F.elu: ("elu", "alpha", 1.0),
+    F.leaky_relu: ("leaky_relu", "negative_slope", 0.01),
+}
 
 
 def slice_graph(root: nn.Module, graph: fx.Graph, region: SplitRegion, samples: int, slices: int) -> fx.GraphModule:
@@ -53,6 +58,21 @@ def convolve_parts(parts: Sequence[torch.Tensor], layer: nn.Conv1d | nn.Conv2d |
         total, begin = y if total is None else total + y, begin + x.shape[1]
     assert total is not None
     return total
+
+
+def activation_behind(node: fx.Node) -> tuple[fx.Node | None, str]:
+    """What alone reads a norm and can be done with it, and its name for `sliced_batch_norm`; "" for nothing."""
+    reader = next(iter(node.users)) if len(node.users) == 1 else None
+    if reader is None:
+        return None, ""
+    if reader.target in _RELUS:
+        return reader, "relu"
+    if reader.target not in _NUMBERED:
+        return None, ""
+    name, keyword, default = _NUMBERED[reader.target]
+    number: Any = reader.args[1] if len(reader.args) > 1 else reader.kwargs.get(keyword, default)
+    positive = isinstance(number, (int, float)) and number > 0
+    return (reader, f"{name} {float(number)}") if positive else (None, "")
 
 
 class _Builder:
@@ -126,11 +146,12 @@ class _Builder:
 
     def _normalise(self, node: fx.Node) -> None:
         slices = [self.slice_of[node.all_input_nodes[0], number] for number in range(len(self.spans))]
-        reader = next(iter(node.users))
-        relu = len(node.users) == 1 and reader.target in _RELUS and reader in self.region.nodes
-        if relu:
+        reader, activation = activation_behind(node)
+        if reader not in self.region.nodes:
+            activation = ""
+        if activation and reader is not None:
             self.done.add(reader)
-        results = self.out.call_function(sliced_batch_norm, (slices, self._layer(str(node.target)), relu))
+        results = self.out.call_function(sliced_batch_norm, (slices, self._layer(str(node.target)), activation))
         for number in range(len(self.spans)):
             self.slice_of[node, number] = self.out.call_function(operator.getitem, (results, number))
 

@@ -156,6 +156,15 @@ def _norm_of(node: fx.Node) -> Any:
     return layer.target
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether it calls a function or a method of each element by itself, with nothing drawn."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    known = name.removesuffix("_") in _POINTWISE_NAMES and "dropout" not in name
+    return known or node.target in (F.prelu, torch.prelu) or _drops_nothing(node)
+
+
 def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKind | None:
     """What the op is to a batch; None where a sample's result depends on others, or on random numbers.
 
