@@ -31,7 +31,7 @@ from shoal.transforms.split.spatial_ops import is_pointwise, is_transposed, wind
 from shoal.transforms.writes import Writes
 
 _ROWS = 2  # the dimension that is cut
-_LARGE = 1 / 6  # of the largest tensor
+_LARGE = 1 / 6  # of the largest map
 _CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 _FEATURE_DROPOUTS = (F.dropout2d, F.dropout3d)
 _IN_PLACE_AT: dict[Any, int] = {
@@ -70,18 +70,15 @@ def choose_slabs(graph: fx.Graph, modules: Mapping[str, nn.Module], slabs: int) 
         modules: by name.
         slabs: into how many parts their rows are cut, which differ by one row at most.
     """
-    elems = {node: _elems(node) for node in graph.nodes}
+    able = {node: kind for node in graph.nodes if _is_map(node) and (kind := _kind(node, modules))}
+    elems = {node: _elems(node) for node in able}
     large = {node for node, count in elems.items() if count >= max(1.0, _LARGE * max(elems.values()))}
     writes, kinds = Writes(graph, modules), dict[fx.Node, str]()
-    for node in graph.nodes:
-        value = node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor) or value.dim() < 4 or not isinstance(value.shape[_ROWS], int):
-            continue
+    for node, kind in able.items():
         is_near = node in large or any(operand in large and operand in kinds for operand in node.all_input_nodes)
-        if not is_near or value.shape[_ROWS] < slabs or not writes.is_unnoticed(node):
+        if not is_near or node.meta["example_value"].shape[_ROWS] < slabs or not writes.is_unnoticed(node):
             continue
-        kind = _kind(node, modules)
-        if kind and all(_can_be_read(operand, node, kind) for operand in node.all_input_nodes):
+        if all(_can_be_read(operand, node, kind) for operand in node.all_input_nodes):
             kinds[node] = kind
     return SlabRegion(kinds, slabs) if "convolution" in kinds.values() else None
 
@@ -107,6 +104,11 @@ def convolve_rows(x: torch.Tensor, layer: _ConvNd, before: int, after: int) -> t
     run: Any = _CONVOLUTIONS[x.dim()]
     result: torch.Tensor = run(x, layer.weight, layer.bias, layer.stride, padding, layer.dilation, layer.groups)
     return result
+
+
+def _is_map(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.dim() >= 4 and isinstance(value.shape[_ROWS], int)
 
 
 def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
