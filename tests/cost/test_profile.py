@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shoal.capture.op_counts import moved_bytes, signature
 from shoal.cost import measurement_cache
 from shoal.cost.profile import _cpu_clock, profile
+from shoal.cost.random_operands import OperandFactory
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
 
@@ -373,3 +374,12 @@ def test_a_graph_captured_on_fake_cpu_tensors_is_timed_on_the_gpu():
 
 def test_time_in_which_another_process_has_the_core_does_not_count() -> None:
     assert _cpu_clock(lambda: time.sleep(0.1)) < 0.05  # asleep, as when another process runs
+
+
+def test_a_large_op_finds_its_operands_in_no_cache_and_a_small_one_in_that_which_cores_share(monkeypatch):
+    evicted: list[bool] = []
+    monkeypatch.setattr(OperandFactory, "evict", lambda self, *, shared=False: evicted.append(shared))
+    for elems, shared in ((1 << 10, False), (1 << 20, True)):
+        evicted.clear()
+        profile(nodes_of(torch.neg, torch.empty(elems)), cache=False)
+        assert evicted and set(evicted) == {shared}

@@ -45,6 +45,8 @@ _SPREAD = 0.03  # of the fastest run: a second one this near confirms it
 _LONGEST_SECONDS = 3600.0  # of one op; a longer cached time is ignored
 _UNDISTURBED_SECONDS = 1e-3  # the fastest of runs as short as this was not interrupted; processor clocks are coarser
 _IN_CACHE_SECONDS = 2e-3  # what takes longer does not find its operands in the cache of a core
+_IN_SHARED_CACHE_SECONDS = 2e-2  # nor what takes longer than this in the one that cores share
+_IN_CORE_ELEMS = 1 << 18  # of operands and results: with fewer, what ran before an op has left them in a cache
 _SLOW_SECONDS = 0.5  # an op whose first run takes longer is timed once
 
 
@@ -84,7 +86,9 @@ def profile(
     long. Then the op runs until a second run confirms the fastest within 3 %, or three runs took 3 ms, or all took
     60 ms: two or three runs of a large op, a few more of a small one. The fastest counts: other load only adds time.
 
-    Between runs on the CPU other memory goes through the caches of its cores, as other ops' does in a step.
+    Between runs on the CPU other memory goes through the caches of its cores, as other ops' does in a step; where
+    operands and results are larger than 1 MiB, through the cache that cores share as well: a slice of a batch that is
+    read again after all other slices does not lie there any more.
 
     An op that may write over an operand is timed doing so, as it does in nearly every planned step: new memory for a
     large result costs as much as a pointwise op itself, where the system has to hand out its pages first.
@@ -107,8 +111,8 @@ def profile(
     Raises:
         InputError: the device is not available, or a profiler is running on this thread.
 
-    Limits: on the CPU operands are in the shared cache more often than within a step. Values are random, so the times
-    of ops that depend on values (sorting, sparse indexing) are only indicative.
+    Limits: on the CPU an op is quicker in a step where it reads what was written right before. Values are random, so
+    times of ops that depend on values (sorting, sparse indexing) are only indicative.
     """
     place = measurement_cache.device_of(device)
     known = _readable(measurement_cache.recall("costs", place)) if cache else {}
@@ -178,9 +182,11 @@ def _measure(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[floa
         overwriting = overwriting if inplace.usually_overwrites(node.target) else None
     times = [seconds for seconds in first if seconds > _FIRST_COUNTS_SECONDS and overwriting is None]
     run = overwriting or run
+    leaves_core = _elems(node) > _IN_CORE_ELEMS
     while not times or (not (slow or hurry) and not _enough(times)):
-        if min(times, default=0.0) < _IN_CACHE_SECONDS:
-            operands.evict()
+        fastest = min(times, default=0.0)
+        if fastest < (_IN_SHARED_CACHE_SECONDS if leaves_core else _IN_CACHE_SECONDS):
+            operands.evict(shared=leaves_core)
         times.append(_cpu_clock(run))
     return min(times), workspace_bytes  # other load only adds time
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ _aten = torch.ops.aten
 _PATTERN_ELEMS = (1 << 20) - 3  # not a power of two, so that rows of a tensor differ
 _SEED = 20_24
 _CORE_CACHE_BYTES = 2 << 20  # of the L2 cache of a core, at most
+_MAX_SHARED_CACHE_BYTES = 64 << 20  # of the L3 cache: to go through more takes too long
+_SHARED_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _POOLS = {_aten.max_pool2d_with_indices.default: 2, _aten.max_pool3d_with_indices.default: 3}
 _POOL_BACKWARDS = {
     _aten.max_pool2d_with_indices_backward.default: 2,
@@ -36,7 +40,7 @@ class OperandFactory:
         self.device = device
         self._generator = torch.Generator(device).manual_seed(_SEED)
         self._patterns: dict[torch.dtype, torch.Tensor] = {}
-        self._others: torch.Tensor | None = None
+        self._others: dict[bool, torch.Tensor] = {}
 
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments to call `node.target` with; the same node gives the same tensor."""
@@ -54,11 +58,19 @@ class OperandFactory:
             kwargs["device"] = self.device
         return tuple(args), kwargs
 
-    def evict(self) -> None:
-        """Move what was used last out of the cores' own caches."""
-        if self._others is None:
-            self._others = torch.zeros(_CORE_CACHE_BYTES // 4 * torch.get_num_threads())
-        self._others.add_(1)
+    def evict(self, *, shared: bool = False) -> None:
+        """Move what was used last out of the cores' own caches.
+
+        Args:
+            shared: out of the cache that they share as well, up to 64 MiB of it.
+        """
+        if shared not in self._others:
+            nbytes = _shared_cache_bytes() if shared else _CORE_CACHE_BYTES * torch.get_num_threads()
+            self._others[shared] = torch.ones(nbytes // 4)
+        if shared:
+            self._others[shared].sum()  # to read is enough, and takes half as long
+        else:
+            self._others[shared].add_(1)
 
     def _leaf(self, leaf: Any, fill: Callable[[torch.Tensor], None] | None) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -90,6 +102,15 @@ class OperandFactory:
             normal = torch.randn(_PATTERN_ELEMS, generator=self._generator, device=self.device)
             self._patterns[dtype] = normal > 0 if dtype is torch.bool else normal.to(dtype)
         return self._patterns[dtype]
+
+
+@cache
+def _shared_cache_bytes() -> int:
+    try:
+        kibibytes = int(_SHARED_CACHE.read_text().strip().removesuffix("K"))
+    except (OSError, ValueError):  # no such cache, or not on Linux
+        return _MAX_SHARED_CACHE_BYTES // 2
+    return min(kibibytes << 10, _MAX_SHARED_CACHE_BYTES)
 
 
 def _integers_for(node: fx.Node, operand: fx.Node) -> Callable[[torch.Tensor], None] | None:
