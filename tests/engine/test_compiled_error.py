@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -45,9 +46,7 @@ class Encoder(nn.Module):
 def convolutional(width: int = 16) -> nn.Module:
     widths = (3, width, width, width)
     layers = [
-        layer
-        for a, b in zip(widths, widths[1:], strict=False)
-        for layer in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.SiLU())
+        layer for a, b in pairwise(widths) for layer in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.SiLU())
     ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 5))
 
