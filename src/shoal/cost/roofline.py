@@ -27,8 +27,8 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
       twice (5/3), and so does group norm's; in pieces, these copy the result once more, as PReLU's do (7/3); max
       pooling's backward scatters (2).
 
-    Workspaces are 0, but for what a norm's or a PReLU's gradient in pieces holds: implicit-GEMM kernels need little,
-    and the real ones are measured when the plan first runs on the device.
+    Workspaces are 0, but for what a norm's or a PReLU's gradient, or attention, in pieces holds: implicit-GEMM kernels
+    need little, and the real ones are measured when the plan first runs on the device.
 
     Args:
         graph: a captured step, its ops with `flops` and `moved_bytes`.
@@ -74,6 +74,8 @@ def _piece_bytes(op: Op, graph: StepGraph) -> int:
     """
     if "sliced_norm_" in op.target and _NUMBERED.search(op.signature):
         return max(graph.storages[storage].nbytes for storage in op.reads)
+    if "attention_pieces" in op.target:
+        return op.workspace_bytes  # known where it was made
     if not _is_gradient_in_pieces(op.target):
         return 0
     result = graph.storages[op.writes[0]]
