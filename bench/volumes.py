@@ -14,10 +14,12 @@ measured: small networks on this machine, budgets in percent of plain PyTorch's 
 each scale, backward; contiguous tensors, the target beside), with allow="exact". A step of each is held against plain
 PyTorch's and float64 before it is timed, in turns with plain PyTorch, checkpointing by block (MONAI's way) and
 `activation_memory_budget`, each at its fastest setting whose measured peak fits. planned: networks as large as their
-users train, on patches of 96 or 128, for a GPU that is not here. patch: the largest that fits that GPU's memory, for
+users train, on patches of 96 or 128, for a GPU that is not here. flat: the least share of the same network in two
+dimensions, on about as many pixels. patch: the largest that fits that GPU's memory, for
 plain PyTorch and, among cubes, for Shoal.
 
-Each network has a file of its own; with --resume its other parts of the same day are kept.
+Each network has a file of its own; with --resume its other parts are kept, each with its own date: of the newest file
+of the network in the folder, which may be of an earlier day and is then to be deleted.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +55,7 @@ from shoal.errors import BudgetError
 
 SHARES = (66.0, 53.0, 40.0, 33.0, 25.0)
 QUICK_SHARES = (70.0,)
-PARTS = ("measured", "planned", "patch")
+PARTS = ("measured", "planned", "flat", "patch")
 VALUES = (0.2, 0.6)  # of activation_memory_budget
 HARDWARE = "rtx-4090-24gb"
 _PREDICTED_WITHIN = 2.0  # percent of the peak
@@ -110,7 +113,7 @@ def measure(
             row["shoal"]["variant"] = str(run.plan.variant)
         else:
             row["shoal"] = refusal_columns(run)
-        for peer in PEERS:
+        for peer in PEERS if values else (CHECKPOINT,):
             one = chosen[peer, share]
             row[peer] = {"met": False}
             if one is not None:
@@ -129,12 +132,12 @@ def measure(
     }
 
 
-def measured_table(name: str, precision: str, found: Mapping[str, Any]) -> Table:
+def measured_table(name: str, precision: str, found: Mapping[str, Any], when: str = "") -> Table:
     """One row for each budget."""
     title = "{name}, {precision}, {batch} x {side}^3: plain PyTorch {plain[peak_bytes]:bytes}, {plain[seconds]:ms} ms; "
     title += "parameters and gradients {plain[parameters_and_gradients_percent]:.1f} %"
     table = new_table(
-        escape(cells(title.replace("|", ""), found, name=name, precision=precision)[0]),
+        escape(cells(title.replace("|", ""), found, name=name, precision=precision)[0]) + when,
         "budget | <met | predicted | measured | off | added | planned for | <computed | <gradients | checkpointing | "
         "activation_memory_budget",
     )
@@ -145,17 +148,17 @@ def measured_table(name: str, precision: str, found: Mapping[str, Any]) -> Table
         form += "{added_percent:+.1f} % | {planning_seconds:.0f} s | {variant} | {exactness}"
         shown += cells(form, ours)
         shown[2] = shown[2] or cells("≥ {least_feasible_bytes:bytes}", ours)[0]
-        shown += [_peer(row[CHECKPOINT]), _peer(row[ACTIVATION_MEMORY_BUDGET])]
+        shown += [_peer(row.get(CHECKPOINT)), _peer(row.get(ACTIVATION_MEMORY_BUDGET))]
         table.add_row(*map(escape, shown))
     return table
 
 
-def planned_table(name: str, found: Mapping[str, Any]) -> Table:
+def planned_table(name: str, found: Mapping[str, Any], when: str = "") -> Table:
     """One row for each precision: the least share, and the time that each budget is planned to add."""
     shares = [row["share"] for row in next(iter(found.values()))["rows"]]
     columns = "".join(f" | inside {share:g} %" for share in shares)
     table = new_table(
-        f"{name}, planned for a GPU that is not here: the least share, and time added inside budgets",
+        f"{name}, planned for a GPU that is not here: the least share, and time added inside budgets{when}",
         f"<precision | batch x patch | <hardware | plain PyTorch | parameters, gradients | least{columns}",
     )
     for precision, one in found.items():
@@ -168,11 +171,22 @@ def planned_table(name: str, found: Mapping[str, Any]) -> Table:
     return table
 
 
-def patch_table(name: str, found: Mapping[str, Any]) -> Table:
+def flat_table(name: str, found: Mapping[str, Any], when: str = "") -> Table:
+    """The least share in two dimensions."""
+    table = new_table(
+        f"{name} in two dimensions, planned for a GPU that is not here: the least share{when}",
+        "batch x patch | <hardware | plain PyTorch | parameters, gradients | least",
+    )
+    form = "{batch} x {side}^2 | {hardware} | {plain_peak_bytes:bytes} | {parameters_and_gradients_percent:.1f} % | "
+    table.add_row(*cells(form + "{least_percent:.1f} %", found))
+    return table
+
+
+def patch_table(name: str, found: Mapping[str, Any], when: str = "") -> Table:
     """The largest patches of plain PyTorch and of Shoal."""
     memory = format_bytes(found["budget_bytes"])
     table = new_table(
-        f"{name}, the largest patch inside {memory}, batch {found['batch']}, float32, {found['hardware']}",
+        f"{name}, the largest patch inside {memory}, batch {found['batch']}, float32, {found['hardware']}{when}",
         "<who | patch | predicted peak | with everything kept | step | of its voxels",
     )
     for who, ratio in (("plain", 1.0), ("shoal", found["volumes"])):
@@ -185,10 +199,28 @@ def patch_table(name: str, found: Mapping[str, Any]) -> Table:
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
     """All of one network's."""
-    name = result["network"]
-    made = [measured_table(name, precision, found) for precision, found in result.get("measured", {}).items()]
-    made += [planned_table(name, result["planned"])] if result.get("planned") else []
-    return made + ([patch_table(name, result["patch"])] if result.get("patch") else [])
+    name, conditions = result["network"], result["conditions"]
+    made = [
+        measured_table(name, precision, found, _when(found, conditions))
+        for precision, found in result.get("measured", {}).items()
+    ]
+    made += [
+        planned_table(name, {precision: found}, _when(found, conditions))
+        for precision, found in result.get("planned", {}).items()
+    ]
+    flat, patch = result.get("flat"), result.get("patch")
+    made += [flat_table(name, flat, _when(flat, conditions))] if flat else []
+    return made + ([patch_table(name, patch, _when(patch, conditions))] if patch else [])
+
+
+def _when(part: Mapping[str, Any], newest: Mapping[str, Any]) -> str:
+    """What the title of a table says where its part is older than the file's newest."""
+    own = part.get("conditions", newest)
+    if own["code"] == newest["code"] and own["date"][:10] == newest["date"][:10]:
+        return ""
+    changed = [name for name, digest in newest["code"].items() if own["code"].get(name) != digest]
+    since = f", before {', '.join(changed)} changed" if changed else ""
+    return f" ({own['date'][:10]}{since})"
 
 
 def met(ours: Mapping[str, Any]) -> str:
@@ -196,7 +228,9 @@ def met(ours: Mapping[str, Any]) -> str:
     return "yes" if ours["met"] else "EXCEEDED" if ours["exceeded"] else "refused"
 
 
-def _peer(found: Mapping[str, Any]) -> str:
+def _peer(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "not measured"
     return f"{found['added_percent']:+.1f} % ({found['setting']})" if found["met"] else "no setting fits"
 
 
@@ -216,10 +250,15 @@ def summary(results: Collection[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _earlier(path: Path) -> dict[str, Any]:
+    """The parts of the newest file of a network, each with the conditions that it was measured under."""
+    kept = sorted(path.parent.glob(f"{path.stem[:-10]}*.json"))  # without the date
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found: dict[str, Any] = json.loads(kept[-1].read_text())
+    except (OSError, ValueError, IndexError):
         return {}
+    parts = [*found.get("measured", {}).values(), *found.get("planned", {}).values()]
+    for part in (*parts, *(found[name] for name in ("flat", "patch") if name in found)):
+        part.setdefault("conditions", found["conditions"])
     return found
 
 
@@ -240,21 +279,32 @@ def _run(run: Run) -> int:
             try:
                 for precision in precisions if "measured" in parts else ():
                     repeats = asked.repeats or run.pick(3, 1)
-                    result.setdefault("measured", {})[precision] = measure(
-                        name, entry, precision, shares, values, repeats, asked.seed, advance, run.clock
-                    )
+                    found = measure(name, entry, precision, shares, values, repeats, asked.seed, advance, run.clock)
+                    result.setdefault("measured", {})[precision] = {**found, "conditions": run.conditions}
                     write_json(path, result)
                 for precision in precisions if "planned" in parts else ():
                     planned_shares = () if asked.least_only else shares
-                    result.setdefault("planned", {})[precision] = planned_rows(
+                    found = planned_rows(
                         entry, precision, planned_shares, asked.hardware, asked.allow, asked.seed, advance
                     )
+                    result.setdefault("planned", {})[precision] = {**found, "conditions": run.conditions}
+                    write_json(path, result)
+                if "flat" in parts and entry.flat is not None:
+                    found = planned_rows(
+                        replace(entry, planned=entry.flat),
+                        "float32",
+                        (),
+                        asked.hardware,
+                        asked.allow,
+                        asked.seed,
+                        advance,
+                    )
+                    result["flat"] = {**found, "conditions": run.conditions}
                     write_json(path, result)
                 if "patch" in parts:
                     known = [one["least_percent"] for one in result.get("planned", {}).values()][:1]
-                    result["patch"] = largest_patch(
-                        entry, asked.hardware, asked.allow, asked.seed, *known, advance=advance
-                    )
+                    found = largest_patch(entry, asked.hardware, asked.allow, asked.seed, *known, advance=advance)
+                    result["patch"] = {**found, "conditions": run.conditions}
                     write_json(path, result)
             except Unavailable as error:
                 skipped.append(f"{name}: {error}")
@@ -285,7 +335,7 @@ main = Bench(
     option("--repeats", type=int, help="timed steps of each contender; by default 3"),
     switch("--no-compiled-peer", "leave activation_memory_budget out"),
     switch("--least-only", "of what is planned the least share alone, without budgets: a plan or two for each network"),
-    switch("--resume", "keep the other parts of the file of today"),
+    switch("--resume", "keep the other parts of the network's newest file"),
     CPU_TIME,
     quick="one budget in float32, one repeat: does it run?",
     seed=True,
