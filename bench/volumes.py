@@ -13,10 +13,10 @@ the last two have deep supervision.
 measured: small networks on this machine, budgets in percent of plain PyTorch's measured peak (forward, cross entropy at
 each scale, backward; contiguous tensors, the target beside), with allow="exact". A step of each is held against plain
 PyTorch's and float64 before it is timed, in turns with plain PyTorch, checkpointing by block (MONAI's way) and
-`activation_memory_budget`, each at its fastest setting whose measured peak fits. planned: networks as large as their
-users train, on patches of 96 or 128, for a GPU that is not here. flat: the least share of the same network in two
-dimensions, on about as many pixels. patch: the largest that fits that GPU's memory, for
-plain PyTorch and, among cubes, for Shoal.
+`activation_memory_budget`, each at its fastest setting whose measured peak fits. slabs: two networks likewise, by the
+means that leave slabs of depth as the way into tight budgets. planned: networks as large as their users train, on
+patches of 96 or 128, for a GPU that is not here. flat: the least share of the same network in two dimensions, on about
+as many pixels. patch: the largest that fits that GPU's memory, for plain PyTorch and, among cubes, for Shoal.
 
 Each network has a file of its own; with --resume its other parts are kept, each with its own date: of the newest file
 of the network in the folder, which may be of an earlier day and is then to be deleted.
@@ -48,16 +48,17 @@ from bench.plain import Plain
 from bench.tables import cells, new_table
 from bench.volumes_catalogue import CATALOGUE, Entry
 from bench.volumes_planned import largest_patch, planned_rows
-from bench.volumes_step import PRECISIONS, checkpointed, make_step
+from bench.volumes_step import FLOAT32, PRECISIONS, checkpointed, make_step
 from shoal.core.files import write_json
 from shoal.core.sizes import format_bytes
 from shoal.errors import BudgetError
 
 SHARES = (66.0, 53.0, 40.0, 33.0, 25.0)
 QUICK_SHARES = (70.0,)
-PARTS = ("measured", "planned", "flat", "patch")
+PARTS = ("measured", "slabs", "planned", "flat", "patch")
 VALUES = (0.2, 0.6)  # of activation_memory_budget
 HARDWARE = "rtx-4090-24gb"
+SLABS = "recompute, order, exact_split"
 _PREDICTED_WITHIN = 2.0  # percent of the peak
 
 
@@ -71,6 +72,7 @@ def measure(
     seed: int,
     advance: Callable[[str], None] = lambda what: None,
     clock: Clock = time.perf_counter,
+    allow: str = "exact",
 ) -> dict[str, Any]:
     """One network in one precision, against its budgets and its peers, as plain values.
 
@@ -86,7 +88,7 @@ def measure(
         advance(f"Shoal inside {share:g} %")
         try:
             runs[share] = run_within(
-                plain, plain.budget_bytes(share), check=plain.reference.check_function, allow="exact"
+                plain, plain.budget_bytes(share), check=plain.reference.check_function, allow=allow
             )
         except (BudgetError, Unsettled) as error:
             runs[share] = error
@@ -208,7 +210,8 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
         planned_table(name, {precision: found}, _when(found, conditions))
         for precision, found in result.get("planned", {}).items()
     ]
-    flat, patch = result.get("flat"), result.get("patch")
+    slabs, flat, patch = (result.get(part) for part in ("slabs", "flat", "patch"))
+    made += [measured_table(name, f'{FLOAT32} with "{SLABS}"', slabs, _when(slabs, conditions))] if slabs else []
     made += [flat_table(name, flat, _when(flat, conditions))] if flat else []
     return made + ([patch_table(name, patch, _when(patch, conditions))] if patch else [])
 
@@ -237,7 +240,10 @@ def _peer(found: Mapping[str, Any] | None) -> str:
 def summary(results: Collection[Mapping[str, Any]]) -> dict[str, int]:
     """The totals over all measured rows."""
     ours = [
-        row["shoal"] for result in results for found in result.get("measured", {}).values() for row in found["rows"]
+        row["shoal"]
+        for result in results
+        for found in (*result.get("measured", {}).values(), *([result["slabs"]] if "slabs" in result else []))
+        for row in found["rows"]
     ]
     ran = [row for row in ours if "measured_peak_bytes" in row]
     return {
@@ -257,7 +263,7 @@ def _earlier(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, IndexError):
         return {}
     parts = [*found.get("measured", {}).values(), *found.get("planned", {}).values()]
-    for part in (*parts, *(found[name] for name in ("flat", "patch") if name in found)):
+    for part in (*parts, *(found[name] for name in ("slabs", "flat", "patch") if name in found)):
         part.setdefault("conditions", found["conditions"])
     return found
 
@@ -282,6 +288,13 @@ def _run(run: Run) -> int:
                     found = measure(name, entry, precision, shares, values, repeats, asked.seed, advance, run.clock)
                     result.setdefault("measured", {})[precision] = {**found, "conditions": run.conditions}
                     write_json(path, result)
+                if "slabs" in parts and entry.slabbed is not None:
+                    slabbed, repeats = replace(entry, here=entry.slabbed), asked.repeats or run.pick(3, 1)
+                    found = measure(
+                        name, slabbed, FLOAT32, shares, values, repeats, asked.seed, advance, run.clock, SLABS
+                    )
+                    result["slabs"] = {**found, "conditions": run.conditions}
+                    write_json(path, result)
                 for precision in precisions if "planned" in parts else ():
                     planned_shares = () if asked.least_only else shares
                     found = planned_rows(
@@ -292,7 +305,7 @@ def _run(run: Run) -> int:
                 if "flat" in parts and entry.flat is not None:
                     found = planned_rows(
                         replace(entry, planned=entry.flat),
-                        "float32",
+                        FLOAT32,
                         (),
                         asked.hardware,
                         asked.allow,

@@ -46,6 +46,7 @@ class Entry:
         blocks: names of the classes that are checkpointed, the outermost of them.
         multiple_of: what the sides of its patches are multiples of.
         flat: the same network in two dimensions, on about as many pixels as `planned` has voxels; None: not planned.
+        slabbed: as it is trained here on slabs of depth, with tensors that are large enough for them; None: it is not.
     """
 
     library: str
@@ -54,6 +55,7 @@ class Entry:
     blocks: tuple[str, ...]
     multiple_of: int = 16
     flat: Size | None = None
+    slabbed: Size | None = None
 
 
 def _unet(channels: tuple[int, ...], dims: int = 3) -> Callable[[], nn.Module]:
@@ -126,7 +128,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "AttentionUnet": Entry(
         "monai", Size(_attention_unet((8, 16, 32)), 48), Size(_attention_unet((32, 64, 128, 256)), 128),
-        ("ConvBlock", "UpConv", "AttentionBlock"),
+        ("ConvBlock", "UpConv", "AttentionBlock"), slabbed=Size(_attention_unet((16, 32, 64)), 64),
     ),
     "VNet": Entry(
         "monai", Size(_vnet, 48), Size(_vnet, 128),
@@ -139,6 +141,7 @@ CATALOGUE: dict[str, Entry] = {
         "dynamic_network_architectures", Size(_nnunet("PlainConvUNet", (8, 16, 32, 64), (2,) * 4), 48),
         Size(_nnunet("PlainConvUNet", _NNUNET_FEATURES, (2,) * 6), 128, 2), _STACKS, 32,
         Size(_nnunet("PlainConvUNet", _NNUNET_FEATURES, (2,) * 6, 2), 1440, 2, 2),
+        Size(_nnunet("PlainConvUNet", (16, 32, 64), (2,) * 3), 64),
     ),
     "ResidualEncoderUNet": Entry(
         "dynamic_network_architectures", Size(_nnunet("ResidualEncoderUNet", (8, 16, 32, 64), (1, 2, 2, 2)), 48),

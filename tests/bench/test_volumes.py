@@ -146,6 +146,15 @@ def test_a_quick_run_writes_what_its_page_shows(
     assert "2026" not in str(second)
 
 
+def test_slabs_are_measured_by_the_means_that_lead_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(volumes, "CATALOGUE", {"Small": replace(ENTRY, slabbed=SIZE), "None": ENTRY})
+    arguments = ["--quick", "--no-compiled-peer", "--parts", "slabs", "--shares", "80", "--out", str(tmp_path)]
+    assert volumes.main(arguments) == 0
+    result = json.loads(next(path for path in tmp_path.iterdir() if "Small" in path.name).read_text())
+    (table,) = volumes.tables(result)
+    assert volumes.SLABS in str(table.title) and volumes.summary([result])["budgets"] == 1
+
+
 def test_the_same_network_is_planned_in_two_dimensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Flat(SmallNet):
         def __init__(self) -> None:
