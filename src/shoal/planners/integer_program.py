@@ -13,8 +13,8 @@ and at every position what is fixed, kept and back early must fit the budget:
     fixed + sum over waiting s of bytes_s * (k_s + b_si) <= budget.
 
 Where the step has a link, o_s says whether s waits on the host, and is added to k_s in the first row. What that takes
-of the link and of the device is in `link_rows`; the objective is then all added time, during which copies go on. Where the
-host takes time to launch ops, `launch_rows` has what that adds.
+of the link and of the device is in `link_rows`; the objective is then all added time, during which copies go on. Where
+the host takes time to launch ops, `launch_rows` has what that adds.
 
 With binary k the least b is integral, so only the k need branching. The objective is the time of the reruns. Without
 the b the program is a relaxation for every plan that keeps or recomputes, however often: its optimum is the lower

@@ -1,18 +1,18 @@
 """The host's queue of launches, as rows of a linear program: a step takes no less than its launches.
 
-The device runs an op when it has run the one before and the host has launched it. Played through, a step takes the most,
-over all its runs j, of the time of the launches up to j and of the ops from j on. A recomputation, which is among the
-backward ops, adds its time on the device to that of each j of the forward pass, its launch to that of the last run, and
-at least the shorter of the two to any other. That leaves three rows for E, the time beyond that of the ops themselves,
-and y_o, which says whether op o runs again:
+The device runs an op when it has run the one before and the host has launched it. Played through, a step takes the
+most, over all its runs j, of the time of the launches up to j and of the ops from j on. A recomputation, which is among
+the backward ops, adds its time on the device to that of each j of the forward pass, its launch to that of the last run,
+and at least the shorter of the two to any other. That leaves three rows for E, the time beyond that of the ops
+themselves, and y_o, which says whether op o runs again:
 
     E >= the most of any forward op    - D + sum of seconds_o * y_o
     E >= that of the last op           - D + sum of launch_seconds_o * y_o
     E >= the most of all ops           - D + sum of min(seconds_o, launch_seconds_o) * y_o,
 
-where all are those of the plain step, and D is the sum of its ops' times. Waits for copies only add to the left side. The
-program minimises E, in which the waits for the host are a variable of their own; what a plan adds is E less what the
-plain step itself waits.
+where all are those of the plain step, and D is the sum of its ops' times. Waits for copies only add to the left side.
+The program minimises E, in which the waits for the host are a variable of their own; what a plan adds is E less what
+the plain step itself waits.
 """
 
 from __future__ import annotations
@@ -52,5 +52,7 @@ def add_launch_rows(program: LinearProgram, graph: StepGraph, rerun: Mapping[int
     forward = max(if_critical[: graph.n_forward], default=0.0)
     for least_seconds, spent in ((forward, seconds), (if_critical[-1], launches), (max(if_critical), shorter)):
         entries = {place: extra.get(place, 0.0) - spent.get(place, 0.0) for place in extra.keys() | spent.keys()}
-        program.at_least(least_seconds - busy_seconds, {place: entries[place] for place in sorted(entries) if entries[place]})
+        program.at_least(
+            least_seconds - busy_seconds, {place: entries[place] for place in sorted(entries) if entries[place]}
+        )
     return max(0.0, graph.plain_seconds - busy_seconds)

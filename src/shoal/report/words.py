@@ -275,7 +275,9 @@ def tiles(report: Report) -> list[Tile]:
         note = f"{format_seconds(again)} of it recomputation" if again else "nothing is recomputed"
         shown.append(Tile("Predicted step", format_seconds(timeline.seconds), note))
     if waits := timeline.launch_wait_seconds:
-        of_step = f"{format_percent(share_of_step(timeline, waits))} of the step, until the host has launched the next op"
+        of_step = (
+            f"{format_percent(share_of_step(timeline, waits))} of the step, until the host has launched the next op"
+        )
         shown.append(Tile("Waits for launches", format_seconds(waits), of_step))
     return shown + (_link_tiles(report) if timeline.transfers else [])
 
