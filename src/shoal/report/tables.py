@@ -42,7 +42,7 @@ class StorageRow:
 
 @dataclass(frozen=True)
 class PartRow:
-    """A part of the model: bytes of its saved and offloaded storages, time of its ops, waits for copies and launches."""
+    """A part of the model: bytes of its saved and offloaded storages, time of its ops and of its waits."""
 
     name: str
     kept: str
