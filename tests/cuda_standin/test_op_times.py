@@ -63,7 +63,7 @@ def test_a_step_has_the_launch_beside_the_op(tmp_path: Path, monkeypatch: pytest
     nodes = {signature(node): node for node in graph.nodes if node.op == "call_function"}
     for costs in (profile(nodes, device="cuda"), profile(nodes, device="cuda")):  # measured, and from the cache
         (key,) = nodes
-        assert costs.seconds[key] == pytest.approx(KERNEL_SECONDS, rel=0.05)
+        assert 0 < costs.seconds[key] < 1.05 * KERNEL_SECONDS
         assert costs.launch_seconds[key] > 0
         assert costs.longer_seconds[key] == max(costs.seconds[key], costs.launch_seconds[key])
 
