@@ -18,4 +18,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, least_bytes: int = 0) -> None:
 
     monkeypatch.setattr("shoal.kernels.compiled_region._known", {})
     monkeypatch.setattr("shoal.kernels.compiled_region.compile_each", each)
+    # Not fused, a sum in float64 would hold its operand in float64.
+    monkeypatch.setattr("shoal.lowlevel.inductor_region.wide_sums", lambda device_type: {})
     monkeypatch.setattr("shoal.capture.regions._LEAST_BYTES", least_bytes)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.transforms.fuse.fuse_graph import LEVELS, Level
 from shoal.transforms.tracing import trace
-from shoal.transforms.writes import Writes
+from shoal.transforms.writes import Writes, is_told_in_place, write_to_new_memory
 
 
 def _relu_first(net: Any, y: torch.Tensor) -> torch.Tensor:
@@ -290,3 +290,19 @@ def test_patches_see_what_is_written_over_the_whole(body: Any) -> None:
     divided = shoal.split(copy.deepcopy(net), join="auto", halo="exact")
     x = torch.randn(2, 3, 5, 5).double()
     torch.testing.assert_close(divided(x.clone()), net(x.clone()), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [(F.relu, (True,)), (F.leaky_relu, (0.01, True)), (F.hardtanh, (-1.0, 1.0, True)), (F.dropout, (0.5, True, True))],
+)
+def test_inplace_given_by_place_is_seen_and_taken_back(function: Any, arguments: tuple[Any, ...]) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.neg, (x,))
+    written = graph.call_function(function, (y, *arguments))
+    graph.output((written, graph.call_function(torch.neg, (y,))))
+    assert is_told_in_place(written) and Writes(graph, {}).over(y) is written
+    assert not Writes(graph, {}).is_unnoticed(written)
+    write_to_new_memory(written)
+    assert not is_told_in_place(written) and Writes(graph, {}).over(y) is None

@@ -121,6 +121,8 @@ def moved_bytes(node: fx.Node) -> int:
 
     An operand that is expanded counts the bytes it has, not the bytes it pretends to have.
     """
+    if "moved_bytes" in node.meta:  # counted where the node was made from others
+        return int(node.meta["moved_bytes"])
     if _is_free(node):
         return 0
     return sum(_bytes(tensor) for tensor in (*_operands(node), *_tensors(_value(node))))

@@ -1,7 +1,8 @@
 """A captured step with some of its ops in pieces, where they make the peak, or convolutions by direct kernels.
 
 On the CPU those are convolutions, for their scratch; on CUDA gradients of batch and group norms (and instance norms,
-which are batch norms to it), which then take the block of the incoming gradient. Gradients of PReLUs are on both.
+which are batch norms to it), which then take the block of the incoming gradient. Gradients of PReLUs, and attention,
+are on both.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shoal.capture.attention import SOFTMAX, attended_in_pieces, choose_attentions
 from shoal.capture.captured import Captured
 from shoal.capture.concatenations import choose_concatenations, without_concatenations
 from shoal.capture.direct import DIRECT, choose_direct, computed_directly
@@ -47,34 +49,43 @@ def choose_pieces(
         costed: measures those of another form of the step.
 
     Returns:
-        The direct ones or the concatenations, then the cut ones, each in the order of the step.
+        The direct ones or the concatenations, then attentions, then the others that are cut, each in the order of the
+        step.
     """
     changed = choose_direct(captured, graph, costed) if "direct" in means else ()
     if not changed and "direct" in means:
         changed = choose_concatenations(captured, graph)
-    if "pieces" not in means:
-        return changed
-    if changed:
-        captured = in_pieces(captured, changed)
-        graph = costed(captured)
-    return (*changed, *_cut_pieces(captured, graph, means, _cut))
+    return _with_pieces(captured, graph, means, costed, changed, runs_here=True)
 
 
 def choose_elsewhere(
     captured: Captured, graph: StepGraph, means: Collection[str], costed: Callable[[Captured], StepGraph]
 ) -> tuple[Pieces, ...]:
-    """`choose_pieces` for a GPU that is not here: concatenations, and gradients of norms.
+    """`choose_pieces` for a GPU that is not here: concatenations, attentions, and gradients of norms and PReLUs.
 
     What a convolution's kernel takes there cannot be tried here; that pieces repeat the bits is tried when the plan is
     made there.
     """
     changed = choose_concatenations(captured, graph) if "direct" in means else ()
+    return _with_pieces(captured, graph, means, costed, changed, runs_here=False)
+
+
+def _with_pieces(
+    captured: Captured,
+    graph: StepGraph,
+    means: Collection[str],
+    costed: Callable[[Captured], StepGraph],
+    changed: tuple[Pieces, ...],
+    *,
+    runs_here: bool,
+) -> tuple[Pieces, ...]:
     if "pieces" not in means:
         return changed
+    changed = (*changed, *choose_attentions(captured, graph, means, runs_here=runs_here))
     if changed:
         captured = in_pieces(captured, changed)
         graph = costed(captured)
-    return (*changed, *_cut_pieces(captured, graph, means, _cut_elsewhere))
+    return (*changed, *_cut_pieces(captured, graph, means, _cut if runs_here else _cut_elsewhere))
 
 
 def _cut_pieces(
@@ -144,10 +155,14 @@ def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
     left_out = [one for one in chosen if one.parts]
     if left_out:
         captured = without_concatenations(captured, left_out)
+    softmaxes = {node.name for node in captured.joint.graph.find_nodes(op="call_function", target=SOFTMAX)}
+    attended = [one for one in chosen if one.op in softmaxes]
+    if attended:
+        captured = attended_in_pieces(captured, attended)
     joint = copied_joint(captured.joint)
     node_called = {node.name: node for node in joint.graph.nodes}
     for cut in chosen:
-        if cut.direct or cut.parts:
+        if cut.direct or cut.parts or cut in attended:
             continue
         node = node_called.get(cut.op)
         if node is not None and node.target is _OF_PRELU and slopes_gradient(node) is not None:

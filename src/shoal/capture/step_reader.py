@@ -261,6 +261,7 @@ class _Reader:
                 "signature": signature(node),
                 "flops": flops(node),
                 "moved_bytes": moved_bytes(node),
+                "workspace_bytes": node.meta.get("workspace_bytes", 0),
                 "again": again,
             }
         )

@@ -18,7 +18,7 @@ class Pieces:
     Attributes:
         op: its name in the step.
         dim: along which dimension of the result: 0, samples; 2, the first spatial one; of a weight's gradient: 0 or 1;
-            of a PReLU's: 0, all its elements; 1, channels.
+            of a PReLU's: 0, all its elements; 1, channels; of attention, called by its softmax: 0, windows.
         count: how many pieces.
         direct: whether it is computed as a whole by a kernel that takes no scratch and sums in another order.
         parts: whether it is a concatenation that is not computed: convolutions that read it are sums over its parts.
@@ -110,6 +110,8 @@ def _kind_of(op: str) -> str:
     """What an op that is cut belongs to, in the plural."""
     if "prelu" in op:
         return "PReLUs"
+    if "softmax" in op:
+        return "attentions"
     return "norms" if "norm" in op else "convolutions"
 
 

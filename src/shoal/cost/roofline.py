@@ -29,8 +29,8 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
 
     The host takes `host_launch_seconds` to launch each, while the device may run earlier ones.
 
-    Workspaces are 0, but for what a norm's or a PReLU's gradient in pieces holds: implicit-GEMM kernels need little,
-    and the real ones are measured when the plan first runs on the device.
+    Workspaces are 0, but for what a norm's or a PReLU's gradient, or attention, in pieces holds: implicit-GEMM kernels
+    need little, and the real ones are measured when the plan first runs on the device.
 
     Args:
         graph: a captured step, its ops with `flops` and `moved_bytes`.
@@ -82,6 +82,8 @@ def _piece_bytes(op: Op, graph: StepGraph) -> int:
     """
     if "sliced_norm_" in op.target and _NUMBERED.search(op.signature):
         return max(graph.storages[storage].nbytes for storage in op.reads)
+    if "attention_pieces" in op.target:
+        return op.workspace_bytes  # known where it was made
     if not _is_gradient_in_pieces(op.target):
         return 0
     result = graph.storages[op.writes[0]]

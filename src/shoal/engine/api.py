@@ -126,11 +126,11 @@ def compile(
             "batch_norm" among the exempt, the backward pass of batch norms reads decoded values too, and the error goes
             on to what comes before. None (default): nothing is lossy.
         allow: by which means the step may be brought into the budget: a text with commas or a collection of
-            "recompute" and "offload"; "order" of the ops; "pieces", convolutions with a large scratch in pieces where
-            these repeat its bits (on the CPU, measured here); "fuse", batch norms done by their neighbours
-            (`shoal.fuse_batchnorm`); "direct", convolutions of volumes by kernels without
+            "recompute" and "offload"; "order" of the ops; "pieces", convolutions with a large scratch, and attention
+            with large scores, in pieces where these repeat its bits (on the CPU, measured here); "fuse", batch norms
+            done by their neighbours (`shoal.fuse_batchnorm`); "direct", convolutions of volumes by kernels without
             scratch (on the CPU), and of concatenations as sums over their parts (with "pieces", gradients of large
-            PReLUs in pieces too); "exact_split", the first layers on
+            PReLUs in pieces too, and attention whose biases are learned); "exact_split", the first layers on
             slices of the batch or on overlapping patches (`shoal.split(..., halo="exact")`), large layers of volumes on
             slabs; "encode", convolution inputs in 8 bits (as `lossy`);
             "invert", instance and group norms that save the result of the LeakyReLU or ELU behind them alone, and make

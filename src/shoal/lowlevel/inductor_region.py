@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from shoal.lowlevel.wide_sums import wide_sums
+
 log = logging.getLogger("shoal")
 
 Boxed = Callable[[list[Any]], Sequence[torch.Tensor]]
@@ -58,10 +60,11 @@ def in_primitive_ops(
     """
     from torch._inductor.decomposition import select_decomp_table
 
+    table = {**select_decomp_table(), **wide_sums(inputs[0].device.type)}
     mode = FakeTensorMode(shape_env=ShapeEnv())  # without one Inductor looks for nothing in its cache
     with unset_fake_temporarily(), tracing(None), torch.no_grad(), mode:
         fakes = tuple(torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device) for x in inputs)
-        module = make_fx(lambda *own: tuple(function(*own)), decomposition_table=select_decomp_table())(*fakes)
+        module = make_fx(lambda *own: tuple(function(*own)), decomposition_table=table)(*fakes)
     return module, fakes
 
 

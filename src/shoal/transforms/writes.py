@@ -29,6 +29,14 @@ IN_PLACE_OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     operator.ior: operator.or_,
     operator.ixor: operator.xor,
 }
+# Where activations and dropouts have `inplace` among their arguments.
+_IN_PLACE_AT: dict[Callable[..., Any], int] = {
+    **dict.fromkeys((F.relu, F.relu6, F.selu, F.silu, F.mish, F.hardswish, F.hardsigmoid), 1),
+    **dict.fromkeys((F.elu, F.celu, F.leaky_relu), 2),
+    **dict.fromkeys((F.hardtanh, F.threshold, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), 3),
+    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), 3),
+    F.rrelu: 4,
+}
 # Of these the result is new memory, or no tensor. Any other op may return its operand, or a view of it, as dropout may.
 _PLAIN_LAYERS = (_ConvNd, _NormBase, nn.Linear)
 _NEW_MODULES = {f"torch.nn.modules.{name}" for name in ("activation", "normalization", "pooling", "upsampling")}
@@ -42,6 +50,21 @@ _NEW_FUNCTIONS = {
     *("avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
     *("size", "dim", "numel", "shape", "ndim", "dtype", "device"),
 }
+
+
+def is_told_in_place(node: fx.Node) -> bool:
+    """Whether a function is called with `inplace=True`, by name or by place."""
+    if node.op != "call_function":
+        return bool(node.kwargs.get("inplace", False))
+    place = _IN_PLACE_AT.get(node.target, len(node.args))  # type: ignore[arg-type]  # any target
+    return bool(node.kwargs.get("inplace", node.args[place] if place < len(node.args) else False))
+
+
+def write_to_new_memory(node: fx.Node) -> None:
+    """Call it with `inplace=False`."""
+    place = _IN_PLACE_AT.get(node.target)  # type: ignore[arg-type]  # any target
+    node.args = tuple(False if at == place else one for at, one in enumerate(node.args))
+    node.kwargs = {name: one for name, one in node.kwargs.items() if name != "inplace"}
 
 
 class Writes:
@@ -140,8 +163,7 @@ class Writes:
             return False
         name = _name(node)
         return (
-            bool(node.kwargs.get("inplace", False))
-            or (node.target is F.relu and node.args[1:] == (True,))
+            is_told_in_place(node)
             or node.target in IN_PLACE_OPERATORS
             or node.target is operator.setitem
             or (name.endswith("_") and not name.endswith("__"))

@@ -164,3 +164,51 @@ def test_gradients_of_prelus_in_pieces_train_in_less_and_are_no_further_from_flo
     assert status.measured_peak_bytes <= needed[1] + 4096
     for ours, plain, right in zip(mine, theirs, exact, strict=True):
         assert (ours - right).abs().max() <= (plain - right).abs().max() + 1e-6 * right.abs().max()
+
+
+class Attending(nn.Module):
+    """Two blocks of attention in windows, with scores of 16 MiB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
+        self.bias = nn.ParameterList(nn.Parameter(torch.randn(2, 128, 128)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for qkv, bias in zip(self.qkv, self.bias, strict=True):
+            windows, n, c = x.shape
+            q, k, v = qkv(x).reshape(windows, n, 3, 2, c // 2).permute(2, 0, 3, 1, 4)
+            weights = ((q * 0.5) @ k.transpose(-2, -1) + bias).softmax(-1)
+            x = x + (weights @ v).transpose(1, 2).reshape(windows, n, c)
+        return x
+
+
+def test_attention_in_pieces_trains_in_less_with_the_same_bits_but_for_its_biases() -> None:
+    def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        return Attending().to(dtype), torch.randn(128, 128, 8).to(dtype)
+
+    def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        model(x).square().sum().backward()
+        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+    needed = []
+    for allow in ("recompute, pieces", "recompute, pieces, direct"):
+        with pytest.raises(BudgetError) as refused:
+            shoal.plan(*made(), 1, allow=allow)
+        assert refused.value.least_feasible_bytes is not None
+        needed.append(refused.value.least_feasible_bytes)
+    assert needed[1] < 0.5 * needed[0]
+    model, x = made()
+    model = shoal.compile(model, needed[1] + 4096, allow="recompute, pieces, direct")
+    mine = {name.removeprefix("_orig_mod."): grad for name, grad in gradients(model, x).items()}
+    theirs, exact = gradients(*made()), gradients(*made(torch.float64))
+    status: Any = model.shoal
+    assert str(status.plan.variant) == "2 attentions in pieces" and status.measured_peak_bytes <= needed[1] + 4096
+    assert mine.keys() == theirs.keys()
+    for name, ours in mine.items():
+        if name.startswith("bias"):
+            off, theirs_off = ((one.double() - exact[name]).abs().max() for one in (ours, theirs[name]))
+            assert off <= theirs_off + 1e-6 * exact[name].abs().max()
+        else:
+            assert torch.equal(ours, theirs[name]), name

@@ -12,6 +12,7 @@ import shoal
 from shoal import Plan
 from shoal.app.doctor.steps import Start, Taken, gradients_of, largest_difference, plain_step, seconds
 from shoal.app.doctor.subject import Subject
+from shoal.capture.dynamo import GraphBreak
 from shoal.core.sizes import MAX_BYTES, format_bytes
 from shoal.errors import BudgetError, CaptureError
 from shoal.memory.budget import budget_bytes
@@ -33,7 +34,7 @@ class Examination:
         difference: between the gradients of both, see `largest_difference`; None where one is missing.
         refused: why the budget cannot be met.
         least_bytes: the smallest budget for which a plan was found; None where the budget given can be met.
-        breaks: where the model breaks into several graphs.
+        breaks: where the model breaks into several graphs; the first place alone where no step was planned.
         uncaptured: why nothing of it can be captured.
         remedies: what would bring it into the budget, the best first.
     """
@@ -114,6 +115,8 @@ def examine(
     doing("the step as it is")
     try:
         plain = shoal.plan(model, example, MAX_BYTES, **(beside | {"allow": "keep"}))
+    except GraphBreak as error:  # several graphs, unless the planned step says otherwise
+        plain, found["breaks"] = None, (f"{error.place}: {error.reason}",)
     except CaptureError as error:
         plain, found["uncaptured"] = None, str(error)
     left_bytes = (budget_bytes("auto", subject.device) or 0) + distinct_bytes([*model.parameters(), *model.buffers()])
@@ -139,7 +142,7 @@ def examine(
         found |= {"refused": str(error), "least_bytes": least_bytes}
         found["remedies"] = tuple(_remedies(subject, within_bytes, how, least_bytes, state_bytes))
     except CaptureError as error:
-        found["uncaptured"] = str(error)
+        found |= {"uncaptured": str(error), "breaks": ()}
     return Examination(**{"plan": plain, **found})
 
 

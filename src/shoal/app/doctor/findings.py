@@ -10,6 +10,7 @@ from shoal.app.doctor.examine import Examination
 from shoal.core.sizes import format_bytes
 from shoal.lowlevel import cuda_calls
 
+_ONE_GRAPH = "take the named line out: one graph has more means, and less has to be kept"
 _SLOWER = 0.1  # of the plain step: what a plan adds from which on more bytes are worth naming
 
 
@@ -78,7 +79,7 @@ def _planned(found: Examination) -> str:
     if found.uncaptured:
         return "not taken: nothing of the model can be captured"
     if found.planned is None:
-        return f"does not fit{least}"
+        return f"does not fit{least or f': {found.refused}'}"
     peak_bytes = found.planned.peak_bytes
     measured = "not measured" if peak_bytes is None else format_bytes(peak_bytes)
     slower = ""
@@ -129,7 +130,8 @@ def _capture(found: Examination) -> str:
     if found.uncaptured:
         return found.uncaptured
     if found.breaks:
-        return f"breaks at {'; '.join(found.breaks)}: planned as several graphs, and what crosses is kept"
+        verb = "refused" if found.refused else "planned"
+        return f"breaks at {'; '.join(found.breaks)}: {verb} as several graphs, and what crosses is kept"
     return "one graph"
 
 
@@ -139,10 +141,12 @@ def _helps(found: Examination) -> str:
     more_bytes = [] if found.least_bytes is None else ["the bytes named above"]
     if found.remedies:
         return "; or ".join([*found.remedies, *more_bytes])
+    if found.refused and found.breaks:
+        return f"{_ONE_GRAPH}; or more bytes, or smaller inputs"
     if found.refused:
         return f"{', or '.join([*more_bytes, 'smaller inputs'])}; no smaller batch that was planned fits"
     if found.breaks:
-        return "take the named line out: one graph has more means, and less has to be kept"
+        return _ONE_GRAPH
     if found.fits_plain:
         return "nothing is needed; shoal.fit finds the largest batch inside these bytes"
     plain_bytes = found.plain_peak_bytes

@@ -6,6 +6,7 @@ That convolutions are computed in pieces changes the traced step, not the graph:
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,6 +42,8 @@ _CONVOLUTIONS = (
 )
 _NORMS = (F.batch_norm, F.group_norm, F.instance_norm)
 _PRELUS = (F.prelu, torch.prelu)
+_SOFTMAXES = (F.softmax, torch.softmax, torch.special.softmax, "softmax")
+_PRODUCTS = (torch.matmul, torch.bmm, torch.baddbmm, operator.matmul, "matmul", "bmm", "__matmul__", torch.einsum)
 _MEASURED = "tried on the machine that trains; hardware= is another one"
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 Graph = TypeVar("Graph")
@@ -140,8 +143,8 @@ class Variants:
         """The same of one of `KERNEL_MEANS`, for a machine that is not here."""
         if means == "direct" and not self._joins_much:
             return f"there is no large concatenation, and direct convolutions are {_MEASURED}"
-        if means == "pieces" and not self._has_large_prelu and all(_large_map(n) is None for n in self.own.graph.nodes):
-            return f"there is no norm of large maps, and convolutions in pieces are {_MEASURED}"
+        if means == "pieces" and not (self._has_large_prelu or self._has_large_attention or self._has_large_norm):
+            return f"there is no norm or attention of large maps, and convolutions in pieces are {_MEASURED}"
         return ""
 
     @property
@@ -149,6 +152,21 @@ class Variants:
         """Whether there is one whose gradient may be worth pieces, which add up in another order."""
         prelus = (node for node in self.own.graph.nodes if node.target in _PRELUS)
         return "direct" in self._means and any(_large_map(node) is not None for node in prelus)
+
+    @property
+    def _has_large_norm(self) -> bool:
+        return any(_large_map(node) is not None for node in self.own.graph.nodes)
+
+    @property
+    def _has_large_attention(self) -> bool:
+        """Whether there is a softmax of what may be scores, large enough for pieces."""
+        nodes = self.own.graph.nodes
+        if all(node.target not in _PRODUCTS for node in nodes):
+            return False
+        scores = (node.meta.get("example_value") for node in nodes if node.target in _SOFTMAXES)
+        return any(
+            isinstance(one, torch.Tensor) and one.dim() > 2 and _bytes(one) >= WORTH_PIECES_BYTES for one in scores
+        )
 
     @property
     def _joins_much(self) -> bool:
@@ -162,7 +180,7 @@ class Variants:
             return False
         if "direct" in self._means and self._joins_much:
             return True
-        if "pieces" in self._means and self._has_large_prelu:
+        if "pieces" in self._means and (self._has_large_prelu or self._has_large_attention):
             return True
         for node in self.own.graph.nodes:
             values = _values(node)

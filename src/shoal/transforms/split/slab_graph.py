@@ -28,23 +28,12 @@ from shoal.transforms.split.sliced_batch_norm import (
     sliced_batch_norm,
 )
 from shoal.transforms.split.spatial_ops import is_pointwise, is_transposed, windows_of
-from shoal.transforms.writes import Writes
+from shoal.transforms.writes import Writes, is_told_in_place, write_to_new_memory
 
 _ROWS = 2  # the dimension that is cut
 _LARGE = 1 / 6  # of the largest map
 _CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 _FEATURE_DROPOUTS = (F.dropout2d, F.dropout3d)
-_IN_PLACE_AT: dict[Any, int] = {
-    F.elu: 2,
-    F.leaky_relu: 2,
-    F.relu: 1,
-    F.relu6: 1,
-    F.selu: 1,
-    F.silu: 1,
-    F.mish: 1,
-    F.hardtanh: 3,
-}
-_NOWHERE = 99
 _INSTANCE_NORM = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
 _TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 
@@ -139,43 +128,7 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
         same_dims = len(times) == _dims(node) + 2 and isinstance(node.args[0], fx.Node)
         return "pointwise" if same_dims and all(one == 1 for one in list(times)[_ROWS:]) else ""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name.endswith("_") or not is_pointwise(node):
-        return ""
-    return "pointwise" if not _writes(node) or _alone(node) else ""
-
-
-def _writes(node: fx.Node) -> bool:
-    place = _IN_PLACE_AT.get(node.target, _NOWHERE)
-    return bool(node.kwargs.get("inplace", node.args[place] if len(node.args) > place else False))
-
-
-def _alone(node: fx.Node) -> bool:
-    """Whether nobody but the node reads what it writes over, so that it may write to new memory."""
-    written = node.all_input_nodes[0]
-    return written.op not in ("placeholder", "get_attr") and len(written.users) == 1 and _makes_new_memory(written)
-
-
-def _makes_new_memory(node: fx.Node) -> bool:
-    return node.op == "call_module" or getattr(node.target, "__name__", "") in _NEW
-
-
-_NEW = {
-    "add",
-    "sub",
-    "mul",
-    "cat",
-    "instance_norm",
-    "group_norm",
-    "prelu",
-    "elu",
-    "leaky_relu",
-    "relu",
-    "interpolate",
-} | {
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-}
+    return "pointwise" if is_pointwise(node) and not name.endswith("_") else ""
 
 
 def _can_be_read(operand: fx.Node, node: fx.Node, kind: str) -> bool:
@@ -286,10 +239,8 @@ class _Builder:
             factors = self._operand(node, begin, end)(x), self.masks[node]
             return self.out.call_function(operator.mul, factors)
         made = self.out.node_copy(node, self._operand(node, begin, end))
-        if _writes(node):  # to new memory
-            place = _IN_PLACE_AT.get(node.target, _NOWHERE)
-            made.args = tuple(False if at == place else one for at, one in enumerate(made.args))
-            made.kwargs = {name: one for name, one in made.kwargs.items() if name != "inplace"}
+        if is_told_in_place(node):  # which nobody notices
+            write_to_new_memory(made)
         return made
 
     def _made_once_more(self, node: fx.Node, number: int) -> fx.Node:
