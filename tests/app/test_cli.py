@@ -8,15 +8,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import shoal
-from shoal.app import cli
+from shoal.app import cli, models
 from shoal.app.cli import app
+from shoal.app.models.unet import UNet
 from shoal.app.training import loop
 from shoal.app.training.run_folder import run_folder
 from shoal.core import presets
@@ -30,6 +34,8 @@ needs_compiler = pytest.mark.skipif(
 SMALL = ["--model", "mobilenet_v2", "--data", "synthetic", "--batch", "8", "--image", "16", "--epochs", "1"]
 PLAIN = [*SMALL, "--planner", "none"]
 IN_A_PROCESS = """
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 import pytest
 from shoal.app.cli import main
@@ -379,14 +385,18 @@ def test_a_plan_that_does_not_fit_still_has_its_largest_batch(here: Path) -> Non
     assert 0 < figures["max_batch"]["batch"] < 65536
 
 
-def test_the_largest_patch_is_that_of_fit(here: Path) -> None:
-    arguments = ["plan", "--model", "unet", "--batch", "2", "--image", "64", "--hardware", "rtx-3060-12gb"]
-    arguments += ["--planner", "keep_all", "--allow", "bitwise", "--budget", "1GiB", "--max-patch"]
-    (line,) = (line for line in invoke(*arguments).stdout.splitlines() if line.startswith("largest patch "))
-    answer = json.loads(invoke(*arguments, "--json").stdout)["max_patch"]
-    patch, too_large = ("x".join(map(str, answer[key])) for key in ("patch", "too_large"))
-    assert f"{patch}, 2 at a time ({too_large} does not fit)" in line
-    assert answer["multiple_of"] == [16, 16] and answer["predicted_peak_bytes"] <= 2**30
+def test_the_largest_patch_fits_and_the_next_one_does_not(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(models._NETWORKS["unet"], make=partial(UNet, 2, 1, 4), levels=1)
+    monkeypatch.setitem(models._NETWORKS, "unet", small)
+    plan = ["plan", "--model", "unet", "--batch", "2", "--hardware", "rtx-3060-12gb", "--planner", "keep_all"]
+    done = invoke(*plan, "--allow", "bitwise", "--image", "16", "--budget", "512KiB", "--max-patch", "--json")
+    found = json.loads(done.stdout)["max_patch"]
+    assert found["multiple_of"] == [2, 2] and found["predicted_peak_bytes"] <= 2**19
+    how: dict[str, Any] = {"hardware": "rtx-3060-12gb", "planner": "keep_all", "allow": "bitwise"}
+    network = shoal.app.models.build("unet")
+    shoal.plan(network, torch.empty(2, 3, *found["patch"]), 2**19, **how)
+    with pytest.raises(shoal.BudgetError):
+        shoal.plan(network, torch.empty(2, 3, *found["too_large"]), 2**19, **how)
 
 
 @pytest.mark.usefixtures("tiny")

@@ -164,6 +164,13 @@ def _is_on_slices(row: Candidate) -> bool:
     return not variant.pieces and (variant == WHOLE or bool(variant.slices))
 
 
+def _gains_nothing(bound_seconds: float, planned: Candidate) -> bool:
+    """Whether a lower bound is hardly below that of a form that has a plan."""
+    if planned.seconds is None or planned.bound_seconds is None:
+        return False
+    return bound_seconds >= (1 - _WORTH_A_PLAN) * planned.bound_seconds
+
+
 @dataclass(frozen=True)
 class _Form(Generic[Graph, Made]):
     variant: Variant
@@ -267,15 +274,14 @@ class _Search(Generic[Graph, Made]):
         self._rows.append(row)
 
     def _fits_whole(self, variant: Variant, bound_seconds: float) -> bool:
-        """Whether the same form without pieces has a plan, and a lower bound that is no higher."""
+        """Whether the same form without pieces has a plan, and a lower bound that is hardly higher."""
         whole = replace(variant, pieces=())
-        found = next((row for row in self._rows if row.variant == whole and row.seconds is not None), None)
-        return found is not None and found.bound_seconds is not None and found.bound_seconds <= bound_seconds
+        return any(_gains_nothing(bound_seconds, row) for row in self._rows if row.variant == whole)
 
     def _fits_on_more(self, variant: Variant, bound_seconds: float) -> bool:
-        """Whether the step on more slices has a plan, and a lower bound that is no higher."""
+        """Whether the step on more slices has a plan, and a lower bound that is hardly higher."""
         return any(
-            row.seconds is not None and row.bound_seconds is not None and row.bound_seconds <= bound_seconds
+            _gains_nothing(bound_seconds, row)
             for row in self._rows
             if row.variant.slices > variant.slices and not row.variant.pieces
         )
