@@ -57,6 +57,7 @@ def test_a_kernel_is_timed_without_its_launch(op: Callable[..., Any], n_kernels:
     assert found.launch_seconds > 0
 
 
+@pytest.mark.usefixtures("real_machine")
 def test_a_step_has_the_launch_beside_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     graph = make_fx(torch.relu, tracing_mode="fake")(torch.empty(100)).graph
