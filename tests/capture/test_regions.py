@@ -12,7 +12,7 @@ from shoal.capture.regions import Regional, in_regions
 from shoal.core.simulate import simulate
 from shoal.kernels.compiled_region import CompiledRegion
 from shoal.planners.just_in_time import just_in_time
-from tests.engine.training_laws import same_bits
+from tests.engine.training_laws import blocks, same_bits
 from tests.joint_graphs import NETWORKS, batch, captured_step, operands, run_joint, run_lowered
 from tests.uncompiled import interpreted
 
@@ -85,8 +85,22 @@ def test_a_normalisation_takes_in_what_follows_it_and_its_statistics_run_once() 
     assert "forward: normalised, relu" in said.values()
     assert "forward: normalised, add, relu" in said.values()
     once = {name for name in said if not found.captured.graph.op_called[name].recomputable}
-    assert {said[name] for name in once if said[name].startswith("forward")} == {"forward: statistics"}
-    assert sum(said[name] == "forward: statistics" for name in said) == 3
+    assert {said[name] for name in once if said[name].startswith("forward")} == {"forward: statistics_in_place"}
+    assert sum(said[name] == "forward: statistics_in_place" for name in said) == 3
+
+
+def test_running_statistics_are_moved_where_they_lie_inside_the_region() -> None:
+    torch.manual_seed(0)
+    found = in_regions(captured_step(nn.Sequential(*blocks(3, 8, 8)), batch()))
+    joint = found.captured.joint.graph
+    statistics = [node for node in joint.nodes if node.name in found.regions and "in_place" in node.target.words]
+    assert len(statistics) == 2
+    for node in statistics:
+        _, mean, var = node.args
+        assert (mean.op, var.op) == ("placeholder", "placeholder")
+        assert len(node.meta["val"]) == 2  # no third and fourth result to be copied into the buffers
+        assert mean in joint.output_node().all_input_nodes and var in joint.output_node().all_input_nodes
+        assert not found.captured.graph.op_called[node.name].recomputable
 
 
 def test_every_op_is_in_one_region_or_by_itself() -> None:

@@ -65,10 +65,8 @@ def batch(n: int = 8) -> torch.Tensor:
     return torch.zeros(n, 3, 64, 64, device=CUDA)
 
 
-@pytest.mark.parametrize(("kernels", "n_buffers"), [("eager", 0), ("compiled", 6)])  # running statistics of three norms
-def test_a_replayed_step_is_two_launches_of_the_same_kernels(
-    kernels: str, n_buffers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+def test_a_replayed_step_is_two_launches_of_the_same_kernels(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_regions, "_SLOWER", math.inf)
     model = shoal.compile(network(), budget="1GiB", allow="recompute", kernels=kernels, cuda_graphs=True)
     x = batch()
@@ -79,7 +77,7 @@ def test_a_replayed_step_is_two_launches_of_the_same_kernels(
         assert forward.graph_kernels == last[0].launches > 20
         assert backward.graph_kernels == last[1].launches > 20
     for forward, backward, _ in replayed:
-        assert (forward.copies, backward.copies) == (1 + n_buffers, 1)  # the batch, the gradient of the result
+        assert (forward.copies, backward.copies) == (1, 1)  # the batch, the gradient of the result
         assert forward.synchronizations == backward.synchronizations == 0
         assert forward.mallocs == backward.mallocs == 0
 

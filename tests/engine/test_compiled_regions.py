@@ -205,6 +205,25 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+def test_equal_blocks_compile_once_in_all_models_of_a_process(
+    monkeypatch: pytest.MonkeyPatch, all_regions: None
+) -> None:
+    calls = counting(monkeypatch)
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU()) for _ in range(6)]
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    (batch,) = images(1, 4, 3, 12, 12)
+    with costs_that_do_not_matter():
+        planned = compiled(net, kernels="compiled")
+        planned(batch).sum().backward()
+    # Each block's statistics, normalisation and gradient; the pooling joins what is before it, in both passes.
+    assert planned.shoal.plan.compiled == ("18 regions of 32 ops, 5 of them different",)
+    assert sum(calls) == 5
+    with costs_that_do_not_matter():
+        compiled(net, kernels="compiled")(batch).sum().backward()
+    assert sum(calls) == 5
+
+
 def widening() -> nn.Module:
     """Four stages that differ in their sizes alone."""
     torch.manual_seed(0)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from shoal.kernels.compiled_region import CompiledRegion, compile_regions, region_of
 from tests.engine.training_laws import needs_compiler, same_bits
@@ -64,6 +66,21 @@ def test_a_result_that_needs_the_whole_operand_is_not_written_over_it(monkeypatc
     region = made(channel_first, torch.randn(5, 5))
     compile_regions([region])
     assert region.failure == "" and region.overwritable == ()
+
+
+@needs_compiler
+def test_what_another_process_compiled_is_found_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, weight = torch.randn(2, 8, 9, 9), torch.rand(8)
+    found = []
+    for _ in range(2):
+        monkeypatch.setattr("shoal.kernels.compiled_region._known", {})  # as a new process starts
+        counters.clear()
+        region = made(scaled, x, weight)
+        compile_regions([region])
+        found.append((counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]))
+        assert region.failure == "" and region.is_compiled
+    assert found == [(1, 0), (0, 1)]
 
 
 def test_regions_of_one_content_are_one() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from shoal.capture.region_flow import Flow, value_bytes
-from shoal.capture.region_ops import can_join, is_composite, statistics
+from shoal.capture.region_ops import can_join, is_composite, is_statistics
 
 MOST_OPS = 64
 _SMALL = 1 / 16  # of what a group reads: a result that may wait
@@ -89,7 +89,7 @@ class _Grouping:
 
     def join(self, node: fx.Node) -> None:
         """Join the groups of what a node reads to its own, as far as they can be, and had better be."""
-        if node.target is statistics:
+        if is_statistics(node):
             return
         own = self.group_of[node]
         others = {self.group_of[operand] for operand in self.flow.reads[node] if operand in self.group_of} - {own}
@@ -113,7 +113,7 @@ class _Grouping:
         """Where the two can run as one; None where they cannot, or had better not."""
         if first.backward != second.backward or len(first.nodes) + len(second.nodes) > MOST_OPS:
             return None
-        if any(node.target is statistics for node in first.nodes):
+        if any(map(is_statistics, first.nodes)):
             return None
         if not first.backward and self._holds_up(first, second):
             return None

@@ -70,6 +70,16 @@ def statistics(
     return mean, invstd, moved_mean.to(running_mean.dtype), moved_var.to(running_var.dtype)
 
 
+def statistics_in_place(
+    x: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor, momentum: float, eps: float
+) -> tuple[torch.Tensor, ...]:
+    """The first two of `statistics`; the running ones are moved where they lie."""
+    mean, invstd, moved_mean, moved_var = statistics(x, running_mean, running_var, momentum, eps)
+    running_mean.copy_(moved_mean)
+    running_var.copy_(moved_var)
+    return mean, invstd
+
+
 def normalised(x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, invstd: torch.Tensor) -> torch.Tensor:
     """(N, C, ...) normalised by (C,) statistics, in their precision; the result has the dtype of `x`."""
     shape = (1, -1, *[1] * (x.dim() - 2))
@@ -139,6 +149,7 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
 _COMPOSITE = frozenset(
     {
         statistics,
+        statistics_in_place,
         normalised,
         batch_norm.backward,
         group_norm.backward,
@@ -162,7 +173,10 @@ _SOFTMAX = frozenset(
 
 
 def can_join(node: fx.Node) -> bool:
-    """Whether a region may take the node in: it computes new tensors from tensors alone, and changes nothing else."""
+    """Whether a region may take the node in: it computes new tensors from tensors alone, and changes nothing else.
+
+    The statistics of a batch norm, which may move running ones where they lie, are a region by themselves.
+    """
     target = node.target
     if target in _COMPOSITE or target in _REPLACED or target in _POINTWISE or target in _REDUCTIONS:
         return True
@@ -176,6 +190,11 @@ def can_join(node: fx.Node) -> bool:
 def is_composite(node: fx.Node) -> bool:
     """Whether the node is worth a region by itself."""
     return node.target in _COMPOSITE
+
+
+def is_statistics(node: fx.Node) -> bool:
+    """Whether the node takes the statistics of a batch norm, which happens once in a step."""
+    return node.target is statistics or node.target is statistics_in_place
 
 
 def is_reduction(node: fx.Node) -> bool:

@@ -1,8 +1,9 @@
 """A captured step with chains of its ops joined into regions, each one op that Inductor compiles by itself.
 
 Convolutions, matrix products and other library calls stay as they are, and so do random ops, views and writes: a region
-reads tensors and returns new ones. A batch norm in training mode becomes two ops: its statistics, which move the
-running ones and run once, and the normalisation by them, which a region may take in and the plan may run again.
+reads tensors and returns new ones. A batch norm in training mode becomes two ops: its statistics, which run once and
+move the running ones, where they lie if the step has them so; and the normalisation by them, which a region may take in
+and the plan may run again.
 
 What a backward region reads of a forward one is made again in it, from fewer bytes, where there are such.
 """
@@ -24,7 +25,7 @@ from shoal.capture.op_counts import target_name
 from shoal.capture.region_cut import make_again
 from shoal.capture.region_flow import Flow, is_op, is_tensor
 from shoal.capture.region_groups import Group, grouped, is_worth_it
-from shoal.capture.region_ops import in_known_ops, normalised, statistics
+from shoal.capture.region_ops import in_known_ops, normalised, statistics, statistics_in_place
 from shoal.capture.rerun import is_of_the_batch
 from shoal.capture.step_reader import read_joint
 from shoal.kernels.buffers import add_to
@@ -128,13 +129,14 @@ def _can_be_split(node: fx.Node) -> bool:
 def _split_norm(graph: fx.Graph, node: fx.Node) -> None:
     x, weight, bias, running_mean, running_var, _, momentum, eps = node.args
     items: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
-    if node.target is not _FUNCTIONAL:
-        _return_statistics(graph, node, items)
+    if node.target is _aten.cudnn_batch_norm.default:
+        _take_from_cudnn(graph, items)
     fakes: Any = node.meta["val"]
+    moved = fakes[3:] if node.target is _FUNCTIONAL else ()
     wide = torch.promote_types(x.meta["val"].dtype, torch.float32)  # type: ignore[union-attr]
-    node.target, node.args = statistics, (x, running_mean, running_var, momentum, eps)
-    node.meta["val"] = (fakes[1].new_empty(fakes[1].shape, dtype=wide), fakes[2].new_empty(fakes[2].shape, dtype=wide))
-    node.meta["val"] += tuple(fakes[3:])
+    node.target = statistics if moved or running_mean is None else statistics_in_place
+    node.args = (x, running_mean, running_var, momentum, eps)
+    node.meta["val"] = (*(fake.new_empty(fake.shape, dtype=wide) for fake in fakes[1:3]), *moved)
     y = items.pop(0, None)
     for place in (1, 2):
         if place not in items:
@@ -148,24 +150,6 @@ def _split_norm(graph: fx.Graph, node: fx.Node) -> None:
     if y is not None:
         y.target, y.args = normalised, (x, weight, bias, items[1], items[2])
         y.meta[_OF_OP] = node.name
-
-
-def _return_statistics(graph: fx.Graph, node: fx.Node, items: dict[Any, fx.Node]) -> None:
-    """Let a batch norm that writes into its running statistics return them: they are copied when the step has them."""
-    if node.target is _aten.cudnn_batch_norm.default:
-        _take_from_cudnn(graph, items)
-    values = list(node.meta["val"][:3])
-    for place, buffer in enumerate(node.args[3:5], 3):
-        if buffer is None:
-            continue
-        values.append(torch.empty_like(buffer.meta["val"]))  # type: ignore[union-attr]
-        with graph.inserting_after(node):
-            items[place] = graph.call_function(operator.getitem, (node, place))
-        items[place].meta = {**node.meta, "val": values[-1]}
-        output = graph.output_node()
-        left: Any = output.args[0]
-        output.args = ([items[place] if value is buffer else value for value in left],)
-    node.meta["val"] = tuple(values)
 
 
 def _take_from_cudnn(graph: fx.Graph, items: dict[Any, fx.Node]) -> None:
