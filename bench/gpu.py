@@ -121,7 +121,8 @@ def environment(run: Run, rows: Rows) -> None:
         row="rates",
         teraflops=device.flops_per_second / 1e12,
         gigabytes_per_second=device.bytes_per_second / 1e9,
-        launch_microseconds=device.launch_seconds * 1e6,
+        op_microseconds=device.launch_seconds * 1e6,
+        launch_microseconds=device.host_launch_seconds * 1e6,
     )
 
 
@@ -333,6 +334,11 @@ def verdicts(parts: Mapping[str, list[dict[str, Any]]]) -> list[Verdict]:
             stall and abs(stall["measured_added_ms"] - stall["predicted_added_ms"]) <= 0.1 * stall["plain_ms"],
         ),
         ("triton", "numbers of the references", _found(tests), tests and tests["exit_code"] == 0),
+    ]
+    found += [
+        (part, "ran to its end", rows["ended early"]["error"], False)
+        for part, rows in named.items()
+        if "ended early" in rows
     ]
     turns = [row for row in parts.get("speed", []) if row["row"] == "in turns" and "ms" in row]
     found += [

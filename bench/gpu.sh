@@ -6,7 +6,8 @@
 #
 # Runs from the source tree on any python3 with torch 2.11 or newer, without network. PYTHON names another interpreter;
 # PARTS what to run, of "environment contract speed wall offload triton verdict" in any order; QUICK=1 takes tiny networks,
-# to see that it runs. What a part has written stays where it ends early.
+# to see that it runs; PERCENT=300 gives each part three times its time, for a slow host. What a part has written stays where
+# it ends early, with a row that says so.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -16,6 +17,7 @@ export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 mkdir -p "$OUT" && OUT=$(cd "$OUT" && pwd) || exit 2
 export SHOAL_CACHE="${SHOAL_CACHE:-$OUT/cache}"
 
+PERCENT=${PERCENT:-100}
 declare -A seconds=([environment]=20 [contract]=60 [speed]=240 [wall]=60 [offload]=60 [triton]=90 [verdict]=30)
 for part in $PARTS; do
   if [ -z "${seconds[$part]:-}" ]; then
@@ -24,6 +26,7 @@ for part in $PARTS; do
   fi
 done
 
+began=$SECONDS
 "$PYTHON" - <<'PY' || exit 2
 import importlib.util, platform, sys
 
@@ -45,16 +48,41 @@ if importlib.util.find_spec("pytest") is None:
 sys.exit(1 if missing else 0)
 PY
 
+# Before its first row a part imports PyTorch and Shoal, which on a busy host takes many times what it takes on a free one.
+opening=$((10 * (SECONDS - began)))
+
+# ended_early PART REASON: the row that says so, beside those that the part has written.
+ended_early() {
+  "$PYTHON" - "$OUT/$1.json" "$2" <<'PY'
+import json, sys
+from pathlib import Path
+
+path, reason = Path(sys.argv[1]), sys.argv[2]
+try:
+    found = json.loads(path.read_text())
+except (OSError, ValueError):
+    found = {"rows": []}
+found["rows"].append({"row": "ended early", "error": reason})
+path.write_text(json.dumps(found, indent=1))
+PY
+}
+
 status=0
 began=$SECONDS
 for part in $PARTS; do
   echo "== $part"
+  rm -f "$OUT/$part.json" # of an earlier run
   # A part that begins nothing new after its time has half as long again to end what it began.
-  timeout --kill-after 10 "$((seconds[$part] * 3 / 2 + 30))" "$PYTHON" -m bench.gpu --device cuda --part "$part" \
-    --seconds "${seconds[$part]}" --out "$OUT" ${QUICK:+--quick} 2>&1 | tee "$OUT/$part.log"
+  given=$((seconds[$part] * PERCENT / 100))
+  limit=$(((seconds[$part] * 3 / 2 + 30) * PERCENT / 100 + opening))
+  timeout --kill-after 10 "$((limit > 0 ? limit : 1))" "$PYTHON" -m bench.gpu --device cuda --part "$part" \
+    --seconds "$given" --out "$OUT" ${QUICK:+--quick} 2>&1 | tee "$OUT/$part.log"
   code=${PIPESTATUS[0]}
   if [ "$code" -ne 0 ]; then
-    echo "gpu.sh: $part ended with $code; see $OUT/$part.log"
+    reason="ended with $code"
+    case $code in 124 | 137) reason="stopped after $limit s; PERCENT=$((2 * PERCENT)) gives it twice as long" ;; esac
+    ended_early "$part" "$reason"
+    echo "gpu.sh: $part $reason; see $OUT/$part.log"
     status=1
   fi
 done

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
@@ -356,3 +356,10 @@ def offloads(draw: st.DrawFn, graph: StepGraph) -> dict[str, Residence]:
         if draw(st.booleans()):
             residences[name] = Offload(draw(st.sampled_from(ends)).name, draw(st.sampled_from(starts)).name)
     return residences
+
+
+@st.composite
+def launches(draw: st.DrawFn, graph: StepGraph) -> StepGraph:
+    """The step on a device of its own: the host takes time to launch each op, more than that runs or less."""
+    seconds = iter(draw(st.lists(st.integers(0, 9), min_size=len(graph.ops), max_size=len(graph.ops))))
+    return replace(graph, ops=tuple(replace(op, launch_seconds=float(next(seconds))) for op in graph.ops))

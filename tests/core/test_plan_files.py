@@ -176,3 +176,21 @@ def test_a_plan_over_its_own_budget_is_refused(plan: Plan, tmp_path: Path) -> No
     path = replace(plan, budget_bytes=plan.predicted_peak_bytes - 1).save(tmp_path / "p.json")
     with pytest.raises(PlanError, match=f"over the budget of {plan.predicted_peak_bytes - 1}"):
         Plan.load(path)
+
+
+def test_a_file_of_version_4_has_ops_without_launches(tmp_path: Path) -> None:
+    plan = _recomputing_and_offloading()
+    value = json.loads(plan.save(tmp_path / "plan.json").read_text())
+    assert value["version"] == 5
+    for op in value["step"]["ops"]:
+        assert op.pop("launch_seconds") == 0.0
+    (tmp_path / "earlier.json").write_text(json.dumps({**value, "version": 4}))
+    assert Plan.load(tmp_path / "earlier.json") == plan
+
+
+def test_launches_are_in_the_file(tmp_path: Path) -> None:
+    plan = _recomputing_and_offloading()
+    launched = replace(plan.graph, ops=tuple(replace(op, launch_seconds=0.25) for op in plan.graph.ops))
+    loaded = Plan.load(replace(plan, graph=launched).save(tmp_path / "plan.json"))
+    assert loaded.graph == launched
+    assert loaded.timeline.launch_wait_seconds > 0

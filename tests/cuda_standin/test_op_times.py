@@ -57,6 +57,18 @@ def test_a_kernel_is_timed_without_its_launch(op: Callable[..., Any], n_kernels:
     assert found.launch_seconds > 0
 
 
+@pytest.mark.usefixtures("real_machine")
+def test_a_step_has_the_launch_beside_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    graph = make_fx(torch.relu, tracing_mode="fake")(torch.empty(100)).graph
+    nodes = {signature(node): node for node in graph.nodes if node.op == "call_function"}
+    for costs in (profile(nodes, device="cuda"), profile(nodes, device="cuda")):  # measured, and from the cache
+        (key,) = nodes
+        assert 0 < costs.seconds[key] < 1.05 * KERNEL_SECONDS
+        assert costs.launch_seconds[key] > 0
+        assert costs.longer_seconds[key] == max(costs.seconds[key], costs.launch_seconds[key])
+
+
 def test_an_op_is_timed_where_the_clock_leaves_it_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -111,5 +123,7 @@ def test_to_measure_a_machine_takes_bounded_memory(monkeypatch: pytest.MonkeyPat
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before_bytes = torch.cuda.memory_allocated()
-    assert measure.measure("cuda", cache=False).device.memory_bytes == 80 << 30
+    device = measure.measure("cuda", cache=False).device
+    assert device.memory_bytes == 80 << 30
+    assert device.host_launch_seconds > 0
     assert torch.cuda.max_memory_allocated() - before_bytes <= 300 << 20

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from shoal.codecs import launch
 from shoal.errors import CodecError, InputError
 from shoal.kernels.norm import norm_sweeps
 from shoal.lowlevel import triton_launch
-from shoal.lowlevel.triton_launch import TritonKernels
+from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
 
 CUDA = torch.device("cuda", 0)
 each_module = pytest.mark.parametrize("kernels", [launch.KERNELS, norm_sweeps.TRITON_KERNELS], ids=["codecs", "norm"])
@@ -77,3 +79,82 @@ assert not [name for name in sys.modules if name.startswith("shoal.") and "kerne
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@dataclass
+class Compiled:
+    """What Triton gives back: a kernel that is launched without a look at its arguments."""
+
+    quick: list[tuple[Any, ...]]
+    packed_metadata: tuple[int, ...] = ()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert len(grid) == 3
+        return lambda *args: self.quick.append(args)
+
+
+@dataclass
+class Kernel:
+    """A kernel that notes how it was launched."""
+
+    slow: list[tuple[Any, ...]] = field(default_factory=list)
+    quick: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any) -> Compiled:
+            self.slow.append(args)
+            return Compiled(self.quick)
+
+        return launch
+
+
+@dataclass(frozen=True)
+class There:
+    """A tensor on a GPU, as far as a launch asks."""
+
+    address: int
+    is_cuda: bool = True
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def launched(launches: Launches, kernel: Kernel, key: str, *tensors: Any) -> None:
+    launches.run(key, tensors, lambda: Launch(kernel, (2,), lambda *given: (*given, 7)))
+
+
+def test_a_launch_that_is_repeated_is_found_by_its_key_with_the_tensors_of_now() -> None:
+    launches, kernel = Launches(), Kernel()
+    first, second = There(1 << 20), There(1 << 21)
+    launched(launches, kernel, "one", first, None)
+    launched(launches, kernel, "one", second, None)
+    launched(launches, kernel, "another", second, None)
+    assert kernel.slow == [(first, None, 7), (second, None, 7)]
+    assert kernel.quick == [(second, None, 7)]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_tensors_that_begin_elsewhere_than_at_16_bytes_are_looked_at_by_triton(odd: int) -> None:
+    launches, kernel = Launches(), Kernel()
+    even, shifted = There(1 << 20), There((1 << 20) + 4)
+    launched(launches, kernel, "one", shifted)
+    assert kernel.quick == []
+    launched(launches, kernel, "one", even)
+    launched(launches, kernel, "one", *(even, shifted)[odd : odd + 1])
+    assert len(kernel.quick) == 1 - odd
+    assert len(kernel.slow) == 2 + odd
+
+
+def test_nothing_is_kept_of_launches_that_no_gpu_ran() -> None:
+    launches, kernel = Launches(), Kernel()
+    for _ in range(2):
+        launched(launches, kernel, "one", There(0, is_cuda=False))
+    assert len(kernel.slow) == 2
+
+
+def test_sizes_that_vary_without_end_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "_MAX_KNOWN", 3)
+    launches, kernel = Launches(), Kernel()
+    for number in range(10):
+        launched(launches, kernel, str(number), There(0))
+        assert len(launches._known) <= 3

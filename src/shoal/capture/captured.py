@@ -97,9 +97,14 @@ class Captured:
         seconds = [second for node in firsts if (second := second_node(node)) is not None]
         return {signature(node): node for node in [*firsts, *seconds]}
 
-    def with_costs(self, seconds: Mapping[str, float], workspace_bytes: Mapping[str, int]) -> StepGraph:
+    def with_costs(
+        self,
+        seconds: Mapping[str, float],
+        workspace_bytes: Mapping[str, int],
+        launch_seconds: Mapping[str, float] | None = None,
+    ) -> StepGraph:
         """The step with times and workspaces by op signature: times at the usual sizes, workspaces at the largest."""
-        graph = self.graph.with_costs(seconds, workspace_bytes)
+        graph = self.graph.with_costs(seconds, workspace_bytes, launch_seconds)
         if not self.largest_nodes:
             return graph
         at_most = {name: workspace_bytes.get(signature(node), 0) for name, node in self.largest_nodes.items()}

@@ -62,8 +62,8 @@ def choose_direct(captured: Captured, graph: StepGraph, costed: Callable[[Captur
             continue  # a gradient that falls into parts
         saved_bytes = before.workspace_bytes - after.workspace_bytes
         near = before.workspace_bytes + held[one.op] > _NEAR_WHAT_STAYS * stays_bytes
-        faster = after.seconds <= before.seconds
-        if faster or (near and saved_bytes > _WORTH_BYTES and after.seconds <= _SLOWER * before.seconds):
+        faster = after.longer_seconds <= before.longer_seconds
+        if faster or (near and saved_bytes > _WORTH_BYTES and after.longer_seconds <= _SLOWER * before.longer_seconds):
             chosen.append(one)
     return _with_concatenations(captured, able, chosen, theirs, ours)
 
@@ -78,8 +78,8 @@ def _with_concatenations(
         readers = [user.name for user in node.users]
         if _parts_of(node) is None or not all(name in names for name in readers):
             continue
-        before, after = (sum(each[name].seconds for name in readers if name in each) for each in (theirs, ours))
-        if after <= _SLOWER * (before + theirs[node.name].seconds):
+        before, after = (sum(each[name].longer_seconds for name in readers if name in each) for each in (theirs, ours))
+        if after <= _SLOWER * (before + theirs[node.name].longer_seconds):
             found.update(readers)
             found.update(name for name in _input_gradients_of(captured, node) if name in names)
     return tuple(one for one in able if one.op in found)

@@ -25,9 +25,11 @@ class Device:
         memory_bytes: what it has in all.
         flops_per_second: what a large float32 convolution or matrix product reaches.
         bytes_per_second: what a large elementwise op reaches, counting bytes read and written.
-        launch_seconds: the least time an op takes.
+        launch_seconds: the least time an op takes on the device.
         half_flops_per_second: what a large convolution or matrix product in float16 or bfloat16 reaches; 0 where that
             is not known: then as in float32.
+        host_launch_seconds: what the host takes to launch an op, while the device may run earlier ones; 0 where ops run
+            on the host itself.
     """
 
     name: str
@@ -36,11 +38,12 @@ class Device:
     bytes_per_second: float
     launch_seconds: float
     half_flops_per_second: float = 0.0
+    host_launch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         _check_rates(self, "flops_per_second", "bytes_per_second")
         _check_range(self, 0, _MAX_RATE, "half_flops_per_second")
-        _check_range(self, 0, MAX_SECONDS, "launch_seconds")
+        _check_range(self, 0, MAX_SECONDS, "launch_seconds", "host_launch_seconds")
         _check_range(self, 0, 2**63 - 1, "memory_bytes")
 
 

@@ -26,7 +26,7 @@ from shoal.core.residence import (
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph, Storage
-from shoal.core.timeline import Timeline
+from shoal.core.timeline import WAITS, Timeline
 from shoal.core.validate_order import check_order
 from shoal.core.validate_plan import check_plan
 from shoal.core.variant import WHOLE, Candidate, Variant, describe_candidates
@@ -34,8 +34,9 @@ from shoal.errors import InputError, PlanError, brief
 
 FORMAT = "shoal-plan"
 # 2: ops are named without their folder; 3: the order of ops, and in which form the step is computed; 4: which
-# convolutions are computed in pieces
-VERSION = 4
+# convolutions are computed in pieces; 5: what the host takes to launch each op
+VERSION = 5
+_READABLE = 4, VERSION  # in 4 no launch takes time
 _KINDS_IN_PIECES = "convolution", "batch_norm", "group_norm", "prelu"
 _OPS_IN_PIECES = tuple(f"shoal.{kind}_pieces." for kind in _KINDS_IN_PIECES)
 _REGIONS = "shoal.compiled_region.region_"
@@ -224,6 +225,7 @@ class Plan:
             *describe_breaks(self.graph, self.breaks),
             *self._describe_checkpoints(),
             *(f"compiled        {line}" for line in self.compiled),
+            *self._describe_launches(),
             *self._describe_transfers(),
             *self._describe_encodings(),
             *self._describe_stops(),
@@ -270,6 +272,17 @@ class Plan:
         return [
             f"checkpoints     {self.checkpoints} of torch.utils.checkpoint, taken as hints: each region runs once, "
             "what it changes (running statistics) changes once, and the plan decides what of it is computed again"
+        ]
+
+    def _describe_launches(self) -> list[str]:
+        if not self.graph.has_launches:
+            return []
+        runs = [moment for moment in self.timeline.moments if moment.phase not in WAITS]
+        by_name, again = self.graph.op_called, "recompute"
+        ops = [by_name[one.op].second if one.phase == again else by_name[one.op] for one in runs]
+        return [
+            f"launches        {len(ops)}, which take the host {1e3 * sum(op.launch_seconds for op in ops):.1f} ms; the "
+            f"device waits {1e3 * self.timeline.launch_wait_seconds:.1f} ms of the step for them"
         ]
 
     def _describe_transfers(self) -> list[str]:
@@ -405,7 +418,7 @@ class Plan:
 def _plan_of(value: Any) -> Plan:
     """The plan that `save` wrote as `value`, held against every rule."""
     value = read_object(value, "the file")
-    if value.get("format") != FORMAT or value.get("version") != VERSION:
+    if value.get("format") != FORMAT or value.get("version") not in _READABLE:
         found = f"{brief(value.get('format'))} of version {brief(value.get('version'))}"
         raise PlanError(f"expected a {FORMAT} of version {VERSION}, got {found}")
 

@@ -1,4 +1,8 @@
-"""StepGraph + residences → Timeline: what runs when, and every byte in use while it does."""
+"""StepGraph + residences → Timeline: what runs when, and every byte in use while it does.
+
+Two queues run side by side: the host launches one op after another, and the device runs each when it is launched, its
+copies have ended and the op before it has. Where launches take no time, as on the CPU, only the device's is left.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +45,25 @@ def bytes_and_seconds(graph: StepGraph, runs: Iterable[Run]) -> tuple[list[int],
     return _play(graph, runs, None)
 
 
+def launch_waits(graph: StepGraph, runs: Iterable[Run]) -> list[float]:
+    """How long the device waits for the host before each run of a schedule, where it waits for no transfer."""
+    waits = []
+    now = launched = 0.0
+    for run in runs:
+        op = run.of(graph)
+        launched += op.launch_seconds
+        waits.append(max(0.0, launched - now))
+        now += waits[-1] + op.seconds
+    return waits
+
+
 def _play(graph: StepGraph, runs: Iterable[Run], record: _Record | None) -> tuple[list[int], float]:
     """The event loop: bytes in use during each run, and seconds of all. Planners call it often, without a record."""
     storages = graph.storages
     in_use = graph.resident_bytes
     totals = []
     now = 0.0
+    launched = 0.0  # when the host has launched the run: it goes from one to the next and waits for nothing
     links: LinkQueue | None = None
     ops = graph.ops
     for run in runs:
@@ -68,6 +85,11 @@ def _play(graph: StepGraph, runs: Iterable[Run], record: _Record | None) -> tupl
                 if record is not None:
                     record.stall(storage, op, now, stall)
                 now += stall
+        launched += op.launch_seconds
+        if launched > now:
+            if record is not None:
+                record.launch(op, now, launched - now)
+            now = launched
         for storage in run.writes:
             in_use += storages[storage].nbytes
         if run.takes_over >= 0:
@@ -142,6 +164,10 @@ class _Record:
         """The device waits for a copy of the storage, where `seconds` is more than 0."""
         if seconds > 0:
             self._note(self._graph.storages[storage].name, op, "stall", now, seconds, 0)
+
+    def launch(self, op: Op, now: float, seconds: float) -> None:
+        """The device waits until the host has launched the op."""
+        self._note(op.name, op, "launch", now, seconds, 0)
 
     def transfer(self, storage: int, way: TransferWay, start_seconds: float, end_seconds: float) -> None:
         """A copy begins."""

@@ -82,6 +82,7 @@ class Again:
     moved_bytes: int = 0
     seconds: float = 0.0
     workspace_bytes: int = 0
+    launch_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class Op:
         flops: floating-point operations. moved_bytes: least bytes read and written.
         seconds: how long it runs on the planned hardware. workspace_bytes: scratch it holds while it runs.
         again: how it runs the second time, None if just as the first time.
+        launch_seconds: how long the host takes to launch it, while the device may run earlier ops; 0 where ops run on
+            the host itself.
     """
 
     id: int
@@ -121,6 +124,12 @@ class Op:
     seconds: float = 0.0
     workspace_bytes: int = 0
     again: Again | None = None
+    launch_seconds: float = 0.0
+
+    @property
+    def longer_seconds(self) -> float:
+        """The longer of its time on the device and on the host: what it costs, before a whole step is simulated."""
+        return max(self.seconds, self.launch_seconds)
 
     @cached_property
     def second(self) -> Op:
@@ -205,23 +214,54 @@ class StepGraph:
         )
 
     @cached_property
+    def has_launches(self) -> bool:
+        """Whether the host takes time of its own to launch ops, so that the device may wait for it."""
+        return any(op.launch_seconds or op.second.launch_seconds for op in self.ops)
+
+    @cached_property
+    def plain_seconds(self) -> float:
+        """How long the step takes with everything kept."""
+        if not self.has_launches:
+            return sum(op.seconds for op in self.ops)
+        now = launched = 0.0
+        for op in self.ops:
+            launched += op.launch_seconds
+            now = max(now, launched) + op.seconds
+        return now
+
+    @cached_property
     def fingerprint(self) -> str:
         """Equal for steps on which the same plan is valid: ops, storages and sizes, not times."""
         shape = [(op.name, op.target, op.phase, op.reads, op.writes, op.second.reads) for op in self.ops]
         blocks = [(s.name, s.nbytes, s.kind) for s in self.storages]
         return hashlib.sha256(json.dumps([shape, blocks]).encode()).hexdigest()[:16]
 
-    def with_costs(self, seconds: Mapping[str, float], workspace_bytes: Mapping[str, int]) -> StepGraph:
+    def with_costs(
+        self,
+        seconds: Mapping[str, float],
+        workspace_bytes: Mapping[str, int],
+        launch_seconds: Mapping[str, float] | None = None,
+    ) -> StepGraph:
         """The same step with times and workspaces filled in by op signature; unnamed signatures keep theirs."""
+        launches = launch_seconds or {}
 
         def cost(run: Op | Again) -> dict[str, Any]:
             return {
                 "seconds": seconds.get(run.signature, run.seconds),
                 "workspace_bytes": workspace_bytes.get(run.signature, run.workspace_bytes),
+                "launch_seconds": launches.get(run.signature, run.launch_seconds),
             }
 
         ops = [replace(op, **cost(op), again=op.again and replace(op.again, **cost(op.again))) for op in self.ops]
         return replace(self, ops=tuple(ops))
+
+    def without_launches(self) -> StepGraph:
+        """The same step where the host launches no op by itself, as when a recorded CUDA graph is replayed."""
+
+        def replayed(op: Op) -> Op:
+            return replace(op, launch_seconds=0.0, again=op.again and replace(op.again, launch_seconds=0.0))
+
+        return replace(self, ops=tuple(map(replayed, self.ops))) if self.has_launches else self
 
     def with_min_workspaces(self, first: Mapping[str, int], second: Mapping[str, int]) -> StepGraph:
         """The same step with workspaces of at least so many bytes, by op name: of first runs and of second ones."""

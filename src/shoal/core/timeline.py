@@ -6,21 +6,24 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-MomentPhase = Literal["forward", "loss", "recompute", "backward", "stall"]
+MomentPhase = Literal["forward", "loss", "recompute", "backward", "stall", "launch"]
+WAITS: frozenset[str] = frozenset({"stall", "launch"})
+"""The phases in which the device runs no op."""
 TransferWay = Literal["to host", "to device"]
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One op execution, or a time in which the device waits for a transfer.
+    """One op execution, or a time in which the device waits for a transfer or for the host.
 
     All byte counts are what is in use meanwhile; they add up to `total_bytes`.
 
     Attributes:
-        op: the op's name; the same name comes again where a forward op is recomputed. While the device waits: the name
-            of the storage it waits for.
+        op: the op's name; the same name comes again where a forward op is recomputed, or where the host has not yet
+            launched it. While the device waits for a transfer: the name of the storage.
         target, layer: of that op, or of the op that waits.
-        phase: "recompute" for a forward op that runs again during the backward pass, "stall" for a wait.
+        phase: "recompute" for a forward op that runs again during the backward pass, "stall" for a wait for a transfer,
+            "launch" for one until the host has launched the op.
         start_seconds, seconds: when it starts and how long it runs.
         resident_bytes: parameters, buffers, the input batch, optimizer state.
         kept_bytes: forward storages that were never given up since their first computation.
@@ -97,7 +100,7 @@ class Timeline:
     @cached_property
     def peak(self) -> Moment:
         """The first moment at which most bytes are in use."""
-        return max(self.moments, key=lambda moment: moment.total_bytes)
+        return max(self.moments, key=lambda moment: (moment.total_bytes, moment.phase != "launch"))
 
     @property
     def peak_bytes(self) -> int:
@@ -119,6 +122,11 @@ class Timeline:
     def stall_seconds(self) -> float:
         """How much of that the device waits for transfers."""
         return sum(moment.seconds for moment in self.moments if moment.phase == "stall")
+
+    @property
+    def launch_wait_seconds(self) -> float:
+        """How much of that the device waits for the host to launch the next op."""
+        return sum(moment.seconds for moment in self.moments if moment.phase == "launch")
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and dicts, for `json.dump`."""

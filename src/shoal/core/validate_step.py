@@ -65,6 +65,8 @@ def _costs(name: str, run: Op | Again) -> None:
         raise PlanError(f"op {name!r} has workspace_bytes, flops and moved_bytes of {counts}; expected 0 or more")
     if not 0 <= run.seconds <= MAX_SECONDS:
         raise PlanError(f"op {name!r} takes {run.seconds} s; expected 0 to {MAX_SECONDS:g}")
+    if not 0 <= run.launch_seconds <= MAX_SECONDS:
+        raise PlanError(f"op {name!r} takes {run.launch_seconds} s to launch; expected 0 to {MAX_SECONDS:g}")
     if run.overwrites != -1 and run.overwrites not in run.reads:
         raise PlanError(f"op {name!r} overwrites storage {run.overwrites}, which it does not read")
 

@@ -13,6 +13,7 @@ import torch
 from shoal.core.hardware import Device, Hardware, Link
 from shoal.core.records import read_record
 from shoal.cost import measurement_cache
+from shoal.cost.device_clock import DeviceClock, DeviceTime
 from shoal.errors import InputError
 from shoal.lowlevel.cuda_calls import l2_bytes, total_bytes
 from shoal.lowlevel.torch_internals import isolated
@@ -29,7 +30,8 @@ def measure(device: str | torch.device = "cpu", *, cache: bool = True) -> Hardwa
     - `flops_per_second`: the better of a 3x3 convolution and a matrix product, both float32 under the present
       settings (on CUDA, PyTorch lets convolutions use TF32 unless told otherwise).
     - `bytes_per_second`: `relu` of 64 MiB into fresh memory, as in a training step; on CUDA of twice the L2 cache.
-    - `launch_seconds`: `relu` of one element, many in a row.
+    - `launch_seconds`: `relu` of one element, many in a row; on CUDA what it takes on the device, and
+      `host_launch_seconds` what it takes the host to launch it (`shoal.cost.device_clock`).
     - `memory_bytes`: of the GPU, or of the host; on the CPU the limit of the container, if lower.
     - link: copies between device memory and a pinned host buffer; on the CPU between two buffers, like an offload to
       host memory.
@@ -45,9 +47,12 @@ def measure(device: str | torch.device = "cpu", *, cache: bool = True) -> Hardwa
     known = measurement_cache.recall("rates", place).get("hardware") if cache else None
     if known is not None:
         try:
-            return read_record(Hardware, known, "hardware")
+            hardware = read_record(Hardware, known, "hardware")
         except InputError:
             pass  # an invalid entry is measured again
+        else:
+            if place.type == "cpu" or hardware.device.host_launch_seconds > 0:  # not so in entries of earlier versions
+                return hardware
     with isolated(place):  # takes 300 MB of a GPU's memory at most, for L2 caches up to 64 MiB
         hardware = _measure(place)
     if cache:
@@ -58,6 +63,7 @@ def measure(device: str | torch.device = "cpu", *, cache: bool = True) -> Hardwa
 def _measure(device: torch.device) -> Hardware:
     name = measurement_cache.device_name(device)
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    launch = _launch(device)
     return Hardware(
         name=f"this machine ({device.type})",
         device=Device(
@@ -65,7 +71,8 @@ def _measure(device: torch.device) -> Hardware:
             memory_bytes=_memory_bytes(device),
             flops_per_second=max(_convolution_rate(device), _matmul_rate(device)),
             bytes_per_second=_elementwise_rate(device),
-            launch_seconds=_launch_seconds(device),
+            launch_seconds=launch.kernel_seconds,
+            host_launch_seconds=launch.launch_seconds,
         ),
         link=_link(device),
         source=f"measured with torch {torch.__version__}",
@@ -92,15 +99,18 @@ def _elementwise_rate(device: torch.device) -> float:
     return 2 * x.nbytes / fastest_seconds(lambda: torch.relu(x), device)
 
 
-def _launch_seconds(device: torch.device) -> float:
+def _launch(device: torch.device) -> DeviceTime:
     x = torch.ones(1, device=device)
+    if device.type != "cpu":
+        torch.relu(x)
+        return DeviceClock(device).time(lambda: torch.relu(x))
     in_a_row = 1000
 
     def launch() -> None:
         for _ in range(in_a_row):
             torch.relu(x)
 
-    return fastest_seconds(launch, device) / in_a_row
+    return DeviceTime(fastest_seconds(launch, device) / in_a_row, 0.0)
 
 
 def _link(device: torch.device) -> Link:

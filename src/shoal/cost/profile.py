@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, count
 from typing import Any, NamedTuple
@@ -56,12 +56,19 @@ class Costs:
 
     Attributes:
         seconds: the fastest of its runs, its allocations and their release included, and on the CPU the time left out
-            in which other processes had the core. On CUDA the longer of what it computes and what it takes to launch.
+            in which other processes had the core. On CUDA what it takes on the device, without its launch.
         workspace_bytes: its peak beyond operands and results.
+        launch_seconds: what the host takes to launch it on CUDA; empty on the CPU.
     """
 
     seconds: Mapping[str, float]
     workspace_bytes: Mapping[str, int]
+    launch_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def longer_seconds(self) -> Mapping[str, float]:
+        """The longer of both times: what an op costs by itself."""
+        return {key: max(seconds, self.launch_seconds.get(key, 0.0)) for key, seconds in self.seconds.items()}
 
 
 class _Cost(NamedTuple):
@@ -94,8 +101,7 @@ def profile(
     large result costs as much as a pointwise op itself, where the system has to hand out its pages first.
 
     On CUDA what the device computes and what the host takes to launch it are measured apart
-    (`shoal.cost.device_clock`). An op counts as the longer of the two: a step in which long kernels hide the
-    launches of short ones takes less.
+    (`shoal.cost.device_clock`): in a step, launches go on while long kernels run.
 
     Args:
         nodes: signature → a `call_function` node of that signature, operands with FakeTensors in `meta["val"]`. Any
@@ -140,8 +146,9 @@ def recalled(nodes: Mapping[str, fx.Node], *, device: str | torch.device = "cpu"
 
 def _as_costs(found: Mapping[str, _Cost]) -> Costs:
     return Costs(
-        seconds={key: max(cost.kernel_seconds, cost.launch_seconds) for key, cost in found.items()},
+        seconds={key: cost.kernel_seconds for key, cost in found.items()},
         workspace_bytes={key: cost.workspace_bytes for key, cost in found.items()},
+        launch_seconds={key: cost.launch_seconds for key, cost in found.items() if cost.launch_seconds},
     )
 
 
@@ -166,7 +173,7 @@ def _measure_each(
 def profile_step(captured: Captured, device: torch.device) -> StepGraph:
     """The captured step with the measured times and workspaces of its ops; see `profile`."""
     costs = profile(captured.distinct_nodes(), device=device)
-    return captured.with_costs(costs.seconds, costs.workspace_bytes)
+    return captured.with_costs(costs.seconds, costs.workspace_bytes, costs.launch_seconds)
 
 
 def _measure(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int] | tuple[float, int, float]:

@@ -27,6 +27,8 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
       twice (5/3), and so does group norm's; in pieces, these copy the result once more, as PReLU's do (7/3); max
       pooling's backward scatters (2).
 
+    The host takes `host_launch_seconds` to launch each, while the device may run earlier ones.
+
     Workspaces are 0, but for what a norm's or a PReLU's gradient, or attention, in pieces holds: implicit-GEMM kernels
     need little, and the real ones are measured when the plan first runs on the device.
 
@@ -46,10 +48,16 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
         compute_seconds = op.flops / (rate * _multiplier_use(op, graph))
         traffic_seconds = op.moved_bytes * _passes(op.target) / device.bytes_per_second
         seconds = max(compute_seconds, traffic_seconds) + device.launch_seconds
-        return replace(op, seconds=seconds, workspace_bytes=_piece_bytes(op, graph))
+        launch_seconds = device.host_launch_seconds
+        workspace_bytes = _piece_bytes(op, graph)
+        return replace(op, seconds=seconds, workspace_bytes=workspace_bytes, launch_seconds=launch_seconds)
 
     def timed_twice(op: Op) -> Op:
-        again = op.again and replace(op.again, seconds=timed(op.second).seconds, workspace_bytes=0)
+        again = op.again
+        if again is not None:
+            second = timed(op.second)
+            launch_seconds = second.launch_seconds
+            again = replace(again, seconds=second.seconds, workspace_bytes=0, launch_seconds=launch_seconds)
         return replace(timed(op), again=again)
 
     return replace(graph, ops=tuple(timed_twice(op) for op in graph.ops), link=hardware.link)

@@ -52,7 +52,7 @@ from shoal.lowlevel.torch_state import active_ddp_module, has_gradient_hook, in_
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer, reject_copy
 from shoal.memory.static_memory import StaticMemory
-from shoal.memory.storage_bytes import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes, reject_without_shape
 from shoal.offload.policy import AUTO
 
 log = logging.getLogger("shoal")
@@ -241,6 +241,7 @@ def compile(
     session = Session(status, options, StaticMemory(network, declared), name or type(network).__name__, plan, leaves)
     weakref.finalize(network, session.let_go)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
+        reject_without_shape(network)
         _reject_hopeless(network, session)
         session.check_optimizer_step()
     caller = _Caller(network, session, strict=strict)

@@ -102,10 +102,11 @@ def _region(node: fx.Node) -> CompiledRegion:
 def _losing(draft: Draft, alone: Costs, device: torch.device) -> set[str]:
     """Ops of the regions that take longer than these; of many regions of one sort the largest may speak for all."""
     _recall_operands(draft.regions.values(), device)
+    each = alone.longer_seconds
     sorts: dict[tuple[str, ...], list[_Unit]] = {}
     for names in _together(draft.members):
         members = frozenset(op for name in names for op in draft.members[name])
-        seconds = sum(alone.seconds.get(signature(draft.of.node_of[op]), 0.0) for op in members)
+        seconds = sum(each.get(signature(draft.of.node_of[op]), 0.0) for op in members)
         unit = _Unit(tuple(draft.nodes[name] for name in sorted(names)), members, seconds)
         sorts.setdefault(unit.sort, []).append(unit)
     largest = {sort: max(units, key=lambda unit: unit.seconds) for sort, units in sorts.items()}
@@ -123,12 +124,12 @@ def _losing(draft: Draft, alone: Costs, device: torch.device) -> set[str]:
 def _seconds(units: Iterable[_Unit], device: torch.device) -> Mapping[str, float]:
     """What the regions take, by signature; those that were never timed are compiled, and timed."""
     nodes = {signature(node): node for unit in units for node in unit.nodes}
-    known = recalled(nodes, device=device).seconds
+    known = recalled(nodes, device=device).longer_seconds
     unknown = [_region(node) for key, node in nodes.items() if key not in known or _region(node).overwritable is None]
     compile_regions(unknown)
     _remember_operands(unknown, device)
     working = {key: node for key, node in nodes.items() if not _region(node).failure}
-    return profile(working, device=device).seconds
+    return profile(working, device=device).longer_seconds
 
 
 def _recall_operands(regions: Iterable[CompiledRegion], device: torch.device) -> None:

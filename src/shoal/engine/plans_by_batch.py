@@ -28,7 +28,7 @@ from shoal.engine.search.scaled_step import NotLinear, scaled_step
 from shoal.engine.search.variants import PatchWork, Variants, fused_forms, sliced_forms
 from shoal.errors import InputError, brief
 from shoal.memory.static_memory import StaticMemory
-from shoal.memory.storage_bytes import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes, reject_without_shape
 
 _SMALLEST = 4  # batch whose step stands for others: that of one image is often of another form
 _APART = 4
@@ -58,6 +58,7 @@ class PlansByBatch:
             raise InputError(f"make_example={brief(make_example)}: expected a function of a batch size, such as "
                              "lambda batch: torch.empty(batch, 3, 224, 224)")  # fmt: skip
         self.budget_bytes = required_budget(pricing)
+        reject_without_shape(pricing.model)
         self._pricing = pricing
         self._make_example = make_example
         self._max_batch = max_batch

@@ -15,6 +15,7 @@ from shoal.engine.plan import plan_of
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.max_patch import Patch
 from shoal.errors import InputError, brief
+from shoal.memory.storage_bytes import reject_without_shape
 
 MakePatch = Callable[[Patch], torch.Tensor | Sequence[Any]]
 
@@ -31,6 +32,7 @@ class PlansByPatch:
         if not callable(make_example):
             raise InputError(f"make_example={brief(make_example)}: expected a function of a patch, such as "
                              "lambda patch: torch.empty(2, 1, *patch)")  # fmt: skip
+        reject_without_shape(pricing.model)
         self._pricing = pricing
         self._make_example = make_example
         self._plans: dict[Patch, Plan] = {}

@@ -149,6 +149,8 @@ class Pricing:
         planner = allowed(means, self.options.planner)
 
         def completed(timed: StepGraph) -> StepGraph:
+            if self.options.cuda_graphs:
+                timed = timed.without_launches()
             return replace(timed, static_bytes=static_bytes, link=link)
 
         def costed(step: Captured) -> StepGraph:

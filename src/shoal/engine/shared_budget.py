@@ -35,7 +35,7 @@ from shoal.lowlevel.torch_state import active_ddp_module, in_trace
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import Declared, reject_copy
 from shoal.memory.static_memory import StaticMemory
-from shoal.memory.storage_bytes import distinct_bytes
+from shoal.memory.storage_bytes import distinct_bytes, reject_without_shape
 
 log = logging.getLogger("shoal")
 _ALONE = "has a budget of its own: give shoal.compile(model, budget=) bytes for it"
@@ -144,6 +144,7 @@ class Budget:
             raise InputError(f"{', '.join(of_one_model)}: not for models that share a shoal.Budget; leave it out")
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         reject_copy(optimizer, model.parameters())
+        reject_without_shape(model)
         steps = self._steps
         known_bytes = budget_bytes(self._asked, device) if self.budget_bytes is None else self.budget_bytes
         options = CompileOptions.of(budget=known_bytes, offload_to=None, **how)

@@ -205,6 +205,8 @@ class StepPlanning:
         return known
 
     def _complete(self, graph: StepGraph) -> StepGraph:
+        if self._options.cuda_graphs:
+            graph = graph.without_launches()  # the host launches two graphs a step
         return replace(graph, static_bytes=graph.static_bytes + self._beside_bytes, link=self._link)
 
 

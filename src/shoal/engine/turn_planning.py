@@ -24,6 +24,7 @@ from shoal.core.plan import Plan
 from shoal.core.residence import Residence
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
+from shoal.core.timeline import WAITS
 from shoal.engine.options import CompileOptions
 from shoal.engine.part_planning import MeasuredParts, plan_parts
 from shoal.errors import BudgetError
@@ -187,7 +188,7 @@ def _in_use_before(graph: StepGraph, residences: Share, passes: Sequence[Pass], 
     """Bytes in use when the stretch of eager code before a pass ends."""
     first_backward = next((i for i, (_, phase) in enumerate(passes) if phase == "backward"), None)
     name = "loss" if place == first_backward else f"{STRETCH}{place}"
-    moment = next(m for m in simulate(graph, residences).moments if m.op == name)
+    moment = next(m for m in simulate(graph, residences).moments if m.op == name and m.phase not in WAITS)
     return moment.total_bytes - moment.workspace_bytes
 
 

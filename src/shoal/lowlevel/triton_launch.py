@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
 from shoal.errors import ShoalError
 from shoal.lowlevel.dispatch import VARIABLE
 
+_MAX_KNOWN = 4096  # launches that one caller repeats
 _INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # Triton, too, asks once
 
 
@@ -59,6 +61,56 @@ class TritonKernels:
         if device.type != "cuda" and not (_INTERPRETED and device.type == "cpu"):
             return False
         return self.here() is not None and _run_on(self, device)
+
+
+class Launch(NamedTuple):
+    """How a kernel is launched.
+
+    Attributes:
+        kernel: of Triton.
+        grid: how many programs along each dimension.
+        arguments: of some tensors, in the order of the kernel's parameters.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Callable[..., tuple[Any, ...]]
+
+
+class Launches:
+    """Launches that are repeated: Triton looks at every argument each time, this at a key and at the addresses.
+
+    What a kernel is compiled for follows from its numbers, from the dtypes of its tensors and from whether these begin
+    at multiples of 16 bytes. A launch whose tensors all do is found again by its key; any other goes Triton's own way.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Any, Callable[..., tuple[Any, ...]]]] = {}
+
+    def run(self, key: Hashable, tensors: tuple[torch.Tensor | None, ...], made: Callable[[], Launch]) -> None:
+        """Launch a kernel on the current device.
+
+        Args:
+            key: of all that `made` depends on, with the dtypes of the tensors, which of them are None, and the device.
+            tensors: what the arguments are made of.
+            made: how it is launched; called for a key that is new.
+        """
+        together = 0
+        for tensor in tensors:
+            if tensor is not None:
+                together |= tensor.data_ptr()
+        known = self._known.get(key)
+        if known is not None and not together & 15:
+            launch, arguments = known
+            launch(*arguments(*tensors))
+            return
+        kernel, grid, arguments = made()
+        compiled = kernel[grid](*arguments(*tensors))
+        first = next(tensor for tensor in tensors if tensor is not None)
+        if first.is_cuda and not together & 15 and hasattr(compiled, "packed_metadata"):
+            if len(self._known) >= _MAX_KNOWN:  # sizes that vary without end
+                self._known.clear()
+            self._known[key] = compiled[(*grid, 1, 1)[:3]], arguments
 
 
 @cache

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from shoal.errors import InputError
 from shoal.lowlevel.cuda_allocator import blocks_in_use
 from shoal.lowlevel.torch_state import allocated_bytes, on_this_rank
 
@@ -14,6 +17,21 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`, on whatever device (also "meta")."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(on_this_rank, tensors)}
     return sum(storages.values())
+
+
+def reject_without_shape(model: nn.Module) -> None:
+    """Raise for parameters and buffers of lazy modules that have not been called: they have no bytes yet.
+
+    Raises:
+        InputError: there is one.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise InputError(
+                f"{name} of {owner} has no shape yet, so its bytes are not known; call the model once with a sample, "
+                "then ask again"
+            )
 
 
 def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:

@@ -225,7 +225,7 @@ class Blocks:
                 live_bytes += self.bytes_of(born)
             in_use = base + live_bytes
             if again:
-                seconds += ops[i].second.seconds
+                seconds += ops[i].second.longer_seconds
                 in_use += ops[i].second.workspace_bytes
                 victim = ops[i].second.overwrites
                 if victim >= 0 and dies >> victim & 1:
@@ -255,7 +255,7 @@ class Blocks:
         worth = []
         for s in members(most & ~least):
             again = self.closure(1 << s, start | most & ~(1 << s))
-            worth.append((sum(self.graph.ops[i].second.seconds for i in again) / max(1, self.nbytes[s]), s))
+            worth.append((sum(self.graph.ops[i].second.longer_seconds for i in again) / max(1, self.nbytes[s]), s))
         worth.sort(reverse=True)
         counts = sorted({round(k * len(worth) / (MAX_OPTIONS - 1)) for k in range(MAX_OPTIONS)})
         return [least | bits(s for _, s in worth[:count]) for count in counts]

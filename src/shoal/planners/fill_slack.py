@@ -147,7 +147,7 @@ def _changes(graph: StepGraph, residences: Mapping[str, Residence]) -> Iterator[
     """(name of a recomputed storage, name of the op before which it need not come back; "" to keep it throughout)."""
 
     def worth(storage: int) -> float:
-        return graph.ops[graph.producer[storage]].second.seconds / max(graph.storages[storage].nbytes, 1)
+        return graph.ops[graph.producer[storage]].second.longer_seconds / max(graph.storages[storage].nbytes, 1)
 
     recomputed = [s.id for s in graph.storages if isinstance(residences.get(s.name), Recompute)]
     for storage in sorted(recomputed, key=worth, reverse=True):

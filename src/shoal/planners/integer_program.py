@@ -13,7 +13,8 @@ and at every position what is fixed, kept and back early must fit the budget:
     fixed + sum over waiting s of bytes_s * (k_s + b_si) <= budget.
 
 Where the step has a link, o_s says whether s waits on the host, and is added to k_s in the first row. What that takes
-of the link and of the device is in `link_rows`; the objective is then all added time, during which copies go on.
+of the link and of the device is in `link_rows`; the objective is then all added time, during which copies go on. Where
+the host takes time to launch ops, `launch_rows` has what that adds.
 
 With binary k the least b is integral, so only the k need branching. The objective is the time of the reruns. Without
 the b the program is a relaxation for every plan that keeps or recomputes, however often: its optimum is the lower
@@ -27,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shoal.core.step import StepGraph
+from shoal.planners.launch_rows import add_launch_rows
 from shoal.planners.limits import DEFAULT, Guard, Limits
 from shoal.planners.linear_program import LinearProgram
 from shoal.planners.link_rows import add_link_rows
@@ -136,8 +138,9 @@ class _Program:
         ops = choice.graph.ops
         rerun = sorted({op for s in choice.candidates for op in choice.reruns[s]})
         # A variable of added time is a second, not one rerun: all of them at 1 would be minutes, and so would the gap.
-        rerun_seconds = sum(ops[op].second.seconds for op in rerun)
-        self.program = program = LinearProgram(0.0 if choice.graph.link is None else max(rerun_seconds, 1e-12))
+        rerun_seconds = sum(ops[op].second.longer_seconds for op in rerun)
+        is_sum = choice.graph.link is None and not choice.graph.has_launches
+        self.program = program = LinearProgram(0.0 if is_sum else max(rerun_seconds, 1e-12))
         self.infeasible = False
         self.unit_bytes = budget_bytes or max(row.fixed_bytes for row in choice.rows)
         self.keep = {s: program.variable(binary=True) for s in choice.candidates}
@@ -149,6 +152,7 @@ class _Program:
         if self.link is not None:
             spent = {variable: -ops[op].second.seconds for op, variable in self.rerun.items()}
             program.at_least(0.0, {**dict.fromkeys(self.link.added, 1.0), **spent})
+        self.launch_wait_seconds = add_launch_rows(program, choice.graph, self.rerun)
         self.early = early
         self.minimises_peak = budget_bytes is None
         self.saved = frozenset(choice.graph.saved).intersection(choice.candidates)
@@ -249,8 +253,12 @@ class _Program:
         )
         if found.timed_out:
             guard.note("integer program" if whole else "linear program")
+        added_seconds, bound_seconds = found.cost, found.cost_bound
+        if self.launch_wait_seconds:
+            added_seconds = max(0.0, added_seconds - self.launch_wait_seconds)
+            bound_seconds = max(0.0, bound_seconds - self.launch_wait_seconds)
         if found.values is None:
-            return Solution(None, found.cost, found.cost_bound)
+            return Solution(None, added_seconds, bound_seconds)
         kept, offloaded = set(), set()
         for storage, column in self.keep.items():
             here = found.values[column]
@@ -259,4 +267,4 @@ class _Program:
                 kept.add(storage)
             elif there >= 1 - here - there:
                 offloaded.add(storage)
-        return Solution(Chosen(frozenset(kept), frozenset(offloaded)), found.cost, found.cost_bound)
+        return Solution(Chosen(frozenset(kept), frozenset(offloaded)), added_seconds, bound_seconds)

@@ -60,7 +60,7 @@ class IteratedSearch:
         self._limits = limits
         self._effort = effort
         self._host_limit_bytes = self._link.host_bytes or _NO_LIMIT
-        self._tick_seconds = max(sum(op.seconds for op in graph.ops), 1e-9) / _TICKS
+        self._tick_seconds = max(graph.plain_seconds, 1e-9) / _TICKS
         self._enough = _Value(0, int(enough_seconds / self._tick_seconds), _NO_LIMIT)
         self._schedules: dict[frozenset[int], TransferPlaces] = {}
         min_bytes = min((graph.storages[s].nbytes for s in choice.candidates), default=0)
@@ -146,7 +146,7 @@ class IteratedSearch:
         if storage not in stays:
             return ("device", "host")
         waits_seconds = value.ticks * self._tick_seconds - self._schedule(stays).seconds
-        rerun_seconds = self._choice.graph.ops[self._choice.graph.producer[storage]].second.seconds
+        rerun_seconds = self._choice.graph.ops[self._choice.graph.producer[storage]].second.longer_seconds
         return ("nowhere",) if value.excess_bytes or rerun_seconds < waits_seconds else ()
 
     def _moved_at_random(self, chosen: Chosen, chance: random.Random) -> Chosen:

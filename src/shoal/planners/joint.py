@@ -85,9 +85,9 @@ def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Li
         least = smallest_plan(graph, hardware, budget_bytes, limits)
         if least.predicted_peak_bytes > budget_bytes:
             raise infeasible(least, budget_bytes)
-        search = _Search(hardware, budget_bytes, sum(op.seconds for op in graph.ops), limits, guard)
+        search = _Search(hardware, budget_bytes, graph.plain_seconds, limits, guard)
         best = search.held_longer(simulated(least.graph, least.residences))
-        bound_seconds = lower_bound(least.graph, budget_bytes, limits, guard).bound_seconds
+        bound_seconds = search.tight_bound_seconds(least.graph)
         guard.note(*least.stopped_early)
     guard.warn(graph.model)
     return Plan(
@@ -113,7 +113,7 @@ def _fastest(
         return kept, 0.0
     ordered = in_lower_order(kept, limits, guard)
     if ordered is not None and ordered.peak_bytes <= budget_bytes:
-        return ordered, 0.0
+        return ordered, ordered.seconds - kept.seconds if graph.has_launches else 0.0
     search = _Search(hardware, budget_bytes, kept.seconds, limits, guard)
     best, bound_seconds = None, math.inf
     bound = search.bound(graph)
@@ -139,7 +139,7 @@ def estimate(
     choice = recompute_choice(graph)
     solution = solve(choice, budget_bytes, whole=False, limits=limits, guard=guard)
     if math.isfinite(solution.added_seconds):
-        return 0.0, sum(op.seconds for op in graph.ops) + solution.added_seconds
+        return 0.0, graph.plain_seconds + solution.added_seconds
     least = solve(choice, None, whole=False, limits=limits, guard=guard)
     chosen = least.chosen or Chosen(frozenset())
     return max(0.0, as_chosen(choice, chosen).peak_bytes - budget_bytes), math.inf
@@ -152,18 +152,17 @@ def least_seconds(graph: StepGraph, budget_bytes: int, *, limits: Limits = DEFAU
     ops in the order in which they were captured and in that of the lowest peak. In yet another order a plan can be
     faster, and fit.
     """
-    plain_seconds = sum(op.seconds for op in graph.ops)
     choice, guard = recompute_choice(graph), Guard(limits.guard_seconds)
     kept = as_chosen(choice, Chosen(frozenset(choice.candidates)))
     if kept.peak_bytes <= budget_bytes:
-        return plain_seconds
+        return graph.plain_seconds
     ordered = in_lower_order(kept, limits, guard)
     if ordered is not None and ordered.peak_bytes <= budget_bytes:
-        return plain_seconds
+        return min(graph.plain_seconds, ordered.graph.plain_seconds) if graph.has_launches else graph.plain_seconds
     graphs = [graph] if ordered is None else [graph, ordered.graph]
     wide = [recompute_choice(one, every=True) for one in graphs]
     found = [solve(one, budget_bytes, early=False, whole=False, limits=limits, guard=guard) for one in wide]
-    return plain_seconds + min(one.bound_seconds for one in found)
+    return min(one.graph.plain_seconds + bound.bound_seconds for one, bound in zip(wide, found, strict=True))
 
 
 def about_least_bytes(graph: StepGraph) -> int:
@@ -262,7 +261,7 @@ class _Search:
         best = self._filled(self._program(choice))
         is_far = self._is_off(best, bound_seconds, limits.far_off)
         if self._is_off(best, bound_seconds, limits.close_enough) and not (is_far and self._is_large(choice.graph)):
-            bound_seconds = max(bound_seconds, self._tight_bound_seconds(choice.graph))
+            bound_seconds = max(bound_seconds, self.tight_bound_seconds(choice.graph))
         if limits.chain and self._is_off(best, bound_seconds, limits.close_enough):
             found = self._dynamic_program(choice.graph)
             if found is not None and self._is_off(found, 0.0, limits.far_slower):
@@ -303,11 +302,18 @@ class _Search:
 
     def bound(self, graph: StepGraph) -> Solution:
         """The lower bound of what a plan adds; without a link that of a linear program, until a plan is far from it."""
-        whole = graph.link is not None
-        return lower_bound(graph, self._budget_bytes, self._limits, self._guard, whole=whole)
+        return self._lower_bound(graph, whole=graph.link is not None)
 
-    def _tight_bound_seconds(self, graph: StepGraph) -> float:
-        return lower_bound(graph, self._budget_bytes, self._limits, self._guard).bound_seconds
+    def tight_bound_seconds(self, graph: StepGraph) -> float:
+        """The lower bound of what a plan adds, of the mixed-integer program."""
+        return self._lower_bound(graph, whole=True).bound_seconds
+
+    def _lower_bound(self, graph: StepGraph, *, whole: bool) -> Solution:
+        found = lower_bound(graph, self._budget_bytes, self._limits, self._guard, whole=whole)
+        if not graph.has_launches or not self._limits.lower_bound:
+            return found
+        # In another order of ops the device may wait less for the host, or more, with everything kept.
+        return replace(found, bound_seconds=found.bound_seconds + graph.plain_seconds - self._plain_seconds)
 
     def may_be_faster(self, bound: Solution, graph: StepGraph, best: Simulated | None) -> bool:
         """Whether a plan in another order of ops, with this bound, may be faster than the best so far."""
@@ -317,7 +323,7 @@ class _Search:
             return False
         if graph.link is not None or self._is_large(graph):
             return True
-        return self._is_off(best, self._tight_bound_seconds(graph), self._limits.close_enough)
+        return self._is_off(best, self.tight_bound_seconds(graph), self._limits.close_enough)
 
     def _is_large(self, graph: StepGraph) -> bool:
         return len(graph.ops) > self._limits.large_ops

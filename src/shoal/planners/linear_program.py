@@ -66,6 +66,11 @@ class LinearProgram:
         self._starts.append(len(self._columns))
 
     @property
+    def objective(self) -> dict[int, float]:
+        """The variables that cost something, with their costs."""
+        return {variable: cost for variable, cost in enumerate(self._costs) if cost}
+
+    @property
     def entries(self) -> int:
         """Factors in all rows."""
         return len(self._columns)

@@ -254,7 +254,7 @@ def _holds(graph: StepGraph, runs: tuple[Run, ...]) -> Iterator[_Hold]:
         taken_seconds: dict[int, float] = {}  # storage → of the recomputations on the way to it, some counted twice
         for one in again:
             op = one.of(graph)
-            seconds = op.seconds + sum(taken_seconds.get(s, 0.0) for s in op.reads)
+            seconds = op.longer_seconds + sum(taken_seconds.get(s, 0.0) for s in op.reads)
             for storage in one.writes:
                 taken_seconds[storage] = seconds
                 yield _Hold(storage, last[storage], run.op, seconds, storage not in there)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from shoal.core.hardware import Link
 from shoal.core.residence import Offload, Residence
 from shoal.core.schedule import Run, schedule
-from shoal.core.simulate import bytes_and_seconds
+from shoal.core.simulate import bytes_and_seconds, launch_waits
 from shoal.core.step import StepGraph
 from shoal.errors import PlanError
 
@@ -63,7 +63,7 @@ class _Unit:
 
     Attributes:
         op: the op by which a residence names the end of the stretch.
-        seconds: how long it takes.
+        seconds: how long it takes, with waits for the host to launch its ops.
         room_bytes: what is left of the budget in it with everything kept.
     """
 
@@ -91,8 +91,9 @@ class TransferPlaces:
         runs = schedule(graph, residences)
         totals, _ = bytes_and_seconds(graph, runs)
         room = [budget_bytes - total for total in totals] if budget_bytes else [_NO_LIMIT] * len(totals)
+        waits = launch_waits(graph, runs)
         self._between: list[_Unit] = []
-        backward, read = self._groups(graph, runs, room)
+        backward, read = self._groups(graph, runs, room, waits)
         backward.reverse()
         self._nbytes = {
             s.id: s.nbytes
@@ -100,11 +101,11 @@ class TransferPlaces:
             if s.kind == "activation" and s.id in read and graph.producer[s.id] < graph.n_forward
             if s.id not in graph.held_for_second_runs
         }
-        self._there = self._way_there(graph, graph.link, room)
+        self._there = self._way_there(graph, graph.link, room, waits)
         self._back = self._way_back(graph.link, backward, read)
 
     def _groups(
-        self, graph: StepGraph, runs: Sequence[Run], room: Sequence[int]
+        self, graph: StepGraph, runs: Sequence[Run], room: Sequence[int], waits: Sequence[float]
     ) -> tuple[list[_Unit], dict[int, _FirstRead]]:
         """The backward pass in units: each op with the recomputations for it, as nothing is fetched between these."""
         units: list[_Unit] = []
@@ -113,6 +114,7 @@ class TransferPlaces:
         seconds, min_room, read = 0.0, _NO_LIMIT, []
         for number in range(graph.n_forward, len(runs)):
             op = runs[number].of(graph)
+            seconds += waits[number]
             read += [(storage, _FirstRead(len(units), number, seconds)) for storage in op.reads]
             seconds += op.seconds
             min_room = min(min_room, room[number])
@@ -128,14 +130,14 @@ class TransferPlaces:
             seconds, min_room, read = 0.0, _NO_LIMIT, []
         return units, {storage: reader for storage, reader in first.items() if storage not in between}
 
-    def _way_there(self, graph: StepGraph, link: Link, room: Sequence[int]) -> _Way:
+    def _way_there(self, graph: StepGraph, link: Link, room: Sequence[int], waits: Sequence[float]) -> _Way:
         written = sorted(self._nbytes, key=lambda s: (graph.producer[s], s))
         copies = []
         for s in written:
             seconds = link.to_host_seconds(self._nbytes[s])
             copies.append(_Copy(s, self._nbytes[s], seconds, graph.producer[s], last_forward_reader(graph, s)))
-        forward = zip(graph.ops[: graph.n_forward], room, strict=False)
-        return _Way([_Unit(op.id, op.seconds, left) for op, left in forward], copies, link.overlaps)
+        forward = zip(graph.ops[: graph.n_forward], room, waits, strict=False)
+        return _Way([_Unit(op.id, wait + op.seconds, left) for op, left, wait in forward], copies, link.overlaps)
 
     def _way_back(self, link: Link, backward: Sequence[_Unit], read: Mapping[int, _FirstRead]) -> _Way:
         last_first = sorted(self._nbytes, key=lambda s: (read[s].run, s), reverse=True)

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.sizes import format_bytes
-from shoal.core.timeline import Timeline
+from shoal.core.timeline import WAITS, Timeline
 from shoal.report.link_use import WAYS, link_use
 from shoal.report.words import categories, category_bytes, format_percent
 
@@ -61,8 +61,8 @@ def _plain(report: Report) -> dict[str, Any] | None:
     """
     if report.plan is None:
         return None
-    moments = report.plan.plain_timeline.moments
-    at = [i for i, moment in enumerate(report.timeline.moments) if moment.phase not in ("recompute", "stall")]
+    moments = [moment for moment in report.plan.plain_timeline.moments if moment.phase not in WAITS]
+    at = [i for i, moment in enumerate(report.timeline.moments) if moment.phase not in WAITS | {"recompute"}]
     if sorted(report.timeline.moments[i].op for i in at) != sorted(moment.op for moment in moments):
         return None  # the timeline is of another step than the plan
     return {

@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 
 from shoal.core.files import write_text
+from shoal.core.timeline import Timeline
 from shoal.errors import InputError
 from shoal.report.charts import chart_data
 from shoal.report.data import Report
@@ -33,7 +34,7 @@ def render(report: Report) -> str:
         headline=headline(report),
         lede=lede(report),
         tiles=tiles(report),
-        stalls=report.timeline.stall_seconds > 0,
+        waits=_waits(report.timeline),
         fillings=fillings(report.timeline),
         scales=scales(report),
         storages=largest_storages(report.plan),
@@ -45,6 +46,12 @@ def render(report: Report) -> str:
         patches=patch_drawing(report),
         charts=chart_data(report),
     )
+
+
+def _waits(timeline: Timeline) -> str:
+    """What the device waits for, in the words of the legend; "" where it never waits."""
+    found = {"stall": timeline.stall_seconds, "wait for a launch": timeline.launch_wait_seconds}
+    return " or ".join(wait for wait, seconds in found.items() if seconds > 0)
 
 
 def save_html(report: Report, path: str | Path) -> Path:

@@ -11,7 +11,7 @@ from shoal.core.residence import Encode, Offload, Recompute, exact_residence
 from shoal.core.schedule import schedule
 from shoal.core.sizes import format_bytes
 from shoal.core.step import Storage
-from shoal.core.timeline import Timeline
+from shoal.core.timeline import WAITS, Timeline
 from shoal.core.variant import COLUMNS
 from shoal.report.words import format_seconds
 
@@ -42,7 +42,7 @@ class StorageRow:
 
 @dataclass(frozen=True)
 class PartRow:
-    """A part of the model: bytes of its saved and offloaded storages, time of its ops and of its stalls."""
+    """A part of the model: bytes of its saved and offloaded storages, time of its ops and of its waits."""
 
     name: str
     kept: str
@@ -52,6 +52,7 @@ class PartRow:
     recompute: str
     backward: str
     stall: str
+    launch: str
 
 
 class PartTable(NamedTuple):
@@ -120,12 +121,12 @@ def _alive_at_peak(plan: Plan) -> set[int]:
     alive = {s.id for s in graph.storages if s.kind in ("parameter", "buffer", "input", "constant")}
     runs = schedule(graph, plan.residences)
     moments = plan.timeline.moments
-    peak = sum(moment.phase != "stall" for moment in moments[: moments.index(plan.timeline.peak)])
+    peak = sum(moment.phase not in WAITS for moment in moments[: moments.index(plan.timeline.peak)])
     for run in runs[:peak]:
         alive.update(run.fetches, run.writes)
         alive.difference_update(run.frees, run.releases)
     alive.update(runs[peak].fetches)
-    if plan.timeline.peak.phase != "stall":  # a stalled op has not begun to write
+    if plan.timeline.peak.phase not in WAITS:  # an op that waits has not begun to write
         alive.update(runs[peak].writes)
         alive.discard(runs[peak].takes_over)
     return alive
@@ -168,6 +169,7 @@ def parts_of_model(timeline: Timeline, plan: Plan | None) -> PartTable:
             spent_in(members, "recompute"),
             spent_in(members, "backward"),
             spent_in(members, "stall"),
+            spent_in(members, "launch"),
         )
         for name, members in groups
     ]
@@ -190,6 +192,8 @@ def _columns(timeline: Timeline, fates: set[str], sizes_known: bool) -> dict[str
     shown["backward"] = "Backward"
     if timeline.stall_seconds > 0:
         shown["stall"] = "Stalls"
+    if timeline.launch_wait_seconds > 0:
+        shown["launch"] = "Waits for launches"
     return shown
 
 

@@ -13,14 +13,24 @@ from shoal.report.link_use import WAYS
 from shoal.report.words import categories, category_bytes
 
 _PROCESS = 1
-_TRACKS = {"forward": 1, "loss": 2, "recompute": 3, "backward": 4, "to host": 5, "to device": 6, "stall": 7}
+_TRACKS = {
+    "forward": 1,
+    "loss": 2,
+    "recompute": 3,
+    "backward": 4,
+    "to host": 5,
+    "to device": 6,
+    "stall": 7,
+    "launch": 8,
+}
 
 
 def save_trace(timeline: Timeline, path: str | Path) -> Path:
     """Write the step as a trace, whole or not at all.
 
     Ops are complete events ("X") on one track a phase, in microseconds; the bytes in use are counter events ("C"). Each
-    direction of the link has a track, and the times in which the device waits for a copy are on a track "stall".
+    direction of the link has a track, and the times in which the device waits for a copy are on a track "stall", those
+    in which it waits for the host to launch an op on a track "launch".
 
     Args:
         timeline: the simulated step.

@@ -194,6 +194,8 @@ def place_of(moment: Moment) -> str:
     of_layer = f" of {moment.layer}" if moment.layer else ""
     if moment.phase == "stall":
         return f"while {moment.target}{of_layer} waits for the copy of {moment.op}"
+    if moment.phase == "launch":
+        return f"while the host launches {moment.op}{of_layer}"
     return f"at {moment.op}{of_layer}, {_PASS[moment.phase]}"
 
 
@@ -272,6 +274,11 @@ def tiles(report: Report) -> list[Tile]:
         again = timeline.recompute_seconds
         note = f"{format_seconds(again)} of it recomputation" if again else "nothing is recomputed"
         shown.append(Tile("Predicted step", format_seconds(timeline.seconds), note))
+    if waits := timeline.launch_wait_seconds:
+        of_step = (
+            f"{format_percent(share_of_step(timeline, waits))} of the step, until the host has launched the next op"
+        )
+        shown.append(Tile("Waits for launches", format_seconds(waits), of_step))
     return shown + (_link_tiles(report) if timeline.transfers else [])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,24 @@ def test_a_batch_norm_with_a_cumulative_average_is_refused_as_no_graph_at_all() 
     planned = shoal.compile(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=None)), budget=ROOMY)
     with pytest.raises(CaptureError, match=r"batchnorm.py:\d+"):
         planned(torch.randn(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model: shoal.compile(model, budget=ROOMY),
+        lambda model: shoal.compile(model, budget=shoal.Budget(ROOMY)),
+        lambda model: shoal.fit(model, lambda images: torch.empty(images, 3, 8, 8), ROOMY),
+        lambda model: shoal.fit(model, lambda sides: torch.empty(2, 3, *sides), ROOMY, patch=(8, 8)),
+        lambda model: shoal.frontier(model, lambda images: torch.empty(images, 3, 8, 8), budget=ROOMY),
+    ],
+)
+def test_a_lazy_layer_that_has_no_shape_yet_is_named(ask: Callable[[nn.Module], object]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(5))
+    with pytest.raises(InputError, match=r"2\.weight of LazyLinear has no shape yet.* call the model once"):
+        ask(model)
+    model(torch.empty(2, 3, 8, 8))
+    assert isinstance(shoal.compile(model, budget=ROOMY), nn.Module)
 
 
 class Branching(nn.Module):

@@ -164,6 +164,7 @@ def _figures(made: Plan) -> dict[str, Any]:
         "codec_seconds": made.codec_seconds,
         "encoding_errors": dict(made.errors),
         "stall_seconds": made.timeline.stall_seconds,
+        "launch_wait_seconds": made.timeline.launch_wait_seconds,
         "variant": str(made.variant),
         "compiled": list(made.compiled),
         "candidates": [asdict(one) for one in made.candidates],

@@ -92,6 +92,8 @@ def plan_table(plan: Plan) -> Table:
         wait = _seconds(plan.timeline.stall_seconds)
         away = f"{len(plan.offloaded)} storages, {format_bytes(plan.host_bytes)}"
         _row(table, "offloaded", f"{away}; the device waits {wait} for copies")
+    if wait_seconds := plan.timeline.launch_wait_seconds:
+        _row(table, "launches", f"the device waits {_seconds(wait_seconds)} for the host to launch ops")
     if plan.budget_bytes:
         _row(table, "budget", format_bytes(plan.budget_bytes))
     _row(

@@ -66,7 +66,7 @@ class Priced(Generic[Made]):
 
     def least_seconds(self, budget_bytes: int) -> float:
         """The lower bound of the step inside the budget: see `planners.joint.least_seconds`."""
-        return sum(op.seconds for op in self.graph.ops) if self.encodes else least_seconds(self.graph, budget_bytes)
+        return self.graph.plain_seconds if self.encodes else least_seconds(self.graph, budget_bytes)
 
 
 @dataclass(frozen=True)

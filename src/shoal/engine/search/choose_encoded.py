@@ -201,7 +201,7 @@ class _Search:
 
         def worth(offer: Offer) -> float:
             reruns = choice.reruns.get(choice.graph.storage_called[offer.storage].id, ())
-            return sum(choice.graph.ops[op].second.seconds for op in reruns) / offer.nbytes
+            return sum(choice.graph.ops[op].second.longer_seconds for op in reruns) / offer.nbytes
 
         return [offer.storage for offer in sorted(offers(self._captured, self._lossy), key=worth, reverse=True)]
 

@@ -11,7 +11,8 @@ CPU, in Triton's interpreter: slow, for tests.
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
+from collections.abc import Hashable
+from typing import Any, Protocol
 
 import torch
 
@@ -21,9 +22,10 @@ from shoal.kernels.norm.norm_tiles import grid_of, is_channels_last, power
 from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
 from shoal.lowlevel.native import levels, run_native
 from shoal.lowlevel.torch_state import on_device
-from shoal.lowlevel.triton_launch import TritonKernels
+from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of Triton's kernels
+_MAX_KNOWN = 4096  # forms of tensors whose parts are remembered
 
 
 class Sweeps(Protocol):
@@ -193,8 +195,17 @@ def _workspace(call: _Pass) -> torch.Tensor:
     return workspace("shoal_norm_pass_workspace_bytes", ctypes.byref(call))
 
 
+def _form(x: torch.Tensor | None) -> Hashable:
+    """What a kernel's numbers and its compiled form depend on."""
+    return None if x is None else (x.shape, x.stride(), x.dtype)
+
+
 class _Triton:
     """`norm_triton_kernels`."""
+
+    def __init__(self) -> None:
+        self._launches = Launches()
+        self._parts_of: dict[Hashable, int] = {}
 
     def applies(self, *tensors: torch.Tensor) -> bool:
         """Whether it reads and writes such tensors, (N, C, ...), here; all of one shape but for their channels."""
@@ -204,17 +215,26 @@ class _Triton:
         return is_channels_last(*tensors) is not None
 
     def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        grid, (at,) = grid_of(x)
-        moments = x.new_empty((3, grid.parts, grid.channels), dtype=torch.float32)
-        counts = x.new_empty(grid.parts, dtype=torch.int32)
+        key = "statistics", x.device, _form(x)
+        parts, channels = self._parts(key, x), x.shape[1]
+        moments = x.new_empty((3, parts, channels), dtype=torch.float32)
+        counts = x.new_empty(parts, dtype=torch.int32)
         # An op's results: none may be a view.
-        mean, variance = (x.new_empty(grid.channels, dtype=torch.float32) for _ in range(2))
-        found, columns = TRITON_KERNELS.found(), min(grid.columns, 16)
+        mean, variance = (x.new_empty(channels, dtype=torch.float32) for _ in range(2))
+
+        def measured() -> Launch:
+            grid, (at,) = grid_of(x)
+            rest = (*grid.extent, *grid.shares, *grid.tile)
+            return Launch(TRITON_KERNELS.found().moments, grid.by_part, lambda x, *found: (x, at, *found, *rest))
+
+        def merged() -> Launch:
+            columns = min(grid_of(x)[0].columns, 16)
+            rest = parts, channels, min(power(parts), 64), columns
+            return Launch(TRITON_KERNELS.found().merge, (-(-channels // columns),), lambda *found: (*found, *rest))
+
         with on_device(x.device):
-            found.moments[grid.by_part](x, at, *moments, counts, *grid.extent, *grid.shares, *grid.tile)
-            found.merge[(-(-grid.channels // columns),)](
-                *moments, counts, mean, variance, grid.parts, grid.channels, min(power(grid.parts), 64), columns
-            )
+            self._launches.run(key, (x, *moments, counts), measured)
+            self._launches.run(("merge", key), (*moments, counts, mean, variance), merged)
         return mean, variance
 
     def norm_act(
@@ -227,20 +247,18 @@ class _Triton:
         relu: bool,
         out: torch.Tensor,
     ) -> None:
-        grid, at = grid_of(x, residual, out)
+        def made() -> Launch:
+            grid, (at_x, at_residual, at_out) = grid_of(x, residual, out)
+            rest = (*grid.extent, relu, *grid.tile)
+
+            def arguments(x: Any, mean: Any, scale: Any, shift: Any, residual: Any, out: Any) -> tuple[Any, ...]:
+                return x, at_x, mean, scale, shift, residual, at_residual, out, at_out, *rest
+
+            return Launch(TRITON_KERNELS.found().activate, grid.by_block, arguments)
+
+        key = "norm_act", relu, x.device, _form(x), _form(residual), _form(out)
         with on_device(x.device):
-            TRITON_KERNELS.found().activate[grid.by_block](
-                x,
-                at[0],
-                *map(vector, (mean, scale, shift)),
-                residual,
-                at[1],
-                out,
-                at[2],
-                *grid.extent,
-                relu,
-                *grid.tile,
-            )
+            self._launches.run(key, (x, *map(vector, (mean, scale, shift)), residual, out), made)
 
     def norm_act_backward(
         self,
@@ -254,29 +272,36 @@ class _Triton:
         grad_x: torch.Tensor | None,
         masked: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        grid, at = grid_of(x, grad, z, grad_x, masked)
-        sums = x.new_empty((2, grid.parts, grid.channels), dtype=torch.float32)
+        key = "norm_act_backward", relu, x.device, *map(_form, (grad, z, x, grad_x, masked))
+        parts = self._parts(key, x, grad, z, grad_x, masked)
+        sums = x.new_empty((2, parts, x.shape[1]), dtype=torch.float32)
+
+        def made() -> Launch:
+            grid, (at_x, at_grad, at_z, at_grad_x, at_masked) = grid_of(x, grad, z, grad_x, masked)
+            rest = (*grid.extent, *grid.shares, relu, *grid.tile)
+
+            def arguments(
+                grad: Any, z: Any, x: Any, mean: Any, scale: Any, shift: Any, grad_x: Any, masked: Any, *sums: Any
+            ) -> tuple[Any, ...]:
+                head = (grad, at_grad, z, at_z, x, at_x, mean, scale, shift, grad_x, at_grad_x, masked, at_masked)
+                return *head, *sums, *rest
+
+            return Launch(TRITON_KERNELS.found().activate_backward, grid.by_part, arguments)
+
+        tensors = (grad, z, x, *map(vector, (mean, scale, shift)), grad_x, masked, *sums)
         with on_device(x.device):
-            TRITON_KERNELS.found().activate_backward[grid.by_part](
-                grad,
-                at[1],
-                z,
-                at[2],
-                x,
-                at[0],
-                *map(vector, (mean, scale, shift)),
-                grad_x,
-                at[3],
-                masked,
-                at[4],
-                *sums,
-                *grid.extent,
-                *grid.shares,
-                relu,
-                *grid.tile,
-            )
+            self._launches.run(key, tensors, made)
         of_scale, of_shift = sums.sum(1)
         return of_scale, of_shift
+
+    def _parts(self, key: Hashable, x: torch.Tensor, *others: torch.Tensor | None) -> int:
+        """Into how many parts a sweep divides the tensors; the key says what that depends on."""
+        found = self._parts_of.get(key)
+        if found is None:
+            if len(self._parts_of) >= _MAX_KNOWN:
+                self._parts_of.clear()
+            found = self._parts_of[key] = grid_of(x, *others)[0].parts
+        return found
 
 
 def _try_on(device: torch.device) -> None:

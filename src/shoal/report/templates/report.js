@@ -23,7 +23,7 @@ const step = data.memory;
   const top = Math.max(step.budget, totals[step.peak], plainPeak);
   const [byteUnit, byteSize] = units(top, byteUnits);
   const [timeUnit, timeSize] = units(step.end, timeUnits);
-  const waits = step.phase.map((place) => step.texts[place] === "stall");
+  const waits = step.phase.map((place) => ["stall", "launch"].includes(step.texts[place]));
   const opNumber = []; // waits are no ops
   waits.reduce((count, wait, i) => (opNumber[i] = count + (wait ? 0 : 1)), 0);
   const ops = opNumber[moments - 1];
@@ -37,9 +37,10 @@ const step = data.memory;
       .map((name) => `${swatch(name)} ${name.replace("-", " ")} ${showBytes(step.bytes[name][i])}`);
     const layer = text("layer", i);
     if (waits[i]) {
+      const launches = text("phase", i) === "launch";
       return [
-        `<b>stall of ${showTime(step.seconds[i])}</b>`,
-        `waiting for the copy of ${text("op", i)}`,
+        `<b>${launches ? "wait" : "stall"} of ${showTime(step.seconds[i])}</b>`,
+        launches ? `until the host has launched ${text("op", i)}` : `waiting for the copy of ${text("op", i)}`,
         `at ${text("target", i)}${layer ? ` of ${layer}` : ""}`,
         `<b>${showBytes(totals[i])} in use</b>`,
         ...parts,
@@ -144,7 +145,7 @@ const step = data.memory;
     const linked = data.link ? lanes(size(chart, 680, 400).height, edges, byTime) : undefined;
     if (linked) traces.push(...linked.traces);
 
-    const boundary = step.phase.findIndex((place) => !["forward", "stall"].includes(step.texts[place]));
+    const boundary = step.phase.findIndex((place) => !["forward", "stall", "launch"].includes(step.texts[place]));
     const shapes = [];
     const annotations = [];
     const note = (more) =>
@@ -201,7 +202,7 @@ const step = data.memory;
         range: [0, end],
         anchor: linked ? linked.lowest : "y2",
         showgrid: false,
-        title: { text: byTime ? `time (${timeUnit})` : waits.includes(true) ? "op or stall, in the order of execution" : "op, in the order of execution", standoff: 6 },
+        title: { text: byTime ? `time (${timeUnit})` : waits.includes(true) ? "op or wait, in the order of execution" : "op, in the order of execution", standoff: 6 },
         nticks: narrow.matches ? 5 : 10,
         showspikes: true,
         spikemode: "across",
