@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import (
-    compiled,
+    compiled_tables,
     hmms,
     hosts,
     least,
@@ -191,7 +191,7 @@ def _first_seconds(result: Result) -> str:
 
 
 THEMES: dict[str, Theme] = {
-    "compiled": Theme("compiled.md", compiled.tables),
+    "compiled": Theme("compiled.md", compiled_tables.tables),
     "one_plan": Theme("one-plan.md", lambda result: [*map(one_plan_network, result["results"])], _one_plan_chart),
     "least": Theme("one-plan.md", rows_of(least.COLUMNS, least.FORMATS), least.chart),
     "budgets": Theme("budgets.md", lambda result: [budgets_network(result)], budgets_svg),

@@ -13,11 +13,13 @@ the last two have deep supervision.
 measured: small networks on this machine, budgets in percent of plain PyTorch's measured peak (forward, cross entropy at
 each scale, backward; contiguous tensors, the target beside), with allow="exact". A step of each is held against plain
 PyTorch's and float64 before it is timed, in turns with plain PyTorch, checkpointing by block (MONAI's way) and
-`activation_memory_budget`, each at its fastest setting whose measured peak fits. planned: networks as large as their
-users train, on patches of 96 or 128, for a GPU that is not here. patch: the largest that fits that GPU's memory, for
-plain PyTorch and, among cubes, for Shoal.
+`activation_memory_budget`, each at its fastest setting whose measured peak fits. slabs: two networks likewise, by the
+means that leave slabs of depth as the way into tight budgets. planned: networks as large as their users train, on
+patches of 96 or 128, for a GPU that is not here. flat: the least share of the same network in two dimensions, on about
+as many pixels. patch: the largest that fits that GPU's memory, for plain PyTorch and, among cubes, for Shoal.
 
-Each network has a file of its own; with --resume its other parts of the same day are kept.
+Each network has a file of its own; with --resume its other parts are kept, each with its own date: of the newest file
+of the network in the folder, which may be of an earlier day and is then to be deleted.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,16 +48,17 @@ from bench.plain import Plain
 from bench.tables import cells, new_table
 from bench.volumes_catalogue import CATALOGUE, Entry
 from bench.volumes_planned import largest_patch, planned_rows
-from bench.volumes_step import PRECISIONS, checkpointed, make_step
+from bench.volumes_step import FLOAT32, PRECISIONS, checkpointed, make_step
 from shoal.core.files import write_json
 from shoal.core.sizes import format_bytes
 from shoal.errors import BudgetError
 
 SHARES = (66.0, 53.0, 40.0, 33.0, 25.0)
 QUICK_SHARES = (70.0,)
-PARTS = ("measured", "planned", "patch")
+PARTS = ("measured", "slabs", "planned", "flat", "patch")
 VALUES = (0.2, 0.6)  # of activation_memory_budget
 HARDWARE = "rtx-4090-24gb"
+SLABS = "recompute, order, exact_split"
 _PREDICTED_WITHIN = 2.0  # percent of the peak
 
 
@@ -68,6 +72,7 @@ def measure(
     seed: int,
     advance: Callable[[str], None] = lambda what: None,
     clock: Clock = time.perf_counter,
+    allow: str = "exact",
 ) -> dict[str, Any]:
     """One network in one precision, against its budgets and its peers, as plain values.
 
@@ -83,7 +88,7 @@ def measure(
         advance(f"Shoal inside {share:g} %")
         try:
             runs[share] = run_within(
-                plain, plain.budget_bytes(share), check=plain.reference.check_function, allow="exact"
+                plain, plain.budget_bytes(share), check=plain.reference.check_function, allow=allow
             )
         except (BudgetError, Unsettled) as error:
             runs[share] = error
@@ -110,7 +115,7 @@ def measure(
             row["shoal"]["variant"] = str(run.plan.variant)
         else:
             row["shoal"] = refusal_columns(run)
-        for peer in PEERS:
+        for peer in PEERS if values else (CHECKPOINT,):
             one = chosen[peer, share]
             row[peer] = {"met": False}
             if one is not None:
@@ -129,12 +134,12 @@ def measure(
     }
 
 
-def measured_table(name: str, precision: str, found: Mapping[str, Any]) -> Table:
+def measured_table(name: str, precision: str, found: Mapping[str, Any], when: str = "") -> Table:
     """One row for each budget."""
     title = "{name}, {precision}, {batch} x {side}^3: plain PyTorch {plain[peak_bytes]:bytes}, {plain[seconds]:ms} ms; "
     title += "parameters and gradients {plain[parameters_and_gradients_percent]:.1f} %"
     table = new_table(
-        escape(cells(title.replace("|", ""), found, name=name, precision=precision)[0]),
+        escape(cells(title.replace("|", ""), found, name=name, precision=precision)[0]) + when,
         "budget | <met | predicted | measured | off | added | planned for | <computed | <gradients | checkpointing | "
         "activation_memory_budget",
     )
@@ -145,17 +150,17 @@ def measured_table(name: str, precision: str, found: Mapping[str, Any]) -> Table
         form += "{added_percent:+.1f} % | {planning_seconds:.0f} s | {variant} | {exactness}"
         shown += cells(form, ours)
         shown[2] = shown[2] or cells("≥ {least_feasible_bytes:bytes}", ours)[0]
-        shown += [_peer(row[CHECKPOINT]), _peer(row[ACTIVATION_MEMORY_BUDGET])]
+        shown += [_peer(row.get(CHECKPOINT)), _peer(row.get(ACTIVATION_MEMORY_BUDGET))]
         table.add_row(*map(escape, shown))
     return table
 
 
-def planned_table(name: str, found: Mapping[str, Any]) -> Table:
+def planned_table(name: str, found: Mapping[str, Any], when: str = "") -> Table:
     """One row for each precision: the least share, and the time that each budget is planned to add."""
     shares = [row["share"] for row in next(iter(found.values()))["rows"]]
     columns = "".join(f" | inside {share:g} %" for share in shares)
     table = new_table(
-        f"{name}, planned for a GPU that is not here: the least share, and time added inside budgets",
+        f"{name}, planned for a GPU that is not here: the least share, and time added inside budgets{when}",
         f"<precision | batch x patch | <hardware | plain PyTorch | parameters, gradients | least{columns}",
     )
     for precision, one in found.items():
@@ -168,11 +173,22 @@ def planned_table(name: str, found: Mapping[str, Any]) -> Table:
     return table
 
 
-def patch_table(name: str, found: Mapping[str, Any]) -> Table:
+def flat_table(name: str, found: Mapping[str, Any], when: str = "") -> Table:
+    """The least share in two dimensions."""
+    table = new_table(
+        f"{name} in two dimensions, planned for a GPU that is not here: the least share{when}",
+        "batch x patch | <hardware | plain PyTorch | parameters, gradients | least",
+    )
+    form = "{batch} x {side}^2 | {hardware} | {plain_peak_bytes:bytes} | {parameters_and_gradients_percent:.1f} % | "
+    table.add_row(*cells(form + "{least_percent:.1f} %", found))
+    return table
+
+
+def patch_table(name: str, found: Mapping[str, Any], when: str = "") -> Table:
     """The largest patches of plain PyTorch and of Shoal."""
     memory = format_bytes(found["budget_bytes"])
     table = new_table(
-        f"{name}, the largest patch inside {memory}, batch {found['batch']}, float32, {found['hardware']}",
+        f"{name}, the largest patch inside {memory}, batch {found['batch']}, float32, {found['hardware']}{when}",
         "<who | patch | predicted peak | with everything kept | step | of its voxels",
     )
     for who, ratio in (("plain", 1.0), ("shoal", found["volumes"])):
@@ -185,10 +201,29 @@ def patch_table(name: str, found: Mapping[str, Any]) -> Table:
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
     """All of one network's."""
-    name = result["network"]
-    made = [measured_table(name, precision, found) for precision, found in result.get("measured", {}).items()]
-    made += [planned_table(name, result["planned"])] if result.get("planned") else []
-    return made + ([patch_table(name, result["patch"])] if result.get("patch") else [])
+    name, conditions = result["network"], result["conditions"]
+    made = [
+        measured_table(name, precision, found, _when(found, conditions))
+        for precision, found in result.get("measured", {}).items()
+    ]
+    made += [
+        planned_table(name, {precision: found}, _when(found, conditions))
+        for precision, found in result.get("planned", {}).items()
+    ]
+    slabs, flat, patch = (result.get(part) for part in ("slabs", "flat", "patch"))
+    made += [measured_table(name, f'{FLOAT32} with "{SLABS}"', slabs, _when(slabs, conditions))] if slabs else []
+    made += [flat_table(name, flat, _when(flat, conditions))] if flat else []
+    return made + ([patch_table(name, patch, _when(patch, conditions))] if patch else [])
+
+
+def _when(part: Mapping[str, Any], newest: Mapping[str, Any]) -> str:
+    """What the title of a table says where its part is older than the file's newest."""
+    own = part.get("conditions", newest)
+    if own["code"] == newest["code"] and own["date"][:10] == newest["date"][:10]:
+        return ""
+    changed = [name for name, digest in newest["code"].items() if own["code"].get(name) != digest]
+    since = f", before {', '.join(changed)} changed" if changed else ""
+    return f" ({own['date'][:10]}{since})"
 
 
 def met(ours: Mapping[str, Any]) -> str:
@@ -196,14 +231,19 @@ def met(ours: Mapping[str, Any]) -> str:
     return "yes" if ours["met"] else "EXCEEDED" if ours["exceeded"] else "refused"
 
 
-def _peer(found: Mapping[str, Any]) -> str:
+def _peer(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "not measured"
     return f"{found['added_percent']:+.1f} % ({found['setting']})" if found["met"] else "no setting fits"
 
 
 def summary(results: Collection[Mapping[str, Any]]) -> dict[str, int]:
     """The totals over all measured rows."""
     ours = [
-        row["shoal"] for result in results for found in result.get("measured", {}).values() for row in found["rows"]
+        row["shoal"]
+        for result in results
+        for found in (*result.get("measured", {}).values(), *([result["slabs"]] if "slabs" in result else []))
+        for row in found["rows"]
     ]
     ran = [row for row in ours if "measured_peak_bytes" in row]
     return {
@@ -216,10 +256,15 @@ def summary(results: Collection[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _earlier(path: Path) -> dict[str, Any]:
+    """The parts of the newest file of a network, each with the conditions that it was measured under."""
+    kept = sorted(path.parent.glob(f"{path.stem[:-10]}*.json"))  # without the date
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found: dict[str, Any] = json.loads(kept[-1].read_text())
+    except (OSError, ValueError, IndexError):
         return {}
+    parts = [*found.get("measured", {}).values(), *found.get("planned", {}).values()]
+    for part in (*parts, *(found[name] for name in ("slabs", "flat", "patch") if name in found)):
+        part.setdefault("conditions", found["conditions"])
     return found
 
 
@@ -240,21 +285,39 @@ def _run(run: Run) -> int:
             try:
                 for precision in precisions if "measured" in parts else ():
                     repeats = asked.repeats or run.pick(3, 1)
-                    result.setdefault("measured", {})[precision] = measure(
-                        name, entry, precision, shares, values, repeats, asked.seed, advance, run.clock
+                    found = measure(name, entry, precision, shares, values, repeats, asked.seed, advance, run.clock)
+                    result.setdefault("measured", {})[precision] = {**found, "conditions": run.conditions}
+                    write_json(path, result)
+                if "slabs" in parts and entry.slabbed is not None:
+                    slabbed, repeats = replace(entry, here=entry.slabbed), asked.repeats or run.pick(3, 1)
+                    found = measure(
+                        name, slabbed, FLOAT32, shares, values, repeats, asked.seed, advance, run.clock, SLABS
                     )
+                    result["slabs"] = {**found, "conditions": run.conditions}
                     write_json(path, result)
                 for precision in precisions if "planned" in parts else ():
                     planned_shares = () if asked.least_only else shares
-                    result.setdefault("planned", {})[precision] = planned_rows(
+                    found = planned_rows(
                         entry, precision, planned_shares, asked.hardware, asked.allow, asked.seed, advance
                     )
+                    result.setdefault("planned", {})[precision] = {**found, "conditions": run.conditions}
+                    write_json(path, result)
+                if "flat" in parts and entry.flat is not None:
+                    found = planned_rows(
+                        replace(entry, planned=entry.flat),
+                        FLOAT32,
+                        (),
+                        asked.hardware,
+                        asked.allow,
+                        asked.seed,
+                        advance,
+                    )
+                    result["flat"] = {**found, "conditions": run.conditions}
                     write_json(path, result)
                 if "patch" in parts:
                     known = [one["least_percent"] for one in result.get("planned", {}).values()][:1]
-                    result["patch"] = largest_patch(
-                        entry, asked.hardware, asked.allow, asked.seed, *known, advance=advance
-                    )
+                    found = largest_patch(entry, asked.hardware, asked.allow, asked.seed, *known, advance=advance)
+                    result["patch"] = {**found, "conditions": run.conditions}
                     write_json(path, result)
             except Unavailable as error:
                 skipped.append(f"{name}: {error}")
@@ -285,7 +348,7 @@ main = Bench(
     option("--repeats", type=int, help="timed steps of each contender; by default 3"),
     switch("--no-compiled-peer", "leave activation_memory_budget out"),
     switch("--least-only", "of what is planned the least share alone, without budgets: a plan or two for each network"),
-    switch("--resume", "keep the other parts of the file of today"),
+    switch("--resume", "keep the other parts of the network's newest file"),
     CPU_TIME,
     quick="one budget in float32, one repeat: does it run?",
     seed=True,

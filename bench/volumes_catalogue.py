@@ -27,11 +27,13 @@ class Size:
     Attributes:
         build: makes the network, for one channel in and two classes out.
         side, batch: of its patches.
+        dims: of them.
     """
 
     build: Callable[[], nn.Module]
     side: int
     batch: int = 1
+    dims: int = 3
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Entry:
         here, planned: as it is trained here, and as it is planned for a GPU.
         blocks: names of the classes that are checkpointed, the outermost of them.
         multiple_of: what the sides of its patches are multiples of.
+        flat: the same network in two dimensions, on about as many pixels as `planned` has voxels; None: not planned.
+        slabbed: as it is trained here on slabs of depth, with tensors that are large enough for them; None: it is not.
     """
 
     library: str
@@ -50,23 +54,25 @@ class Entry:
     planned: Size
     blocks: tuple[str, ...]
     multiple_of: int = 16
+    flat: Size | None = None
+    slabbed: Size | None = None
 
 
-def _unet(channels: tuple[int, ...]) -> Callable[[], nn.Module]:
-    return lambda: _monai("UNet", 3, 1, CLASSES, channels, (2,) * (len(channels) - 1), num_res_units=2)
+def _unet(channels: tuple[int, ...], dims: int = 3) -> Callable[[], nn.Module]:
+    return lambda: _monai("UNet", dims, 1, CLASSES, channels, (2,) * (len(channels) - 1), num_res_units=2)
 
 
-def _dynunet(filters: tuple[int, ...]) -> Callable[[], nn.Module]:
+def _dynunet(filters: tuple[int, ...], dims: int = 3) -> Callable[[], nn.Module]:
     levels = len(filters)
     strides = [1] + [2] * (levels - 1)
     return lambda: _monai(
-        "DynUNet", 3, 1, CLASSES, [3] * levels, strides, strides[1:], filters=list(filters), deep_supervision=True,
+        "DynUNet", dims, 1, CLASSES, [3] * levels, strides, strides[1:], filters=list(filters), deep_supervision=True,
         deep_supr_num=levels - 3,
     )  # fmt: skip
 
 
-def _segresnet(filters: int) -> Callable[[], nn.Module]:
-    return lambda: _monai("SegResNet", 3, init_filters=filters, in_channels=1, out_channels=CLASSES)
+def _segresnet(filters: int, dims: int = 3) -> Callable[[], nn.Module]:
+    return lambda: _monai("SegResNet", dims, init_filters=filters, in_channels=1, out_channels=CLASSES)
 
 
 def _attention_unet(channels: tuple[int, ...]) -> Callable[[], nn.Module]:
@@ -87,15 +93,16 @@ def _swin_unetr(features: int) -> Callable[[], nn.Module]:
     return build
 
 
-def _nnunet(name: str, features: tuple[int, ...], n_blocks: tuple[int, ...]) -> Callable[[], nn.Module]:
+def _nnunet(name: str, features: tuple[int, ...], n_blocks: tuple[int, ...], dims: int = 3) -> Callable[[], nn.Module]:
     """As nnU-Net's planners make them: instance norms with weights, leaky ReLUs, deep supervision."""
+    convolution, norm = {2: (nn.Conv2d, nn.InstanceNorm2d), 3: (nn.Conv3d, nn.InstanceNorm3d)}[dims]
 
     def build() -> nn.Module:
         made = getattr(_library("dynamic_network_architectures.architectures.unet"), name)
         stages = len(features)
         network: nn.Module = made(
-            1, stages, features, nn.Conv3d, 3, [1] + [2] * (stages - 1), n_blocks, CLASSES, (1,) * (stages - 1)
-            if name == "ResidualEncoderUNet" else (2,) * (stages - 1), True, nn.InstanceNorm3d,
+            1, stages, features, convolution, 3, [1] + [2] * (stages - 1), n_blocks, CLASSES, (1,) * (stages - 1)
+            if name == "ResidualEncoderUNet" else (2,) * (stages - 1), True, norm,
             {"eps": 1e-5, "affine": True}, None, None, nn.LeakyReLU, {"inplace": True}, deep_supervision=True,
         )  # fmt: skip
         return network
@@ -110,15 +117,18 @@ _ENCODER_M = (1, 3, 4, 6, 6, 6)
 CATALOGUE: dict[str, Entry] = {
     "UNet": Entry(
         "monai", Size(_unet((16, 32, 64, 128)), 64, 2), Size(_unet((16, 32, 64, 128, 256)), 128, 2),
-        ("ResidualUnit", "Convolution"),
+        ("ResidualUnit", "Convolution"), flat=Size(_unet((16, 32, 64, 128, 256), 2), 1440, 2, 2),
     ),
     "DynUNet": Entry(
-        "monai", Size(_dynunet((8, 16, 32, 64)), 48), Size(_dynunet(_NNUNET_FEATURES), 128, 2), _UNET_BLOCKS, 32
+        "monai", Size(_dynunet((8, 16, 32, 64)), 48), Size(_dynunet(_NNUNET_FEATURES), 128, 2), _UNET_BLOCKS, 32,
+        Size(_dynunet(_NNUNET_FEATURES, 2), 1440, 2, 2),
     ),
-    "SegResNet": Entry("monai", Size(_segresnet(8), 48), Size(_segresnet(16), 128), ("ResBlock",)),
+    "SegResNet": Entry("monai", Size(_segresnet(8), 48), Size(_segresnet(16), 128), ("ResBlock",),
+        flat=Size(_segresnet(16, 2), 1440, 1, 2),
+    ),
     "AttentionUnet": Entry(
         "monai", Size(_attention_unet((8, 16, 32)), 48), Size(_attention_unet((32, 64, 128, 256)), 128),
-        ("ConvBlock", "UpConv", "AttentionBlock"),
+        ("ConvBlock", "UpConv", "AttentionBlock"), slabbed=Size(_attention_unet((16, 32, 64)), 64),
     ),
     "VNet": Entry(
         "monai", Size(_vnet, 48), Size(_vnet, 128),
@@ -130,10 +140,13 @@ CATALOGUE: dict[str, Entry] = {
     "PlainConvUNet": Entry(
         "dynamic_network_architectures", Size(_nnunet("PlainConvUNet", (8, 16, 32, 64), (2,) * 4), 48),
         Size(_nnunet("PlainConvUNet", _NNUNET_FEATURES, (2,) * 6), 128, 2), _STACKS, 32,
+        Size(_nnunet("PlainConvUNet", _NNUNET_FEATURES, (2,) * 6, 2), 1440, 2, 2),
+        Size(_nnunet("PlainConvUNet", (16, 32, 64), (2,) * 3), 64),
     ),
     "ResidualEncoderUNet": Entry(
         "dynamic_network_architectures", Size(_nnunet("ResidualEncoderUNet", (8, 16, 32, 64), (1, 2, 2, 2)), 48),
         Size(_nnunet("ResidualEncoderUNet", _NNUNET_FEATURES, _ENCODER_M), 128, 2), _STACKS, 32,
+        Size(_nnunet("ResidualEncoderUNet", _NNUNET_FEATURES, _ENCODER_M, 2), 1440, 2, 2),
     ),
 }  # fmt: skip
 

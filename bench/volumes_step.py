@@ -71,7 +71,7 @@ class VolumeStep(Workload):
 
 def example(size: Size) -> torch.Tensor:
     """A batch without values."""
-    return torch.empty(size.batch, 1, *(size.side,) * 3)
+    return torch.empty(size.batch, 1, *(size.side,) * size.dims)
 
 
 def make_step(name: str, size: Size, precision: str, seed: int) -> VolumeStep:

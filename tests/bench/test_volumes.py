@@ -134,6 +134,42 @@ def test_a_quick_run_writes_what_its_page_shows(
     assert result["planned"][FLOAT32]["rows"] == [] and result["planned"][FLOAT32]["least_percent"] > 0
     block, image = shown(path, result, {})
     assert "Small, float32, 1 x 16^3" in block and "planned for a GPU" in block and image is not None
+    assert "not measured |" in block and "before" not in block
+    old = path.rename(path.with_name(path.name[:-15] + "2026-01-02.json"))
+    result["conditions"] |= {"date": "2026-01-02T00:00:00", "code": {"engine": "another"}}
+    result["measured"][FLOAT32].pop("conditions")  # as in files of before parts had them
+    old.write_text(json.dumps(result))
+    assert volumes.main([*again, "--least-only", "--out", str(tmp_path)]) == 0
+    (result,) = [json.loads(one.read_text()) for one in tmp_path.iterdir() if one != old]
+    first, second = [table.title for table in volumes.tables(result)]
+    assert "1 x 16^3" in str(first) and "(2026-01-02, before" in str(first) and "engine" in str(first)
+    assert "2026" not in str(second)
+
+
+def test_slabs_are_measured_by_the_means_that_lead_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(volumes, "CATALOGUE", {"Small": replace(ENTRY, slabbed=SIZE), "None": ENTRY})
+    arguments = ["--quick", "--no-compiled-peer", "--parts", "slabs", "--shares", "80", "--out", str(tmp_path)]
+    assert volumes.main(arguments) == 0
+    result = json.loads(next(path for path in tmp_path.iterdir() if "Small" in path.name).read_text())
+    (table,) = volumes.tables(result)
+    assert volumes.SLABS in str(table.title) and volumes.summary([result])["budgets"] == 1
+
+
+def test_the_same_network_is_planned_in_two_dimensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flat(SmallNet):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.first, self.second = (nn.Sequential(nn.Conv2d(n, 8, 3, padding=1), nn.ReLU()) for n in (1, 8))
+            self.heads = nn.ModuleList([nn.Conv2d(8, 2, 1)])
+
+        def forward(self, images: torch.Tensor) -> list[torch.Tensor]:
+            return [self.heads[0](self.second(self.first(images)))]
+
+    monkeypatch.setattr(volumes, "CATALOGUE", {"Small": replace(ENTRY, flat=Size(Flat, 64, 4, 2)), "None": ENTRY})
+    assert volumes.main(["--parts", "flat", "--allow", "recompute", "--out", str(tmp_path)]) == 0
+    result = json.loads(next(path for path in tmp_path.iterdir() if "Small" in path.name).read_text())
+    (table,) = volumes.tables(result)
+    assert "in two dimensions" in str(table.title) and result["flat"]["batch"] == 4
 
 
 def test_nothing_to_measure_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

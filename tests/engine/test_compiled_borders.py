@@ -14,7 +14,14 @@ from torch.nn import functional as F
 import shoal
 from shoal.engine import compiled_regions
 from tests.engine.compile.compiled import compiled
-from tests.engine.training_laws import costs_that_do_not_matter, images, same_bits, train
+from tests.engine.training_laws import (
+    costs_that_do_not_matter,
+    images,
+    offload_by_chance,
+    ordered_by_chance,
+    same_bits,
+    train,
+)
 from tests.uncompiled import interpreted
 
 
@@ -116,6 +123,27 @@ def test_kept_and_recomputed_are_equal_and_near_eager(name: str) -> None:
     assert all(same_bits(found[key], kept[key]) for key in kept)
     for key, value in trained(a_model(name)).items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["viewed", "statistics"])
+def test_a_region_is_offloaded_and_runs_in_another_order_as_any_op(name: str) -> None:
+    batches = images(2, 4, 3, 12, 12)
+
+    def trained(model: nn.Module) -> dict[str, torch.Tensor]:
+        return train(model, batches, loss_of=loss_of)
+
+    with costs_that_do_not_matter():
+        kept = trained(compiled(a_model(name), kernels="compiled", planner="keep_all", budget=None))
+        offloading = compiled(
+            a_model(name), kernels="compiled", planner=offload_by_chance(1, 0.0, 0.0), offload_to="host"
+        )
+        offloaded = trained(offloading)
+        ordering = compiled(a_model(name), kernels="compiled", planner=ordered_by_chance(1))
+        ordered = trained(ordering)
+    plan = offloading.shoal.plan
+    assert any("compiled_region" in plan.graph.ops[plan.graph.producer[s.id]].target for s in plan.offloaded)
+    assert ordering.shoal.plan.captured_order
+    assert all(same_bits(offloaded[key], kept[key]) and same_bits(ordered[key], kept[key]) for key in kept)
 
 
 def test_running_statistics_move_once_a_step_however_often_a_norm_is_made_again() -> None:

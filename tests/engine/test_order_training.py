@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,14 @@ from shoal.core.order import op_names, reordered
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.errors import PlanError
-from tests.engine.training_laws import assert_same_training, conv_bn_relu, differences, images, keep_by_chance, train
-from tests.random_steps import any_order
+from tests.engine.training_laws import (
+    assert_same_training,
+    conv_bn_relu,
+    differences,
+    images,
+    ordered_by_chance,
+    train,
+)
 
 
 class Inception(nn.Module):
@@ -71,16 +76,6 @@ def inception() -> nn.Module:
 
 
 NETWORKS = {"inception": inception, "unet": UNet, "exchange": Exchange}
-
-
-def ordered_by_chance(seed: int) -> shoal.planners.Planner:  # type: ignore[name-defined]
-    """A planner that runs ops in a random order and keeps each storage with a probability of a half."""
-
-    def planner(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
-        plan = keep_by_chance(seed, 0.5)(reordered(graph, any_order(graph, seed)), hardware, budget_bytes)
-        return replace(plan, captured_order=op_names(graph))
-
-    return planner
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from torch import nn
 
 import shoal
 from shoal.core.hardware import Hardware
+from shoal.core.order import op_names, reordered
 from shoal.core.plan import Plan
 from shoal.core.residence import Offload, Residence
 from shoal.core.step import StepGraph
 from shoal.cost.profile import Costs
 from shoal.planners import Planner
 from shoal.planners.just_in_time import just_in_time
-from tests.random_steps import legal_offloads
+from tests.random_steps import any_order, legal_offloads
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="this needs a C++ compiler"
@@ -84,6 +86,16 @@ def offload_by_chance(seed: int, recomputed_share: float = 0.2, kept_share: floa
             if chance.random() >= kept_share:
                 residences[name] = Offload(chance.choice(ends).name, chance.choice(starts).name)
         return Plan(graph, residences, "offload_by_chance", hardware.name, budget_bytes)
+
+    return planner
+
+
+def ordered_by_chance(seed: int) -> Planner:
+    """A planner that runs ops in a random order and keeps each storage with a probability of a half."""
+
+    def planner(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+        plan = keep_by_chance(seed, 0.5)(reordered(graph, any_order(graph, seed)), hardware, budget_bytes)
+        return replace(plan, captured_order=op_names(graph))
 
     return planner
 

@@ -115,6 +115,7 @@ def test_the_planner_is_found_and_its_patch_and_batch_fit_by_shoals_plan(place: 
     assert len(noted["nnunet_patch_size"]) == 3 and noted["nnunet_batch_size"] >= 2
 
 
+@pytest.mark.timeout(3600)  # four processes of nnU-Net's: a busy machine is no reason to fail
 def test_it_trains_inside_the_budget_goes_on_from_its_checkpoint_and_validates(place: Place) -> None:
     command = page.block("nnunet.md", 2, "sh").strip().splitlines()[-1]
     command = command.replace("DATASET", "1").replace("nnUNetTrainerShoal", "nnUNetTrainerShoalShort") + " -device cpu"

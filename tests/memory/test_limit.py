@@ -131,6 +131,24 @@ def test_a_tensor_may_outlive_its_limit_and_an_older_one_is_not_counted() -> Non
 
 
 @needs_compiler
+def test_what_is_left_of_an_earlier_limit_takes_no_room_of_this_one() -> None:
+    with memory_limit(None) as w:
+        left = floats(1000)
+        assert w.live_bytes == 4000
+    with memory_limit(6000) as w:
+        assert w.live_bytes == 0
+        with memory_limit(None) as inner:
+            held = floats(1500)
+            assert inner.live_bytes == 6000
+        del left  # which makes no room either
+        assert w.live_bytes == w.peak_bytes == 6000
+        with pytest.raises(torch.OutOfMemoryError):
+            floats(1)
+        del held
+        assert w.live_bytes == 0
+
+
+@needs_compiler
 def test_threads_are_counted_together() -> None:
     refused: list[Exception] = []
 

@@ -17,6 +17,7 @@ from shoal.errors import BudgetError, InputError
 from shoal.lowlevel import cuda_allocator
 from shoal.memory.layout.caching_allocator import PASSES_LIMIT_BYTES
 from shoal.memory.layout.reserved import Reserved, reserved
+from shoal.memory.static_memory import StaticMemory
 
 log = logging.getLogger("shoal")
 
@@ -100,6 +101,17 @@ def look_at_allocator(
         return replace(found, reserved_bytes=found.reserved_bytes + elsewhere_bytes)
 
     return look
+
+
+def look_beside(static: StaticMemory, device: torch.device, budget_bytes: int) -> Callable[[Plan], Reserved]:
+    """`look_at_allocator` for a model and its optimizer."""
+    return look_at_allocator(
+        device,
+        budget_bytes,
+        static.trained_tensors(),
+        max(0, static.state_bytes() - static.state_there_bytes()),
+        static.optimizer_step_bytes()[1],
+    )
 
 
 def limit_for(budget_bytes: int) -> int:

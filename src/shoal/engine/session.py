@@ -13,33 +13,36 @@ import torch
 
 from shoal.capture.captured import Captured
 from shoal.capture.dynamo import TooManyCaptures
-from shoal.capture.traced_strides import Departure, with_copies
+from shoal.capture.traced_strides import Departure
 from shoal.capture.varying_sizes import SizesSeen
 from shoal.core.plan import Plan
 from shoal.core.progress import doing
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
+from shoal.engine import memory_warnings
 from shoal.engine.compiled_regions import in_compiled_regions
 from shoal.engine.cuda_graphs import ReplayedSteps, refuse
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.loop_memory import LoopMemory, best_case, step_alone
 from shoal.engine.metering import Metered, Metering, Window
 from shoal.engine.observe_loop import observe_loop
+from shoal.engine.open_transfers import OpenTransfers
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.options import CompileOptions
 from shoal.engine.placement import Placement
 from shoal.engine.plan_kernels import kernels_of
+from shoal.engine.plans_in_force import PlansInForce
 from shoal.engine.refusal_hints import with_hint, with_hope
 from shoal.engine.repair import SetAside, exceeded, highest_predicted
-from shoal.engine.reserved_budget import limit_for, look_at_allocator, within_reserved
+from shoal.engine.reserved_budget import limit_for, look_beside, within_reserved
 from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, Form, Planned, StepPlanning
-from shoal.errors import BudgetError, CaptureError, PlanError
+from shoal.engine.traced_layouts import TracedLayouts
+from shoal.errors import BudgetError
 from shoal.memory.limit import limit_reserved
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.storage_bytes import distinct_bytes
-from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.policy import Offloading
 from shoal.offload.transfers import Transfers
 
@@ -89,19 +92,24 @@ class Session:
     _unlimit: Callable[[], None] | None = None
     _aside: SetAside = field(default_factory=SetAside)
     _improved: bool = False
-    _in_force: weakref.WeakSet[Metered] = field(default_factory=weakref.WeakSet)
-    _departures: dict[str, dict[str, Departure]] = field(default_factory=dict)  # by the step's fingerprint as captured
-    _link: OpenLink | None = None
-    _transfers: list[Transfers] = field(default_factory=list)
+    _in_force: PlansInForce = field(init=False)
+    _layouts: TracedLayouts = field(default_factory=TracedLayouts)
+    _transfers: OpenTransfers = field(init=False)
 
     def __post_init__(self) -> None:
         self.metering = Metering(self.static, self.learn, self.ran_out)
+        self._in_force = PlansInForce(self.status)
+        self._transfers = OpenTransfers(self.offloading)
         if self.options.cuda_graphs:
-            self.replayed = ReplayedSteps(self.status, self.static, self.metering.calls, self.name or "model")
+            self.replayed = ReplayedSteps(self.status, self.static, self.metering.calls, self._said_name)
         self.status.has_new_plans = weakref.WeakMethod(self.has_new_plans)
         if self.ready_plan is not None:
             self.loop = step_alone()
         watch(self)
+
+    @property
+    def _said_name(self) -> str:
+        return self.name or "model"
 
     def before_call(self) -> bool:
         """Before a training step: count what the loop holds by now, and plan anew where that exceeds the budget.
@@ -137,11 +145,7 @@ class Session:
     def _make_room_for_calls(self) -> None:
         at_once = self.metering.calls.under_way() + 1
         if at_once > self.loop.calls_at_once:
-            log.warning(
-                "%s: %d calls before a backward pass; what they all save counts in the budget, from this call on",
-                self.name or "model",
-                at_once,
-            )
+            memory_warnings.calls_at_once(self._said_name, at_once)
             self.loop = replace(self.loop, calls_at_once=at_once)
             self._plan_anew()
 
@@ -159,92 +163,50 @@ class Session:
         more_bytes = static.state_bytes() - self.state_bytes
         if not more_bytes:
             return
-        log.warning(
-            "%s: %s, and holds %s of state where %s were counted; counted in the budget from here on: declare it with "
-            "optimizer=",
-            self.name or "model",
-            news,
-            format_bytes(static.state_bytes()),
-            format_bytes(self.state_bytes),
-        )
+        memory_warnings.state_was_not_counted(self._said_name, news, static.state_bytes(), self.state_bytes)
         self.state_bytes += more_bytes
         self._count(more_bytes)
         budget_bytes, predicted_bytes = self.status.budget_bytes, self.status.predicted_peak_bytes or 0
         if self.on_repair is None and budget_bytes is not None and predicted_bytes > budget_bytes:
-            log.warning(
-                "%s: with it the predicted peak is %s, over the budget of %s; a plain torch.compile backend cannot "
-                "plan again: declare it in options, as an optimizer or by its name",
-                self.name or "model",
-                format_bytes(predicted_bytes),
-                format_bytes(budget_bytes),
-            )
+            memory_warnings.state_is_over(self._said_name, predicted_bytes, budget_bytes)
 
     def check_caller(self) -> None:
         """A step is called: from another thread or stream than before, cuBLAS keeps another workspace, which counts."""
         more_bytes = self.static.called_from_elsewhere()
         if more_bytes and self.ready_plan is None:
-            log.info(
-                "%s: called from another thread or stream than before, for which cuBLAS keeps %s; they count in the "
-                "budget from here on",
-                self.name or "model",
-                format_bytes(more_bytes),
-            )
+            memory_warnings.called_from_elsewhere(self._said_name, more_bytes)
             self._count(more_bytes)
 
     def _count(self, more_bytes: int) -> None:
         """Count so many bytes more in use all step; plan anew where the budget is exceeded with them."""
-        for step in self._in_force:
-            step.basis = step.basis and step.basis.with_static(more_bytes)
+        self._in_force.count(more_bytes)
         self._adapt(self.loop)
 
     def check_optimizer_step(self) -> None:
         """Say where an optimizer's own step, which comes between the steps that are planned, passes the budget."""
-        budget_bytes = self.status.budget_bytes
-        if budget_bytes is None:
-            return
-        in_use_bytes, own_bytes = self.static.optimizer_step_bytes()
-        if own_bytes and in_use_bytes > budget_bytes:
-            log.warning(
-                "%s: the optimizer's step takes %s, %s of it for itself beside parameters, gradients and state; that "
-                "is over the budget of %s, and no plan changes it: make the optimizer with fused=True, where it has "
-                "that, or foreach=False",
-                self.name or "model",
-                format_bytes(in_use_bytes),
-                format_bytes(own_bytes),
-                format_bytes(budget_bytes),
-            )
+        memory_warnings.optimizer_step_is_over(self._said_name, self.static, self.status.budget_bytes)
 
     def _adapt(self, loop: LoopMemory) -> None:
         """Count this in the plans in force; plan anew where one exceeds the budget."""
         self.loop = loop
-        now: dict[int, Plan] = {}
-        for step in self._in_force:
-            if step.plan is not None and step.basis is not None:
-                plan, step.plan = step.plan, step.basis.of(step.plan, loop)
-                now[id(plan)] = step.plan
-        self.status.plans = tuple(now.get(id(plan), plan) for plan in self.status.plans)
-        if self.status.budget_bytes is not None and any(
-            plan.predicted_peak_bytes > self.status.budget_bytes for plan in now.values()
-        ):
-            log.info("%s: the loop holds more than was planned with; planning anew", self.name or "model")
+        if self._in_force.adapt(loop):
+            log.info("%s: the loop holds more than was planned with; planning anew", self._said_name)
             self._plan_anew()
 
     def has_new_plans(self) -> bool:
         """Whether the next step may be one that is metered."""
-        return not self.status.plans or any(step.steps_to_meter for step in self._in_force)
+        return not self.status.plans or self._in_force.any_is_to_be_metered()
 
     def start_over(self, reached: TooManyCaptures) -> None:
         """Forget every captured step: there are as many as there may be. Each is captured again when it comes."""
-        log.warning("%s: %s; all its plans are dropped, and made again as needed", self.name or "model", reached)
+        log.warning("%s: %s; all its plans are dropped, and made again as needed", self._said_name, reached)
         self._plan_anew()
 
     def _plan_anew(self) -> None:
         """Let every step be planned anew from the next call on."""
         if self.on_repair is None:
             return
-        self.status.plans = ()
-        self.status.measured_peak_bytes = self.status.predicted_reserved_bytes = None
-        self._in_force.clear()
+        self._in_force.end()
         if self._placement is not None:
             self._placement.ends()
             self._placement = None
@@ -322,11 +284,7 @@ class Session:
         )
         if self.ready_plan is None:
             plan = replace(plan, kernels=kernels_of(plan, device.type))
-        step.plan, step.basis = plan, made.basis
-        self._in_force.add(step)
-        others = (p for p in self.status.plans if not _is_same_step(p.exact_step, plan.exact_step))
-        self.status.plans = (*others, plan)
-        self.status.planning_seconds += plan.planning_seconds
+        self._in_force.put(step, plan, made.basis)
         return replace(captured, graph=plan.graph)
 
     def _within_reserved(self, captured: Captured, device: torch.device, made: Planned) -> Planned:
@@ -341,14 +299,7 @@ class Session:
         def again(aside_bytes: int) -> Planned:
             return self.planning(captured, device, aside_bytes).plan(self.loop, self.status.plans)
 
-        look = look_at_allocator(
-            device,
-            budget_bytes,
-            static.trained_tensors(),
-            max(0, static.state_bytes() - static.state_there_bytes()),
-            static.optimizer_step_bytes()[1],
-        )
-        made, found = within_reserved(made, again, look, budget_bytes)
+        made, found = within_reserved(made, again, look_beside(static, device, budget_bytes), budget_bytes)
         status.predicted_reserved_bytes = max(found.reserved_bytes, status.predicted_reserved_bytes or 0)
         if self._unlimit is None:
             self._unlimit = limit_reserved(limit_for(budget_bytes), device)
@@ -358,7 +309,7 @@ class Session:
         """Say which means do not apply to the step, once each; its plans say it too."""
         for line in lines:
             if line not in self.without_effect:
-                log.warning("%s: allow: %s", self.name or "model", line)
+                log.warning("%s: allow: %s", self._said_name, line)
         self.without_effect = lines
 
     def let_go(self) -> None:
@@ -372,9 +323,7 @@ class Session:
 
     def go_back_to(self, plans: tuple[Plan, ...]) -> None:
         """Have these plans in force, of all that are: a step that was planned since will not run."""
-        self.status.plans = plans
-        for step in [step for step in self._in_force if all(step.plan is not plan for plan in plans)]:
-            self._in_force.discard(step)
+        self._in_force.go_back_to(plans)
 
     def _bytes_beside(self, graph: StepGraph) -> int:
         return self.static.bytes_beside(graph) + self._aside.of(graph.fingerprint)
@@ -404,7 +353,7 @@ class Session:
 
     def in_traced_layouts(self, captured: Captured) -> Captured:
         """The step with copies behind the ops whose results were not laid out as traced; see `learn_layouts`."""
-        return with_copies(captured, self._departures.get(captured.graph.fingerprint, {}))
+        return self._layouts.restored(captured)
 
     def learn_layouts(self, fingerprint: str, departures: Mapping[str, Departure]) -> None:
         """Plan again with the copies counted that put tensors into their traced layout, and say so.
@@ -417,27 +366,12 @@ class Session:
             PlanError: the plan was given and is run as it is.
             CaptureError: the copies cannot be counted: planning again would not change the next step, or did not.
         """
-        first = next(iter(departures.values()))
-        others = f" (and {len(departures) - 1} others)" if len(departures) > 1 else ""
-        if self.ready_plan is not None:
-            raise PlanError(
-                f"{first}{others}: the plan does not count the copy that puts it right; give budget= instead of plan=, "
-                "or correct the fake kernel"
-            )
-        known = self._departures.setdefault(fingerprint, {})
-        if departures.keys() <= known.keys() or (self.on_repair is None and self.status.budget_bytes is not None):
-            raise CaptureError(
-                f"{first}{others}, and the copy that puts it right cannot be planned here; use shoal.compile(model, "
-                "budget=...), or correct the fake kernel (torch.library.register_fake)"
-            )
-        known.update(departures)
-        log.warning(
-            "%s: %s%s; copies of %s put that right and are planned from the next step on; later kernels may round "
-            "otherwise than in eager PyTorch",
-            self.name or "model",
-            first,
-            others,
-            format_bytes(sum(departure.nbytes for departure in departures.values())),
+        self._layouts.learn(
+            self._said_name,
+            fingerprint,
+            departures,
+            plan_is_given=self.ready_plan is not None,
+            can_plan_again=self.on_repair is not None or self.status.budget_bytes is None,
         )
         self._plan_anew()
 
@@ -445,7 +379,7 @@ class Session:
         """The addresses of the plans in force, on a CUDA device."""
         if self._placement is None:
             static = self.static
-            self._placement = Placement(device, self.status, self.name or "model", lambda: static.awaits_optimizer)
+            self._placement = Placement(device, self.status, self._said_name, lambda: static.awaits_optimizer)
         return self._placement
 
     def carry(self, plan: Plan, device: torch.device) -> Transfers | None:
@@ -457,40 +391,15 @@ class Session:
         """
         if plan.offloaded and self.replayed is not None:
             raise refuse("the plan offloads to the host")
-        if not plan.offloaded or self.offloading is None:
-            return None
-        pace = self.offloading.pace
-        if self._link is None:
-            self._link = open_link(
-                device,
-                self.offloading.where,
-                self.offloading.host_bytes,
-                pace.to_host_bytes_per_second if pace else None,
-                pace.to_device_bytes_per_second if pace else None,
-                pace.latency_seconds if pace else 0.0,
-            )
-        overlaps = pace is None or pace.overlaps
-        transfers = Transfers(self._link, [storage.nbytes for storage in plan.offloaded], overlaps=overlaps)
-        self._transfers.append(transfers)
-        return transfers
+        return self._transfers.of(plan, device)
 
     def learn_errors(self, plan: Plan, errors: Sequence[float]) -> None:
         """Put what a step's encodings really lost into the plan."""
-        named = dict(zip((storage.name for storage in plan.encoded), errors, strict=True))
-        known = replace(plan, errors=named, errors_measured=True)
-        for step in self._in_force:
-            if step.plan is plan:
-                step.plan = known
-        self.status.plans = tuple(known if p is plan else p for p in self.status.plans)
+        self._in_force.learn_errors(plan, errors)
 
     def close(self) -> None:
         """Give the host's bytes and the link's threads back. Steps planned so far cannot run any more."""
-        for transfers in self._transfers:
-            transfers.close()
-        self._transfers.clear()
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        self._transfers.close()
 
     def learn(self, window: Window) -> None:
         """Compare metered calls with the plans; over the budget, warn and plan again with what was learnt."""
@@ -499,26 +408,14 @@ class Session:
         if any(step.departures for step in window.steps):
             return  # it took copies that are not planned yet
         budget_bytes = status.budget_bytes
-        if not all(step in self._in_force for step in window.steps):
+        if not self._in_force.have(window.steps):
             if budget_bytes is not None and measured.peak_bytes > budget_bytes:
-                log.warning(
-                    "%s: the measured peak of %s is over the budget of %s: some of these calls were planned before it "
-                    "was known how many there are; the next ones are planned together",
-                    self.name or "model",
-                    format_bytes(measured.peak_bytes),
-                    format_bytes(budget_bytes),
-                )
+                memory_warnings.planned_apart_is_over(self._said_name, measured.peak_bytes, budget_bytes)
             return
         status.note(measured)
         if self.ready_plan is not None:
             if budget_bytes is not None and measured.peak_bytes > budget_bytes:
-                log.warning(
-                    "%s: the measured peak of %s is over the budget of %s; the given plan stays as it is: give budget= "
-                    "without plan= to have it planned again",
-                    self.name or "model",
-                    format_bytes(measured.peak_bytes),
-                    format_bytes(budget_bytes),
-                )
+                memory_warnings.given_plan_is_over(self._said_name, measured.peak_bytes, budget_bytes)
             return
         before_bytes = highest_predicted(window.steps)
         static = self.static
@@ -547,15 +444,10 @@ class Session:
 
     def _repair(self, steps: Sequence[Metered], measured_bytes: int, predicted_bytes: int, budget_bytes: int) -> None:
         if self.on_repair is None:
-            log.warning(
-                "%s: %s; a plain torch.compile backend cannot plan again: use shoal.compile, or a budget that is "
-                "smaller by %s",
-                self.name or "model",
-                exceeded(measured_bytes, predicted_bytes, budget_bytes),
-                format_bytes(measured_bytes - budget_bytes),
-            )
+            passed = exceeded(measured_bytes, predicted_bytes, budget_bytes)
+            memory_warnings.cannot_plan_again(self._said_name, passed, measured_bytes - budget_bytes)
             return
-        self._aside.over_budget(self.name or "model", steps, measured_bytes, predicted_bytes, budget_bytes)
+        self._aside.over_budget(self._said_name, steps, measured_bytes, predicted_bytes, budget_bytes)
         self.status.repairs += 1
         self._plan_anew()
 
@@ -563,10 +455,6 @@ class Session:
         """A metered step ran out of the device's memory: set some of the budget aside, and plan again."""
         budget_bytes = self.status.budget_bytes
         if budget_bytes is not None and self.on_repair is not None and self.ready_plan is None:
-            self._aside.out_of_memory(self.name or "model", window.steps, budget_bytes)
+            self._aside.out_of_memory(self._said_name, window.steps, budget_bytes)
             self.status.repairs += 1
             self._plan_anew()
-
-
-def _is_same_step(one: StepGraph, other: StepGraph) -> bool:
-    return one.fingerprint == other.fingerprint and one.static_bytes == other.static_bytes

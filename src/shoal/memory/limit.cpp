@@ -23,6 +23,7 @@ struct Block {
   std::int64_t nbytes;
   c10::Allocator* owner;
   std::int64_t generation;
+  std::int64_t installation;
 };
 
 // Blocks by address, in shards so that threads seldom wait for one another.
@@ -32,6 +33,8 @@ struct Shard {
 };
 
 struct Counters {
+  // Of the blocks of the present installation: those of an earlier one are to this one as if allocated by others.
+  std::atomic<std::int64_t> installation{0};
   std::atomic<std::int64_t> live{0};
   std::atomic<std::int64_t> peak{0};
   std::atomic<std::int64_t> limit{kNoLimit};
@@ -58,7 +61,7 @@ void raise_to(std::atomic<std::int64_t>& peak, std::int64_t nbytes) {
 
 void forget(const Block& block) {
   Counters& c = counters();
-  c.live.fetch_sub(block.nbytes);
+  if (block.installation == c.installation.load()) c.live.fetch_sub(block.nbytes);
   if (block.generation == c.generation.load()) c.fresh.fetch_sub(block.nbytes);
 }
 
@@ -86,7 +89,7 @@ std::atomic<c10::Allocator*>& inner_allocator() {
 void free_counted(void* data) {
   if (data == nullptr) return;
   Counters& c = counters();
-  Block block{0, inner_allocator().load(), -1};  // what was allocated before the limit was installed does not count
+  Block block{0, inner_allocator().load(), -1, -1};  // what was allocated before the limit was installed does not count
   {
     // Forgotten before it is freed: another thread may get the same address at once.
     Shard& shard = c.shard(data);
@@ -106,7 +109,7 @@ struct CountingAllocator final : c10::Allocator {
     c10::Allocator* owner = inner_allocator().load();
     if (n == 0) return owner->allocate(0);
     const auto nbytes = static_cast<std::int64_t>(n);
-    const Block block{nbytes, owner, counters().generation.load()};
+    const Block block{nbytes, owner, counters().generation.load(), counters().installation.load()};
     reserve(nbytes);
     void* data = nullptr;
     try {
@@ -154,6 +157,8 @@ LIMIT_API void limit_install() {
   c10::Allocator* current = c10::GetCPUAllocator();
   if (current == &counting()) return;
   inner_allocator().store(current);
+  counters().installation.fetch_add(1);
+  counters().live.store(0);
   replace_with(&counting());
 }
 

@@ -3,7 +3,8 @@
 On CUDA the limit is the caching allocator's own. It bounds the bytes that allocator has reserved, which are a little
 more than `torch.cuda.max_memory_allocated` reads. On the CPU torch's allocator is replaced by one that counts every
 request exactly (`limit.cpp`, compiled once, in seconds). It counts what torch allocates while a limit is active, so
-enter the block before the model is made. Memory that NumPy, oneDNN or Python allocate themselves is not counted.
+enter the block before the model is made; what is left of an earlier block does not count. Memory that NumPy, oneDNN or
+Python allocate themselves is not counted.
 
 Limits can be nested: the lowest one holds.
 """
@@ -70,7 +71,7 @@ class MemoryLimit:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes in use. On the CPU: of what was allocated while a limit was active, this one or another."""
+        """Bytes in use. On the CPU: of what was allocated since this limit, or the outermost around it, was entered."""
         return self._memory.live_bytes()
 
     @property

@@ -1,0 +1,101 @@
+"""What is said of memory that was not planned for, or that no plan changes: a sentence in the log for each."""
+
+from __future__ import annotations
+
+import logging
+
+from shoal.core.sizes import format_bytes
+from shoal.memory.static_memory import StaticMemory
+
+log = logging.getLogger("shoal")
+
+
+def optimizer_step_is_over(name: str, static: StaticMemory, budget_bytes: int | None) -> None:
+    """Where an optimizer's own step, which comes between the steps that are planned, passes the budget."""
+    if budget_bytes is None:
+        return
+    in_use_bytes, own_bytes = static.optimizer_step_bytes()
+    if own_bytes and in_use_bytes > budget_bytes:
+        log.warning(
+            "%s: the optimizer's step takes %s, %s of it for itself beside parameters, gradients and state; that "
+            "is over the budget of %s, and no plan changes it: make the optimizer with fused=True, where it has "
+            "that, or foreach=False",
+            name,
+            format_bytes(in_use_bytes),
+            format_bytes(own_bytes),
+            format_bytes(budget_bytes),
+        )
+
+
+def state_was_not_counted(name: str, news: str, state_bytes: int, counted_bytes: int) -> None:
+    """An optimizer holds another state than was counted; `news` says which optimizer."""
+    log.warning(
+        "%s: %s, and holds %s of state where %s were counted; counted in the budget from here on: declare it with "
+        "optimizer=",
+        name,
+        news,
+        format_bytes(state_bytes),
+        format_bytes(counted_bytes),
+    )
+
+
+def state_is_over(name: str, predicted_bytes: int, budget_bytes: int) -> None:
+    """An optimizer's state passes the budget, and nothing can be planned again."""
+    log.warning(
+        "%s: with it the predicted peak is %s, over the budget of %s; a plain torch.compile backend cannot "
+        "plan again: declare it in options, as an optimizer or by its name",
+        name,
+        format_bytes(predicted_bytes),
+        format_bytes(budget_bytes),
+    )
+
+
+def calls_at_once(name: str, n_calls: int) -> None:
+    """Several calls of the model wait for their backward pass."""
+    log.warning(
+        "%s: %d calls before a backward pass; what they all save counts in the budget, from this call on",
+        name,
+        n_calls,
+    )
+
+
+def called_from_elsewhere(name: str, more_bytes: int) -> None:
+    """cuBLAS keeps a workspace for another thread or stream."""
+    log.info(
+        "%s: called from another thread or stream than before, for which cuBLAS keeps %s; they count in the "
+        "budget from here on",
+        name,
+        format_bytes(more_bytes),
+    )
+
+
+def planned_apart_is_over(name: str, measured_bytes: int, budget_bytes: int) -> None:
+    """Calls that were planned one by one pass the budget together."""
+    log.warning(
+        "%s: the measured peak of %s is over the budget of %s: some of these calls were planned before it "
+        "was known how many there are; the next ones are planned together",
+        name,
+        format_bytes(measured_bytes),
+        format_bytes(budget_bytes),
+    )
+
+
+def given_plan_is_over(name: str, measured_bytes: int, budget_bytes: int) -> None:
+    """A plan that was given passes the budget."""
+    log.warning(
+        "%s: the measured peak of %s is over the budget of %s; the given plan stays as it is: give budget= "
+        "without plan= to have it planned again",
+        name,
+        format_bytes(measured_bytes),
+        format_bytes(budget_bytes),
+    )
+
+
+def cannot_plan_again(name: str, exceeded: str, over_bytes: int) -> None:
+    """A step passes the budget by so much, and nothing can be planned again; `exceeded` says what was measured."""
+    log.warning(
+        "%s: %s; a plain torch.compile backend cannot plan again: use shoal.compile, or a budget that is smaller by %s",
+        name,
+        exceeded,
+        format_bytes(over_bytes),
+    )
