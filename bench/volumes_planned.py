@@ -15,7 +15,7 @@ import torch
 from bench.network import refusal_columns
 from bench.plain import plan_columns
 from bench.volumes_catalogue import Entry, build
-from bench.volumes_step import example, in_precision
+from bench.volumes_step import autocasting, example
 from shoal.core import presets
 from shoal.core.plan import Plan
 from shoal.engine.fit import fit
@@ -46,14 +46,16 @@ def planned_rows(
         Plain values: `setting`, `plain_peak_bytes`, `least`, `rows`.
     """
     size = entry.planned
-    network = in_precision(build(size, seed), precision)  # on the CPU: the meta device has no autocast, and loses
-    batch = example(size)  # gradients behind PReLU
+    network = build(size, seed)  # on the CPU: the meta device has no autocast, and loses gradients behind PReLU
+    batch = example(size)
 
     def planned(budget_bytes: int) -> Plan:
-        return plan(network, batch, budget_bytes, hardware=hardware, allow=allow)
+        with autocasting(precision):
+            return plan(network, batch, budget_bytes, hardware=hardware, allow=allow)
 
     advance("everything kept")
-    plain_bytes = plan(network, batch, hardware=hardware).plain_peak_bytes
+    with autocasting(precision):
+        plain_bytes = plan(network, batch, hardware=hardware).plain_peak_bytes
     parameter_bytes = sum(parameter.nbytes for parameter in network.parameters())
     rows = []
     for share in shares:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from bench.volumes_catalogue import CLASSES, Entry, Size, build
@@ -19,22 +19,9 @@ FLOAT32, BFLOAT16 = "float32", "bfloat16"
 PRECISIONS = (FLOAT32, BFLOAT16)
 
 
-class Autocast(nn.Module):
-    """A network under bfloat16 autocast, whose outputs leave in the precision of its input.
-
-    Args:
-        device_type: of the tensors that it is called with.
-    """
-
-    def __init__(self, network: nn.Module, device_type: str = "cpu") -> None:
-        super().__init__()
-        self.network = network
-        self._device_type = device_type
-
-    def forward(self, volumes: torch.Tensor) -> Any:
-        with torch.autocast(self._device_type, torch.bfloat16):
-            outputs = self.network(volumes)
-        return tree_map(lambda one: one.to(volumes.dtype), outputs)
+def autocasting(precision: str) -> torch.autocast:
+    """Around the network's call, as a training loop has it."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == BFLOAT16)
 
 
 def scales(outputs: Any) -> list[torch.Tensor]:
@@ -48,15 +35,32 @@ def scales(outputs: Any) -> list[torch.Tensor]:
     return list(outputs)
 
 
+@dataclass
 class VolumeStep(Workload):
     """A step on volumes: cross entropy at each scale, half as much at each lower one, as in nnU-Net.
 
     The target, eight bytes a voxel, is the caller's: no contender's peak counts it.
+
+    Attributes:
+        precision: of the network's call; the loss is in float32.
     """
+
+    precision: str = FLOAT32
 
     @property
     def resident_bytes(self) -> int:
         return super().resident_bytes - self.target.nbytes
+
+    def outputs(self, forward: Forward) -> list[torch.Tensor]:
+        """Of a forward pass, in float32."""
+        with autocasting(self.precision):
+            found = forward(self.images)
+        return [one.to(self.images.dtype) for one in scales(found)]
+
+    def step(self, forward: Forward) -> torch.Tensor:
+        loss = self.loss(self.outputs(forward))
+        loss.backward()
+        return loss.detach()
 
     def loss(self, outputs: Any) -> torch.Tensor:
         found = scales(outputs)
@@ -80,17 +84,11 @@ def make_step(name: str, size: Size, precision: str, seed: int) -> VolumeStep:
     Raises:
         Unavailable: its library does not import.
     """
-    network = in_precision(build(size, seed), precision)
     draw = torch.Generator().manual_seed(seed)
     sides = (size.side,) * 3
     volumes = torch.randn(size.batch, 1, *sides, generator=draw)
     target = torch.randint(CLASSES, (size.batch, *sides), generator=draw)
-    return VolumeStep(name, network, volumes, target, seed)
-
-
-def in_precision(network: nn.Module, precision: str) -> nn.Module:
-    """The network, or the network under autocast."""
-    return Autocast(network) if precision == BFLOAT16 else network
+    return VolumeStep(name, build(size, seed), volumes, target, seed, precision)
 
 
 def checkpointed(entry: Entry, step: VolumeStep) -> Iterator[tuple[str, Forward]]:

@@ -18,6 +18,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, least_bytes: int = 0) -> None:
 
     monkeypatch.setattr("shoal.kernels.compiled_region._known", {})
     monkeypatch.setattr("shoal.kernels.compiled_region.compile_each", each)
-    # Not fused, a sum in float64 would hold its operand in float64.
+    # Not fused, a sum in float64 would hold its operand in float64, and a mask its elements in 32 bits.
+    monkeypatch.setattr("shoal.kernels.compiled_region._MASKS_AS_BYTES_ON", ())
     monkeypatch.setattr("shoal.lowlevel.inductor_region.wide_sums", lambda device_type: {})
     monkeypatch.setattr("shoal.capture.regions._LEAST_BYTES", least_bytes)

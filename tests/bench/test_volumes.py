@@ -75,7 +75,7 @@ def test_checkpointing_by_block_gives_the_same_bits_in_fewer_bytes() -> None:
 
 def test_under_autocast_outputs_leave_in_float32_and_were_computed_in_bfloat16() -> None:
     step = make_step("small", SIZE, BFLOAT16, 0)
-    whole, half = step.model(step.images)
+    whole, half = step.outputs(step.model)
     assert whole.dtype == half.dtype == torch.float32
     assert torch.equal(whole, whole.bfloat16().float())
 

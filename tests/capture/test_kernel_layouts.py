@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from shoal.capture.capture_step import capture_step
 from shoal.capture.kernel_layouts import lay_out_as_kernels_do
+from tests.joint_graphs import operands, run_joint
 
 CHANNELS_LAST = (32, 1, 8, 2)
 
@@ -46,3 +48,34 @@ def test_a_view_that_the_layout_does_not_have_leaves_all_as_it_was() -> None:
 def test_results_that_the_caller_gets_stay_as_traced_but_gradients_do_not(backward: bool) -> None:
     found = after(traced(lambda y: y + 1), backward=backward)
     assert found["exp"] == found["add"] == (CHANNELS_LAST if backward else (32, 16, 4, 1))
+
+
+class Normalised(nn.Module):
+    """Under autocast around it: the norm's input is bfloat16, its weights are float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv1d(2, 8, 3), nn.GroupNorm(4, 8), nn.Conv1d(8, 2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)).relu())
+
+
+def test_a_group_norms_gradient_under_autocast_has_the_precision_that_kernels_return() -> None:
+    torch.manual_seed(0)
+    net, x = Normalised(), torch.randn(2, 2, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        captured, as_traced = (capture_step(net, x, name="net", rewrites=rewrites)[0] for rewrites in (True, False))
+    (node,) = captured.joint.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.native_group_norm_backward.default
+    )
+    assert node.meta["val"][0].dtype is torch.bfloat16
+    arguments = [torch.empty_like(one.meta["val"], device="cpu") for one in node.args[:5]]
+    found = torch.ops.aten.native_group_norm_backward(
+        *(torch.ones(one.shape, dtype=one.dtype) for one in arguments), *node.args[5:]
+    )
+    assert [one.dtype for one in found] == [one.dtype for one in node.meta["val"]]
+    theirs = run_joint(as_traced.joint, operands(as_traced.joint))
+    for ours, plain in zip(run_joint(captured.joint, operands(captured.joint)), theirs, strict=True):
+        assert (ours is None) == (plain is None)
+        assert ours is None or torch.equal(ours, plain)

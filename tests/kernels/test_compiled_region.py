@@ -52,6 +52,39 @@ def test_a_region_computes_its_function_also_over_an_operand() -> None:
     assert all(map(same_bits, again, results))
 
 
+def masked(x: torch.Tensor, mask: torch.Tensor) -> Sequence[torch.Tensor]:
+    y = torch.where(mask, x, 0.0)
+    return y, y > 0.5, y.sum((0, 2, 3))
+
+
+def mask_first(x: torch.Tensor, mask: torch.Tensor) -> Sequence[torch.Tensor]:
+    return mask & (x > 0), x * mask
+
+
+@needs_compiler
+@pytest.mark.parametrize("function", [masked, mask_first])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_masks_go_in_and_out_as_bytes_and_are_booleans_outside(function: Any, channels_last: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 9, 9)
+    x = x.to(memory_format=torch.channels_last) if channels_last else x
+    mask = x > -0.3
+    region = made(function, x, mask)
+    _, given = region.traced()
+    assert [one.dtype for one in given if one.dtype is not torch.float32] == [torch.uint8] * (
+        1 + (function is mask_first)
+    )
+    compile_regions([region])
+    assert region.failure == ""
+    for ours, theirs in zip(region(x, mask), function(x, mask), strict=True):
+        assert ours.dtype is theirs.dtype
+        torch.testing.assert_close(ours, theirs)
+    if function is mask_first:
+        over = mask.clone()
+        assert region.overwritable == (1,)
+        assert region(x, over, over=over)[0] is over and torch.equal(over, mask & (x > 0))
+
+
 def test_a_result_that_needs_the_whole_operand_is_not_written_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def each(graphs: Sequence[Any]) -> list[Any]:
         def run(arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -61,3 +61,13 @@ def test_elsewhere_large_contiguous_maps_are_cut_by_their_groups() -> None:
     }
     for name, other in not_cut.items():
         assert group_norm_pieces.cut_elsewhere(WHOLE, other) is None, name
+
+
+def test_half_precision_with_float32_weights_is_cut_too_to_the_bits_of_the_whole() -> None:
+    grad, x, _, _, weight, *sizes = arguments(1, 8, 64, 64, 64, groups=4)
+    grad, x = grad.bfloat16(), x.bfloat16()
+    _, mean, invstd = torch.ops.aten.native_group_norm(x, weight, weight, *sizes[:4], 1e-5)
+    call = grad, x, mean, invstd, weight, *sizes
+    assert group_norm_pieces.cut_elsewhere(WHOLE, call) == Cut(1, 4, x.nbytes - x.nbytes // 4)
+    for ours, theirs in zip(group_norm_pieces.backward(*call, 1, 4), WHOLE(*call), strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)

@@ -1,4 +1,7 @@
-"""Kernels on CUDA that lay their results out otherwise than their fake kernels say: the trace has what they really do.
+"""Kernels whose results are otherwise than their fake kernels say: the trace has what they really do.
+
+Group norm's gradient of a half-precision input with float32 weights, as under autocast, is float32 to the fake kernel,
+and converted behind it; every kernel returns it in the input's precision. The rest is of layouts on CUDA:
 
 `native_batch_norm_backward` lays its gradient out as the input where one of input and incoming gradient is contiguous
 and the other in channels_last, the fake kernel as the incoming gradient; element by element the first operand decides,
@@ -61,6 +64,27 @@ def lay_out_as_kernels_do(joint: fx.GraphModule, backward: set[fx.Node], known: 
         if all(one in backward or not reaches_output(one) for one in changed):
             for one, new in changed.items():
                 one.meta["val"] = new
+
+
+def type_as_kernels_do(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
+    """Let gradients of group norms have the dtype that kernels return, where that is what they are converted to."""
+    graph = joint.graph
+    for node in graph.find_nodes(op="call_function", target=_aten.native_group_norm_backward.default):
+        arguments: Any = node.args
+        of_input, *others = node.meta["val"]
+        dtype = arguments[1].meta["val"].dtype
+        item = next((user for user in node.users if user.args[1] == 0), None)
+        if item is None or of_input.dtype == dtype or arguments[0].meta["val"].dtype != dtype:
+            continue
+        casts = list(item.users)
+        if not all(one.target is _aten._to_copy.default and one.meta["val"].dtype == dtype for one in casts):
+            continue
+        item.meta["val"] = torch.empty_like(of_input, dtype=dtype)
+        node.meta["val"] = (item.meta["val"], *others)
+        for cast in casts:
+            cast.replace_all_uses_with(item)
+            graph.erase_node(cast)
+            backward.discard(cast)
 
 
 def _that_follow(node: fx.Node, value: Any) -> dict[fx.Node, Any]:

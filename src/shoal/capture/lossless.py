@@ -5,7 +5,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - running statistics named by batch norm's backward, which does not read them in training mode, are not saved, and the
   forward pass writes them, and counters of batches, in place (`buffers_in_place`);
 - batch norms on CUDA that eager PyTorch leaves to cuDNN are left to it (`cudnn_batch_norms`), for the bits;
-- results that kernels on CUDA lay out otherwise than traced are so in the trace (`kernel_layouts`);
+- results that kernels lay out or type otherwise than traced are so in the trace (`kernel_layouts`);
 - the input of max pooling, of which the backward pass reads only the shape, is not saved for it;
 - max-pool indices wait in 1 byte (the place within the window) instead of 8, which also says where a ReLU before the
   pooling lets no gradient through;
@@ -41,7 +41,7 @@ from shoal.capture.buffers_in_place import change_in_place
 from shoal.capture.cudnn_batch_norms import leave_to_cudnn
 from shoal.capture.fx_nodes import describe_as, held_bytes, is_view, per_axis, reaches_output
 from shoal.capture.gradients_in_place import WRITTEN_OVER, write_over_gradient
-from shoal.capture.kernel_layouts import lay_out_as_kernels_do
+from shoal.capture.kernel_layouts import lay_out_as_kernels_do, type_as_kernels_do
 from shoal.capture.norm_gradients import fold_norm_gradients
 from shoal.capture.op_counts import convolution_backward_flops
 from shoal.capture.symbolic_sizes import as_arguments, usual
@@ -96,6 +96,7 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
         if node.args[_TRAINING_OF_BATCH_NORM] is True:
             node.args = tuple(None if i in _STATISTICS_OF_BATCH_NORM else arg for i, arg in enumerate(node.args))
     change_in_place(joint, backward)
+    type_as_kernels_do(joint, backward)
     lay_out_as_kernels_do(joint, backward, leave_to_cudnn(joint, backward))
     for node in list(graph.nodes):
         if node.op != "call_function":

@@ -22,6 +22,8 @@ from shoal.lowlevel.torch_internals import isolated
 
 log = logging.getLogger("shoal")
 
+# Inductor's loops for these read and write booleans one by one, at ten times the time of the bytes that they are.
+_MASKS_AS_BYTES_ON = ("cpu",)
 _DRAWN_ELEMS = (1 << 20) - 3  # not a power of two, so that rows of a tensor differ
 _known: weakref.WeakValueDictionary[str, CompiledRegion] = weakref.WeakValueDictionary()  # by digest
 _compiled: dict[str, CompiledRegion] = {}  # those that stay
@@ -57,6 +59,8 @@ class CompiledRegion:
         self._inputs = inputs  # the block of the first result, then the operands
         self._first = tuple(inputs[0].shape), inputs[0].stride(), inputs[0].dtype, inputs[0].device
         self._run: Boxed | None = None
+        self._as_bytes = inputs[0].device.type in _MASKS_AS_BYTES_ON
+        self._masks: tuple[bool, ...] = ()  # which results behind the first are masks that are made as bytes
 
     @property
     def is_compiled(self) -> bool:
@@ -67,12 +71,21 @@ class CompiledRegion:
         function = self._function
         assert function is not None
 
-        def written(first: torch.Tensor, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
-            result, *others = function(*operands)
-            first.copy_(result)
-            return others
+        def is_mask(value: torch.Tensor) -> bool:
+            return self._as_bytes and value.dtype is torch.bool
 
-        return in_primitive_ops(written, self._inputs)
+        read = [is_mask(fake) for fake in self._inputs[1:]]
+
+        def written(first: torch.Tensor, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+            given = [
+                operand.to(torch.int32) != 0 if mask else operand for operand, mask in zip(operands, read, strict=True)
+            ]
+            result, *others = function(*given)
+            self._masks = tuple(map(is_mask, others))
+            first.copy_(_bytes_of_mask(result) if is_mask(result) else result)
+            return [_bytes_of_mask(one) if mask else one for one, mask in zip(others, self._masks, strict=True)]
+
+        return in_primitive_ops(written, [self._passed(fake) for fake in self._inputs])
 
     def is_made(self, run: Boxed, results: Sequence[torch.Tensor]) -> None:
         """It is compiled; `results` are laid out as those behind the first must be."""
@@ -91,7 +104,14 @@ class CompiledRegion:
         if over is None:
             shape, strides, dtype, device = self._first
             over = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        return (over, *run([over, *tensors]))
+        others = run([self._passed(over), *map(self._passed, tensors)])
+        if any(self._masks):
+            others = [o.view(torch.bool) if mask else o for o, mask in zip(others, self._masks, strict=True)]
+        return (over, *others)
+
+    def _passed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the compiled code is given: a mask as its bytes."""
+        return tensor.view(torch.uint8) if self._as_bytes and tensor.dtype is torch.bool else tensor
 
     def __repr__(self) -> str:
         return f"<{self.__name__}: {self.words}>"
@@ -107,7 +127,7 @@ class CompiledRegion:
         with isolated(self._inputs[0].device):
             operands = [_drawn(fake, seed) for seed, fake in enumerate(self._inputs[1:])]
             results = self(*operands)
-            for result, fake in zip(results[1:], wanted, strict=True):
+            for result, fake in zip(map(self._passed, results[1:]), wanted, strict=True):
                 if (result.shape, result.stride(), result.dtype) != (fake.shape, fake.stride(), fake.dtype):
                     self.failure = "a result has another layout than in the trace"
             blocks = [tensor.untyped_storage().data_ptr() for tensor in results if tensor.numel()]
@@ -129,6 +149,11 @@ class CompiledRegion:
         over = operand.clone()
         again = self(*operands[:place], over, *operands[place + 1 :], over=over)
         return all(torch.equal(_bits(one), _bits(other)) for one, other in zip(again, results, strict=True))
+
+
+def _bytes_of_mask(mask: torch.Tensor) -> torch.Tensor:
+    """The bytes of a boolean tensor, in ops that Inductor makes many of at once."""
+    return torch.where(mask, 1.0, 0.0).to(torch.uint8)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -202,6 +227,12 @@ def _source() -> str:
     """Changes where a region may compute something else of the same ops."""
     folder = Path(__file__).parents[1]
     found = hashlib.sha256()
-    for name in ("capture/region_ops.py", "capture/regions.py", "lowlevel/inductor_region.py", "lowlevel/wide_sums.py"):
+    for name in (
+        "capture/region_ops.py",
+        "capture/regions.py",
+        "kernels/compiled_region.py",
+        "lowlevel/inductor_region.py",
+        "lowlevel/wide_sums.py",
+    ):
         found.update((folder / name).read_bytes())
     return found.hexdigest()

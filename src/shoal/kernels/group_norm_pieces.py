@@ -85,7 +85,8 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     cut, x = cut_elsewhere(whole, arguments), arguments[1]
     if cut is None or x.device.type != "cuda":
         return None
-    return cut if _repeats_bits(tuple(x.shape), x.dtype, x.device, arguments[8], cut.count) else None
+    dtypes = x.dtype, arguments[4].dtype
+    return cut if _repeats_bits(tuple(x.shape), dtypes, x.device, arguments[8], cut.count) else None
 
 
 def cut_elsewhere(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
@@ -94,7 +95,7 @@ def cut_elsewhere(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | 
     sizes = [size for tensor in (grad, x) for size in (*tensor.shape, *tensor.stride())]
     if not all(type(size) is int for size in sizes) or weight is None or list(wanted) != _ALL or x.dim() < 3:
         return None
-    if not (grad.is_contiguous() and x.is_contiguous()) or not (grad.dtype == x.dtype == weight.dtype == mean.dtype):
+    if not (grad.is_contiguous() and x.is_contiguous()) or grad.dtype != x.dtype or weight.dtype != mean.dtype:
         return None
     parts = x.shape[0] * min(_PIECES, groups)
     if x.nbytes < WORTH_PIECES_BYTES or parts < 2:
@@ -104,15 +105,16 @@ def cut_elsewhere(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | 
 
 @lru_cache(maxsize=256)
 def _repeats_bits(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, groups: int, pieces: int
-) -> bool:  # fmt: skip
+    shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], device: torch.device, groups: int, pieces: int
+) -> bool:
     """Whether pieces give the bits of the whole on this device; False where it has no room to find out."""
+    dtype, of_weight = dtypes
     samples, channels, *_ = shape
     try:
         with isolated(device):
             generator = torch.Generator(device).manual_seed(1)
             grad, x = (torch.randn(shape, dtype=dtype, device=device, generator=generator) for _ in range(2))
-            weight = torch.linspace(0.5, 2, channels, dtype=dtype, device=device)
+            weight = torch.linspace(0.5, 2, channels, dtype=of_weight, device=device)
             sizes = samples, channels, x[0, 0].numel(), groups
             _, mean, invstd = torch.ops.aten.native_group_norm(x, weight, weight, *sizes, 1e-5)
             arguments = (grad, x, mean, invstd, weight, *sizes, _ALL)
