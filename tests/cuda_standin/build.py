@@ -28,7 +28,7 @@ def build(out: Path) -> None:
     (out / "lib").mkdir(parents=True, exist_ok=True)
     (out / "answers.c").write_text(answering_0(functions_of_torch() - defined() - _LEFT_TO_CUDA))
     packages = Path(sysconfig.get_paths()["purelib"])
-    folders = [packages / "triton/backends/nvidia/include", *sorted(packages.glob("nvidia/*/include"))]
+    folders = [*sorted(packages.glob("nvidia/*/include")), packages / "triton/backends/nvidia/include"]
     include = [f"-I{folder}" for folder in folders]
     compile_c([*(DEVICE / name for name in _PRELOADED), out / "answers.c"], out / "preload.so", *include)
     compile_c([DEVICE / "driver.c"], out / "lib" / "libcuda.so.1")

@@ -32,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, Guar
 
 from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
+from shoal.lowlevel.torch_internals import record_captures_without_settings
 from shoal.transforms.split.split import CUTS_ARGUMENT, SplitModule
 
 log = logging.getLogger("shoal")
@@ -196,7 +197,8 @@ def _last_difference() -> str:
     reasons = [*before, *([now] if now else [])]
     if not reasons:
         return "something that Dynamo does not name"
-    return re.sub(r"^\d+/\d+: |\s+(# |\(HINT).*", "", reasons[-1].strip().splitlines()[0])
+    named = re.sub(r"___as_tensor\(([^()]*)\)\.item\(\)", r"\1", reasons[-1])  # torch 2.11's name of a number
+    return re.sub(r"^\d+/\d+: |\s+(# |\(HINT).*", "", named.strip().splitlines()[0])
 
 
 def _why_again(guard: str) -> str:
@@ -277,6 +279,7 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
     Args:
         logging_functions: what its forward pass may log with, as of `logging_functions`.
     """
+    record_captures_without_settings()
     # A region under torch.utils.checkpoint runs once, so what it does beside, such as counting its calls, is safe.
     effects = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     once: dict[str, Any] = {effects: True} if hasattr(config, effects) else {}

@@ -48,7 +48,7 @@ from shoal.engine.status import Status
 from shoal.engine.tensor_subclass import call_as_function, subclass_among
 from shoal.engine.unreplicated import Unreplicated
 from shoal.errors import BudgetError, CaptureError, InputError
-from shoal.lowlevel.torch_state import active_ddp_module, has_gradient_hook, in_trace
+from shoal.lowlevel.torch_state import active_ddp_module, has_gradient_hook, in_trace, is_exporting
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer, reject_copy
 from shoal.memory.static_memory import StaticMemory
@@ -287,7 +287,7 @@ class _Caller(ModelCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_exporting():
+        if not (model.training and torch.is_grad_enabled()) or is_exporting():
             return plain_call(model, *args, **kwargs)
         return self.train(*args, **kwargs)
 

@@ -31,7 +31,7 @@ from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.engine.turns import TurnSteps
 from shoal.errors import BudgetError, CaptureError, InputError, brief
-from shoal.lowlevel.torch_state import active_ddp_module, in_trace
+from shoal.lowlevel.torch_state import active_ddp_module, in_trace, is_exporting
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import Declared, reject_copy
 from shoal.memory.static_memory import StaticMemory
@@ -239,7 +239,7 @@ class SharedCall(ModelCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return plain_call(model, *args, **kwargs)
         if model.training and torch.is_grad_enabled():
             return self.train(*args, **kwargs)

@@ -74,6 +74,11 @@ def in_trace() -> bool:
     return bool(torch._C._get_tracing_state()) or is_fx_symbolic_tracing()
 
 
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting()`, which Dynamo of torch 2.11 and 2.12 takes for True in whatever it traces."""
+    return torch.compiler._is_exporting_flag
+
+
 def active_ddp_module() -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward pass runs."""
     module: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()

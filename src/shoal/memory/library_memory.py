@@ -1,7 +1,8 @@
 """What cuBLAS keeps of a CUDA device: a workspace for each thread and stream that it has computed a product on.
 
 PyTorch allocates it with the first product and never frees it; on a Hopper GPU it is 32 MiB. The thread of autograd's
-that runs the device's backward passes has one too.
+that runs the device's backward passes has one too. Before PyTorch 2.13, cuBLASLt, which adds a bias, has another of
+its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shoal.lowlevel.torch_internals import isolated
 _PRODUCTS = ("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear")
 Caller = tuple[torch.device, int, int]  # device, thread and stream
 _kept_bytes: dict[Caller, int] = {}
+_LT_BYTES = 1 << 20  # cuBLASLt's before PyTorch 2.13, unless CUBLASLT_WORKSPACE_SIZE says otherwise
 
 
 def library_bytes(graph: StepGraph, device: torch.device) -> dict[Caller, int]:
@@ -72,21 +74,26 @@ def _is_product(target: str) -> bool:
 
 
 def _kept_by_a_product(device: torch.device) -> int:
-    """What the first product of this thread and stream leaves; where it was not the first, what PyTorch says of it."""
+    """What the first products of this thread and stream leave; where they were not the first, what PyTorch says."""
+    operand = torch.zeros(16, 16, device=device)
+    plain_bytes = _left_by(lambda: operand.mm(operand), device)
+    with_bias_bytes = _left_by(lambda: torch.addmm(operand[0], operand, operand), device)
+    size = getattr(torch.backends.cuda, "cublas_workspace_size", None)  # not before PyTorch 2.13
+    if size is not None:
+        return plain_bytes + with_bias_bytes or int(size())
+    return (plain_bytes or _workspace_bytes(device)) + (with_bias_bytes or _LT_BYTES)
+
+
+def _left_by(product: Callable[[], torch.Tensor], device: torch.device) -> int:
     with torch.no_grad():
-        operand = torch.zeros(16, 16, device=device)
         before_bytes = torch.accelerator.memory_allocated(device)
-        product = torch.addmm(operand[0], operand, operand)
-        del product
-    left_bytes = torch.accelerator.memory_allocated(device) - before_bytes
-    return left_bytes or _workspace_bytes(device)
+        product()
+    return torch.accelerator.memory_allocated(device) - before_bytes
 
 
 def _workspace_bytes(device: torch.device) -> int:
-    size = getattr(torch.backends.cuda, "cublas_workspace_size", None)  # not before PyTorch 2.13
-    if size is not None:
-        return int(size())
-    known = (nbytes for (other, _, _), nbytes in _kept_bytes.items() if other == device)
+    """cuBLAS's own, where no thread was seen to allocate it: PyTorch's default."""
+    known = (nbytes - _LT_BYTES for (other, _, _), nbytes in _kept_bytes.items() if other == device)
     return next(known, (32 if capability(device)[0] >= 9 else 8) << 20)
 
 
