@@ -166,3 +166,13 @@ def test_a_planner_of_ones_own_is_asked_every_time(plans):
     for _ in range(2):
         remembered(own)(STEP, HARDWARE, PEAK_BYTES)
     assert len(asked) == 2 and not plans.exists()
+
+
+def test_a_plan_in_an_order_with_fewer_waits_for_launches_is_kept_though_its_bound_is_below_0(plans, made):
+    launched = replace(STEP, ops=tuple(replace(op, launch_seconds=1e-3) for op in STEP.ops))
+    first = planned(launched)
+    (path,) = plans.iterdir()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lower_bound_seconds": -1e-6}))
+    again = planned(launched)
+    assert len(made) == 1
+    assert again == replace(first, lower_bound_seconds=-1e-6)
