@@ -40,8 +40,7 @@ print(*found, flush=True)
 import os
 os._exit(0)
 """
-# Before 2.13, cuBLASLt has one of its own.
-_OF_CUBLASLT = 0 if hasattr(torch.backends.cuda, "cublas_workspace_size") else 1 << 20
+_OF_CUBLASLT = 1 << 20 if torch.__version__ < "2.12" else 0  # it has one of its own there
 WORKSPACE = (32 << 20) + _OF_CUBLASLT  # of a Hopper GPU
 
 

@@ -1,8 +1,8 @@
 """What cuBLAS keeps of a CUDA device: a workspace for each thread and stream that it has computed a product on.
 
 PyTorch allocates it with the first product and never frees it; on a Hopper GPU it is 32 MiB. The thread of autograd's
-that runs the device's backward passes has one too. Before PyTorch 2.13, cuBLASLt, which adds a bias, has another of
-its own.
+that runs the device's backward passes has one too. In PyTorch 2.11 cuBLASLt, which adds a bias, has another of its
+own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from shoal.lowlevel.torch_internals import isolated
 _PRODUCTS = ("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear")
 Caller = tuple[torch.device, int, int]  # device, thread and stream
 _kept_bytes: dict[Caller, int] = {}
-_LT_BYTES = 1 << 20  # cuBLASLt's before PyTorch 2.13, unless CUBLASLT_WORKSPACE_SIZE says otherwise
+# cuBLASLt's own, unless CUBLASLT_WORKSPACE_SIZE says otherwise; later it has cuBLAS's.
+_LT_BYTES = 1 << 20 if torch.__version__ < "2.12" else 0
 
 
 def library_bytes(graph: StepGraph, device: torch.device) -> dict[Caller, int]:

@@ -1,10 +1,10 @@
 """PyTorch's caching allocator on CUDA as data: where it puts each block, and what it reserves of the device for it.
 
 Blocks are handed out from the smallest free one that is large enough, of several from one of a segment of a fixed
-size, then the lowest; up to 1 MiB they come from
-pages of their own. With `expandable_segments`, which is what is followed here, one range of addresses grows page by
-page where nothing free is large enough, and a block at its growing end is taken only where no other is.
-`tests/cuda_standin/test_caching_allocator.py` compares this with the allocator itself, address by address.
+size (from PyTorch 2.13 on), then the lowest; up to 1 MiB they come from pages of their own. With `expandable_segments`,
+which is what is followed here, one range of addresses grows page by page where nothing free is large enough, and a
+block at its growing end is taken only where no other is. `tests/cuda_standin/test_placement.py` compares this with the
+allocator itself, address by address; PyTorch 2.12 chooses otherwise.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from collections.abc import Iterable, Mapping
 from itertools import islice, pairwise
 from typing import Any
 
+import torch
+
 BLOCK_BYTES = 512
 LARGEST_SMALL_BYTES = 1 << 20
 _PAGE_BYTES = {True: 2 << 20, False: 20 << 20}  # of small blocks, and of large ones
 _LARGE_BYTES, _ROUND_BYTES = 10 << 20, 2 << 20  # from so many bytes on, a request is for itself alone, rounded up
 PASSES_LIMIT_BYTES = _PAGE_BYTES[False] - _ROUND_BYTES  # at most: whole pages are mapped, rounded requests count
+_OLDEST_FIRST = torch.__version__ >= "2.13"  # of blocks of one size, that of the oldest segment; before, the lowest
 _RANGE_BYTES = 1 << 44  # of addresses, more than any device has bytes
 
 
@@ -62,6 +65,11 @@ class Block:
         return self.size_bytes + (beyond.size_bytes if beyond is not None and not beyond.mapped else 0)
 
 
+def _rank(block: Block) -> tuple[int, bool, int]:
+    """What free blocks are sorted by: size, whether it is of the range that grows, address."""
+    return block.size_bytes, block.grows and _OLDEST_FIRST, block.address
+
+
 class LimitReached(Exception):
     """The allocator may not reserve what a block needs.
 
@@ -90,7 +98,7 @@ class CachingAllocator:
         self.limit_bytes: int | None = None
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
-        self._free: dict[bool, list[tuple[int, bool, int]]] = {True: [], False: []}  # bytes, grows, address; sorted
+        self._free: dict[bool, list[tuple[int, bool, int]]] = {True: [], False: []}  # ranks, sorted
         self._at: dict[int, Block] = {}
         self._first: dict[bool, Block] = {}  # of the range that grows
 
@@ -212,12 +220,12 @@ class CachingAllocator:
         return sizes
 
     def _put(self, block: Block) -> None:
-        insort(self._free[block.small], (block.size_bytes, block.grows, block.address))
+        insort(self._free[block.small], _rank(block))
         self._at[block.address] = block
 
     def _take(self, block: Block) -> None:
         free = self._free[block.small]
-        del free[bisect_left(free, (block.size_bytes, block.grows, block.address))]
+        del free[bisect_left(free, _rank(block))]
         del self._at[block.address]
 
     def _cut(self, block: Block, size_bytes: int) -> Block:
