@@ -252,3 +252,19 @@ def test_a_model_that_is_not_one_graph_is_refused_and_left_in_its_mode() -> None
     with pytest.raises(CaptureError, match=r"test_plan\.py:\d+ \(return y if y\.sum\(\) > 0 else 2 \* y\)"):
         shoal.plan(net, BATCH, hardware=P100)
     assert not net.training
+
+
+class OfADict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.conv(batch["image"])
+
+
+def test_an_argument_that_is_no_tensor_is_given_in_a_tuple() -> None:
+    batch = {"image": torch.empty(2, 3, 8, 8)}
+    with pytest.raises(InputError, match=r"example=\{'image'.*tuple with it alone: \(example,\)"):
+        shoal.plan(OfADict(), batch, "1GiB")  # type: ignore[arg-type]
+    assert shoal.plan(OfADict(), (batch,), "1GiB", allow="keep").predicted_peak_bytes > 0

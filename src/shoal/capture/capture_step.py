@@ -25,7 +25,7 @@ from shoal.capture.dynamo import (
 from shoal.capture.early_gradients import Fate
 from shoal.capture.fx_nodes import input_layers, parameter_places
 from shoal.capture.step_reader import capture
-from shoal.errors import CaptureError
+from shoal.errors import CaptureError, InputError, brief
 from shoal.lowlevel.torch_internals import eager_kernels
 
 Result = TypeVar("Result")
@@ -58,6 +58,22 @@ def capture_step(
     return in_dynamo(model, example, read, name=name)
 
 
+def arguments_of(example: torch.Tensor | Sequence[Any]) -> tuple[Any, ...]:
+    """The forward pass's arguments, of which `example` is the only one or all.
+
+    Raises:
+        InputError: it is neither a tensor nor a sequence.
+    """
+    if isinstance(example, torch.Tensor):
+        return (example,)
+    if not isinstance(example, Sequence) or isinstance(example, str):
+        raise InputError(
+            f"example={brief(example)}: expected a tensor, or a tuple of the forward pass's arguments; for one "
+            f"argument that is a {type(example).__name__} a tuple with it alone: (example,)"
+        )
+    return tuple(example)
+
+
 def in_dynamo(
     model: nn.Module,
     example: torch.Tensor | Sequence[Any],
@@ -72,9 +88,10 @@ def in_dynamo(
         read: called with the graph and its inputs, while Dynamo waits for what its backend returns.
 
     Raises:
+        InputError: `example` is neither a tensor nor a sequence.
         CaptureError: the model is not one graph, or has no output that needs a gradient.
     """
-    arguments = (example,) if isinstance(example, torch.Tensor) else tuple(example)
+    arguments = arguments_of(example)
     modes = [(module, module.training) for module in model.modules()]
     if not model.training:
         model.train()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.capture.capture_step import capture_step
+from shoal.capture.capture_step import arguments_of, capture_step
 from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import Offer, encoded, offers
 from shoal.core.lossy import LossyOptions
@@ -116,7 +116,7 @@ def lossy_report(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    arguments = (example,) if isinstance(example, torch.Tensor) else tuple(example)
+    arguments = arguments_of(example)
     captured, device = capture_step(model, arguments, name=type(model).__name__)
     said = None if plan is None else encoded_by(plan)
     if plan is not None and said is None:
