@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.engine import session
+from shoal.engine import open_transfers
 from shoal.offload.links.open_link import open_link
 from shoal.offload.links.slab import Copy, Slab
 from tests.engine.training_laws import blocks, costs_that_do_not_matter, images, mean_square, offload_by_chance
@@ -65,7 +65,7 @@ def two_steps(place: str) -> list[Entry]:
     """The record of two steps whose storages are offloaded, each at some place of its own."""
     recorder = Recorder("cpu")
     with costs_that_do_not_matter(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "open_link", partial(RecordedLink, recorder))
+        patch.setattr(open_transfers, "open_link", partial(RecordedLink, recorder))
         planner, net = offload_by_chance(1, 0.0, 0.0), torch.nn.Sequential(*blocks(3, 8, 8, 8))
         model = shoal.compile(net, budget="1TiB", planner=planner, offload_to=place)
         one, two, *others = images(4, 4, 3, 8, 8)
