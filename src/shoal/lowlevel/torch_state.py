@@ -75,7 +75,7 @@ def in_trace() -> bool:
 
 
 def is_exporting() -> bool:
-    """`torch.compiler.is_exporting()`, which Dynamo of torch 2.11 and 2.12 takes for True in whatever it traces."""
+    """`torch.compiler.is_exporting()`, which Dynamo of torch 2.11 takes for True in whatever it traces."""
     return torch.compiler._is_exporting_flag
 
 
