@@ -151,7 +151,8 @@ def measured_table(name: str, precision: str, found: Mapping[str, Any], when: st
         ours = row["shoal"]
         shown = [*cells("{share:g} %, {budget_bytes:bytes}", row), met(ours)]
         form = "{predicted_peak_bytes:bytes} | {measured_peak_bytes:bytes} | {difference_percent:+.2f} % | "
-        form += "{added_percent:+.1f} % | {step_off_percent:+.0f} % | {planning_seconds:.0f} s | {variant} | {exactness}"
+        form += "{added_percent:+.1f} % | {step_off_percent:+.0f} % | {planning_seconds:.0f} s | {variant} | "
+        form += "{exactness}"
         shown += cells(form, ours)
         shown[2] = shown[2] or cells("≥ {least_feasible_bytes:bytes}", ours)[0]
         shown += [_peer(row.get(CHECKPOINT)), _peer(row.get(ACTIVATION_MEMORY_BUDGET))]

@@ -1,7 +1,7 @@
 """Under which autocast each op of a graph of Dynamo's runs, where the model's code enters and leaves it.
 
-Dynamo records `with torch.autocast(...):` as two calls around what stands in it. A rewritten graph has its ops elsewhere:
-there each op says by itself what it runs under.
+Dynamo records `with torch.autocast(...):` as two calls around what stands in it. A rewritten graph has its ops
+elsewhere: there each op says by itself what it runs under.
 """
 
 from __future__ import annotations

@@ -256,13 +256,13 @@ class Plan:
     def _describe_cost(self) -> list[str]:
         peak, plain_peak = format_bytes(self.predicted_peak_bytes), format_bytes(self.plain_peak_bytes)
         share = _percent(self.predicted_peak_bytes, self.plain_peak_bytes)
-        step, bound = f"{1e3 * self.predicted_seconds:.1f} ms", self.lower_bound_seconds
+        step, bound_ms = f"{1e3 * self.predicted_seconds:.1f} ms", 1e3 * self.lower_bound_seconds
         alike = "no plan in this order of ops" + (" that encodes these" if self.encoded else "")
         if self._as_written is None:
             return [
                 f"predicted peak  {peak} ({share} of keeping everything, {plain_peak})",
                 f"predicted step  {step}, of which {1e3 * self.added_seconds:.1f} ms added "
-                f"(+{_percent(self.added_seconds, self.plain_seconds)}); {alike} can add less than {1e3 * bound:.1f} ms",
+                f"(+{_percent(self.added_seconds, self.plain_seconds)}); {alike} can add less than {bound_ms:.1f} ms",
             ]
         kept, added = self.plain_timeline, _percent(abs(self.added_seconds), self.plain_seconds)
         kept_seconds, sign = kept.seconds, "+" if self.added_seconds >= 0 else "-"
@@ -271,7 +271,7 @@ class Plan:
             f"{format_bytes(kept.peak_bytes)})",
             f"predicted step  {step}, {sign}{added} of plain PyTorch's {1e3 * self.plain_seconds:.1f} ms; in this form "
             f"keeping everything takes {1e3 * kept_seconds:.1f} ms, and {alike} less than "
-            f"{1e3 * (kept_seconds + bound):.1f} ms",
+            f"{1e3 * kept_seconds + bound_ms:.1f} ms",
         ]
 
     def _waiting(self) -> tuple[Storage, ...]:

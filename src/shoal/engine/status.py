@@ -278,8 +278,8 @@ class Status:
 
     @property
     def lower_bound_seconds(self) -> float | None:
-        """No plan of the largest step inside the budget adds less time than this to plain PyTorch's, in its form and order
-        of ops: negative where that form is faster.
+        """No plan of the largest step inside the budget adds less time than this to plain PyTorch's, in its form and
+        order of ops: negative where that form is faster.
         """
         return self.plan.least_added_seconds if self.plan else None
 

@@ -55,8 +55,8 @@ def _memory(timeline: Timeline) -> dict[str, Any]:
 
 
 def _plain(report: Report) -> dict[str, Any] | None:
-    """The curve with everything kept, plain PyTorch's where the step is computed as it is written; `at` is where its first,
-    second, ... op stands among the moments of the timeline.
+    """The curve with everything kept, plain PyTorch's where the step is computed as it is written; `at` is where its
+    first, second, ... op stands among the moments of the timeline.
 
     The plan may run the same ops in another order.
     """
