@@ -19,25 +19,29 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 from unittest import mock
 
 import torch
 from rich.markup import escape
-from torch import nn
-from torch._functorch import config as functorch_config
 
-import shoal
 from bench.conditions import describe
 from bench.frame import Bench, Run, WrongResult, option, use_exact_kernels
+from bench.gpu_contenders import (
+    Contender,
+    compared,
+    contenders,
+    gradients_of,
+    in_bfloat16,
+    plan_row,
+    planned_copy,
+    warm_up,
+    workload_of,
+)
+from bench.gpu_verdicts import RESERVED, short, verdicts
 from bench.interleave import median_ratio
 from bench.tables import new_table
-from bench.workload import Forward, Workload, make_workload
 from shoal.core.files import write_json
-from shoal.core.sizes import format_bytes
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import measure_links
 from shoal.kernels.norm.norm_sweeps import TRITON_KERNELS
@@ -50,9 +54,7 @@ _TRITON_TESTS = (
     "tests/kernels/norm/test_norm_sweeps_triton.py",
     "tests/kernels/invertible_norm/test_inverted_batch_norm_sweeps_triton.py",
 )
-_WITHIN = 0.02  # of the metered peak that a prediction may lie from it: the contract
 _TO_PREPARE = 0.75  # of the time of `speed`; the rest is for all in turns
-_RESERVED = 1.1  # of the budget that the allocator may reserve
 
 
 class Rows:
@@ -74,7 +76,7 @@ class Rows:
         """Write a row, and print it."""
         self._rows.append(row)
         self._write()
-        self._run.say("  ".join(f"{name}={_short(name, value)}" for name, value in row.items()))
+        self._run.say("  ".join(f"{name}={short(name, value)}" for name, value in row.items()))
         return row
 
     def there_is_time(self, what: str, share: float = 1.0) -> bool:
@@ -86,22 +88,6 @@ class Rows:
 
     def _write(self) -> None:
         write_json(self._path, {"conditions": self._run.conditions, "quick": self._run.asked.quick, "rows": self._rows})
-
-
-def _short(name: str, value: Any) -> str:
-    if name.endswith("_bytes") and isinstance(value, int):
-        return format_bytes(value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A way to run the step of `speed`."""
-
-    name: str
-    forward: Forward
-    model: nn.Module | None = None  # Shoal's
-    activation_memory_budget: float | None = None
 
 
 def environment(run: Run, rows: Rows) -> None:
@@ -127,18 +113,19 @@ def environment(run: Run, rows: Rows) -> None:
 
 
 def contract(run: Run, rows: Rows) -> None:
-    """Bytes of each of the first steps, and bits."""
+    """Bytes of each of the first steps, and bits: of ops one by one, since compiled regions have bits of their own."""
     use_exact_kernels()
-    workload = _workload(run, "resnet18", 64)
+    workload = workload_of(run, "resnet18", 64)
     plain_bytes = max(workload.peak_bytes(workload.model) for _ in range(2))
     rows.add(row="plain PyTorch", allocated_bytes=plain_bytes, budget_bytes=plain_bytes // 2)
     start = workload.buffers()
-    eager = _gradients(workload, workload.model, start)
-    again = _gradients(workload, workload.model, start)
-    aot = _gradients(workload, torch.compile(workload.shared_copy(), backend="aot_eager"), start)
-    rows.add(row="plain PyTorch again", **_compared(again, eager))
-    rows.add(row="aot_eager", **_compared(aot, eager))
-    model = _planned(run, workload, plain_bytes, run.pick(0.5, 0.75), "bitwise")
+    eager = gradients_of(workload, workload.model, start)
+    again = gradients_of(workload, workload.model, start)
+    aot = gradients_of(workload, torch.compile(workload.shared_copy(), backend="aot_eager"), start)
+    rows.add(row="plain PyTorch again", **compared(again, eager))
+    rows.add(row="aot_eager", **compared(aot, eager))
+    share = run.pick(0.5, 0.75)
+    model = planned_copy(workload, plain_bytes, share, allow="bitwise")
     for number in range(5):
         workload.restore(start)
         allocated_bytes = workload.peak_bytes(model)
@@ -154,23 +141,26 @@ def contract(run: Run, rows: Rows) -> None:
             budget_bytes=status.budget_bytes,
             repairs=status.repairs,
         )
-    ours = _gradients(workload, model, start)
-    rows.add(row="Shoal against eager", **_compared(ours, eager))
-    rows.add(row="Shoal against aot_eager", **_compared(ours, aot))
+    rows.add(row="Shoal against eager", **compared(gradients_of(workload, model, start), eager))
+    exact = planned_copy(workload, plain_bytes, share, allow="bitwise", kernels="eager")
+    for _ in range(2):
+        ours = gradients_of(workload, exact, start)
+    rows.add(row="Shoal op by op against eager", **compared(ours, eager))
+    rows.add(row="Shoal op by op against aot_eager", **compared(ours, aot))
 
 
 def speed(run: Run, rows: Rows) -> None:
     """Each contender alone as soon as it is ready, then all in turns."""
-    workload = _workload(run, "resnet50", 128)
-    plain_bytes = max(workload.peak_bytes(_autocast(workload.model)) for _ in range(2))
+    workload = workload_of(run, "resnet50", 128)
+    plain_bytes = max(workload.peak_bytes(in_bfloat16(workload.model)) for _ in range(2))
     ready: list[Contender] = []
-    for name, make in _contenders(run, workload, plain_bytes).items():
+    for name, make in contenders(run, workload, plain_bytes).items():
         if not rows.there_is_time(name, _TO_PREPARE):
             continue
         try:
             contender = make()
             began = time.perf_counter()
-            _warm_up(workload, contender, 3)
+            warm_up(workload, contender, 3)
             preparing_seconds = time.perf_counter() - began
             seconds = [workload.seconds(contender.forward) for _ in range(run.pick(5, 2))]
         except Exception as error:  # a contender that cannot run is a row, not the end of the part
@@ -184,7 +174,7 @@ def speed(run: Run, rows: Rows) -> None:
             peak_bytes=workload.peak_bytes(contender.forward),
             reserved_bytes=torch.cuda.max_memory_reserved(),
             preparing_seconds=preparing_seconds,
-            **_plan_of(contender.model),
+            **plan_row(contender.model),
         )
     if len(ready) > 1 and rows.there_is_time("in turns"):
         found = workload.in_turns({one.name: one.forward for one in ready}, run.pick(7, 2))
@@ -199,14 +189,14 @@ def speed(run: Run, rows: Rows) -> None:
 
 def wall(run: Run, rows: Rows) -> None:
     """Plain PyTorch and Shoal where the device has what the allocator may reserve for the budget."""
-    workload = _workload(run, "resnet50", 128)
-    plain_bytes = max(workload.peak_bytes(_autocast(workload.model)) for _ in range(2))
+    workload = workload_of(run, "resnet50", 128)
+    plain_bytes = max(workload.peak_bytes(in_bfloat16(workload.model)) for _ in range(2))
     budget_bytes = int(run.pick(0.4, 0.75) * plain_bytes)
-    model = _planned(run, workload, plain_bytes, run.pick(0.4, 0.75))
+    model = planned_copy(workload, plain_bytes, run.pick(0.4, 0.75))
     torch.cuda.empty_cache()
-    wall_bytes = int(_RESERVED * budget_bytes)
+    wall_bytes = int(RESERVED * budget_bytes)
     torch.cuda.set_per_process_memory_fraction(wall_bytes / torch.cuda.get_device_properties(run.device).total_memory)
-    for name, forward in (("plain PyTorch", _autocast(workload.model)), ("Shoal", _autocast(model))):
+    for name, forward in (("plain PyTorch", in_bfloat16(workload.model)), ("Shoal", in_bfloat16(model))):
         steps, error = 0, ""
         try:
             for _ in range(3):
@@ -229,12 +219,12 @@ def offload(run: Run, rows: Rows) -> None:
             to_host_gigabytes_per_second=link.to_host_bytes_per_second / 1e9,
             to_device_gigabytes_per_second=link.to_device_bytes_per_second / 1e9,
         )
-    workload = _workload(run, "resnet50", 128)
-    plain = _autocast(workload.model)
+    workload = workload_of(run, "resnet50", 128)
+    plain = in_bfloat16(workload.model)
     plain_bytes = max(workload.peak_bytes(plain) for _ in range(2))
-    model = _planned(run, workload, plain_bytes, run.pick(0.6, 0.75), "offload")
-    forward = _autocast(model)
-    _warm_up(workload, Contender("Shoal", forward), 3)
+    model = planned_copy(workload, plain_bytes, run.pick(0.6, 0.75), allow="offload")
+    forward = in_bfloat16(model)
+    warm_up(workload, Contender("Shoal", forward), 3)
     found = workload.in_turns({"plain": plain, "offload": forward}, run.pick(7, 2))
     waited: list[StreamCopy] = []
     wait = StreamCopy.wait
@@ -286,174 +276,6 @@ def verdict(run: Run, rows: Rows) -> None:
         rows.add(row=what, part=part, found=found, verdict=word)
         table.add_row(part, what, escape(found), word)
     run.say(table)
-
-
-Verdict = tuple[str, str, str, bool | None]
-
-
-def verdicts(parts: Mapping[str, list[dict[str, Any]]]) -> list[Verdict]:
-    """Part, what was to be shown, what was found, and whether it holds; None: it was not measured.
-
-    >>> verdicts({})[0]
-    ('environment', 'Triton runs', '', None)
-    """
-    named = {part: {row["row"]: row for row in rows} for part, rows in parts.items()}
-    steps = [row for row in parts.get("contract", []) if str(row["row"]).startswith("step ")][1:]
-    told = [(row["allocated_bytes"] or row["metered_bytes"], row["predicted_bytes"]) for row in steps]
-    off = max((abs(measured / predicted - 1) for measured, predicted in told), default=None)
-    reserved = max((row["reserved_bytes"] / row["budget_bytes"] for row in steps), default=None)
-    walls, stall = named.get("wall", {}), named.get("offload", {}).get("offload")
-    tests = named.get("triton", {}).get("tests")
-    bits = named.get("contract", {}).get("Shoal against aot_eager")
-    runs = named.get("environment", {}).get("triton")
-    ours = [row for row in parts.get("speed", []) if row["row"].startswith("Shoal ") and "peak_bytes" in row]
-    over = [row["row"] for row in ours if row["peak_bytes"] > row["budget_bytes"]]
-    plain_wall, our_wall = walls.get("plain PyTorch"), walls.get("Shoal")
-    found: list[Verdict] = [
-        ("environment", "Triton runs", str(runs["runs"]) if runs else "", runs and runs["runs"]),
-        ("contract", "predicted = allocated within 2 %", _percent(off), None if off is None else off <= _WITHIN),
-        ("contract", "no repairs", _counted(steps), None if not steps else steps[-1]["repairs"] == 0),
-        (
-            "contract",
-            f"reserved at most {_RESERVED} of the budget",
-            "" if reserved is None else f"{reserved:.2f}",
-            None if reserved is None else reserved <= _RESERVED,
-        ),
-        ("contract", "gradients of aot_eager, bit for bit", _found(bits), bits and bits["equal"]),
-        ("speed", "each budget met", f"over: {over}" if over else f"{len(ours)} met", not over if ours else None),
-        (
-            "wall",
-            "Shoal trains where plain PyTorch ends",
-            f"{our_wall['steps']} and {plain_wall['steps']} steps" if our_wall and plain_wall else "",
-            our_wall["steps"] == 3 and plain_wall["steps"] == 0 if our_wall and plain_wall else None,
-        ),
-        (
-            "offload",
-            "added time as predicted within 10 % of the step",
-            f"{stall['measured_added_ms']:.1f} ms, predicted {stall['predicted_added_ms']:.1f}" if stall else "",
-            stall and abs(stall["measured_added_ms"] - stall["predicted_added_ms"]) <= 0.1 * stall["plain_ms"],
-        ),
-        ("triton", "numbers of the references", _found(tests), tests and tests["exit_code"] == 0),
-    ]
-    found += [
-        (part, "ran to its end", rows["ended early"]["error"], False)
-        for part, rows in named.items()
-        if "ended early" in rows
-    ]
-    turns = [row for row in parts.get("speed", []) if row["row"] == "in turns" and "ms" in row]
-    found += [
-        ("speed", row["contender"], f"{row['ms']:.1f} ms, {row['of_plain']:.3f} of plain PyTorch's", None)
-        for row in turns
-    ]
-    return found
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.2f} % off"
-
-
-def _counted(steps: list[dict[str, Any]]) -> str:
-    return f"{steps[-1]['repairs']} in {len(steps) + 1} steps" if steps else ""
-
-
-def _found(row: Mapping[str, Any] | None) -> str:
-    return (
-        ""
-        if row is None
-        else ", ".join(f"{name} {_short(name, value)}" for name, value in row.items() if name != "row")
-    )
-
-
-def _workload(run: Run, name: str, batch: int) -> Workload:
-    """The network on images of 224 pixels; with --quick a few small layers, most of whose step is activations."""
-    if not run.asked.quick:
-        return make_workload(name, batch, 224, device=str(run.device))
-    layers: list[nn.Module] = []
-    for place in range(6):
-        layers += [nn.Conv2d(32 if place else 3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
-    small = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-    return make_workload(name, 32, 64, device=str(run.device), model=small.to(run.device))
-
-
-def _autocast(model: Callable[[torch.Tensor], torch.Tensor]) -> Forward:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            return model(x).float()
-
-    return forward
-
-
-def _planned(run: Run, workload: Workload, plain_bytes: int, share: float, allow: str = "") -> Any:
-    chosen: dict[str, Any] = {"allow": allow} if allow else {}
-    return shoal.compile(workload.shared_copy(), budget=int(share * plain_bytes), **chosen)
-
-
-def _contenders(run: Run, workload: Workload, plain_bytes: int) -> dict[str, Callable[[], Contender]]:
-    """Quickest to prepare first."""
-
-    def shoal_at(share: float) -> Callable[[], Contender]:
-        def make() -> Contender:
-            model = _planned(run, workload, plain_bytes, share)
-            return Contender(f"Shoal at {share:.0%}", _autocast(model), model)
-
-        return make
-
-    def compiled(name: str, value: float | None) -> Callable[[], Contender]:
-        def make() -> Contender:
-            model = workload.shared_copy()
-
-            def call(x: torch.Tensor) -> torch.Tensor:
-                return model(x)
-
-            # Dynamo keeps its graphs by code object: one of its own for every value.
-            own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-            return Contender(name, _autocast(torch.compile(own)), None, value)
-
-        return make
-
-    shares, values = run.pick(((0.6, 0.4, 0.3), (0.7, 0.5, 0.3)), ((0.75,), (0.5,)))
-    return {
-        "plain PyTorch": lambda: Contender("plain PyTorch", _autocast(workload.model)),
-        **{f"Shoal at {share:.0%}": shoal_at(share) for share in shares},
-        "torch.compile": compiled("torch.compile", None),
-        **{(name := f"activation_memory_budget={value:g}"): compiled(name, value) for value in values},
-    }
-
-
-def _warm_up(workload: Workload, contender: Contender, steps: int) -> None:
-    value = contender.activation_memory_budget
-    with functorch_config.patch(**({} if value is None else {"activation_memory_budget": value})):
-        for _ in range(steps):
-            workload.reset()
-            workload.step(contender.forward)
-    torch.cuda.synchronize()
-
-
-def _plan_of(model: Any) -> dict[str, Any]:
-    if model is None:
-        return {}
-    status = model.shoal
-    return {
-        "budget_bytes": status.budget_bytes,
-        "predicted_bytes": status.predicted_peak_bytes,
-        "predicted_ms": 1e3 * status.plan.predicted_seconds,
-        "planning_seconds": status.planning_seconds,
-        "repairs": status.repairs,
-    }
-
-
-def _gradients(workload: Workload, forward: Forward, start: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    workload.restore(start)
-    workload.reset()
-    workload.step(forward)
-    return workload.gradients()
-
-
-def _compared(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Whether they are equal, bit for bit, and the largest difference beside the largest value."""
-    pairs = [(ours[name], theirs[name]) for name in theirs]
-    off = max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
-    return {"equal": all(torch.equal(a, b) for a, b in pairs), "largest_difference": off}
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import verdicts
+from bench.gpu_verdicts import verdicts
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "gpu.sh"
 # In the place of Python: there is a device, and a part does what the test says after its first row.
@@ -57,3 +57,17 @@ def test_the_verdict_names_a_part_that_ended_early() -> None:
     rows = [{"row": "ended early", "error": "stopped after 60 s"}]
     assert ("wall", "ran to its end", "stopped after 60 s", False) in verdicts({"wall": rows})
     assert not any(what == "ran to its end" for _, what, _, _ in verdicts({}))
+
+
+@pytest.mark.parametrize(
+    ("repeats", "equal", "holds"), [(True, True, True), (True, False, False), (False, False, None)]
+)
+def test_bits_are_held_against_eager_pytorch_where_that_repeats_its_own(
+    repeats: bool, equal: bool, holds: bool | None
+) -> None:
+    rows = [
+        {"row": "plain PyTorch again", "equal": repeats},
+        {"row": "Shoal op by op against eager", "equal": equal, "largest_difference": 0.0},
+    ]
+    (found,) = (row for row in verdicts({"contract": rows}) if "bit for bit" in row[1])
+    assert found[3] is holds

@@ -30,6 +30,11 @@ def test_every_part_writes_its_rows_and_the_verdict_reads_them(tmp_path: Path) -
     for part in ("environment", "contract", "speed", "wall", "offload", "triton"):
         wrong = [row for row in rows(tmp_path, part) if row.get("error") and row["row"] != "plain PyTorch"]
         assert not wrong
+    assert [row["row"] for row in rows(tmp_path, "contract")] == [
+        *("plain PyTorch", "plain PyTorch again", "aot_eager"),
+        *(f"step {number}" for number in range(1, 6)),
+        *("Shoal against eager", "Shoal op by op against eager", "Shoal op by op against aot_eager"),
+    ]
     assert {row["contender"] for row in rows(tmp_path, "speed") if row["row"] == "in turns"} == {
         "plain PyTorch",
         "Shoal at 75%",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -20,8 +21,10 @@ def launches_of_a_step(model: nn.Module, x: torch.Tensor) -> int:
     return device_counts().launches - before
 
 
-def test_a_small_map_is_left_to_pytorchs_layers_where_launching_would_take_longer_than_computing() -> None:
-    net, x = nn.Sequential(*blocks(8, 8, 8, 8)).cuda(), torch.empty(4, 8, 16, 16, device="cuda")
+@pytest.mark.parametrize("pixels", [16, 1024], ids=["small", "large"])
+def test_a_map_is_left_to_pytorchs_layers_where_nothing_says_that_its_launches_pay(pixels: int) -> None:
+    """2^25 elements in the larger one."""
+    net, x = nn.Sequential(*blocks(8, 8, 8, 8)).cuda(), torch.empty(4, 8, pixels, pixels, device="cuda")
     plain, pays, always = (
         launches_of_a_step(model, x)
         for model in (

@@ -40,7 +40,8 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
             "icf": and tensors that are concatenated are measured once, where they are made, and no concatenation is
             kept that only batch norms read: a dense block saves each feature map once.
         when: "pays": in eager mode, small maps run as PyTorch's own layers: calling a fused one would cost more than
-            the passes it saves. Decided at every call, by the numbers of `shoal.transforms.fuse.fusion_size`.
+            the passes it saves. Decided at every call, by the numbers of `shoal.transforms.fuse.fusion_size`, which are
+            of the CPU: on a GPU all maps run as PyTorch's own layers in eager mode.
             "always": they are fused too, which saves their bytes. Under `shoal.compile` and `torch.compile` all are.
 
     Returns:

@@ -1,6 +1,9 @@
 """Where a fused layer is worth its call: decided at every call, by the size of what is normalised or the work there is.
 
-No magic: all it does is compare a number with one that measurements suggest.
+No magic: all it does is compare a number with one that measurements suggest, which are of the CPU. On a GPU a fused
+layer is more launches than PyTorch's own layers. Whether these pay depends on rates that are not known here, so there
+the answer is no in eager mode; `shoal.compile` compares the step with and without fused batch norms, by launches and
+kernels that it measures.
 """
 
 from __future__ import annotations
@@ -27,13 +30,6 @@ what calling an op written in Python costs beside PyTorch's own."""
 MIN_BLOCK_ELEMS = MIN_ELEMS // 8
 """The same for all channels of a dense block: one call there, and no concatenation is written for any of its layers."""
 
-DEVICE_FACTOR = 32
-"""How many times more elements pay a fused batch norm's call on a GPU. Forward and backward, its kernels and vectors
-take some 0.4 ms of the host to launch, which a GPU hides only while its own work on the layer, a dozen passes over the
-map, takes as long: 2^25 elements at 3 TB/s. Reckoned from the host's time on a device that computes nothing, where
-ResNet-50's step takes 6.1 times plain PyTorch's with its 53 norms fused; not measured on a GPU. The rates of the device
-are not known here: the planner, which measures them, compares the form with fused norms by launches and kernels."""
-
 MIN_PRODUCTS = 1 << 24
 """Multiplications of a direct 3 x 3 convolution from which on the native Winograd one is worth its call by itself."""
 
@@ -42,9 +38,10 @@ class FusionSize:
     """Decides for one network, at every call, which of its fused layers run as such.
 
     Args:
-        when: "always", or "pays": by the numbers above, in eager mode. A compiler, a capture or a dispatch mode that
-            watches gets the op, whose call costs nothing there. Neither in an empty batch, where there is nothing to
-            measure. "large": by the CPU's numbers everywhere, for a planner that compares the two.
+        when: "always", or "pays": by the numbers above, in eager mode on the CPU, and not in eager mode elsewhere. A
+            compiler, a capture or a dispatch mode that watches gets the op, whose call costs nothing there. Neither in
+            an empty batch, where there is nothing to measure. "large": by the CPU's numbers everywhere, for a planner
+            that compares the two.
 
     Attributes:
         fusions: how often the answer was yes in eager mode. It only grows, so that whoever compares it before and after
@@ -76,7 +73,7 @@ class FusionSize:
             return elems >= least
         if torch.compiler.is_compiling():
             return True
-        found = self.when == "always" or elems >= least * (1 if x.is_cpu else DEVICE_FACTOR) or needs_dispatch((x,))
+        found = self.when == "always" or (x.is_cpu and elems >= least) or needs_dispatch((x,))
         self.fusions += found
         return found
 
