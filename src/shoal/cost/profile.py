@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, count
 from typing import Any, NamedTuple
 
@@ -87,8 +87,8 @@ def profile(
     60 ms: two or three runs of a large op, a few more of a small one. The fastest counts: other load only adds time.
 
     Between runs on the CPU other memory goes through the caches of its cores, as other ops' does in a step; where
-    operands and results are larger than 1 MiB, through the cache that cores share as well, which other ops of the step
-    do, timed in turns with it: a slice of a batch that is read again after all other slices does not lie there any more.
+    operands and results are larger than 1 MiB, through the cache that cores share as well: ops of a step are timed in
+    turns. A slice of a batch that is read again after all other slices does not lie there any more.
 
     An op that may write over an operand is timed doing so, as it does in nearly every planned step: new memory for a
     large result costs as much as a pointwise op itself, where the system has to hand out its pages first.
@@ -185,7 +185,9 @@ def _begin(node: fx.Node, operands: OperandFactory, hurry: bool) -> Timing:
     """The first run of an op, on the CPU; on another device all of its runs."""
     if operands.device.type != "cpu":
         kernel_seconds, workspace_bytes, launch_seconds = _measure_on_device(node, operands, hurry)
-        return Timing(lambda: kernel_seconds, [kernel_seconds], workspace_bytes, once=True, launch_seconds=launch_seconds)
+        return Timing(
+            lambda: kernel_seconds, [kernel_seconds], workspace_bytes, once=True, launch_seconds=launch_seconds
+        )
     run = _call(node, operands)
     first: list[float] = []
     workspace_bytes = _cpu_workspace(lambda: _held(run, first))
