@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, count
 from typing import Any, NamedTuple
 
@@ -122,7 +122,8 @@ def profile(
     measured: dict[str, _Cost] = {}
     try:
         with isolated(place), _bar(missing, progress) as advance:
-            _measure_each(missing, place, measured, advance, budget_seconds)
+            if missing:
+                _measure_each(missing, place, measured, advance, budget_seconds)
             _device_clock.cache_clear()  # it holds memory of the device
             select_kernels(nodes, place)
     finally:
