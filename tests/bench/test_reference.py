@@ -67,10 +67,27 @@ def test_an_unrepeatable_device_is_held_to_the_float64_rule() -> None:
 def test_the_float64_step_drops_what_the_float32_step_drops() -> None:
     step = workload()
     reference = take_reference(step, step.shared_copy())
-    exact = reference._float64_gradients()
+    exact = reference._float64.gradients
     for name, gradient in reference.gradients.items():
         assert torch.allclose(gradient.double(), exact[name], rtol=1e-3, atol=1e-5), name
     assert copy.deepcopy(step.model)[2].p == 0.3
+
+
+def test_statistics_may_be_nearer_to_float64_than_plain_pytorchs_and_not_further_off() -> None:
+    step = workload()
+    reference = take_reference(step, step.shared_copy())
+
+    def nearly(x: torch.Tensor) -> torch.Tensor:
+        return step.model(x) * (1 + 1e-7)
+
+    # As of a long map in channels_last, which PyTorch sums in order.
+    reference.buffers["1.running_var"] = reference.buffers["1.running_var"] + 0.01
+    assert reference.check_function(nearly, "exact") == "same function"
+    reference.buffers["1.running_var"] -= 0.01
+    with torch.no_grad():
+        reference.initial_buffers["1.running_var"] += 0.05
+    with pytest.raises(WrongResult, match=r"computes another function: buffer 1\.running_var"):
+        reference.check_function(nearly, "moved from elsewhere")
 
 
 def test_a_running_mean_of_zero_may_differ_by_a_rounding_of_the_spread_and_by_no_more() -> None:
