@@ -44,6 +44,7 @@ class Variant:
     Attributes:
         fuse: the level at which batch norms are done by their neighbours (`shoal.fuse_batchnorm`); "" for not at all.
         large_only: whether small maps are left to PyTorch's own layers there.
+        up_to: share of the largest map that a batch norm normalises: maps larger than that are left to them too.
         invert: whether instance and group norms save the result of the activation behind them alone.
         depth: share of the convolutions that run patch by patch (`shoal.split`); 0 for none.
         grid: patches along each spatial dimension.
@@ -59,6 +60,7 @@ class Variant:
 
     fuse: str = ""
     large_only: bool = False
+    up_to: float = 1.0
     invert: bool = False
     depth: float = 0.0
     grid: tuple[int, ...] = ()
@@ -81,7 +83,10 @@ class Variant:
             cut = ", ".join(f"{count} {kind}" for count, kind in counts if count)
             return cut if others == WHOLE else f"{others}, {cut}"
         if self.fuse:
-            return f"batch norm fused ({self.fuse}{', large maps' if self.large_only else ''})"
+            maps = ", large maps" if self.large_only else ""
+            if self.up_to < 1:
+                maps += f", maps up to {self.up_to:.0%} of the largest".replace("%", " %")
+            return f"batch norm fused ({self.fuse}{maps})"
         if self.invert:
             return "instance and group norms inverted"
         if self.slabs:

@@ -135,6 +135,32 @@ def test_where_a_fused_step_is_faster_it_is_taken_and_trains_as_the_model_does()
     assert torch.equal(model.eval()(x), plain.eval()(x))  # in eval mode it is the model
 
 
+def norms_on_large_maps_at_first() -> nn.Module:
+    """Fused, the first batch norms need three large tensors at once; the others are fused with a profit."""
+    torch.manual_seed(0)
+    later = [nn.MaxPool2d(2), *blocks(8, 16, 16, 16, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5)]
+    return nn.Sequential(*blocks(3, 16, 8), *later)
+
+
+def test_where_all_batch_norms_fused_do_not_fit_those_of_the_largest_maps_are_left_and_it_trains_as_the_model_does() -> (
+    None
+):
+    network = norms_on_large_maps_at_first
+    model, plain, exact = network(), network(), network().double()
+    model = shoal.compile(model, share_of_plain(network, 0.9), allow="bitwise, fuse")
+    for x in batches(2):
+        for one in (model, plain, exact):
+            one.zero_grad()
+            step(one, x.to(next(one.parameters()).dtype))
+    assert chosen(model) == Variant(fuse="bnff", up_to=0.25)
+    assert_trains_as(model, plain, exact)
+    status: Any = model.shoal
+    assert status.measured_peak_bytes <= status.predicted_peak_bytes <= status.budget_bytes
+    outcomes = {str(one.variant): one.outcome for one in status.plan.candidates}
+    assert outcomes["batch norm fused (bnff)"] == "does not fit, by its bound"
+    assert outcomes["as it is"] == "slower"
+
+
 def test_the_table_says_what_was_considered_and_why_it_lost() -> None:
     model = normalised()
     plan = shoal.plan(model, torch.empty(IMAGES), share_of_plain(normalised, 0.9), allow="exact")
@@ -402,6 +428,33 @@ def test_a_form_that_can_gain_next_to_nothing_is_not_planned() -> None:
     outcomes = [one.outcome for one in best_variant(forms, forms.price, 2**40, "").plan.candidates]
     assert forms.asked == [WHOLE]
     assert outcomes == ["chosen", "cannot be much faster, by its bound", "cannot be faster, by its bound"]
+
+
+class UpTo(InSeconds):
+    """Fused, what is normalised fits only up to some share of the largest map."""
+
+    def __init__(self, fits_up_to: float) -> None:
+        super().__init__(whole=(100.0, 110.0), bnff=(80.0, 80.0))
+        self.fits_up_to = fits_up_to
+        self.seconds |= {Variant(fuse="bnff", up_to=share): (90.0, 92.0) for share in (0.9, 0.5, 0.25)}
+
+    def price(self, variant: Variant) -> Priced[None]:
+        def refuse(budget_bytes: int) -> tuple[None, Plan]:
+            self.asked.append(variant)
+            raise BudgetError("no plan fits", least_feasible_bytes=budget_bytes + 1)
+
+        priced = super().price(variant)
+        return replace(priced, plan=refuse) if variant.fuse and variant.up_to > self.fits_up_to else priced
+
+
+@pytest.mark.parametrize("fits_up_to, asked", [(1.0, [1.0]), (0.9, [1.0, 0.9]), (0.3, [1.0, 0.9, 0.5, 0.25])])
+def test_batch_norms_of_the_largest_maps_are_left_until_the_others_fit_fused(
+    fits_up_to: float, asked: list[float]
+) -> None:
+    forms = UpTo(fits_up_to)
+    best = best_variant(forms, forms.price, 2**40, "")
+    assert best.variant == Variant(fuse="bnff", up_to=asked[-1])
+    assert [variant.up_to for variant in forms.asked if variant.fuse] == asked
 
 
 @pytest.mark.parametrize("kept_seconds, asked", [(99.0, ["whole", "pieces"]), (99.8, ["whole"])])

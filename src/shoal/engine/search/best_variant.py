@@ -38,6 +38,7 @@ Made = TypeVar("Made")
 Cost = TypeVar("Cost")
 _GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
 _WORTH_A_PLAN = 0.005  # of the best plan's step: a form that may gain no more is not planned
+_SMALLER_MAPS = (0.9, 0.5, 0.25)  # of the largest map, up to which batch norms are fused where all of them do not fit
 _WORTH_SLICES = 0.1  # likewise on slices of the batch
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out
 _SURE = 0.9  # of what the step on more slices is expected to take
@@ -104,6 +105,7 @@ def best_variant(
     search = _Search(variants, price, budget_bytes)
     search.consider([WHOLE, *variants.of_norms()])
     if search.is_slowed:
+        search.consider_smaller_maps()
         search.consider_pieces()
     if search.is_slowed:
         variant = next(split := iter(variants.split()), None)
@@ -211,6 +213,18 @@ class _Search(Generic[Graph, Made]):
         """Bound what was captured, and plan what may be faster than the best so far, the most promising first."""
         captured, self._captured = self._captured, []
         self._try_each(captured)
+
+    def consider_smaller_maps(self) -> None:
+        """Batch norms fused but for those of the largest maps, where all of them fused do not fit: the most that fit."""
+        if not any(form.variant == WHOLE and self._may_fit(form) for form in self._forms.values()):
+            return
+        unfit = [form.variant for form in self._unfit]
+        for fused in [one for one in unfit if one.fuse and not one.large_only]:
+            for up_to in _SMALLER_MAPS:
+                fewer = replace(fused, up_to=up_to)
+                self.consider([fewer])
+                if any(row.variant == fewer and row.seconds is not None for row in self._rows):
+                    break
 
     def consider_pieces(self) -> None:
         """The same forms once more, with convolutions in pieces, but for those that were asked already."""

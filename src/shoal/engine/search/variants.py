@@ -210,6 +210,14 @@ class Variants:
             return ()
         return tuple(node.args[0].meta["example_value"].numel() for node in _batch_norms(source))
 
+    def _most_elems(self, variant: Variant) -> int | None:
+        if variant.up_to == 1:
+            return None
+        most_elems = int(variant.up_to * max(self.norm_elems))
+        if min(self.norm_elems) > most_elems:
+            raise Refused("all maps are larger")
+        return most_elems
+
     @cached_property
     def _level(self) -> str | None:
         source = layered(self.own)
@@ -292,8 +300,8 @@ class Variants:
         if variant.fuse:
             if variant.large_only and self._every_size is not None and self._every_size.all_large:
                 raise Refused("all maps are large")
-            size = FusionSize("large" if variant.large_only else "always")
-            if not variant.large_only:
+            size = FusionSize("large" if variant.large_only else "always", self._most_elems(variant))
+            if not variant.large_only and variant.up_to == 1:
                 self._every_size = size  # tells when that graph has been traced
             rewritten, summary = fuse_graph(source.root, source.graph, variant.fuse, size)  # type: ignore[arg-type]
             if not summary.fused:

@@ -42,16 +42,21 @@ class FusionSize:
             compiler, a capture or a dispatch mode that watches gets the op, whose call costs nothing there. Neither in
             an empty batch, where there is nothing to measure. "large": by the CPU's numbers everywhere, for a planner
             that compares the two.
+        most_elems: elements of a map, or of all channels of a dense block, beyond which the answer is no; None for any
+            number: the passes over the largest maps need most memory where they are fused.
 
     Attributes:
         fusions: how often the answer was yes in eager mode. It only grows, so that whoever compares it before and after
             a forward pass misses none while other threads run one. A compiler counts nothing: it would guard the
             number, and compile again as soon as that has changed.
         all_large: whether every map was, of those that were asked about: "large" then answers as "always" does.
+        any_too_large: whether a map was beyond `most_elems`.
     """
 
-    def __init__(self, when: When) -> None:
+    def __init__(self, when: When, most_elems: int | None = None) -> None:
         self.when = when
+        self.most_elems = most_elems
+        self.any_too_large = False
         self.fusions = 0
         self.all_large = True
 
@@ -69,6 +74,9 @@ class FusionSize:
         elems = x.numel() if elems is None else elems
         if not torch.compiler.is_compiling():
             self.all_large &= elems >= least
+        if self.most_elems is not None and elems > self.most_elems:
+            self.any_too_large = True
+            return False
         if self.when == "large":
             return elems >= least
         if torch.compiler.is_compiling():
