@@ -31,7 +31,7 @@ log = logging.getLogger("shoal")
 
 _FIRST_PLACED = 2  # by the record of this run: the first one has libraries allocate what stays
 _LAST_RECORDED = 20  # whatever is still to come
-_SPARE_BYTES = 20 << 20  # a page of a segment that grows
+_PAGE_BYTES = 20 << 20  # a page of a segment that grows
 _MORE = 0.015  # of a peak: what may be filled above it, or reserved beyond what was planned
 _RESERVED = 1.1  # of a budget, before blocks are placed: fillers take bytes too, and are for a step that reserves more
 _WORTH = 0.97  # of what is reserved anyway
@@ -164,12 +164,14 @@ class Placement:
         return list(_without_fillers(Event(*entry) for entry in recorded))
 
     def _within_budget(self, node: fx.Node, value: Any) -> Any:
-        """Between ops of a run that is not placed: give cached pages back before more than the budget is reserved."""
+        """Between ops of a run that is not placed: give cached pages back before more than the budget is reserved, or,
+        where holes are filled, more than was foreseen."""
         budget_bytes = self._status.budget_bytes
         if budget_bytes is not None and node.next.op == "call_function":
+            most_bytes = budget_bytes * (_RESERVED if self._filled else 1)
             reserved_bytes = torch.accelerator.memory_reserved(self._device)
-            spare_bytes = reserved_bytes - torch.accelerator.memory_allocated(self._device)
-            if spare_bytes > _SPARE_BYTES and reserved_bytes + _result_bytes(node.next) > budget_bytes:
+            cached_bytes = reserved_bytes - torch.accelerator.memory_allocated(self._device)
+            if cached_bytes > _PAGE_BYTES and reserved_bytes + _result_bytes(node.next) > most_bytes:
                 torch.accelerator.empty_cache()
         return value
 
