@@ -180,7 +180,7 @@ def of_all_forms(plan: Plan) -> dict[str, Any]:
     whole = next((one for one in plan.candidates if one.variant == WHOLE), None)
     plain_seconds = whole.plain_seconds if whole is not None else plan.plain_seconds
     bounds = [one.bound_seconds for one in plan.candidates if one.bound_seconds is not None]
-    bound_seconds = min(bounds, default=plan.plain_seconds + plan.lower_bound_seconds)
+    bound_seconds = min(bounds, default=plan.plain_seconds + plan.least_added_seconds)
     return {
         "predicted_seconds": plan.predicted_seconds,
         "predicted_added_percent": 100 * (plan.predicted_seconds / plain_seconds - 1),

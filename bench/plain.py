@@ -84,7 +84,7 @@ class Times:
 
 
 def plan_columns(plan: Plan) -> dict[str, Any]:
-    """What a plan says of itself; times in percent of the step with everything kept, by its own cost model."""
+    """What a plan says of itself; times in percent of plain PyTorch's step, by its own cost model."""
 
     def percent(seconds: float) -> float:
         return 100 * seconds / plan.plain_seconds if plan.plain_seconds else 0.0
@@ -92,7 +92,7 @@ def plan_columns(plan: Plan) -> dict[str, Any]:
     return {
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "predicted_added_percent": percent(plan.added_seconds),
-        "lower_bound_percent": percent(plan.lower_bound_seconds),
+        "lower_bound_percent": percent(plan.least_added_seconds),
         "codec_percent": percent(plan.codec_seconds),
         "stall_percent": percent(plan.timeline.stall_seconds),
         "copies_percent": percent(sum(transfer.seconds for transfer in plan.timeline.transfers)),

@@ -13,7 +13,8 @@ the last two have deep supervision.
 measured: small networks on this machine, budgets in percent of plain PyTorch's measured peak (forward, cross entropy at
 each scale, backward; contiguous tensors, the target beside), with allow="exact". A step of each is held against plain
 PyTorch's and float64 before it is timed, in turns with plain PyTorch, checkpointing by block (MONAI's way) and
-`activation_memory_budget`, each at its fastest setting whose measured peak fits. slabs: two networks likewise, by the
+`activation_memory_budget`, each at its fastest setting whose measured peak fits; "step off" is how far the predicted
+step is from the median of Shoal's measured ones. slabs: two networks likewise, by the
 means that leave slabs of depth as the way into tight budgets. planned: networks as large as their users train, on
 patches of 96 or 128, for a GPU that is not here. flat: the least share of the same network in two dimensions, on about
 as many pixels. patch: the largest that fits that GPU's memory, for plain PyTorch and, among cubes, for Shoal.
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import gc
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -113,6 +115,8 @@ def measure(
         if isinstance(run, Ours):
             row["shoal"] = {**shoal_columns(run, budgets[share]), **times.columns(share)}
             row["shoal"]["variant"] = str(run.plan.variant)
+            step_off = run.plan.predicted_seconds / statistics.median(row["shoal"]["seconds"]) - 1
+            row["shoal"]["step_off_percent"] = 100 * step_off
         else:
             row["shoal"] = refusal_columns(run)
         for peer in PEERS if values else (CHECKPOINT,):
@@ -140,14 +144,15 @@ def measured_table(name: str, precision: str, found: Mapping[str, Any], when: st
     title += "parameters and gradients {plain[parameters_and_gradients_percent]:.1f} %"
     table = new_table(
         escape(cells(title.replace("|", ""), found, name=name, precision=precision)[0]) + when,
-        "budget | <met | predicted | measured | off | added | planned for | <computed | <gradients | checkpointing | "
-        "activation_memory_budget",
+        "budget | <met | predicted | measured | off | added | step off | planned for | <computed | <gradients | "
+        "checkpointing | activation_memory_budget",
     )
     for row in found["rows"]:
         ours = row["shoal"]
         shown = [*cells("{share:g} %, {budget_bytes:bytes}", row), met(ours)]
         form = "{predicted_peak_bytes:bytes} | {measured_peak_bytes:bytes} | {difference_percent:+.2f} % | "
-        form += "{added_percent:+.1f} % | {planning_seconds:.0f} s | {variant} | {exactness}"
+        form += "{added_percent:+.1f} % | {step_off_percent:+.0f} % | {planning_seconds:.0f} s | {variant} | "
+        form += "{exactness}"
         shown += cells(form, ours)
         shown[2] = shown[2] or cells("≥ {least_feasible_bytes:bytes}", ours)[0]
         shown += [_peer(row.get(CHECKPOINT)), _peer(row.get(ACTIVATION_MEMORY_BUDGET))]

@@ -16,6 +16,7 @@ from torch import fx
 from shoal.capture.op_counts import flops, moved_bytes
 from shoal.core.hardware import Device, Hardware, Link, MeasuredLink
 from shoal.cost import measure, measure_links, profile
+from shoal.cost.in_turns import Timing
 from shoal.cost.measure_disk import FileRates
 from shoal.cost.random_operands import OperandFactory
 from shoal.offload import policy
@@ -31,13 +32,14 @@ HERE = Hardware(
 HOST_BYTES = 2**36  # free, and on disk
 
 
-def _costs(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int]:
+def _timing(node: fx.Node, operands: OperandFactory, hurry: bool) -> Timing:
     target: Any = node.target
     args, kwargs = operands.arguments(node)
     workspace = profile._cuda_workspace if operands.device.type == "cuda" else profile._cpu_workspace
     device = HERE.device
     seconds = max(flops(node) / device.flops_per_second, moved_bytes(node) / device.bytes_per_second)
-    return device.launch_seconds + seconds, workspace(lambda: target(*args, **kwargs))
+    seconds += device.launch_seconds
+    return Timing(lambda: seconds, [seconds], workspace(lambda: target(*args, **kwargs)), once=True)
 
 
 def _here(device: torch.device) -> Hardware:
@@ -45,7 +47,7 @@ def _here(device: torch.device) -> Hardware:
 
 
 _MADE_UP: list[tuple[Any, str, Any]] = [
-    (profile, "_measure", _costs),
+    (profile, "_begin", _timing),
     (measure, "_measure", _here),
     (measure_links, "_slab_copies", lambda: SLAB),
     (measure_links, "file_rates", lambda folder: FILE),

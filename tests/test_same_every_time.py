@@ -69,8 +69,8 @@ def test_times_and_rates_are_the_same_on_every_machine(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("real_machine")
 def test_what_measures_is_tested_on_the_real_machine() -> None:
-    assert profiling._measure is not made_up_machine._costs
+    assert profiling._begin is not made_up_machine._timing
 
 
 def test_and_afterwards_the_made_up_machine_is_back() -> None:
-    assert profiling._measure is made_up_machine._costs
+    assert profiling._begin is made_up_machine._timing

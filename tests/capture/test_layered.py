@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
 
+from shoal.capture.autocast_regions import Under
 from shoal.capture.layered import Refused, as_dynamo_graph, layered
 from shoal.transforms.live_graph import live_graph
 
@@ -102,13 +104,48 @@ def test_the_images_come_first() -> None:
 
 
 class Autocast(nn.Module):
+    """Enters autocast for all layers but one norm's, in which another autocast is off, and a loss."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3)
+        self.conv, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.exact, self.last = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu"):
-            return self.conv(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.relu(self.norm(self.conv(x)), inplace=True)
+            with torch.autocast("cpu", enabled=False):
+                y = self.exact(y.float())
+            y = self.last(y)
+        assert y.dtype == torch.bfloat16
+        return F.log_softmax(y.float() @ torch.ones(6, 6), 1)
+
+
+@pytest.mark.parametrize("ambient", [False, True], ids=["alone", "inside another"])
+def test_each_op_runs_under_the_autocast_that_the_model_enters_for_it(ambient: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Autocast(), torch.randn(2, 2, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=ambient):
+        theirs, ours = trained(copy.deepcopy(model), None, x), trained(copy.deepcopy(model), rebuilt, x)
+    assert ours[0].dtype == (torch.bfloat16 if ambient else torch.float32)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+def test_layers_under_the_autocast_of_most_are_read_and_others_enter_their_own() -> None:
+    source = read(Autocast(), torch.ones(2, 2, 8, 8))
+    assert [node.target for node in source.graph.find_nodes(op="call_module")] == ["conv", "norm", "last"]
+    assert [dtype for _, dtype, *_ in source.autocasts] == [torch.bfloat16]
+    own = [node.target for node in source.graph.nodes if isinstance(node.target, Under)]
+    assert [one.target for one in own] == [torch.conv2d, torch.ones, operator.matmul, F.log_softmax]
+    assert [len(one.autocasts) for one in own] == [2, 0, 0, 0]
+
+
+class WritesUnderAnother(Autocast):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.conv(x)
+        return y.exp_()
 
 
 class NoGrad(Autocast):
@@ -118,6 +155,12 @@ class NoGrad(Autocast):
         return self.conv(x) + y
 
 
-@pytest.mark.parametrize("model", [Autocast(), NoGrad()])
-def test_what_changes_how_ops_run_is_left_as_it_is(model: nn.Module) -> None:
-    assert "under autocast or without gradients" in str(read(model, torch.ones(2, 2, 8, 8)))
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (NoGrad(), "a part of it runs without gradients"),
+        (WritesUnderAnother(), "exp_ writes in place under an autocast of its own"),
+    ],
+)
+def test_what_changes_how_ops_run_is_left_as_it_is(model: nn.Module, why: str) -> None:
+    assert str(read(model, torch.ones(2, 2, 8, 8))) == why

@@ -15,6 +15,7 @@ from shoal.core.plan import Plan
 from shoal.core.residence import Encode, Keep, Offload, Recompute, Residence, residence_from_json, residence_to_json
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
+from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time
 from tests.engine.lossy_steps import chain, plan_encoding_everything
@@ -33,6 +34,20 @@ def test_what_it_adds_is_what_it_recomputes() -> None:
     assert plan.predicted_peak_bytes < plan.plain_peak_bytes
     assert {s.name for s in plan.kept} == {"conv_0.out", "conv_3.out", "conv_6.out"}
     assert not {s.name for s in plan.recomputed} & {s.name for s in plan.kept}
+
+
+def test_plain_is_the_step_as_its_author_wrote_it_where_another_form_was_chosen() -> None:
+    form = Variant(slabs=4)
+    written = Candidate(WHOLE, 9, 1.0, 20_000, None, None, None, "does not fit")
+    plan = replace(_plan(), variant=form, candidates=(written, replace(written, variant=form, outcome="chosen")))
+    assert (plan.plain_seconds, plan.plain_peak_bytes) == (1.0, 20_000)
+    assert plan.added_seconds == plan.predicted_seconds - 1.0
+    kept_seconds = plan.plain_timeline.seconds
+    assert plan.least_added_seconds == pytest.approx(kept_seconds + 0.25 - 1.0)
+    text = plan.explain()
+    assert "of plain PyTorch's 1000.0 ms" in text and f"keeping everything takes {1e3 * kept_seconds:.1f} ms" in text
+    alone = replace(plan, candidates=())  # of a planner that was called by itself
+    assert (alone.plain_seconds, alone.least_added_seconds) == (kept_seconds, pytest.approx(0.25))
 
 
 def test_it_explains_where_the_peak_is_and_what_became_of_each_storage() -> None:

@@ -3,6 +3,9 @@
 Dynamo has followed the model's own code, its hooks and its state, and guards all of it; a rewrite of its graph needs no
 guards of its own. Its graph calls functions (`F.batch_norm`) with parameters that are inputs of the graph. Here each
 convolution and each batch norm becomes a layer, whose parameters are those inputs while the rewritten graph is traced.
+
+Where the model enters autocast, everything runs under what most layers run under. An op under another one stays a call
+that enters it by itself, which no rewrite takes apart.
 """
 
 from __future__ import annotations
@@ -18,8 +21,17 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from shoal.capture.autocast_regions import (
+    Autocasts,
+    InterpreterUnder,
+    autocasts_of,
+    is_affected,
+    most_frequent,
+    run_under,
+)
 from shoal.capture.fx_nodes import module_path
 from shoal.transforms.tracing import add_to_new_memory
+from shoal.transforms.writes import is_in_place
 
 _CONVOLUTIONS: dict[Any, Callable[..., _ConvNd]] = {
     torch.conv1d: nn.Conv1d,
@@ -60,12 +72,14 @@ class LayeredGraph:
         graph: what is called; its inputs are those that no layer has. The images come first.
         bound: which inputs of Dynamo's graph the layers have.
         places: which inputs of Dynamo's graph its inputs are.
+        autocasts: what the graph runs under beside what its caller has entered.
     """
 
     root: nn.Module
     graph: fx.Graph
     bound: tuple[_Bound, ...]
     places: tuple[int, ...]
+    autocasts: Autocasts = ()
 
     def layers(self, kind: type[nn.Module]) -> list[nn.Module]:
         """The layers of a kind, each once."""
@@ -76,8 +90,8 @@ def layered(gm: fx.GraphModule) -> LayeredGraph:
     """Read the layers out of a graph of Dynamo's.
 
     Raises:
-        Refused: a part of it runs under autocast, without gradients or as a graph of its own, which rewrites would take
-            its layers out of.
+        Refused: a part of it runs without gradients or as a graph of its own, which rewrites would take its layers out
+            of, or writes in place under an autocast of its own.
 
     >>> network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     >>> def show(gm, inputs):
@@ -102,7 +116,13 @@ class _Reader:
         self.known: dict[Any, str] = {}  # layers that are called more than once
 
     def read(self) -> LayeredGraph:
-        layer_calls = {node: found for node in self.gm.graph.nodes if (found := self._layer(node)) is not None}
+        autocasts = autocasts_of(self.gm.graph)
+        most = most_frequent(under for node, under in autocasts.items() if _is_layer(node))
+        layer_calls = {
+            node: found
+            for node, under in autocasts.items()
+            if under == most and (found := self._layer(node)) is not None
+        }
         needed = [node for node in self.inputs if self._is_read(node, layer_calls)]
         images = next((node for node in needed if not is_of_a_module(node)), None)
         if images is not None:
@@ -110,7 +130,7 @@ class _Reader:
             needed.insert(0, images)
         for node in needed:
             self.value[node] = self._copied(node)
-        for node in self.gm.graph.nodes:
+        for node, under in autocasts.items():
             if node.op == "placeholder":
                 continue
             if node in layer_calls:
@@ -121,10 +141,13 @@ class _Reader:
                 _check(node, self.gm)
                 if node.op == "get_attr":
                     setattr(self.root, str(node.target), getattr(self.gm, str(node.target)))
-                self.value[node] = self._copied(node)
+                is_own = under != most and is_affected(node)
+                if is_own and is_in_place(node):
+                    raise Refused(f"{node.name} writes in place under an autocast of its own")
+                self.value[node] = run_under(node, under, self.value, self.graph) if is_own else self._copied(node)
         add_to_new_memory(self.root, self.graph)
         places = tuple(self.place[node] for node in needed)
-        return LayeredGraph(self.root, self.graph, tuple(self.bound), places)
+        return LayeredGraph(self.root, self.graph, tuple(self.bound), places, most)
 
     def _copied(self, node: fx.Node) -> fx.Node:
         return self.graph.node_copy(node, self.value.__getitem__)
@@ -135,11 +158,9 @@ class _Reader:
 
     def _layer(self, node: fx.Node) -> tuple[str, fx.Node] | None:
         """The name of the layer that a node calls, and what it is called with."""
-        if node.op != "call_function":
+        if not _is_layer(node):
             return None
-        if node.target in _CONVOLUTIONS:
-            return self._convolution(node)
-        return self._batch_norm(node) if node.target is F.batch_norm else None
+        return self._convolution(node) if node.target in _CONVOLUTIONS else self._batch_norm(node)
 
     def _convolution(self, node: fx.Node) -> tuple[str, fx.Node] | None:
         given = _arguments(node, _CONVOLUTION_ARGUMENTS, _CONVOLUTION_DEFAULTS)
@@ -232,6 +253,11 @@ class _Reader:
         return all(given[name] is None or given[name] in self.place for name in names)
 
 
+def _is_layer(node: fx.Node) -> bool:
+    """Whether it calls what may become a layer."""
+    return node.op == "call_function" and (node.target in _CONVOLUTIONS or node.target is F.batch_norm)
+
+
 def _arguments(node: fx.Node, names: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any] | None:
     given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
     return given if given.keys() == set(names) and isinstance(given["input"], fx.Node) else None
@@ -257,8 +283,8 @@ def _check(node: fx.Node, gm: fx.GraphModule) -> None:
     if node.op == "get_attr" and not isinstance(getattr(gm, str(node.target), None), torch.Tensor):
         raise Refused(f"{node.target} is a graph of its own, such as a checkpointed part")
     name = getattr(node.target, "__name__", "")
-    if node.op == "call_function" and any(part in name for part in ("autocast", "grad_enabled", "inference_mode")):
-        raise Refused("a part of it runs under autocast or without gradients")
+    if node.op == "call_function" and any(part in name for part in ("grad_enabled", "inference_mode")):
+        raise Refused("a part of it runs without gradients")
 
 
 def as_dynamo_graph(
@@ -297,7 +323,7 @@ class _Variant(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         given = (*self._first, *(inputs[place] for place in self._source.places))
         with _binding(self._source.bound, inputs):
-            return fx.Interpreter(self._rewritten[0]).run(*given)
+            return InterpreterUnder(self._rewritten[0], self._source.autocasts).run(*given)
 
 
 @contextmanager

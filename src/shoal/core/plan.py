@@ -56,16 +56,18 @@ class Plan:
         planner: the strategy that made it.
         hardware: what its times are for.
         budget_bytes: the most device bytes in use at once; 0 for no limit.
-        lower_bound_seconds: no plan of this step inside this budget adds less time than this, by the same cost model;
-            with the ops in this order and, where storages are encoded, none that encodes the same ones.
+        lower_bound_seconds: no plan of this step in this form inside this budget adds less time than this to the form
+            with everything kept, by the same cost model; with the ops in this order and, where storages are encoded,
+            none that encodes the same ones.
         planning_seconds: how long planning took.
-        exact_graph: the step without those ops, which "plain" and "added" refer to; None where nothing is encoded.
+        exact_graph: the step without those ops; None where nothing is encoded.
         errors: ||decoded - x|| / ||x|| of each encoded storage, by its name.
         options: what the model was compiled with, as plain data; empty where a planner was called by itself.
         errors_measured: whether `errors` come from a step of the training. If not, they are those of normal numbers.
         stopped_early: parts of the search for it that a time limit ended. Planned again, it may be another plan.
         variant: in which form the step is computed.
-        candidates: the forms that were considered; empty where there was no choice.
+        candidates: the forms that were considered; empty where there was no choice. "Plain" and "added" refer to the
+            step as the model's author wrote it, which is one of them where it is computed in another form.
         captured_order: names of the ops in the order in which they were captured; empty where they run in that order.
         breaks: where the model breaks into several graphs, of which this step is joined, and why.
         checkpoints: how many regions of the model stand under `torch.utils.checkpoint`.
@@ -113,7 +115,9 @@ class Plan:
 
     @cached_property
     def plain_timeline(self) -> Timeline:
-        """The simulated step when everything is kept, nothing is encoded and ops run as they were captured."""
+        """The simulated step when everything is kept, nothing is encoded and ops run as they were captured, in the form
+        of this plan.
+        """
         return simulate(self.exact_step, {}, self.budget_bytes)
 
     @property
@@ -128,18 +132,30 @@ class Plan:
 
     @property
     def plain_peak_bytes(self) -> int:
-        """The predicted peak when everything is kept."""
-        return self.plain_timeline.peak_bytes
+        """The predicted peak of plain PyTorch: everything is kept, in the form in which the author wrote the step."""
+        return self._as_written.plain_peak_bytes if self._as_written else self.plain_timeline.peak_bytes
 
     @property
     def plain_seconds(self) -> float:
-        """How long the step takes when everything is kept."""
-        return self.plain_timeline.seconds
+        """How long plain PyTorch's step takes: everything is kept, in the form in which the author wrote it."""
+        return self._as_written.plain_seconds if self._as_written else self.plain_timeline.seconds
 
     @property
     def added_seconds(self) -> float:
-        """What the plan adds to the step."""
+        """What the plan adds to plain PyTorch's step; negative where another form is faster."""
         return self.predicted_seconds - self.plain_seconds
+
+    @property
+    def least_added_seconds(self) -> float:
+        """`lower_bound_seconds` beside plain PyTorch's step: no plan of this form and order adds less to that."""
+        return self.lower_bound_seconds + self.plain_timeline.seconds - self.plain_seconds
+
+    @cached_property
+    def _as_written(self) -> Candidate | None:
+        """The step as its author wrote it; None where it is computed so, or that was not considered."""
+        if self.variant == WHOLE:
+            return None
+        return next((one for one in self.candidates if one.variant == WHOLE and one.n_ops), None)
 
     @property
     def recomputed(self) -> tuple[Storage, ...]:
@@ -208,17 +224,11 @@ class Plan:
     def explain(self) -> str:
         """The plan as text: what it costs, what fills the peak, and the residences of the largest storages."""
         peak = self.timeline.peak
-        share = _percent(self.predicted_peak_bytes, self.plain_peak_bytes)
         budget = format_bytes(self.budget_bytes) if self.budget_bytes else "none"
-        alike = "no plan in this order of ops" + (" that encodes these" if self.encoded else "")
         lines = [
             f"{self.graph.model or 'model'}, planner {self.planner}, times for {self.hardware or 'unknown hardware'}",
             f"budget          {budget}",
-            f"predicted peak  {format_bytes(self.predicted_peak_bytes)} ({share} of keeping everything, "
-            f"{format_bytes(self.plain_peak_bytes)})",
-            f"predicted step  {1e3 * self.predicted_seconds:.1f} ms, of which {1e3 * self.added_seconds:.1f} ms added "
-            f"(+{_percent(self.added_seconds, self.plain_seconds)}); {alike} can add less than "
-            f"{1e3 * self.lower_bound_seconds:.1f} ms",
+            *self._describe_cost(),
             f"kept            {len(self.kept)} saved storages, {format_bytes(sum(s.nbytes for s in self.kept))}",
             f"recomputed      {len(self.recomputed)} storages, {format_bytes(sum(s.nbytes for s in self.recomputed))}",
             *([f"order           {self.order}"] if self.order else []),
@@ -242,6 +252,27 @@ class Plan:
             what = storage.layer or storage.name
             lines.append(f"  {format_bytes(storage.nbytes):>10}  {what:<28} {self.fate(storage)}")
         return "\n".join(lines)
+
+    def _describe_cost(self) -> list[str]:
+        peak, plain_peak = format_bytes(self.predicted_peak_bytes), format_bytes(self.plain_peak_bytes)
+        share = _percent(self.predicted_peak_bytes, self.plain_peak_bytes)
+        step, bound_ms = f"{1e3 * self.predicted_seconds:.1f} ms", 1e3 * self.lower_bound_seconds
+        alike = "no plan in this order of ops" + (" that encodes these" if self.encoded else "")
+        if self._as_written is None:
+            return [
+                f"predicted peak  {peak} ({share} of keeping everything, {plain_peak})",
+                f"predicted step  {step}, of which {1e3 * self.added_seconds:.1f} ms added "
+                f"(+{_percent(self.added_seconds, self.plain_seconds)}); {alike} can add less than {bound_ms:.1f} ms",
+            ]
+        kept, added = self.plain_timeline, _percent(abs(self.added_seconds), self.plain_seconds)
+        kept_seconds, sign = kept.seconds, "+" if self.added_seconds >= 0 else "-"
+        return [
+            f"predicted peak  {peak} ({share} of plain PyTorch's {plain_peak}; in this form keeping everything takes "
+            f"{format_bytes(kept.peak_bytes)})",
+            f"predicted step  {step}, {sign}{added} of plain PyTorch's {1e3 * self.plain_seconds:.1f} ms; in this form "
+            f"keeping everything takes {1e3 * kept_seconds:.1f} ms, and {alike} less than "
+            f"{1e3 * kept_seconds + bound_ms:.1f} ms",
+        ]
 
     def _waiting(self) -> tuple[Storage, ...]:
         """The saved storages, and in the place of each payload the storage whose encoded form it is."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,29 +24,22 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.capture import inplace
 from shoal.capture.captured import Captured
-from shoal.capture.op_counts import target_name
+from shoal.capture.op_counts import moved_bytes, target_name
 from shoal.core.progress import doing
 from shoal.core.records import read_value
 from shoal.core.step import StepGraph
 from shoal.cost import measurement_cache
 from shoal.cost.device_clock import DeviceClock
+from shoal.cost.in_turns import InTurns, Timing
 from shoal.cost.kernel_selection import select_kernels
 from shoal.cost.random_operands import OperandFactory
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
 
-_MIN_RUNS = 3
-_MAX_RUNS = 30
-_ENOUGH_SECONDS = 0.003  # of runs of one op, after the fewest runs
-_MAX_SECONDS = 0.06  # of runs of one op, even if they are few
 _FIRST_COUNTS_SECONDS = 0.02  # a first run that takes longer is a time too: what it selects is a small part of it
-_SPREAD = 0.03  # of the fastest run: a second one this near confirms it
 _LONGEST_SECONDS = 3600.0  # of one op; a longer cached time is ignored
 _UNDISTURBED_SECONDS = 1e-3  # the fastest of runs as short as this was not interrupted; processor clocks are coarser
-_IN_CACHE_SECONDS = 2e-3  # what takes longer does not find its operands in the cache of a core
-_IN_SHARED_CACHE_SECONDS = 2e-2  # nor what takes longer than this in the one that cores share
-_IN_CORE_ELEMS = 1 << 18  # of operands and results: with fewer, what ran before an op has left them in a cache
 _SLOW_SECONDS = 0.5  # an op whose first run takes longer is timed once
 
 
@@ -94,8 +87,8 @@ def profile(
     60 ms: two or three runs of a large op, a few more of a small one. The fastest counts: other load only adds time.
 
     Between runs on the CPU other memory goes through the caches of its cores, as other ops' does in a step; where
-    operands and results are larger than 1 MiB, through the cache that cores share as well: a slice of a batch that is
-    read again after all other slices does not lie there any more.
+    operands and results are larger than 1 MiB, through the cache that cores share as well: ops of a step are timed in
+    turns. A slice of a batch that is read again after all other slices does not lie there any more.
 
     An op that may write over an operand is timed doing so, as it does in nearly every planned step: new memory for a
     large result costs as much as a pointwise op itself, where the system has to hand out its pages first.
@@ -129,7 +122,8 @@ def profile(
     measured: dict[str, _Cost] = {}
     try:
         with isolated(place), _bar(missing, progress) as advance:
-            _measure_each(missing, place, measured, advance, budget_seconds)
+            if missing:
+                _measure_each(missing, place, measured, advance, budget_seconds)
             _device_clock.cache_clear()  # it holds memory of the device
             select_kernels(nodes, place)
     finally:
@@ -160,14 +154,26 @@ def _measure_each(
     budget_seconds: float | None,
 ) -> None:
     operands = OperandFactory(place)
+    turns = InTurns(operands)
     deadline = time.perf_counter() + (float("inf") if budget_seconds is None else budget_seconds)
+
+    def keep(complete: Iterable[tuple[str, Timing | Exception]]) -> None:
+        for key, timing in complete:
+            if isinstance(timing, Timing):
+                measured[key] = _Cost(timing.seconds, timing.workspace_bytes, timing.launch_seconds)
+            else:
+                reason = str(timing).strip().splitlines()[0] if str(timing).strip() else type(timing).__name__
+                warnings.warn(f"cannot time {key}: {reason}; its time stays an estimate", stacklevel=4)
+
     for key, node in missing.items():
         advance(target_name(node.target))
         try:
-            measured[key] = _Cost(*_measure(node, operands, hurry=time.perf_counter() > deadline))
+            timing = _begin(node, operands, hurry=time.perf_counter() > deadline)
         except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            warnings.warn(f"cannot time {key}: {reason}; its time stays an estimate", stacklevel=3)
+            keep([(key, error)])
+        else:
+            keep(turns.add(key, timing))
+    keep(turns.rest())
 
 
 def profile_step(captured: Captured, device: torch.device) -> StepGraph:
@@ -176,26 +182,27 @@ def profile_step(captured: Captured, device: torch.device) -> StepGraph:
     return captured.with_costs(costs.seconds, costs.workspace_bytes, costs.launch_seconds)
 
 
-def _measure(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int] | tuple[float, int, float]:
+def _begin(node: fx.Node, operands: OperandFactory, hurry: bool) -> Timing:
+    """The first run of an op, on the CPU; on another device all of its runs."""
     if operands.device.type != "cpu":
-        return _measure_on_device(node, operands, hurry)
+        kernel_seconds, workspace_bytes, launch_seconds = _measure_on_device(node, operands, hurry)
+        return Timing(
+            lambda: kernel_seconds, [kernel_seconds], workspace_bytes, once=True, launch_seconds=launch_seconds
+        )
     run = _call(node, operands)
     first: list[float] = []
     workspace_bytes = _cpu_workspace(lambda: _held(run, first))
-    slow = first[0] > _SLOW_SECONDS
     overwriting = _overwriting_call(node, operands)
     if overwriting is not None and inplace.needs_scratch_to_overwrite(node.target):
         workspace_bytes = max(workspace_bytes, _cpu_workspace(overwriting))
         overwriting = overwriting if inplace.usually_overwrites(node.target) else None
-    times = [seconds for seconds in first if seconds > _FIRST_COUNTS_SECONDS and overwriting is None]
-    run = overwriting or run
-    leaves_core = _elems(node) > _IN_CORE_ELEMS
-    while not times or (not (slow or hurry) and not _enough(times)):
-        fastest = min(times, default=0.0)
-        if fastest < (_IN_SHARED_CACHE_SECONDS if leaves_core else _IN_CACHE_SECONDS):
-            operands.evict(shared=leaves_core)
-        times.append(_cpu_clock(run))
-    return min(times), workspace_bytes  # other load only adds time
+    return Timing(
+        run=lambda: _cpu_clock(overwriting or run),
+        times=[seconds for seconds in first if seconds > _FIRST_COUNTS_SECONDS and overwriting is None],
+        workspace_bytes=workspace_bytes,
+        moved_bytes=moved_bytes(node),
+        once=hurry or first[0] > _SLOW_SECONDS,
+    )
 
 
 def _measure_on_device(node: fx.Node, operands: OperandFactory, hurry: bool) -> tuple[float, int, float]:
@@ -248,17 +255,6 @@ def _tensor_of(operand: fx.Node, nodes: Sequence[Any], tensors: Sequence[Any]) -
 @lru_cache(1)
 def _device_clock(device: torch.device) -> DeviceClock:
     return DeviceClock(device)
-
-
-def _enough(times: list[float]) -> bool:
-    spent = sum(times)
-    if spent > _MAX_SECONDS or len(times) >= _MAX_RUNS:
-        return True
-    if len(times) < 2:
-        return False
-    fastest, next_fastest = sorted(times)[:2]
-    confirmed = next_fastest <= (1 + _SPREAD) * fastest
-    return confirmed or (spent > _ENOUGH_SECONDS and len(times) >= _MIN_RUNS)
 
 
 def _held(run: Callable[[], Any], seconds: list[float]) -> Any:

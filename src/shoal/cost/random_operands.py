@@ -58,6 +58,11 @@ class OperandFactory:
             kwargs["device"] = self.device
         return tuple(args), kwargs
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of the cache that the cores share, at most 64 MiB."""
+        return _shared_cache_bytes()
+
     def evict(self, *, shared: bool = False) -> None:
         """Move what was used last out of the cores' own caches.
 

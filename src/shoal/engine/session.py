@@ -440,7 +440,7 @@ class Session:
 
         What is encoded stays: it would change the numbers.
         """
-        slowed = any(plan.added_seconds > _SLOWER * plan.plain_seconds for plan in self.status.plans)
+        slowed = any(plan.predicted_seconds > (1 + _SLOWER) * plan.plain_timeline.seconds for plan in self.status.plans)
         return slowed and not self._improved and self.options.lossy is None
 
     def _repair(self, steps: Sequence[Metered], measured_bytes: int, predicted_bytes: int, budget_bytes: int) -> None:

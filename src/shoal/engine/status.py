@@ -148,7 +148,7 @@ class Status:
             "shoal/budget_bytes"; "shoal/predicted_peak_bytes" and "shoal/measured_peak_bytes", the highest of all
             plans; on CUDA "shoal/reserved_peak_bytes", what the allocator then held of the device, and
             "shoal/predicted_reserved_bytes", and "shoal/graph_bytes" of CUDA graphs;
-            "shoal/plain_peak_bytes" and "shoal/plain_seconds", the predicted step with everything kept;
+            "shoal/plain_peak_bytes" and "shoal/plain_seconds", plain PyTorch's predicted step;
             "shoal/predicted_seconds", "shoal/added_seconds", and "shoal/lower_bound_seconds" of what is added;
             "shoal/kept_bytes", "shoal/recomputed_bytes", "shoal/offloaded_bytes" and "shoal/encoded_bytes" of saved
             storages; how many "shoal/plans" are in force, how often a step was prepared ("shoal/preparations") and
@@ -183,7 +183,7 @@ class Status:
                 "plain_seconds": plan.plain_seconds,
                 "predicted_seconds": plan.predicted_seconds,
                 "added_seconds": plan.added_seconds,
-                "lower_bound_seconds": plan.lower_bound_seconds,
+                "lower_bound_seconds": plan.least_added_seconds,
                 **{f"{name}_bytes": _bytes(getattr(plan, name)) for name in _RESIDENCES},
             }
         return {f"shoal/{name}": value for name, value in found.items() if value is not None}
@@ -278,8 +278,10 @@ class Status:
 
     @property
     def lower_bound_seconds(self) -> float | None:
-        """No plan of the largest step inside the budget adds less time than this, in its form and order of ops."""
-        return self.plan.lower_bound_seconds if self.plan else None
+        """No plan of the largest step inside the budget adds less time than this to plain PyTorch's, in its form and
+        order of ops: negative where that form is faster.
+        """
+        return self.plan.least_added_seconds if self.plan else None
 
     def lossy_report(
         self,

@@ -55,7 +55,8 @@ def _memory(timeline: Timeline) -> dict[str, Any]:
 
 
 def _plain(report: Report) -> dict[str, Any] | None:
-    """Plain PyTorch's curve; `at` is where its first, second, ... op stands among the moments of the timeline.
+    """The curve with everything kept, plain PyTorch's where the step is computed as it is written; `at` is where its
+    first, second, ... op stands among the moments of the timeline.
 
     The plan may run the same ops in another order.
     """
@@ -65,7 +66,9 @@ def _plain(report: Report) -> dict[str, Any] | None:
     at = [i for i, moment in enumerate(report.timeline.moments) if moment.phase not in WAITS | {"recompute"}]
     if sorted(report.timeline.moments[i].op for i in at) != sorted(moment.op for moment in moments):
         return None  # the timeline is of another step than the plan
+    as_written = report.plan.plain_peak_bytes == report.plan.plain_timeline.peak_bytes
     return {
+        "name": "plain PyTorch" if as_written else "everything kept",
         "start": [round(moment.start_seconds, 9) for moment in moments],
         "end": round(report.plan.plain_timeline.seconds, 9),
         "bytes": [moment.total_bytes for moment in moments],

@@ -263,8 +263,9 @@ def tiles(report: Report) -> list[Tile]:
         tone = "" if not budget else "bad" if measured > budget else "good"
         shown.append(Tile("Measured peak", format_bytes(measured), note, tone))
     if plan is not None:
-        added, bound = plan.added_seconds, plan.lower_bound_seconds
-        share = f"+{format_percent(added / plan.plain_seconds)} of a step" if plan.plain_seconds else ""
+        added, bound = plan.added_seconds, plan.least_added_seconds
+        sign = "+" if added >= 0 else "-"
+        share = f"{sign}{format_percent(added / plan.plain_seconds)} of a step" if plan.plain_seconds else ""
         plans = "plan in this order of ops" + (" that encodes the same" if plan.encoded else "")
         bound_text = f"at least {format_seconds(bound)} for any {plans}" if bound > 0 else "lower bound 0 s"
         shown.append(Tile("Added time", format_seconds(added), ", ".join(s for s in (share, bound_text) if s)))

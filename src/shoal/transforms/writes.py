@@ -60,6 +60,19 @@ def is_told_in_place(node: fx.Node) -> bool:
     return bool(node.kwargs.get("inplace", node.args[place] if place < len(node.args) else False))
 
 
+def is_in_place(node: fx.Node) -> bool:
+    """Whether it calls a function or a method that writes over its first operand."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = _name(node)
+    return (
+        is_told_in_place(node)
+        or node.target in IN_PLACE_OPERATORS
+        or node.target is operator.setitem
+        or (name.endswith("_") and not name.endswith("__"))
+    )
+
+
 def write_to_new_memory(node: fx.Node) -> None:
     """Call it with `inplace=False`."""
     place = _IN_PLACE_AT.get(node.target)  # type: ignore[arg-type]  # any target
@@ -159,15 +172,7 @@ class Writes:
     def _is_in_place(self, node: fx.Node) -> bool:
         if node.op == "call_module":
             return any(getattr(inner, "inplace", False) for inner in self._modules[str(node.target)].modules())
-        if node.op not in ("call_function", "call_method"):
-            return False
-        name = _name(node)
-        return (
-            is_told_in_place(node)
-            or node.target in IN_PLACE_OPERATORS
-            or node.target is operator.setitem
-            or (name.endswith("_") and not name.endswith("__"))
-        )
+        return is_in_place(node)
 
 
 def _name(node: fx.Node) -> str:

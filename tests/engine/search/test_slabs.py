@@ -69,6 +69,9 @@ def test_a_step_trains_in_a_budget_that_recomputing_does_not_meet() -> None:
     status: Any = model.shoal
     assert status.plan.variant.slabs and "slabs" in status.plan.explain()
     assert status.measured_peak_bytes <= tight_bytes and status.repairs == 0
+    written, plan = shoal.plan(*made()), status.plan  # what it adds is held against the step without slabs
+    assert plan.plain_peak_bytes == pytest.approx(written.plain_peak_bytes, rel=0.02)
+    assert plan.plain_seconds == next(row.plain_seconds for row in plan.candidates if row.variant == Variant())
     for ours, plain, right in zip(mine, theirs, exact, strict=True):
         scale = right.abs().max()
         assert (ours - right).abs().max() <= 2 * (plain - right).abs().max() + 1e-5 * scale
@@ -88,3 +91,22 @@ def test_large_volumes_alone_have_such_forms(monkeypatch: pytest.MonkeyPatch) ->
     assert forms == [[Variant(slabs=4), Variant(slabs=4, twice=True)], []]
     assert [str(one) for one in forms[0]] == ["large layers on 4 slabs", "large layers on 4 slabs, measured first"]
     assert {means for one in forms[0] for means in one.means} == {"exact_split"}
+
+
+class UnderAutocast(Network):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = super().forward(x)
+        return y.float()
+
+
+def test_a_network_that_enters_autocast_needs_what_it_needs_when_called_under_it() -> None:
+    model, x = made()
+    with pytest.raises(BudgetError) as entering:
+        shoal.plan(UnderAutocast(), x, 1, allow=ALLOW)
+    with pytest.raises(BudgetError) as whole:
+        shoal.plan(UnderAutocast(), x, 1, allow="recompute")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(BudgetError) as called:
+        shoal.plan(model, x, 1, allow=ALLOW)
+    needed = [error.value.least_feasible_bytes or 0 for error in (entering, called, whole)]
+    assert needed[0] - needed[1] in range(1024) and needed[1] < 0.9 * needed[2]  # its result leaves in float32

@@ -150,7 +150,7 @@ def _figures(made: Plan) -> dict[str, Any]:
         "plain_peak_bytes": made.plain_peak_bytes,
         "predicted_seconds": made.predicted_seconds,
         "plain_seconds": made.plain_seconds,
-        "lower_bound_seconds": made.lower_bound_seconds,
+        "lower_bound_seconds": made.least_added_seconds,
         "planning_seconds": made.planning_seconds,
         "kept_storages": len(made.kept),
         "kept_bytes": sum(storage.nbytes for storage in made.kept),

@@ -165,7 +165,7 @@ const step = data.memory;
       const highest = data.plain.bytes.indexOf(plainPeak);
       const x = byTime ? data.plain.start[highest] / timeSize : data.plain.at[highest];
       if (plainPeak > 1.1 * totals[step.peak]) {
-        note({ x, y: plainPeak / byteSize, text: `plain PyTorch ${showBytes(plainPeak)}`, xanchor: x < end / 2 ? "left" : "right", yanchor: "bottom" });
+        note({ x, y: plainPeak / byteSize, text: `${data.plain.name} ${showBytes(plainPeak)}`, xanchor: x < end / 2 ? "left" : "right", yanchor: "bottom" });
       }
     }
     const peakX = (edges[step.peak] + edges[step.peak + 1]) / 2;
