@@ -139,6 +139,34 @@ def test_on_a_gpu_that_is_not_here_gradients_of_large_prelus_lie_over_the_incomi
     assert choose_elsewhere(captured, whole, {"pieces"}, lambda step: whole) == ()  # they have PyTorch's bits
 
 
+class Joined(nn.Module):
+    """Joins what two PReLUs make, as a U-Net does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv3d(1, 16, 1), nn.Conv3d(16, 16, 1)
+        self.last = nn.ConvTranspose3d(32, 1, 1)
+        self.slopes = nn.ModuleList([nn.PReLU(), nn.PReLU()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.slopes[0](self.first(x))
+        return self.last(torch.cat([y, self.slopes[1](self.second(y))], 1))
+
+
+def test_the_gradient_of_a_part_of_a_concatenation_is_cut_too_and_makes_a_result_of_its_own() -> None:
+    captured, _ = capture_step(Joined(), torch.zeros(2, 1, 32, 48, 48), name="joined", runs_here=False)
+    gpu = presets.get("rtx-4090-24gb")
+    whole = roofline(captured.graph, gpu)
+    chosen = choose_elsewhere(captured, whole, {"pieces", "direct"}, lambda step: roofline(step.graph, gpu))
+    of_part = next(one for one in chosen if whole.op_called[one.op].layer == "slopes.1")
+    cut = roofline(in_pieces(captured, chosen).graph, gpu)
+    before, after = whole.op_called[of_part.op], cut.op_called[of_part.op]
+    map_bytes = 2 * 16 * 32 * 48 * 48 * 4
+    assert sum(whole.storages[made].nbytes for made in before.writes) == 2 * map_bytes
+    made_bytes = sum(cut.storages[made].nbytes for made in after.writes)
+    assert made_bytes + after.workspace_bytes <= 1.25 * map_bytes + 8 and after.overwrites == -1
+
+
 def test_those_of_the_cpu_lose_their_summands() -> None:
     captured, _ = capture_step(*prelus(), name="prelus")
     whole = profile_step(captured, CPU)

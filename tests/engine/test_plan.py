@@ -44,6 +44,33 @@ def test_a_bare_sequence_of_layers_can_be_planned() -> None:
     assert plan.predicted_peak_bytes == batch + 3 * output + 2 * weight
 
 
+class Joining(nn.Module):
+    """A level of a U-Net, which takes even sides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.down = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 2, 2)
+        self.up = nn.Upsample(scale_factor=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        return torch.cat([y, self.up(self.down(y))], 1)
+
+
+def test_sizes_that_a_network_does_not_take_are_told_in_one_line_with_those_that_would_do(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(CaptureError) as refused:
+        shoal.plan(Joining(), torch.empty(2, 3, 15, 32))
+    said = str(refused.value)
+    assert said.startswith("Joining cannot take an input of shape (2, 3, 15, 32): Sizes of tensors must match")
+    assert said.endswith("; it takes sides that are multiples of 2x2; 14x32 or 16x32 would do") and "\n" not in said
+    assert "Traceback" not in capfd.readouterr().err and not caplog.records
+    with pytest.raises(CaptureError, match="cannot take an input of shape .*channels.*") as wrong:
+        shoal.plan(Joining(), torch.empty(2, 5, 15, 32))
+    assert "would do" not in str(wrong.value)  # no size would
+
+
 def test_planning_runs_nothing_and_changes_nothing() -> None:
     net = nn.Sequential(*blocks(3, 8, 8), nn.Dropout(0.5))
     net[0][1].eval()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import shoal
 from tests.hosts import page
 from tests.hosts.phantoms import write_phantoms
 
@@ -39,6 +40,10 @@ class Short(nnUNetTrainer):
         super().__init__(plans, configuration, fold, dataset_json, device)
         self.num_iterations_per_epoch, self.num_val_iterations_per_epoch = 4, 1
         self.num_epochs = int(os.environ["EPOCHS"])
+
+    def perform_actual_validation(self, *arguments, **settings):
+        if os.environ.get("VALIDATES") != "0":
+            super().perform_actual_validation(*arguments, **settings)
 
 class nnUNetTrainerShoalShort(ShoalTraining, Short): ...
 """
@@ -125,7 +130,7 @@ def test_it_trains_inside_the_budget_goes_on_from_its_checkpoint_and_validates(p
     assert 0 < float(said["measured peak"]) <= float(said["budget"])
     assert "Mean Validation Dice" in first and (place.folder / RESULTS / "validation/summary.json").exists()
 
-    second = place.run(f"{command} --c", EPOCHS="2", nnUNet_n_proc_DA="0")
+    second = place.run(f"{command} --c", EPOCHS="2", VALIDATES="0", nnUNet_n_proc_DA="0")
     assert "Epoch 1" in second and "Epoch 0" not in second
     checkpoint = torch.load(place.folder / RESULTS / "checkpoint_final.pth", weights_only=False)
     assert checkpoint["current_epoch"] == 2 and checkpoint["trainer_name"] == "nnUNetTrainerShoalShort"
@@ -142,13 +147,61 @@ def test_a_target_below_every_patch_is_refused_in_a_line_that_says_what_would_do
     assert "no plan of nnUNetPlannerShoal fits in" in last and "give -gpu_memory_target more" in last
 
 
-def trained(place: Place, trainer_class: Any, half: bool, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """A network after four steps of nnU-Net's `train_step` on the same batches."""
-    torch.manual_seed(0)
+def initialized(place: Place, trainer_class: Any) -> Any:
+    """A trainer of the plans on the CPU, ready for its first step."""
     plans = {**place.plans, "continue_training": False}
     described = json.loads((place.folder / "raw/Dataset001_Ellipsoids/dataset.json").read_text())
     trainer = trainer_class(plans, "3d_fullres", 0, described, device=torch.device("cpu"))
     trainer.initialize()
+    return trainer
+
+
+@pytest.fixture
+def paths(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nnU-Net's folders, in this process."""
+    for name in ("raw", "preprocessed", "results"):
+        monkeypatch.setenv(f"nnUNet_{name}", str(place.folder / name))
+
+
+@pytest.mark.usefixtures("paths")
+@pytest.mark.parametrize(
+    ("asked", "device", "kernels"),
+    [("1", "cuda", "inductor"), ("0", "cuda", "eager"), ("", "cuda", "eager"), ("1", "cpu", "eager")],
+)
+def test_nnunets_compile_switch_is_for_the_planned_graphs_where_it_compiles(
+    place: Place, asked: str, device: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.hosts.nnunet import trainer as ours
+
+    class There(ours.nnUNetTrainerShoal):
+        """Decides as on another device."""
+
+        def _is_compiled(self) -> bool:
+            here, self.device = self.device, torch.device(device)
+            try:
+                return super()._is_compiled()
+            finally:
+                self.device = here
+
+    given: dict[str, Any] = {}
+
+    def compiled(model: nn.Module, budget: Any, **options: Any) -> nn.Module:
+        given.update(options)
+        return shoal.compile(model, budget, **{**options, "kernels": "eager"})
+
+    monkeypatch.setattr(ours, "compile", compiled)
+    monkeypatch.setenv("nnUNet_compile", asked)
+    if not asked:
+        monkeypatch.delenv("nnUNet_compile")
+    trainer = initialized(place, There)
+    assert given["kernels"] == kernels
+    assert not isinstance(trainer.network, torch._dynamo.OptimizedModule)  # its weights keep nnU-Net's names
+
+
+def trained(place: Place, trainer_class: Any, half: bool) -> nn.Module:
+    """A network after four steps of nnU-Net's `train_step` on the same batches."""
+    torch.manual_seed(0)
+    trainer = initialized(place, trainer_class)
     random = torch.Generator().manual_seed(1)
     scales = trainer._get_deep_supervision_scales()
     for _ in range(4):
@@ -163,6 +216,7 @@ def trained(place: Place, trainer_class: Any, half: bool, monkeypatch: pytest.Mo
     return network
 
 
+@pytest.mark.usefixtures("paths")
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 def test_a_trained_network_has_the_bits_of_plain_nnunet(
     place: Place, half: bool, monkeypatch: pytest.MonkeyPatch
@@ -171,12 +225,10 @@ def test_a_trained_network_has_the_bits_of_plain_nnunet(
 
     from shoal.hosts.nnunet.trainer import nnUNetTrainerShoal
 
-    for name in ("raw", "preprocessed", "results"):
-        monkeypatch.setenv(f"nnUNet_{name}", str(place.folder / name))
     if half:
         monkeypatch.setenv("SHOAL_BUDGET", "28MB")  # of 32
-    plain = trained(place, nnUNetTrainer, half, monkeypatch).state_dict()
-    planned = trained(place, nnUNetTrainerShoal, half, monkeypatch).state_dict()
+    plain = trained(place, nnUNetTrainer, half).state_dict()
+    planned = trained(place, nnUNetTrainerShoal, half).state_dict()
     assert plain.keys() == planned.keys()
     unequal = [name for name, value in plain.items() if not np.array_equal(value.numpy(), planned[name].numpy())]
     assert not unequal

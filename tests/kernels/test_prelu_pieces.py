@@ -55,6 +55,19 @@ def test_operands_of_two_layouts_are_computed_as_a_whole() -> None:
     assert all(map(torch.equal, prelu_pieces.backward(last, *others, 1, 3), expected))
 
 
+@pytest.mark.parametrize("slopes", [1, 6])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_gradient_that_is_some_channels_of_a_larger_one_is_cut_and_left_as_it_is(slopes: int, samples: int) -> None:
+    grad, x, *others = arguments(samples, 6, 5, 9, 8, slopes=slopes)
+    whole = torch.cat([torch.ones_like(grad), grad], 1)
+    before, part = whole.clone(), whole[:, 6:]
+    of_input, of_slope = prelu_pieces.backward(part, x, *others, int(slopes > 1), 3)
+    expected = prelu.backward(grad, x, *others)
+    assert torch.equal(whole, before) and of_input.stride() == x.stride()
+    assert torch.equal(of_input, expected[0])
+    torch.testing.assert_close(of_slope, expected[1])
+
+
 def test_two_eighths_of_a_tensor_are_held_beside_the_operands() -> None:
     call = arguments(1, 8, 32, 64, 64)
     _, changes = allocations.record(lambda: prelu_pieces.backward_(*call, 0, 8))
@@ -70,6 +83,8 @@ def test_large_dense_ones_are_cut_by_elements_or_by_channels() -> None:
     last = arguments(1, 16, 32, 32, 64, slopes=16, layout=torch.channels_last_3d)
     assert prelu_pieces.choose(WHOLE, last[:3]) == Cut(0, 8, 2 * nbytes - nbytes // 4, reordered=True)
     grad, x, weight, *_ = one
+    part = torch.cat([grad, grad], 1)[:, 16:]  # is copied
+    assert prelu_pieces.choose(WHOLE, (part, x, weight)) == Cut(0, 8, nbytes - nbytes // 4, reordered=True)
     not_cut = {
         "small": arguments(1, 16, 32, 32, 8),
         "two layouts": (grad.contiguous(memory_format=torch.channels_last_3d), x, weight),

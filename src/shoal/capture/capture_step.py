@@ -90,6 +90,7 @@ def in_dynamo(
     Raises:
         InputError: `example` is neither a tensor nor a sequence.
         CaptureError: the model is not one graph, or has no output that needs a gradient.
+        InputRefused: the model raises an exception of its own.
     """
     arguments = arguments_of(example)
     modes = [(module, module.training) for module in model.modules()]
@@ -110,11 +111,15 @@ def in_dynamo(
         return result
     except ModelRaised as failure:
         shapes = ", ".join(str(tuple(a.shape)) for a in arguments if isinstance(a, torch.Tensor))
-        raise CaptureError(f"{name} cannot take an input of shape {shapes}: {failure.reason}") from None
+        raise InputRefused(f"{name} cannot take an input of shape {shapes}: {failure.reason}") from None
     finally:
         for module, training in modes:
             module.training = training
     raise CaptureError(_NO_STEP)
+
+
+class InputRefused(CaptureError):
+    """The model's own forward pass raises an exception with this input."""
 
 
 class _Done(Exception):

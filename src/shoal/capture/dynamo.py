@@ -114,8 +114,8 @@ def one_graph() -> Iterator[None]:
         ModelRaised: the model raises an exception of its own.
         TooManyCaptures: there are as many graphs of it as there may be, and none is of this call.
     """
-    for logger in _LOGS_OF_BREAKS:
-        logger.addFilter(_is_of_no_break)
+    for logger, filtered in _FILTERED_LOGS:
+        logger.addFilter(filtered)
     try:
         yield
     except BackendCompilerFailed as failure:
@@ -139,17 +139,25 @@ def one_graph() -> Iterator[None]:
     except FailOnRecompileLimitHit:
         raise TooManyCaptures(MOST_CAPTURES, _last_difference()) from None
     finally:
-        for logger in _LOGS_OF_BREAKS:
-            logger.removeFilter(_is_of_no_break)
-
-
-_LOGS_OF_BREAKS = [logging.getLogger(f"torch._dynamo.{name}") for name in ("exc", "variables.tensor")]
+        for logger, filtered in _FILTERED_LOGS:
+            logger.removeFilter(filtered)
 
 
 def _is_of_no_break(record: logging.LogRecord) -> bool:
     """Whether a record of Dynamo's is none of its warnings of a graph break, dozens of lines each."""
     breaks = "Graph break", "Backend compiler exception"
     return record.levelno != logging.WARNING or not str(record.msg).startswith(breaks)
+
+
+def _is_of_no_refusal(record: logging.LogRecord) -> bool:
+    """Whether a record of fake tensors is no traceback of what the model itself raises, which is told by its error."""
+    return not str(record.msg).startswith("failed while attempting to run meta")
+
+
+_FILTERED_LOGS = (
+    *((logging.getLogger(f"torch._dynamo.{name}"), _is_of_no_break) for name in ("exc", "variables.tensor")),
+    (logging.getLogger("torch._subclasses.fake_tensor"), _is_of_no_refusal),
+)
 
 
 def _is_models_own(failure: Unsupported) -> bool:

@@ -16,6 +16,7 @@ from torch import fx
 from shoal.capture.fx_nodes import held_bytes
 from shoal.kernels import batch_norm, group_norm, layer_norm, prelu
 from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.prelu_pieces import is_part
 
 _aten = torch.ops.aten
 _ALL = [True, True, True]
@@ -77,6 +78,9 @@ def _of_layer_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> No
 
 
 def _of_prelu(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+    grad, x = (operand.meta["val"] for operand in _args(node)[:2])
+    if grad.stride() != x.stride():
+        return
     if node.meta["val"][0].device.type == "cpu" and (total := slopes_gradient(node)) is not None:
         add_up_slopes(graph, node)
         backward.discard(total)
@@ -85,14 +89,16 @@ def _of_prelu(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
 def slopes_gradient(node: fx.Node) -> fx.Node | None:
     """The sum over what broadcasting a PReLU's slope gave it, where that is all that is made of the second gradient.
 
-    None too where incoming gradient, input and slope differ in dtype or layout.
+    None too where incoming gradient, input and slope differ in dtype or layout. The first may be some channels of a
+    larger one, as behind a concatenation, where the input's gradient has the input's layout.
     """
     grad, x, weight = (operand.meta["val"] for operand in _args(node))
     summands = next((user for user in node.users if user.args[1] == 1), None)
     total = next(iter(summands.users), None) if summands is not None else None
     if summands is None or total is None or len(summands.users) > 1 or total.target is not _aten.sum.dim_IntList:
         return None
-    if grad.stride() != x.stride() or total.kwargs:
+    result = node.meta["val"][0]
+    if total.kwargs or (grad.stride() != x.stride() and not (is_part(grad, x) and result.stride() == x.stride())):
         return None
     return total if grad.dtype == x.dtype == weight.dtype and weight.dim() == x.dim() else None
 

@@ -13,7 +13,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - the noise of an in-place dropout is drawn in the layout of its input, as eager PyTorch draws it;
 - copies that functional graphs no longer need (an in-place activation's) are dropped;
 - a clipped activation (ReLU6, hardtanh) and a leaky ReLU save their output, which the next layer saves anyway, instead
-  of their input;
+  of their input (an ELU keeps it: of its output PyTorch's kernel makes other bits in one element of seven);
 - a convolution's gradients of weight and input are two ops, the second without the input, so that the input can go
   before its gradient comes;
 - the gradient of a weight larger than its images comes a few output channels at a time where that saves scratch;

@@ -206,7 +206,7 @@ def _fit_patch(
     else:
         steps = (multiple_of,) * dims if isinstance(multiple_of, int) else multiple_of
         multiple = patch_of("multiple_of", steps, dims)
-    check_divides(patch, multiple)
+    check_divides(patch, multiple, asked=multiple_of is not None)
     if most is not None:
         if any(side < step for side, step in zip(most, multiple, strict=True)):
             raise InputError(

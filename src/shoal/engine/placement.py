@@ -10,7 +10,7 @@ recorded one, its blocks lie elsewhere.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,19 +21,21 @@ from shoal.capture.early_gradients import hand_over, handed_over
 from shoal.capture.step_reader import storage_bytes
 from shoal.core.sizes import format_bytes
 from shoal.engine.first_run import nodes_in_parts, to_the_end
+from shoal.engine.options import CompileOptions
 from shoal.engine.status import Status
 from shoal.lowlevel import cuda_allocator
-from shoal.memory.layout.fillers import Event, Filled, Step
+from shoal.memory.layout.fillers import Filled, Step
+from shoal.memory.layout.steering import Event, Program, carried_out
 
 log = logging.getLogger("shoal")
 
 _FIRST_PLACED = 2  # by the record of this run: the first one has libraries allocate what stays
 _LAST_RECORDED = 20  # whatever is still to come
-_SPARE_BYTES = 20 << 20  # a page of a segment that grows
+_PAGE_BYTES = 20 << 20  # a page of a segment that grows
 _MORE = 0.015  # of a peak: what may be filled above it, or reserved beyond what was planned
 _RESERVED = 1.1  # of a budget, before blocks are placed: fillers take bytes too, and are for a step that reserves more
-_FILLED = 1.05  # likewise, with fillers
 _WORTH = 0.97  # of what is reserved anyway
+_SPARE = 0.01  # of a budget: what plans leave to fill holes with at their peaks
 _FILLS = "fills a hole"  # stands beside a filler in the record
 
 Run = Callable[[list[Any]], Any]
@@ -61,7 +63,7 @@ class Placement:
         self._start = 0
         self._first_run: list[Event] = []
         self._awaited: bool | None = None  # whether state was to come when holes were filled last
-        self._filled: Mapping[str, tuple[int, ...]] = {}  # of steps that are not placed yet
+        self._filled: Mapping[str, Program] = {}  # of steps that are not placed yet
         self._fillers: list[torch.Tensor] = []
         self._graphs: dict[str, tuple[fx.GraphModule, Callable[[fx.GraphModule], Run]]] = {}
         self._placed: dict[str, Run] = {}
@@ -101,9 +103,9 @@ class Placement:
             if not self._is_open:
                 return
             key = "" if node.op == "output" or node.target is hand_over else _key(part, node)
-            if sizes := self._filled.get(key):
+            if program := self._filled.get(key):
                 self._label(_FILLS)
-                self._fillers = fill(self._device, sizes)
+                self._fillers = fill(self._device, program)
             self._label(key)
 
         return before
@@ -162,12 +164,14 @@ class Placement:
         return list(_without_fillers(Event(*entry) for entry in recorded))
 
     def _within_budget(self, node: fx.Node, value: Any) -> Any:
-        """Between ops of a run that is not placed: give cached pages back before more than the budget is reserved."""
+        """Between ops of a run that is not placed: give cached pages back before more than the budget is reserved, or,
+        where holes are filled, more than was foreseen."""
         budget_bytes = self._status.budget_bytes
         if budget_bytes is not None and node.next.op == "call_function":
+            most_bytes = budget_bytes * (_RESERVED if self._filled else 1)
             reserved_bytes = torch.accelerator.memory_reserved(self._device)
-            spare_bytes = reserved_bytes - torch.accelerator.memory_allocated(self._device)
-            if spare_bytes > _SPARE_BYTES and reserved_bytes + _result_bytes(node.next) > budget_bytes:
+            cached_bytes = reserved_bytes - torch.accelerator.memory_allocated(self._device)
+            if cached_bytes > _PAGE_BYTES and reserved_bytes + _result_bytes(node.next) > most_bytes:
                 torch.accelerator.empty_cache()
         return value
 
@@ -185,9 +189,9 @@ class Placement:
         if natural.reserved_bytes <= _RESERVED * budget_bytes:
             return
         filled = step.filled(self._most_bytes(natural), budget_bytes)
-        if filled.reserved_bytes <= _FILLED * budget_bytes:  # else giving pages back does as well
+        if filled.reserved_bytes <= min(_RESERVED * budget_bytes, _WORTH * natural.reserved_bytes):
             release(fill(self._device, filled.mapping))
-            self._filled = filled.sizes
+            self._filled = filled.programs
 
     def _most_bytes(self, natural: Filled) -> int:
         """What may be in use at the peak of a step, with what fills holes."""
@@ -242,10 +246,20 @@ class Placement:
             self._placed.clear()
 
 
-def fill(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Blocks of these sizes, to fill holes; nothing is written to them. None where the device has no more to give."""
+def spare_bytes(device: torch.device, options: CompileOptions, status: Status) -> int:
+    """What a plan had better leave of the budget for what fills holes; none where no blocks are placed."""
+    is_placed = bool(status.expandable_segments) and not options.cuda_graphs and cuda_allocator.can_record()
+    if device.type != "cuda" or not is_placed or options.budget_of == "reserved":
+        return 0
+    return int(_SPARE * (options.budget_bytes or 0))
+
+
+def fill(device: torch.device, program: Program) -> list[torch.Tensor]:
+    """Blocks that fill holes; nothing is written to them. None where the device has no more to give."""
     try:
-        return [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+        return carried_out(
+            program, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device), lambda _: None
+        )
     except torch.OutOfMemoryError:
         return []
 
@@ -278,9 +292,9 @@ def _key(part: str, node: fx.Node) -> str:
 def _write(part: str, module: fx.GraphModule, filled: Filled, device: torch.device) -> None:
     """Write into the graph what is filled while each of its ops runs."""
     for node in list(module.graph.nodes):
-        sizes = filled.sizes.get(_key(part, node))
-        if sizes is not None and node.op == "call_function":
+        program = filled.programs.get(_key(part, node))
+        if program is not None and node.op == "call_function":
             with module.graph.inserting_before(node):
-                fillers = module.graph.call_function(fill, (device, sizes))
+                fillers = module.graph.call_function(fill, (device, program))
             with module.graph.inserting_after(node):
                 module.graph.call_function(release, (fillers,))

@@ -12,13 +12,15 @@ import torch
 from torch import fx, nn
 
 from shoal import planners
-from shoal.capture.capture_step import in_dynamo
+from shoal.capture.capture_step import InputRefused, arguments_of, in_dynamo
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
+from shoal.engine.forward_on_meta import sizes_that_would_do
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.variants import Variants
+from shoal.errors import CaptureError
 from shoal.offload.policy import AUTO
 
 
@@ -111,7 +113,11 @@ def plan_of(pricing: Pricing, example: torch.Tensor | Sequence[Any]) -> Plan:
         made = best_variant(variants, price, pricing.budget_bytes, pricing.name).plan
         return replace(made, without_effect=lines)
 
-    found = in_dynamo(pricing.model, example, read, name=pricing.name)
+    try:
+        found = in_dynamo(pricing.model, example, read, name=pricing.name)
+    except InputRefused as refused:
+        would_do = sizes_that_would_do(pricing.model, arguments_of(example))
+        raise CaptureError(f"{refused}; {would_do}" if would_do else str(refused)) from None
     if pricing.target is None:
         found = replace(found, kernels=kernels_of(found, pricing.device_type))
     return replace(found, planning_seconds=time.perf_counter() - started, options=pricing.options.to_json())

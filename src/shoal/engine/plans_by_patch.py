@@ -7,10 +7,9 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_map
 
 from shoal.core.plan import Plan
+from shoal.engine.forward_on_meta import why_not
 from shoal.engine.plan import plan_of
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.max_patch import Patch
@@ -56,12 +55,7 @@ class PlansByPatch:
 
     def why_not(self, patch: Patch) -> str:
         """Why the network does not take a patch, by its forward pass on the meta device; "" where it does."""
-        arguments = self.example(patch)
-        try:
-            _forward_on_meta(self._pricing.model, arguments)
-        except Exception as error:  # of the model, at a size that may be none of its own
-            return f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        return ""
+        return why_not(self._pricing.model, self.example(patch))
 
 
 def patch_of(what: str, sizes: object, dims: int = 0) -> Patch:
@@ -81,18 +75,3 @@ def patch_of(what: str, sizes: object, dims: int = 0) -> Patch:
 
 def _is_positive(number: object) -> bool:
     return isinstance(number, Integral) and not isinstance(number, bool) and int(number) > 0
-
-
-def _forward_on_meta(model: nn.Module, arguments: tuple[Any, ...]) -> None:
-    def on_meta(value: Any) -> Any:
-        return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-    state = {name: on_meta(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.func.functional_call(model, state, tree_map(on_meta, arguments))
-    finally:
-        for module, training in modes:
-            module.training = training

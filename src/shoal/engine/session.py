@@ -30,7 +30,7 @@ from shoal.engine.observe_loop import observe_loop
 from shoal.engine.open_transfers import OpenTransfers
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.options import CompileOptions
-from shoal.engine.placement import Placement
+from shoal.engine.placement import Placement, spare_bytes
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.plans_in_force import PlansInForce
 from shoal.engine.refusal_hints import with_hint, with_hope
@@ -234,6 +234,7 @@ class Session:
             self.status.encoded,
             self.offloading,
             lambda graph: self._bytes_beside(graph) + aside_bytes,
+            spare_bytes(device, self.options, self.status),
         )
 
     def try_to_plan(self, planning: StepPlanning) -> tuple[Planned, LoopMemory]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,6 +90,7 @@ class StepPlanning:
         encoded: by step, what its plan encodes; filled in, and taken again where it is there.
         offloading: where saved storages may wait; None: on the device alone.
         bytes_beside: bytes in use all step that are no storage of the profiled step.
+        spare_bytes: of the budget, which a plan leaves free where there is one that can.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class StepPlanning:
         encoded: dict[str, tuple[str, ...]],
         offloading: Offloading | None,
         bytes_beside: Callable[[StepGraph], int],
+        spare_bytes: int = 0,
     ) -> None:
         self.outputs, self.n_ops = captured.output_storages(), len(captured.graph.ops)
         self._captured = captured
@@ -107,6 +110,7 @@ class StepPlanning:
         self._options = options
         self._ready_plan = ready_plan
         self._encoded = encoded
+        self._spare_bytes = spare_bytes
         with no_memory_limit():
             profiled = profile_step(captured, device)
             self._hardware = measure(device)
@@ -175,12 +179,20 @@ class StepPlanning:
         return in_loop(self._costs_of(self._captured), loop, self.outputs)
 
     def _plan_one(self, costed: Callable[[Captured], StepGraph]) -> tuple[Captured, Plan]:
-        captured, options, hardware = self._captured, self._options, self._hardware
+        captured, budget_bytes = self._captured, self._options.budget_bytes
         if self._ready_plan is not None:
-            return _adopt(self._ready_plan, captured, costed, options.budget_bytes)
-        if options.budget_bytes is None:
-            return captured, planners.get("keep_all")(costed(captured), hardware, 0)
-        planner, budget_bytes = allowed(options.means, options.planner), options.budget_bytes
+            return _adopt(self._ready_plan, captured, costed, budget_bytes)
+        if budget_bytes is None:
+            return captured, planners.get("keep_all")(costed(captured), self._hardware, 0)
+        if self._spare_bytes:
+            with suppress(BudgetError):
+                captured, made = self._plan_within(budget_bytes - self._spare_bytes, costed)
+                return captured, replace(made, budget_bytes=budget_bytes)
+        return self._plan_within(budget_bytes, costed)
+
+    def _plan_within(self, budget_bytes: int, costed: Callable[[Captured], StepGraph]) -> tuple[Captured, Plan]:
+        captured, options, hardware = self._captured, self._options, self._hardware
+        planner = allowed(options.means, options.planner)
         if options.lossy is None:
             return captured, planner(costed(captured), hardware, budget_bytes)
         before = costed(captured)

@@ -25,8 +25,12 @@ Gradients = tuple[torch.Tensor, torch.Tensor]
 def backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dims: list[int], keepdim: bool, dim: int, pieces: int
 ) -> Gradients:
-    """`prelu.backward` of dense tensors of one layout, in so many pieces: of elements (0) or of channels (1)."""
-    return backward_(grad.clone(), x, weight, dims, keepdim, dim, pieces)
+    """`prelu.backward` of a dense input, in so many pieces: of elements (0) or of channels (1).
+
+    The incoming gradient has its layout, or is some channels of a contiguous tensor, and the input is contiguous.
+    """
+    form = torch.contiguous_format if is_part(grad, x) else torch.preserve_format
+    return backward_(grad.clone(memory_format=form), x, weight, dims, keepdim, dim, pieces)
 
 
 def backward_(
@@ -72,6 +76,13 @@ def _spans(length: int, pieces: int) -> Iterator[slice]:
     return (slice(begin, min(length, begin + step)) for begin in range(0, length, step))
 
 
+def is_part(grad: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether an incoming gradient is some channels of a contiguous tensor, as behind a concatenation, and `x` is as
+    contiguous.
+    """
+    return x.is_contiguous() and grad.stride() != x.stride() and grad.stride()[1:] == x.stride()[1:]
+
+
 IN_PIECES: dict[Any, Callable[..., Gradients]] = {prelu.backward: backward}
 """What computes it in pieces."""
 
@@ -80,7 +91,7 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     """How PReLU's gradients are cut into pieces; None: not at all.
 
     They are cut where a tensor has 4 MiB and more, and those of the input and the incoming gradient are dense and of
-    one layout.
+    one layout; or the input is contiguous and the incoming gradient is some channels of a larger one, which is copied.
 
     Args:
         whole: `prelu.backward`, or PyTorch's kernel, which takes as many.
@@ -91,7 +102,9 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     """
     grad, x, weight = arguments[:3]
     sizes = [size for tensor in (grad, x) for size in (*tensor.shape, *tensor.stride())]
-    if not all(type(size) is int for size in sizes) or x.dim() < 2 or grad.stride() != x.stride():
+    if not all(type(size) is int for size in sizes) or x.dim() < 2:
+        return None
+    if grad.stride() != x.stride() and not is_part(grad, x):
         return None
     if x.nbytes < WORTH_PIECES_BYTES or not (grad.dtype == x.dtype == weight.dtype):
         return None
@@ -102,7 +115,8 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     count = min(_PIECES, x.shape[1]) if by_channels else _PIECES
     if count < 2:
         return None
-    held = 2 if whole is not prelu.backward else 1  # on the CPU that lies over the incoming gradient already
+    # On the CPU the first lies over the incoming gradient already; beside a part of a larger one it has its own memory.
+    held = 2 if whole is not prelu.backward and grad.stride() == x.stride() else 1
     saved_bytes = held * x.nbytes - 2 * -(-x.nbytes // count)
     return Cut(_CHANNELS if by_channels else _ELEMENTS, count, saved_bytes, reordered=True)
 

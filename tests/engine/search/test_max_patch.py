@@ -33,8 +33,10 @@ def test_a_network_that_takes_no_patch_is_told_with_its_own_reason() -> None:
     ("patch", "would_do"), [((100, 128), "96x128 or 128x128"), ((5, 64), "32x64"), ((40, 64), "32x64 or 64x64")]
 )
 def test_a_patch_that_the_strides_do_not_divide_is_told_what_would_do(patch: Patch, would_do: str) -> None:
-    with pytest.raises(InputError, match=f"multiples of 32x32; {would_do} would do"):
+    with pytest.raises(InputError, match=f"the network takes sides that are multiples of 32x32; {would_do} would do"):
         check_divides(patch, (32, 32))
+    with pytest.raises(InputError, match="multiple_of= asks for sides that are multiples of 32x32"):
+        check_divides(patch, (32, 32), asked=True)
 
 
 @given(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from random import Random
 
+import pytest
+
 from shoal.memory.layout.caching_allocator import Block, CachingAllocator, block_bytes
 
 MIB = 1 << 20
@@ -49,6 +51,21 @@ def test_a_page_that_is_not_mapped_takes_no_memory_and_is_mapped_again() -> None
     assert allocator.allocate(page + 1).address == 3 * page
     assert allocator.allocate(page).address == page
     assert allocator.reserved_bytes == 5 * page
+
+
+@pytest.mark.parametrize(("most_pages", "mapped_pages"), [(9, 5), (3, 3)])
+def test_gaps_between_blocks_are_mapped_as_well_as_what_comes_behind_them(most_pages: int, mapped_pages: int) -> None:
+    page = 20 * MIB
+    blocks = [{"address": 0, "size": page, "state": "active_allocated"}]
+    behind = [{"address": 3 * page, "size": page, "state": "active_allocated"}]
+    segment = {"segment_type": "large", "is_expandable": True, "total_size": page}
+    allocator = CachingAllocator.of_snapshot(
+        [{**segment, "address": 0, "blocks": blocks}, {**segment, "address": 3 * page, "blocks": behind}]
+    )
+    sizes = allocator.map_up_to(5 * page, most_pages * page)
+    assert sum(sizes) == (mapped_pages - 2) * page
+    assert allocator.reserved_bytes == mapped_pages * page
+    assert allocator.allocated_bytes == 2 * page
 
 
 def test_sizes_are_rounded_to_blocks_of_512_bytes() -> None:

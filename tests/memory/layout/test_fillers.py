@@ -7,7 +7,8 @@ from random import Random
 import pytest
 
 from shoal.memory.layout.caching_allocator import Block, CachingAllocator
-from shoal.memory.layout.fillers import Event, Filled, Step
+from shoal.memory.layout.fillers import Filled, Step
+from shoal.memory.layout.steering import Event, carried_out
 
 MIB = 1 << 20
 
@@ -42,7 +43,7 @@ def replayed(events: list[Event], filled: Filled, steps: int = 3) -> CachingAllo
             if not event.allocated:
                 allocator.release(blocks.pop(event.address))
                 continue
-            fillers = [allocator.allocate(nbytes) for nbytes in filled.sizes.get(event.op, ())]
+            fillers = carried_out(filled.programs.get(event.op, ()), allocator.allocate, allocator.release)
             blocks[event.address] = allocator.allocate(event.size_bytes)
             for block in fillers:
                 allocator.release(block)
@@ -76,7 +77,7 @@ def test_a_block_that_would_split_a_hole_lies_behind_it() -> None:
     assert step.as_it_is().reserved_bytes == 220 * MIB
     filled = step.filled(140 * MIB)
     assert filled.reserved_bytes == filled.allocated_bytes == 140 * MIB
-    assert sum(map(len, filled.sizes.values())) == 1
+    assert sum(map(len, filled.programs.values())) == 1
 
 
 def test_no_more_is_filled_than_may_be_in_use() -> None:

@@ -62,15 +62,27 @@ def _multiple(why_not: Callable[[Patch], str], base: Patch, axis: int) -> int:
     return next((step for step in steps if not why_not(_with_side(base, axis, side + step))), side)
 
 
-def check_divides(patch: Patch, multiple: Patch, what: str = "patch") -> None:
-    """InputError, which names what would do, where a patch is none that the network takes."""
+def check_divides(patch: Patch, multiple: Patch, *, asked: bool = False) -> None:
+    """InputError, which names what would do, where a patch is none that the network takes.
+
+    Args:
+        asked: whether the multiples are what the caller gave as multiple_of=, not what the network takes.
+    """
     if any(side % step for side, step in zip(patch, multiple, strict=True)):
-        lower = tuple(max(side // step, 1) * step for side, step in zip(patch, multiple, strict=True))
-        upper = tuple(-(-side // step) * step for side, step in zip(patch, multiple, strict=True))
-        would_do = shown(lower) if lower == upper else f"{shown(lower)} or {shown(upper)}"
-        raise InputError(
-            f"{what}={patch}: the network takes sides that are multiples of {shown(multiple)}; {would_do} would do"
-        )
+        who = "multiple_of= asks for" if asked else "the network takes"
+        raise InputError(f"patch={patch}: {who} {nearest(patch, multiple)}")
+
+
+def nearest(patch: Patch, multiple: Patch) -> str:
+    """The multiples that are nearest to a patch, in words.
+
+    >>> nearest((100, 128), (32, 32))
+    'sides that are multiples of 32x32; 96x128 or 128x128 would do'
+    """
+    lower = tuple(max(side // step, 1) * step for side, step in zip(patch, multiple, strict=True))
+    upper = tuple(-(-side // step) * step for side, step in zip(patch, multiple, strict=True))
+    would_do = shown(lower) if lower == upper else f"{shown(lower)} or {shown(upper)}"
+    return f"sides that are multiples of {shown(multiple)}; {would_do} would do"
 
 
 def ladder(patch: Patch, multiple: Patch, most: Patch | None, max_voxels: int) -> list[Patch]:

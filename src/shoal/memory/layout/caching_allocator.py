@@ -206,18 +206,34 @@ class CachingAllocator:
         before = last.before
         return before if before is not None and before.free and before.mapped else last
 
-    def map_up_to(self, end: int) -> tuple[int, ...]:
-        """Let the range of large blocks be mapped up to `end`; the sizes that were allocated and released for it."""
-        tail = self._tail()
-        if end <= tail.end and tail.mapped:
-            return ()
-        held = [self.allocate(end - tail.address)]
-        while held[-1].end < end:  # a hole elsewhere was large enough
-            held.append(self.allocate(end - tail.address))
+    def map_up_to(self, end: int, most_bytes: int) -> tuple[int, ...]:
+        """Let the range of large blocks be mapped up to `end`, as far as `most_bytes` in use allow.
+
+        Returns:
+            The sizes that were allocated and released for it, all at once.
+        """
+        held: list[Block] = []
+        while (gap := self._first_gap(end)) is not None:
+            start, stop = gap
+            size_bytes = min(stop - start, (most_bytes - self.allocated_bytes) // BLOCK_BYTES * BLOCK_BYTES)
+            if size_bytes <= LARGEST_SMALL_BYTES:
+                break
+            held.append(self.allocate(size_bytes))  # where a hole elsewhere is large enough, that is filled first
         sizes = tuple(block.size_bytes for block in held)
         for block in held:
             self.release(block)
         return sizes
+
+    def _first_gap(self, end: int) -> tuple[int, int] | None:
+        """The first addresses below `end` that are not mapped, with what is free before them."""
+        at: Block | None = self._range(small=False)
+        while at is not None and at.address < end:
+            if not at.mapped:
+                before = at.before
+                free = before is not None and before.mapped and before.free
+                return before.address if free and before is not None else at.address, min(at.end, end)
+            at = at.after
+        return None
 
     def _put(self, block: Block) -> None:
         insort(self._free[block.small], _rank(block))

@@ -4,14 +4,16 @@ choose are filled while an op allocates.
 What a step allocates and frees, in order, is the same in every step. So its blocks can be laid out over the whole of
 it (the largest first, each at the lowest address that is free all its life), and the allocator's choice at each op is
 known (`caching_allocator`). Where that is another hole, or another part of it, blocks of exactly the size of what comes
-first are allocated before the op and released behind it. They write nothing, and take what no tensor has.
+first are allocated before the op and released behind it (`steering`). They write nothing, and take what no tensor has.
+Where a block lies elsewhere all the same, since no more may be filled, what comes after it is laid out anew around it.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from random import Random
 from typing import Any
@@ -22,6 +24,7 @@ from shoal.memory.layout.fit import best_fit
 from shoal.memory.layout.problem import Block as LaidOut
 from shoal.memory.layout.problem import Problem
 from shoal.memory.layout.search import search
+from shoal.memory.layout.steering import Event, Program, carried_out, steered
 
 _SEARCH_SECONDS = 0.5
 _GRAINS = (512, 1 << 20, 3 << 19, 5 << 19)
@@ -29,23 +32,10 @@ _SPREADS = (0.0, 0.15, 0.4)
 _FEWEST_ATTEMPTS, _MOST_ATTEMPTS = 10, 32
 _ATTEMPTED_EVENTS = 64_000  # of all attempts, between the two
 _ENOUGH = 1.02  # of the bytes in use at the peak
+_MOST_LAID_OUT = 32  # times in a step; a layout that the allocator follows so badly is no good
 
-
-@dataclass(frozen=True)
-class Event:
-    """One thing that the allocator did.
-
-    Attributes:
-        op: that ran; "" for what runs beside the planned ops, such as the loss.
-        address: where the block was.
-        size_bytes: its size, as it was asked for.
-        allocated: whether it was allocated; else freed.
-    """
-
-    op: str
-    address: int
-    size_bytes: int
-    allocated: bool
+Addresses = Mapping[int, int]  # of the blocks of a step, by the event that allocates each
+Anew = Callable[[CachingAllocator, Addresses, int], Addresses]  # the rest of a step around the blocks in use, by event
 
 
 @dataclass(frozen=True)
@@ -54,13 +44,13 @@ class Filled:
 
     Attributes:
         mapping: blocks to allocate and release once before it, so that the addresses are backed by memory.
-        sizes: by op, the blocks that fill holes while it runs, in order.
+        programs: by op, what is allocated before it and fills holes while it runs; see `steering`.
         reserved_bytes: at its peak.
         allocated_bytes: at its peak, with what fills holes.
     """
 
     mapping: tuple[int, ...]
-    sizes: Mapping[str, tuple[int, ...]]
+    programs: Mapping[str, Program]
     reserved_bytes: int
     allocated_bytes: int
 
@@ -94,16 +84,17 @@ class Step:
         self._stays: dict[int, int] = {}  # address of what is there until it is freed → event that makes its successor
         self._lasting: set[int] = set()  # events that allocate what is there from then on, as an optimizer's state
         self._standing, self._lives = self._lifetimes(there)
-        # An op's first large block lies where it is planned; what else it allocates finds its place by itself.
         self._planned = {
-            next((n for n in group if events[n].allocated and events[n].size_bytes > LARGEST_SMALL_BYTES), -1)
+            number
             for group in self._groups
             if events[group[0]].op and events[group[0]].allocated
-        } - {-1}
+            for number in group
+            if events[number].allocated and events[number].size_bytes > LARGEST_SMALL_BYTES
+        }
 
     def as_it_is(self) -> Filled:
         """The step with nothing filled."""
-        return self._run({}, 0)
+        return self._run({}, None, 0)
 
     def filled(self, most_bytes: int, enough_bytes: int = 0) -> Filled:
         """The step with the addresses that reserve least, as far as was looked.
@@ -112,23 +103,27 @@ class Step:
             most_bytes: that may be in use at its peak, with what fills holes.
             enough_bytes: layouts that reserve no more are not improved on.
         """
-        best = self._run({}, 0)
+        best = self.as_it_is()
         attempts = min(_MOST_ATTEMPTS, max(_FEWEST_ATTEMPTS, _ATTEMPTED_EVENTS // len(self._events)))
-        for layout in islice(self._layouts(), attempts):
+        for layout, anew in islice(self._layouts(), attempts):
             if best.reserved_bytes <= max(_ENOUGH * best.allocated_bytes, enough_bytes):
                 break
-            made = self._run(layout, most_bytes)
+            made = self._run(layout, anew, most_bytes)
             if made.reserved_bytes < best.reserved_bytes and made.allocated_bytes <= most_bytes:
                 best = made
         return best
 
-    def _layouts(self) -> Iterator[dict[int, int]]:
+    def _layouts(self) -> Iterator[tuple[Addresses, Anew | None]]:
         """Addresses of the step's blocks, in several ways: how well the allocator can follow each shows later."""
         for grain_bytes in _GRAINS:
-            yield self._above(grain_bytes)
+            yield self._above(grain_bytes), None
         random = Random(0)
+        allocator = CachingAllocator.of_snapshot(self._segments)
         for attempt in count():
-            yield self._among(random, _SPREADS[attempt % len(_SPREADS)])
+            spread = _SPREADS[attempt % len(_SPREADS)]
+            weight = {life.start: life.size_bytes * random.uniform(1 - spread, 1 + spread) for life in self._lives}
+            anew = partial(self._among, _Line(self._segments, allocator), weight)
+            yield anew(allocator, {}, -1), anew
 
     def _above(self, grain_bytes: int) -> dict[int, int]:
         """In holes between what was there before, all others above it in fewest bytes.
@@ -151,23 +146,33 @@ class Step:
             planned[life.start] = top + offset
         return {start: address for start, address in planned.items() if start in self._planned}
 
-    def _among(self, random: Random, spread: float) -> dict[int, int]:
-        """Among what was there before: the largest first, each at the lowest address that is free all its life.
+    def _among(
+        self, line: _Line, weight: Mapping[int, float], allocator: CachingAllocator, made: Addresses, last: int
+    ) -> Addresses:
+        """Among what is in use, what comes from here on: each at the lowest address that is free all its life.
 
-        Sizes count as by up to `spread` of themselves smaller or larger.
+        Args:
+            line: of the allocator's addresses.
+            weight: of each block; those that weigh most come first.
+            allocator: as it is now.
+            made: of the step's blocks that are in use, address → event.
+            last: the last event.
         """
-        allocator = CachingAllocator.of_snapshot(self._segments)
-        line = _Line(self._segments, allocator)
         end = len(self._events)
-        spans = {life.start: life.spans for life in self._standing}
+        spans = {life.start: life.spans for life in (*self._standing, *self._lives)}
         fixed: list[tuple[int, int, Spans]] = [
-            (line.place(b.address), line.place(b.address) + b.size_bytes, spans.get(b.address, ((0, end),)))
+            (
+                line.place(b.address),
+                line.place(b.address) + b.size_bytes,
+                spans.get(made.get(b.address, b.address), ((0, end),)),
+            )
             for b in allocator.in_use()
             if not b.small
         ]
         fixed += [(place, place + 1, ((0, end),)) for place in line.walls]
-        weight = {life.start: life.size_bytes * random.uniform(1 - spread, 1 + spread) for life in self._lives}
-        lives = sorted(self._lives, key=lambda life: (-weight[life.start], life.start))
+        lives = sorted(
+            (life for life in self._lives if life.start > last), key=lambda life: (-weight[life.start], life.start)
+        )
         places = fit_around(fixed, [(life.size_bytes, life.spans) for life in lives])
         return {
             life.start: line.address(place)
@@ -251,29 +256,30 @@ class Step:
         ]
         return standing, [life for life in lives if life.size_bytes > LARGEST_SMALL_BYTES]
 
-    def _run(self, planned: Mapping[int, int], most_bytes: int) -> Filled:
+    def _run(self, planned: Addresses, anew: Anew | None, most_bytes: int) -> Filled:
         """Two steps in a row, as the allocator runs them."""
         allocator = CachingAllocator.of_snapshot(self._segments)
         blocks: dict[int, Block] = {block.address: block for block in allocator.in_use()}
-        sizes: dict[str, tuple[int, ...]] = {}  # of each op that ran, empty where nothing is filled
+        programs: dict[str, Program] = {}  # of each op that ran, empty where nothing is filled
         mapping: tuple[int, ...] = ()
         if planned:
             ends = (planned[n] + block_bytes(self._events[n].size_bytes) for n in planned)
-            mapping = allocator.map_up_to(max((end for end in ends if allocator.is_of_range(end - 1)), default=0))
+            end = max((end for end in ends if allocator.is_of_range(end - 1)), default=0)
+            mapping = allocator.map_up_to(end, most_bytes)
+        laid_out = 0
         for _ in range(2):
             made: dict[int, int] = {}  # address in the record → event, of what is in use
             for group in self._groups:
                 first = self._events[group[0]]
                 op = first.op if first.allocated else ""
-                target = next((n for n in group if n in planned), None)
                 fillers: list[Block] = []
-                if op in sizes:  # an op may run several times in a step, and the step does again and again
-                    fillers = [allocator.allocate(nbytes) for nbytes in sizes[op]]
+                wanted: dict[int, int] = {}
+                if op in programs:  # an op may run several times in a step, and the step does again and again
+                    fillers = carried_out(programs[op], allocator.allocate, allocator.release)
                 elif op:
-                    if target is not None:
-                        size_bytes = block_bytes(self._events[target].size_bytes)
-                        fillers = _fill(allocator, planned[target], size_bytes, most_bytes)
-                    sizes[op] = tuple(block.size_bytes for block in fillers)
+                    wanted = {number: planned[number] for number in group if number in planned}
+                    events = {number: self._events[number] for number in group if number not in self._lasting}
+                    programs[op], fillers = steered(allocator, events, wanted, most_bytes) if wanted else ((), [])
                 for number in group:
                     event = self._events[number]
                     if number in self._lasting:
@@ -281,16 +287,21 @@ class Step:
                     if event.allocated:
                         blocks[event.address] = allocator.allocate(event.size_bytes)
                         made[event.address] = number
+                        if wanted.get(number) == blocks[event.address].address:
+                            del wanted[number]
                     elif (address := self._frees.get(number, -1)) in blocks:
                         allocator.release(blocks.pop(address))
                         made.pop(address, None)
                 for block in fillers:
                     allocator.release(block)
+                if wanted and anew is not None and laid_out < _MOST_LAID_OUT:
+                    laid_out += 1
+                    planned = anew(allocator, {blocks[at].address: n for at, n in made.items()}, group[-1])
             for address, number in made.items():
                 if self._stays.get(address) != number:  # gone when the next step begins, such as gradients
                     allocator.release(blocks.pop(address))
-        sizes = {op: filled for op, filled in sizes.items() if filled}
-        return Filled(mapping, sizes, allocator.peak_reserved_bytes, allocator.peak_allocated_bytes)
+        programs = {op: program for op, program in programs.items() if program}
+        return Filled(mapping, programs, allocator.peak_reserved_bytes, allocator.peak_allocated_bytes)
 
 
 class _Line:
@@ -338,43 +349,3 @@ def _by_op(events: Sequence[Event]) -> list[list[int]]:
             groups.append([number])
         current = op
     return groups
-
-
-def _fill(allocator: CachingAllocator, planned: int, size_bytes: int, most_bytes: int) -> list[Block]:
-    """Allocate what makes the next block of so many bytes lie as near to `planned` as can be."""
-    near = (_nearest(hole, planned, size_bytes) for hole in allocator.holes(size_bytes))
-    wanted = min(near, key=lambda place: (abs(place[1] - planned), place), default=None)
-    if wanted is None:
-        return []
-    hole, address = wanted
-    filled: list[Block] = []
-
-    def fill_until(chosen: int, wanted_bytes: int) -> bool:
-        while (choice := allocator.choice(wanted_bytes)) is not None and choice.address != chosen:
-            if allocator.allocated_bytes + choice.size_bytes + size_bytes > most_bytes:
-                return False
-            filled.append(allocator.allocate(choice.size_bytes))
-        return choice is not None
-
-    before_bytes = address - hole
-    done = before_bytes == 0
-    if not done and fill_until(hole, before_bytes):
-        done = allocator.allocated_bytes + before_bytes + size_bytes <= most_bytes
-        if done:
-            filled.append(allocator.allocate(before_bytes))
-    if done and fill_until(address, size_bytes):
-        return filled
-    for block in filled:
-        allocator.release(block)
-    return []
-
-
-def _nearest(hole: Block, planned: int, size_bytes: int) -> tuple[int, int]:
-    """Where the hole begins, and where in it the block lies nearest to where it is planned.
-
-    What fills the hole before it has to be a large block, too.
-    """
-    address = min(max(planned, hole.address), hole.end - size_bytes)
-    if address - hole.address <= LARGEST_SMALL_BYTES:
-        address = hole.address
-    return hole.address, address
