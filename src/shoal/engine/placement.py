@@ -34,6 +34,7 @@ _LAST_RECORDED = 20  # whatever is still to come
 _PAGE_BYTES = 20 << 20  # a page of a segment that grows
 _MORE = 0.015  # of a peak: what may be filled above it, or reserved beyond what was planned
 _RESERVED = 1.1  # of a budget, before blocks are placed: fillers take bytes too, and are for a step that reserves more
+_FILLED = 1.05  # likewise, with fillers
 _WORTH = 0.97  # of what is reserved anyway
 _SPARE = 0.01  # of a budget: what plans leave to fill holes with at their peaks
 _FILLS = "fills a hole"  # stands beside a filler in the record
@@ -164,14 +165,12 @@ class Placement:
         return list(_without_fillers(Event(*entry) for entry in recorded))
 
     def _within_budget(self, node: fx.Node, value: Any) -> Any:
-        """Between ops of a run that is not placed: give cached pages back before more than the budget is reserved, or,
-        where holes are filled, more than was foreseen."""
+        """Between ops of a run that is not placed: give cached pages back before more than the budget is reserved."""
         budget_bytes = self._status.budget_bytes
         if budget_bytes is not None and node.next.op == "call_function":
-            most_bytes = budget_bytes * (_RESERVED if self._filled else 1)
             reserved_bytes = torch.accelerator.memory_reserved(self._device)
             cached_bytes = reserved_bytes - torch.accelerator.memory_allocated(self._device)
-            if cached_bytes > _PAGE_BYTES and reserved_bytes + _result_bytes(node.next) > most_bytes:
+            if cached_bytes > _PAGE_BYTES and reserved_bytes + _result_bytes(node.next) > budget_bytes:
                 torch.accelerator.empty_cache()
         return value
 
@@ -189,7 +188,7 @@ class Placement:
         if natural.reserved_bytes <= _RESERVED * budget_bytes:
             return
         filled = step.filled(self._most_bytes(natural), budget_bytes)
-        if filled.reserved_bytes <= min(_RESERVED * budget_bytes, _WORTH * natural.reserved_bytes):
+        if filled.reserved_bytes <= _FILLED * budget_bytes:  # else giving pages back does as well
             release(fill(self._device, filled.mapping))
             self._filled = filled.programs
 
