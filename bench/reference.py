@@ -144,7 +144,8 @@ class Reference:
         beyond = [name for name in wrong if name == "generator"]
         if not abs(float(loss) / float(self.loss) - 1) <= FLOAT32.outputs:
             beyond.append(f"loss ({float(loss):.6g}, plain PyTorch's {float(self.loss):.6g})")
-        off = {name: value.cpu() for name, value in self.workload.buffers().items() if self._is_off(name, value.cpu())}
+        buffers = {name: value.cpu() for name, value in self.workload.buffers().items()}
+        off = {name: value for name, value in buffers.items() if self._is_off(name, value)}
         beyond += [f"buffer {name}" for name, value in off.items() if self._is_further_off(name, value)]
         beyond += self._beyond_float64_rule(_OTHER_ORDER) if gradients else []  # last: it puts the buffers back
         if beyond:
@@ -163,7 +164,7 @@ class Reference:
         return not float((buffer.double() - theirs.double()).norm()) <= FLOAT32.statistics * spread
 
     def _is_further_off(self, name: str, buffer: torch.Tensor) -> bool:
-        """Whether a buffer is further from float64 than plain PyTorch's, which sums long channels_last maps in order."""
+        """Whether a buffer is further from float64 than plain PyTorch's, whose long sums are off."""
         exact = self._float64.buffers[name]
         error = float((buffer.double() - exact).norm())
         return not error <= float((self.buffers[name].double() - exact).norm())

@@ -25,7 +25,7 @@ from shoal.engine.pricing import Pricing
 from shoal.engine.search.best_variant import best_variant, captured_form
 from shoal.engine.search.max_batch import largest_fitting
 from shoal.engine.search.scaled_step import NotLinear, scaled_step
-from shoal.engine.search.variants import PatchWork, Variants, fused_forms, sliced_forms
+from shoal.engine.search.variants import PatchWork, Variants, forms_up_to, fused_forms, sliced_forms
 from shoal.errors import InputError, brief
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.storage_bytes import distinct_bytes, reject_without_shape
@@ -185,6 +185,9 @@ class _CapturedForms:
     def of_norms(self) -> Iterator[Variant]:
         return iter(self.listed.of_norms)
 
+    def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
+        return forms_up_to(fused, self.listed.norm_elems)
+
     def split(self) -> Iterator[Variant]:
         return iter(self.listed.split)
 
@@ -238,6 +241,9 @@ class _ScaledForms:
             if variant.fuse:
                 yield from fused_forms(variant.fuse, self._norm_elems)
         yield from (variant for variant in self._listed.of_norms if variant.invert)
+
+    def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
+        return forms_up_to(fused, self._norm_elems)
 
     def split(self) -> Iterator[Variant]:
         if self._samples > 1:

@@ -142,9 +142,7 @@ def norms_on_large_maps_at_first() -> nn.Module:
     return nn.Sequential(*blocks(3, 16, 8), *later)
 
 
-def test_where_all_batch_norms_fused_do_not_fit_those_of_the_largest_maps_are_left_and_it_trains_as_the_model_does() -> (
-    None
-):
+def test_where_all_batch_norms_fused_do_not_fit_those_of_large_maps_are_left_and_it_trains_as_the_model() -> None:
     network = norms_on_large_maps_at_first
     model, plain, exact = network(), network(), network().double()
     model = shoal.compile(model, share_of_plain(network, 0.9), allow="bitwise, fuse")
@@ -325,6 +323,9 @@ class Refusing:
     def of_norms(self) -> Iterator[Variant]:
         return (variant for variant in self.needed_bytes if variant != WHOLE)
 
+    def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
+        return iter(())
+
     def split(self) -> Iterator[Variant]:
         return iter(())
 
@@ -437,6 +438,9 @@ class UpTo(InSeconds):
         super().__init__(whole=(100.0, 110.0), bnff=(80.0, 80.0))
         self.fits_up_to = fits_up_to
         self.seconds |= {Variant(fuse="bnff", up_to=share): (90.0, 92.0) for share in (0.9, 0.5, 0.25)}
+
+    def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
+        return (variant for variant in self.seconds if variant.up_to < 1)
 
     def price(self, variant: Variant) -> Priced[None]:
         def refuse(budget_bytes: int) -> tuple[None, Plan]:

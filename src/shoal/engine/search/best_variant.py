@@ -38,7 +38,6 @@ Made = TypeVar("Made")
 Cost = TypeVar("Cost")
 _GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
 _WORTH_A_PLAN = 0.005  # of the best plan's step: a form that may gain no more is not planned
-_SMALLER_MAPS = (0.9, 0.5, 0.25)  # of the largest map, up to which batch norms are fused where all of them do not fit
 _WORTH_SLICES = 0.1  # likewise on slices of the batch
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out
 _SURE = 0.9  # of what the step on more slices is expected to take
@@ -215,13 +214,12 @@ class _Search(Generic[Graph, Made]):
         self._try_each(captured)
 
     def consider_smaller_maps(self) -> None:
-        """Batch norms fused but for those of the largest maps, where all of them fused do not fit: the most that fit."""
+        """Where all batch norms fused do not fit, leave those of the largest maps: as few as it takes."""
         if not any(form.variant == WHOLE and self._may_fit(form) for form in self._forms.values()):
             return
         unfit = [form.variant for form in self._unfit]
         for fused in [one for one in unfit if one.fuse and not one.large_only]:
-            for up_to in _SMALLER_MAPS:
-                fewer = replace(fused, up_to=up_to)
+            for fewer in self._variants.of_smaller_maps(fused):
                 self.consider([fewer])
                 if any(row.variant == fewer and row.seconds is not None for row in self._rows):
                     break

@@ -56,6 +56,7 @@ _SLICES = (4, 16)  # of the batch, at most
 _SLABS = ((8, False), (8, True), (16, True))  # how many, and whether what norms measure is computed twice
 _WORTH_SLABS_BYTES = 16 << 20  # of the largest tensor
 _SLICED_DEPTHS = (0.25, 0.5, 0.75, 1.0)
+_SMALLER_MAPS = (0.9, 0.5, 0.25)  # of the largest map: up to these, batch norms are fused where all of them do not fit
 _SMALL_BEHIND = 1 / 3  # of the largest tensor: behind slices no tensor should be larger
 
 
@@ -64,6 +65,9 @@ class Forms(Protocol[_Graph]):
 
     def of_norms(self) -> Iterator[Variant]:
         """With batch norms done by their neighbours, where there are any, and with other norms inverted."""
+
+    def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
+        """With batch norms fused but for those of the largest maps."""
 
     def split(self) -> Iterator[Variant]:
         """On slices of the batch, then on slabs, then on patches, the fewest first."""
@@ -223,6 +227,10 @@ class Variants:
         source = layered(self.own)
         return highest_level(source.root, source.graph)
 
+    def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
+        """With batch norms fused but for those of the largest maps."""
+        yield from forms_up_to(fused, self.norm_elems)
+
     def split(self) -> Iterator[Variant]:
         """On slices of the batch, then on slabs, then on patches, the fewest first."""
         if "exact_split" in self._means:
@@ -361,6 +369,16 @@ def fused_forms(level: str, norm_elems: Sequence[int]) -> Iterator[Variant]:
     yield Variant(fuse=level)
     if any(elems >= MIN_ELEMS for elems in norm_elems) and any(elems < MIN_ELEMS for elems in norm_elems):
         yield Variant(fuse=level, large_only=True)
+
+
+def forms_up_to(fused: Variant, norm_elems: Sequence[int]) -> Iterator[Variant]:
+    """With batch norms of the largest maps left to PyTorch's layers and the others fused: each leaves more than the last."""
+    before = len(norm_elems)
+    for up_to in _SMALLER_MAPS:
+        n_fused = sum(elems <= up_to * max(norm_elems) for elems in norm_elems)
+        if 0 < n_fused < before:
+            before = n_fused
+            yield replace(fused, up_to=up_to)
 
 
 def sliced_forms(depth: float, samples: int) -> Iterator[Variant]:
