@@ -372,7 +372,7 @@ def fused_forms(level: str, norm_elems: Sequence[int]) -> Iterator[Variant]:
 
 
 def forms_up_to(fused: Variant, norm_elems: Sequence[int]) -> Iterator[Variant]:
-    """With batch norms of the largest maps left to PyTorch's layers and the others fused: each leaves more than the last."""
+    """With batch norms of the largest maps left as they are and the others fused: each fuses fewer than the last."""
     before = len(norm_elems)
     for up_to in _SMALLER_MAPS:
         n_fused = sum(elems <= up_to * max(norm_elems) for elems in norm_elems)
