@@ -22,7 +22,7 @@ program models the link as divisible bandwidth, so its relaxed solutions are sta
 the real copies. The plan of `hmms` and the plans without the link compete.
 
 All of this is done with the ops in the order that `order` finds for what the relaxed program keeps. The order in which
-the step was captured is planned too, unless its lower bound shows that it cannot be faster. The ops of the faster plan
+the step was captured is planned too, unless its lower bound shows that it cannot be much faster. The ops of the faster plan
 are ordered once more for what it keeps, and `fill_slack` uses the room.
 
 Without a link the plan equals the optimum among plans in its order of ops that recompute each storage at most once, and
@@ -319,11 +319,11 @@ class _Search:
         """Whether a plan in another order of ops, with this bound, may be faster than the best so far."""
         if best is None:
             return math.isfinite(bound.bound_seconds)
-        if not self._is_off(best, bound.bound_seconds, self._limits.close_enough):
+        if not self._is_off(best, bound.bound_seconds, self._limits.other_order):
             return False
         if graph.link is not None or self._is_large(graph):
             return True
-        return self._is_off(best, self.tight_bound_seconds(graph), self._limits.close_enough)
+        return self._is_off(best, self.tight_bound_seconds(graph), self._limits.other_order)
 
     def _is_large(self, graph: StepGraph) -> bool:
         return len(graph.ops) > self._limits.large_ops
