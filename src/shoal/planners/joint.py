@@ -22,8 +22,8 @@ program models the link as divisible bandwidth, so its relaxed solutions are sta
 the real copies. The plan of `hmms` and the plans without the link compete.
 
 All of this is done with the ops in the order that `order` finds for what the relaxed program keeps. The order in which
-the step was captured is planned too, unless its lower bound shows that it cannot be much faster. The ops of the faster plan
-are ordered once more for what it keeps, and `fill_slack` uses the room.
+the step was captured is planned too, unless its lower bound shows that it cannot be much faster. The ops of the faster
+plan are ordered once more for what it keeps, and `fill_slack` uses the room.
 
 Without a link the plan equals the optimum among plans in its order of ops that recompute each storage at most once, and
 as late as possible, up to the solver's gap and the window of `integer_program`; otherwise it is good, not proven.
