@@ -44,6 +44,9 @@ _OF_CUBLASLT = 1 << 20 if torch.__version__ < "2.12" else 0  # it has one of its
 WORKSPACE = (32 << 20) + _OF_CUBLASLT  # of a Hopper GPU
 
 
+BUDGET = 1 << 30
+
+
 def counted(before: str) -> list[int]:
     ran = subprocess.run(
         [sys.executable, "-c", COUNT.format(before=before)], capture_output=True, text=True, check=True
@@ -100,10 +103,10 @@ os._exit(0)
 
 
 def test_a_step_called_from_another_thread_or_stream_counts_their_workspaces() -> None:
-    environment = {**os.environ, "BUDGET": str(1 << 30)}
+    environment = {**os.environ, "BUDGET": str(BUDGET)}
     ran = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, check=True, env=environment)
     predicted, peaks, captures = zip(*(map(int, line.split()) for line in ran.stdout.splitlines()), strict=True)
     assert [later - predicted[2] for later in predicted[3:]] == [WORKSPACE, WORKSPACE, 3 * WORKSPACE]
     for one, other in zip(predicted[2:], peaks[2:], strict=True):
-        assert other == pytest.approx(one, rel=0.01)
+        assert other == pytest.approx(one, abs=BUDGET // 100)  # what fillers of placed blocks may take
     assert captures[-1] == captures[0]  # the budget has room
