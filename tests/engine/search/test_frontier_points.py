@@ -23,6 +23,7 @@ from shoal.planners.joint import joint
 from tests.random_steps import HARDWARE, conv_bn_relu_chain, steps
 
 FUSED, PATCHES = Variant(fuse="bnff"), Variant(depth=0.5, grid=(2, 2))
+FUSED_BUT_FOR_LARGE = Variant(fuse="bnff", up_to=0.5)
 
 
 @dataclass
@@ -32,7 +33,10 @@ class Forms:
     steps: Mapping[Variant, StepGraph]
 
     def of_norms(self) -> Iterator[Variant]:
-        return (variant for variant in self.steps if variant.fuse)
+        return (variant for variant in self.steps if variant.fuse and variant.up_to == 1)
+
+    def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
+        return (variant for variant in self.steps if variant.fuse == fused.fuse and variant.up_to < 1)
 
     def split(self) -> Iterator[Variant]:
         return (variant for variant in self.steps if variant.depth)
@@ -54,9 +58,9 @@ def found(forms: Forms, n_points: int = 5, budget_bytes: int | None = None) -> F
 
 
 @settings(max_examples=12)
-@given(steps(), steps(), st.integers(2, 6), st.integers(1, 2000))
-def test_the_laws(whole: StepGraph, fused: StepGraph, n_points: int, budget_bytes: int) -> None:
-    forms = Forms({WHOLE: whole, FUSED: fused})
+@given(steps(), steps(), steps(), st.integers(2, 6), st.integers(1, 2000))
+def test_the_laws(whole: StepGraph, fused: StepGraph, fewer: StepGraph, n_points: int, budget_bytes: int) -> None:
+    forms = Forms({WHOLE: whole, FUSED: fused, FUSED_BUT_FOR_LARGE: fewer})
     frontier = found(forms, n_points, budget_bytes)
     points, plain = frontier.points, simulate(whole, {})
     assert (frontier.plain_peak_bytes, frontier.plain_seconds) == (plain.peak_bytes, plain.seconds)

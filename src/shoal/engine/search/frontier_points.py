@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from torch import fx
@@ -134,7 +135,10 @@ def _priced_forms(
     forms: list[_Form] = []
     left_out: list[tuple[str, str]] = []
     n_ops = 0
-    for variant in (WHOLE, *variants.of_norms(), *variants.split()):
+    of_norms = tuple(variants.of_norms())
+    all_fused = (one for one in of_norms if one.fuse and not one.large_only)
+    of_smaller_maps = chain.from_iterable(map(variants.of_smaller_maps, all_fused))
+    for variant in (WHOLE, *of_norms, *of_smaller_maps, *variants.split()):
         trying(f"the step {variant}" if variant == WHOLE else str(variant))
         try:
             if variant.depth:
