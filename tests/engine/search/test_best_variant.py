@@ -505,6 +505,30 @@ def test_fewer_slices_than_fit_are_planned_only_if_that_lowers_the_bound(few_sec
     assert few.outcome == ("slower" if few.seconds else "fits on more slices, and gains nothing by its bound")
 
 
+@pytest.mark.parametrize("kept_seconds, asked", [(110.0, [0, 4]), (118.0, [0])])
+def test_slices_that_must_be_planned_twice_as_near_to_their_bound_as_the_whole_are_not_planned(
+    kept_seconds: float, asked: list[int]
+) -> None:
+    on_slices = Variant(depth=0.5, slices=4)
+    forms = OnPatches(1)
+    forms.held_bytes = dict.fromkeys([WHOLE, on_slices], 0)
+    were_asked: list[int] = []
+
+    def price(variant: Variant) -> Priced[None]:
+        def plan(budget_bytes: int) -> tuple[None, Plan]:
+            were_asked.append(variant.slices)
+            return None, Plan(taking(130.0 if variant.slices else 140.0, 0), {}, "keep_all")
+
+        return Priced(taking(kept_seconds if variant.slices else 100.0, variant.slices), plan)
+
+    found = best_variant(forms, price, 2**40, "")
+    assert were_asked == asked and found.variant == (on_slices if on_slices.slices in asked else WHOLE)
+    outcome = next(one for one in found.plan.candidates if one.variant == on_slices).outcome
+    assert outcome == (
+        "chosen" if 4 in asked else "faster only if planned twice as near to its bound as the step as it is"
+    )
+
+
 def test_more_means_never_need_more() -> None:
     model = nn.Sequential(*blocks(3, 16, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten())  # fused, it needs more
     assert least_bytes(model, allow="recompute, fuse") <= least_bytes(model, allow="recompute")

@@ -272,6 +272,8 @@ class _Search(Generic[Graph, Made]):
             row = replace(row, outcome="fits without pieces, and gains nothing by its bound")
         elif variant.slices and self._fits_on_more(variant, bound_seconds):
             row = replace(row, outcome="fits on more slices, and gains nothing by its bound")
+        elif variant.slices and self._must_come_nearer(bound_seconds):
+            row = replace(row, outcome="faster only if planned twice as near to its bound as the step as it is")
         else:
             try:
                 made, plan = priced.plan(self._budget_bytes)
@@ -297,6 +299,14 @@ class _Search(Generic[Graph, Made]):
             for row in self._rows
             if row.variant.slices > variant.slices and not row.variant.pieces
         )
+
+    def _must_come_nearer(self, bound_seconds: float) -> bool:
+        """Whether a form is the fastest only if its plan is much nearer to its bound than that of the step as it is."""
+        whole = next(row for row in self._rows if row.variant == WHOLE)
+        if self._best is None or whole.seconds is None or not whole.bound_seconds:
+            return False
+        gap = whole.seconds / whole.bound_seconds - 1
+        return bound_seconds * (1 + gap / 2) >= self._best.plan.predicted_seconds
 
     def _note_what_is_needed(self, form: _Form[Graph, Made]) -> None:
         """Where what stays in any form is over the budget, so that finer patches are for the least alone."""
