@@ -39,6 +39,7 @@ class Timing:
         moved_bytes: of operands and results, each once.
         once: no further run is needed where there is a time.
         launch_seconds: of the host, on CUDA.
+        ended_at_bytes: what all ops had moved when this one ran last.
     """
 
     run: Callable[[], float]
@@ -47,7 +48,7 @@ class Timing:
     moved_bytes: int = 0
     once: bool = False
     launch_seconds: float = 0.0
-    _ended: int = 0  # bytes that all ops had moved when this one ran last
+    ended_at_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -115,7 +116,7 @@ class InTurns:
         return timing.leaves_core and timing.finds_a_cache and not timing.is_complete
 
     def _is_due(self, timing: Timing) -> bool:
-        return not self._must_wait(timing) or self._moved_bytes - timing._ended >= self._caches.shared_bytes
+        return not self._must_wait(timing) or self._moved_bytes - timing.ended_at_bytes >= self._caches.shared_bytes
 
     def _take_turn(self) -> Iterator[tuple[str, Timing | Exception]]:
         key, timing = self._waiting.popleft()
@@ -141,4 +142,4 @@ class InTurns:
 
     def _ran(self, timing: Timing) -> None:
         self._moved_bytes += timing.moved_bytes
-        timing._ended = self._moved_bytes
+        timing.ended_at_bytes = self._moved_bytes

@@ -373,9 +373,9 @@ def fused_forms(level: str, norm_elems: Sequence[int]) -> Iterator[Variant]:
 
 def forms_up_to(fused: Variant, norm_elems: Sequence[int]) -> Iterator[Variant]:
     """With batch norms of the largest maps left as they are and the others fused: each fuses fewer than the last."""
-    before = len(norm_elems)
+    before, largest = len(norm_elems), max(norm_elems, default=0)
     for up_to in _SMALLER_MAPS:
-        n_fused = sum(elems <= up_to * max(norm_elems) for elems in norm_elems)
+        n_fused = sum(elems <= up_to * largest for elems in norm_elems)
         if 0 < n_fused < before:
             before = n_fused
             yield replace(fused, up_to=up_to)

@@ -50,13 +50,11 @@ class FusionSize:
             a forward pass misses none while other threads run one. A compiler counts nothing: it would guard the
             number, and compile again as soon as that has changed.
         all_large: whether every map was, of those that were asked about: "large" then answers as "always" does.
-        any_too_large: whether a map was beyond `most_elems`.
     """
 
     def __init__(self, when: When, most_elems: int | None = None) -> None:
         self.when = when
         self.most_elems = most_elems
-        self.any_too_large = False
         self.fusions = 0
         self.all_large = True
 
@@ -75,7 +73,6 @@ class FusionSize:
         if not torch.compiler.is_compiling():
             self.all_large &= elems >= least
         if self.most_elems is not None and elems > self.most_elems:
-            self.any_too_large = True
             return False
         if self.when == "large":
             return elems >= least
