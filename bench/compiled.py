@@ -8,7 +8,7 @@
 
 Budgets are shares of eager PyTorch's peak. `torch.compile` runs by itself and at several values of
 `activation_memory_budget`; at a budget, the fastest of its settings whose measured peak fits stands for it. Shoal runs
-with kernels="eager" and kernels="compiled", in whatever form `--allow` permits. All are timed in turns. Gradients of
+with kernels="eager" and kernels="compiled", in whatever form `--allow` permits: "exact", as by default. All are timed in turns. Gradients of
 each contender are held against eager PyTorch's in float64, parameter by parameter, relative to these; where masks are
 drawn, which float64 draws otherwise, against eager PyTorch's in the same precision. The file is written after
 each contender and each round; an interrupted run finds in the compilers' caches what it compiled.
@@ -122,7 +122,7 @@ main = Bench(
     ),
     option("--sweep", type=_values, minimum=None, help="values of activation_memory_budget"),
     option("--rounds", type=int, default=5, help="timed steps of each"),
-    option("--allow", minimum=None, help="as of shoal.compile; by default its own default"),
+    option("--allow", default="exact", minimum=None, help="as of shoal.compile, whose default is this one's"),
     switch("--start", "seconds until the second step instead, in processes of their own"),
     CPU_TIME,
     quick="tiny inputs: does it run?",
