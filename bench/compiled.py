@@ -36,15 +36,15 @@ SETTINGS = {
     "googlenet": Setting(8, 128),
     "unet3d": Setting(1, 48),
     "densenet121": Setting(4, 128),
-    "resnet50": Setting(4, 128),
+    "resnet50": Setting(16, 128),
     "unet": Setting(1, 128),
-    "vgg16_bn": Setting(8, 96),
-    "resnet18": Setting(16, 96),
+    "vgg16_bn": Setting(16, 128),
+    "resnet18": Setting(32, 128),
     "timm/efficientnet_b0": Setting(4, 160),
     "timm/convnext_tiny": Setting(2, 160),
     "timm/hrnet_w18_small": Setting(2, 160),
     "timm/vit_small_patch16_224": Setting(2, 224),
-    "gpt2": Setting(1, 256),  # sequences, tokens
+    "gpt2": Setting(2, 256),  # sequences, tokens
 }
 QUICK_SETTINGS = {name: Setting(2, 64) for name in SETTINGS} | {
     "unet3d": Setting(1, 16),

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from torch._inductor.exc import InductorError
 from torch.nn.modules.dropout import _DropoutNd
 
 from bench.frame import Unavailable, WrongResult
@@ -126,13 +127,20 @@ class Contenders:
         return self.workload.gradients()
 
     def add_inductor(self, name: str, value: float | None) -> None:
-        """Add `torch.compile`, marked where its gradients are too far from the reference."""
+        """Add `torch.compile`, marked where its gradients are too far from the reference.
+
+        Its own masks are not eager's, so where masks are drawn its gradients are those that it computes of eager's,
+        and not known where it cannot be compiled to draw these.
+        """
         call = self._added(name, by_inductor(self.workload, value))
-        # Its own masks are not eager's: its gradients are those that it computes of eager's.
-        eager_draws = in_precision(by_inductor(self.workload, value, eager_draws=True), self.precision)
-        errors = self._errors(call if self.is_exact else eager_draws)
-        is_wrong = not errors["error"] <= self._most_error
-        self.rows[name] |= {**errors, "activation_memory_budget": value, "is_wrong": is_wrong}
+        if not self.is_exact:
+            call = in_precision(by_inductor(self.workload, value, eager_draws=True), self.precision)
+        try:
+            errors = self._errors(call)
+            found: dict[str, Any] = {**errors, "is_wrong": errors["error"] > self._most_error}
+        except InductorError as error:
+            found = {"unchecked": str(error).splitlines()[0]}
+        self.rows[name] |= {**found, "activation_memory_budget": value}
 
     def add_ours(self, name: str, forward: Forward, **more: Any) -> None:
         """Add a model of ours.

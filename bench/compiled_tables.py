@@ -74,7 +74,7 @@ def network_table(result: Mapping[str, Any]) -> Table:
             continue
         share = 100 * row["measured_peak_bytes"] / result["plain_peak_bytes"]
         more = {"of_eager": ratio(row, contenders[EAGER]), "share": share}
-        named = f"{who}, wrong gradients" if row.get("is_wrong") else who
+        named = who + (", wrong gradients" if row.get("is_wrong") else ", not checked" if "unchecked" in row else "")
         table.add_row(*cells("{who} | {seconds:ms} | {of_eager:.2f} | | | | {share:.1f} |", row, who=named, **more))
     form = (
         "{who} | {seconds:ms} | {of_eager:.2f} | {of_inductor:.2f} | {of_theirs:.2f} | {of_ours:.2f} | "
