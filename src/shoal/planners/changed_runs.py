@@ -124,6 +124,9 @@ class PlannedRuns:
     def after(self, changes: Mapping[str, Recompute]) -> tuple[Bytes, float]:
         """The bytes in use during each run and the duration of all in seconds, with these residences changed.
 
+        Args:
+            changes: by storage name; each names ops of the backward pass.
+
         Raises:
             PlanError: a storage that must not be recomputed, or a reader without the storage it reads.
         """
@@ -178,10 +181,10 @@ class PlannedRuns:
             producer = _producer_of_what_may_go(graph, storage, residence)
             old = exact_residence(self._residences.get(name))
             was, now = set(old.before if isinstance(old, Recompute) else ()), set(residence.before)
-            for op in now - was:
-                more[graph.op_called[op].id, producer.id].add(storage)
-            for op in was - now:
-                less[graph.op_called[op].id, producer.id].add(storage)
+            for served in now - was:
+                more[graph.op_called[served].id, producer.id].add(storage)
+            for served in was - now:
+                less[graph.op_called[served].id, producer.id].add(storage)
         put, removed, rewritten = [], [], {}
         for op, producer_id in {*more, *less}:
             places = self._again.get(op, {})
@@ -208,9 +211,7 @@ class PlannedRuns:
         run = self._runs[place]
         return _Reader(place, run.of(self._graph), run.writes)
 
-    def _changed_instances(
-        self, storage: int, moves: _Moves, changes: Mapping[str, Recompute]
-    ) -> Iterable[_Instance]:
+    def _changed_instances(self, storage: int, moves: _Moves, changes: Mapping[str, Recompute]) -> Iterable[_Instance]:
         writers, readers = [], []
         for place in self._writes.get(storage, ()):
             if place not in moves.removed and storage in moves.rewritten.get(place, (storage,)):
