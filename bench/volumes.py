@@ -14,11 +14,11 @@ measured: small networks on this machine, budgets in percent of plain PyTorch's 
 each scale, backward; contiguous tensors, the target beside), with allow="exact". A step of each is held against plain
 PyTorch's and float64 before it is timed, in turns with plain PyTorch, checkpointing by block (MONAI's way) and
 `activation_memory_budget`, each at its fastest setting whose measured peak fits; "step off" is how far the predicted
-step is from the median of Shoal's measured ones. slabs: two networks likewise, by the
-means that leave slabs of depth as the way into tight budgets. planned: the least share of networks as large as their users train,
-on patches of 96 or 128, for a GPU that is not here. added: what budgets add to plain PyTorch's step there, by default
-one of 50 %. flat: the least share of the same network in two dimensions, on about as many pixels. patch: the largest
-that fits that GPU's memory, for plain PyTorch and, among cubes, for Shoal.
+step is from the median of Shoal's measured ones. slabs: two networks likewise, by the means that leave slabs of depth
+as the way into tight budgets. planned: the least share of networks as large as their users train, on patches of 96 or
+128, for a GPU that is not here. added: what budgets add to plain PyTorch's step there, by default one of 50 %. flat:
+the least share of the same network in two dimensions, on about as many pixels. patch: the largest that fits that GPU's
+memory, for plain PyTorch and, among cubes, for Shoal.
 
 Each network has a file of its own; with --resume its other parts are kept, each with its own date: of the newest file
 of the network in the folder, which may be of an earlier day and is then to be deleted.
@@ -225,8 +225,7 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     ]
     for part, table in (("planned", least_table), ("added", added_table)):
         made += [
-            table(name, precision, found, _when(found, conditions))
-            for precision, found in result.get(part, {}).items()
+            table(name, precision, found, _when(found, conditions)) for precision, found in result.get(part, {}).items()
         ]
     slabs, flat, patch = (result.get(part) for part in ("slabs", "flat", "patch"))
     made += [measured_table(name, f'{FLOAT32} with "{SLABS}"', slabs, _when(slabs, conditions))] if slabs else []

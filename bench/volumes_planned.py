@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -18,12 +19,26 @@ from bench.plain import plan_columns
 from bench.volumes_catalogue import Entry, build
 from bench.volumes_step import autocasting, example
 from shoal.core import presets
+from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
+from shoal.core.step import StepGraph
 from shoal.engine.fit import fit
 from shoal.engine.plan import plan
 from shoal.errors import BudgetError
+from shoal.planners.joint import joint
+from shoal.planners.limits import DEFAULT
 
 _LEAST_PERCENT = 33.0
+# Of the search for a patch: at each size the question is whether a plan fits, hardly how fast it is.
+_SHORT = replace(
+    DEFAULT,
+    iterated_search_ops=50_000,
+    local_search_ops=50_000,
+    fill_slack_ops=50_000,
+    smallest_peak_ops=50_000,
+    hold_longer_ops=200_000,
+    max_restarts=0,
+)
 _HOPELESS = 0.02  # of plain PyTorch's peak, beside what no plan can save
 
 
@@ -140,7 +155,7 @@ def largest_patch(
     advance: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """The largest patch inside all of a card's memory, float32: of plain PyTorch by `shoal.fit`, each side by itself;
-    of Shoal among cubes, so that few are planned.
+    of Shoal among cubes, so that few are planned, each with short searches: a step may be faster than its plan says.
 
     Args:
         least_percent: the least share of the step at another size, where the search begins.
@@ -169,7 +184,9 @@ def largest_patch(
     def least(side: int) -> int:
         advance(f"the largest patch, Shoal: {side}")
         try:
-            made[side] = plan(network, batch((side,) * 3), budget_bytes, hardware=hardware, allow=allow)
+            made[side] = plan(
+                network, batch((side,) * 3), budget_bytes, hardware=hardware, allow=allow, planner=_searched_shortly
+            )
         except BudgetError as error:
             return error.least_feasible_bytes
         return made[side].predicted_peak_bytes
@@ -179,6 +196,10 @@ def largest_patch(
     found["shoal"] = {"patch": [side] * 3, "too_large": [too_large] * 3, **_patch_columns(made[side])}
     found["volumes"] = side**3 / prod(plain.patch)
     return found
+
+
+def _searched_shortly(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+    return joint(graph, hardware, budget_bytes, limits=_SHORT)
 
 
 def _patch_columns(made: Plan) -> dict[str, Any]:

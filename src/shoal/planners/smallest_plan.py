@@ -143,8 +143,8 @@ def in_order_for_copies(
     """The step in an order of ops in which a plan that offloads has a lower peak; None where none was found.
 
     A storage that comes back from the host takes no op to be there again. So the order is that of a plan which
-    recomputes it from nothing; the copies are to be placed anew in it. Of an op with several results the first one alone
-    is moved so, and the others, statistics mostly, count as there.
+    recomputes it from nothing; the copies are to be placed anew in it. Of an op with several results only the first is
+    moved so; the others, statistics mostly, count as there.
     """
     if not limits.order:
         return None
