@@ -65,4 +65,4 @@ def test_a_step_launches_no_more_at_any_budget_than_115_percent_of_eager_pytorch
         planned = trained(replace(LARGE, share=share))
         assert planned.n_recomputed > 0
         assert planned.steps[-1].launches <= 1.15 * eager
-        assert all(step.reserved_bytes <= 1.1 * planned.budget_bytes for step in planned.steps[-2:])
+        assert all(step.reserved_bytes <= 1.1 * planned.budget_bytes for step in planned.steps)
