@@ -167,8 +167,9 @@ class Placement:
     def _keep_within_budget(self, node: fx.Node) -> None:
         """Before a node of a run that is not placed: give cached pages back before more than the budget is reserved.
 
-        Before the output they are given back where that has happened: what comes next is not of the graph. Where holes
-        are filled all pages stay, as long as no more are reserved than was planned.
+        Before the output they are given back where that has happened, since what comes next is not of the graph, and
+        before the optimizer's state comes, which then lies as low as it can. Where holes are filled all pages stay, as
+        long as no more are reserved than was planned.
         """
         budget_bytes = self._status.budget_bytes
         if budget_bytes is None or node.op not in ("call_function", "output"):
@@ -180,8 +181,9 @@ class Placement:
             self._says_another_course(reserved_bytes, self._filled.reserved_bytes)
             self._filled = None
         cached_bytes = reserved_bytes - torch.accelerator.memory_allocated(self._device)
-        result_bytes = 0 if node.op == "output" else _result_bytes(node)
-        if cached_bytes > _PAGE_BYTES and reserved_bytes + result_bytes > budget_bytes:
+        is_output = node.op == "output"
+        above = reserved_bytes + (0 if is_output else _result_bytes(node)) > budget_bytes
+        if cached_bytes > _PAGE_BYTES and (above or (is_output and self._awaits_more())):
             torch.accelerator.empty_cache()
 
     def _trimmed(self) -> list[dict[str, Any]]:
