@@ -13,8 +13,8 @@ from bench.tables import cells, new_table
 
 
 def fastest_within(result: Mapping[str, Any], budget_bytes: float) -> dict[str, Any] | None:
-    """The fastest of `torch.compile`'s settings whose measured peak is inside a budget; None where none is."""
-    rows = [row for who, row in result["contenders"].items() if who.startswith(INDUCTOR)]
+    """The fastest of `torch.compile`'s settings with right gradients and a measured peak inside a budget, or None."""
+    rows = [row for who, row in result["contenders"].items() if who.startswith(INDUCTOR) and not row.get("is_wrong")]
     fitting = [row for row in rows if row["measured_peak_bytes"] <= budget_bytes]
     return min(fitting, key=lambda row: statistics.median(row["seconds"]), default=None)
 
@@ -74,7 +74,8 @@ def network_table(result: Mapping[str, Any]) -> Table:
             continue
         share = 100 * row["measured_peak_bytes"] / result["plain_peak_bytes"]
         more = {"of_eager": ratio(row, contenders[EAGER]), "share": share}
-        table.add_row(*cells("{who} | {seconds:ms} | {of_eager:.2f} | | | | {share:.1f} |", row, who=who, **more))
+        named = who + (", wrong gradients" if row.get("is_wrong") else ", not checked" if "unchecked" in row else "")
+        table.add_row(*cells("{who} | {seconds:ms} | {of_eager:.2f} | | | | {share:.1f} |", row, who=named, **more))
     form = (
         "{who} | {seconds:ms} | {of_eager:.2f} | {of_inductor:.2f} | {of_theirs:.2f} | {of_ours:.2f} | "
         "{share:.1f} | {off:+.2f}"

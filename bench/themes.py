@@ -173,7 +173,7 @@ def _volumes_chart(result: Result) -> str:
             percent = row["shoal"].get("added_percent")
             words = "refused" if percent is None else f"{percent:+.1f} %"
             bars.append(Bar(f"{precision}, inside {row['share']:g} %", percent, words))
-    for precision, found in result.get("planned", {}).items():
+    for precision, found in result.get("added", {}).items():
         for row in found["rows"]:
             percent = row["predicted_added_percent"] if row["fits"] else None
             words = "does not fit" if percent is None else f"{percent:+.1f} %, planned"

@@ -4,7 +4,7 @@
     python -m bench.volumes --quick --networks SegResNet         one budget, to see that it runs
     python -m bench.volumes --networks UNet,DynUNet --parts measured --precisions float32 --shares 53,25
     python -m bench.volumes --parts planned,patch --hardware rtx-4090-24gb
-    python -m bench.volumes --parts planned --least-only --allow exact --resume
+    python -m bench.volumes --parts added --shares 50 --precisions float32 --resume
 
 UNet, DynUNet, SegResNet, AttentionUnet, VNet and SwinUNETR are MONAI's (here 1.6.1), PlainConvUNet and
 ResidualEncoderUNet those of dynamic-network-architectures (here 0.4.4); what does not import is skipped. DynUNet and
@@ -14,10 +14,11 @@ measured: small networks on this machine, budgets in percent of plain PyTorch's 
 each scale, backward; contiguous tensors, the target beside), with allow="exact". A step of each is held against plain
 PyTorch's and float64 before it is timed, in turns with plain PyTorch, checkpointing by block (MONAI's way) and
 `activation_memory_budget`, each at its fastest setting whose measured peak fits; "step off" is how far the predicted
-step is from the median of Shoal's measured ones. slabs: two networks likewise, by the
-means that leave slabs of depth as the way into tight budgets. planned: networks as large as their users train, on
-patches of 96 or 128, for a GPU that is not here. flat: the least share of the same network in two dimensions, on about
-as many pixels. patch: the largest that fits that GPU's memory, for plain PyTorch and, among cubes, for Shoal.
+step is from the median of Shoal's measured ones. slabs: two networks likewise, by the means that leave slabs of depth
+as the way into tight budgets. planned: the least share of networks as large as their users train, on patches of 96 or
+128, for a GPU that is not here. added: what budgets add to plain PyTorch's step there, by default one of 50 %. flat:
+the least share of the same network in two dimensions, on about as many pixels. patch: the largest that fits that GPU's
+memory, for plain PyTorch and, among cubes, for Shoal.
 
 Each network has a file of its own; with --resume its other parts are kept, each with its own date: of the newest file
 of the network in the folder, which may be of an earlier day and is then to be deleted.
@@ -49,7 +50,7 @@ from bench.peers import ACTIVATION_MEMORY_BUDGET, CHECKPOINT, PEERS, Confirmed, 
 from bench.plain import Plain
 from bench.tables import cells, new_table
 from bench.volumes_catalogue import CATALOGUE, Entry
-from bench.volumes_planned import largest_patch, planned_rows
+from bench.volumes_planned import added_rows, largest_patch, least_share
 from bench.volumes_step import FLOAT32, PRECISIONS, checkpointed, make_step
 from shoal.core.files import write_json
 from shoal.core.sizes import format_bytes
@@ -57,10 +58,12 @@ from shoal.errors import BudgetError
 
 SHARES = (66.0, 53.0, 40.0, 33.0, 25.0)
 QUICK_SHARES = (70.0,)
-PARTS = ("measured", "slabs", "planned", "flat", "patch")
+ADDED_SHARES = (50.0,)
+PARTS = ("measured", "slabs", "planned", "added", "flat", "patch")
 VALUES = (0.2, 0.6)  # of activation_memory_budget
 HARDWARE = "rtx-4090-24gb"
 SLABS = "recompute, order, exact_split"
+_BY_PRECISION = ("measured", "planned", "added")
 _PREDICTED_WITHIN = 2.0  # percent of the peak
 
 
@@ -160,21 +163,30 @@ def measured_table(name: str, precision: str, found: Mapping[str, Any], when: st
     return table
 
 
-def planned_table(name: str, found: Mapping[str, Any], when: str = "") -> Table:
-    """One row for each precision: the least share, and the time that each budget is planned to add."""
-    shares = [row["share"] for row in next(iter(found.values()))["rows"]]
-    columns = "".join(f" | inside {share:g} %" for share in shares)
+def least_table(name: str, precision: str, found: Mapping[str, Any], when: str = "") -> Table:
+    """The least share of a step that is planned for a GPU."""
     table = new_table(
-        f"{name}, planned for a GPU that is not here: the least share, and time added inside budgets{when}",
-        f"<precision | batch x patch | <hardware | plain PyTorch | parameters, gradients | least{columns}",
+        f"{name}, planned for a GPU that is not here: the least share{when}",
+        "<precision | batch x patch | <hardware | plain PyTorch | parameters, gradients | least",
     )
-    for precision, one in found.items():
-        form = (
-            "{batch} x {side}^3 | {hardware} | {plain_peak_bytes:bytes} | {parameters_and_gradients_percent:.1f} % | "
-        )
-        form += "{least_percent:.1f} %"
-        added = [f"{row['predicted_added_percent']:+.1f} %" if row["fits"] else "does not fit" for row in one["rows"]]
-        table.add_row(precision, *cells(form, one), *added)
+    form = "{batch} x {side}^3 | {hardware} | {plain_peak_bytes:bytes} | {parameters_and_gradients_percent:.1f} % | "
+    table.add_row(precision, *cells(form + "{least_percent:.1f} %", found))
+    return table
+
+
+def added_table(name: str, precision: str, found: Mapping[str, Any], when: str = "") -> Table:
+    """One row for each budget of a step that is planned for a GPU: the time that it adds to plain PyTorch's step."""
+    title = "{name}, {precision}, {batch} x {side}^3, planned for {hardware}: time added to plain PyTorch's "
+    title += "{plain_seconds:ms} ms and {plain_peak_bytes:bytes}"
+    table = new_table(
+        escape(cells(title.replace("|", ""), found, name=name, precision=precision)[0]) + when,
+        "budget | predicted peak | in host memory | added | no plan of its form adds less than | <computed",
+    )
+    for row in found["rows"]:
+        form = "{predicted_peak_bytes:bytes} | {host_bytes:bytes} | {predicted_added_percent:+.1f} % | "
+        form += "{lower_bound_percent:+.1f} % | {variant}"
+        shown = cells(form, row) if row["fits"] else ["does not fit", *[""] * 4]
+        table.add_row(*map(escape, [*cells("{share:g} %, {budget_bytes:bytes}", row), *shown]))
     return table
 
 
@@ -211,10 +223,10 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
         measured_table(name, precision, found, _when(found, conditions))
         for precision, found in result.get("measured", {}).items()
     ]
-    made += [
-        planned_table(name, {precision: found}, _when(found, conditions))
-        for precision, found in result.get("planned", {}).items()
-    ]
+    for part, table in (("planned", least_table), ("added", added_table)):
+        made += [
+            table(name, precision, found, _when(found, conditions)) for precision, found in result.get(part, {}).items()
+        ]
     slabs, flat, patch = (result.get(part) for part in ("slabs", "flat", "patch"))
     made += [measured_table(name, f'{FLOAT32} with "{SLABS}"', slabs, _when(slabs, conditions))] if slabs else []
     made += [flat_table(name, flat, _when(flat, conditions))] if flat else []
@@ -267,7 +279,7 @@ def _earlier(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(kept[-1].read_text())
     except (OSError, ValueError, IndexError):
         return {}
-    parts = [*found.get("measured", {}).values(), *found.get("planned", {}).values()]
+    parts = [one for name in _BY_PRECISION for one in found.get(name, {}).values()]
     for part in (*parts, *(found[name] for name in ("slabs", "flat", "patch") if name in found)):
         part.setdefault("conditions", found["conditions"])
     return found
@@ -300,23 +312,17 @@ def _run(run: Run) -> int:
                     )
                     result["slabs"] = {**found, "conditions": run.conditions}
                     write_json(path, result)
+                how = (asked.hardware, asked.allow, asked.seed, advance)
                 for precision in precisions if "planned" in parts else ():
-                    planned_shares = () if asked.least_only else shares
-                    found = planned_rows(
-                        entry, precision, planned_shares, asked.hardware, asked.allow, asked.seed, advance
-                    )
+                    found = least_share(entry, precision, *how)
                     result.setdefault("planned", {})[precision] = {**found, "conditions": run.conditions}
                     write_json(path, result)
+                for precision in precisions if "added" in parts else ():
+                    found = added_rows(entry, precision, asked.shares or ADDED_SHARES, *how)
+                    result.setdefault("added", {})[precision] = {**found, "conditions": run.conditions}
+                    write_json(path, result)
                 if "flat" in parts and entry.flat is not None:
-                    found = planned_rows(
-                        replace(entry, planned=entry.flat),
-                        FLOAT32,
-                        (),
-                        asked.hardware,
-                        asked.allow,
-                        asked.seed,
-                        advance,
-                    )
+                    found = least_share(replace(entry, planned=entry.flat), FLOAT32, *how)
                     result["flat"] = {**found, "conditions": run.conditions}
                     write_json(path, result)
                 if "patch" in parts:
@@ -349,10 +355,9 @@ main = Bench(
     option("--precisions", known=PRECISIONS),
     option("--shares", type=percentages, help="budgets in percent of plain PyTorch's peak, comma-separated"),
     option("--hardware", default=HARDWARE, help="the preset of what is planned"),
-    option("--allow", default="bitwise", help="what plans for it may use; by default bitwise, with host memory"),
+    option("--allow", default="exact", help="what plans for it may use; by default exact, with host memory"),
     option("--repeats", type=int, help="timed steps of each contender; by default 3"),
     switch("--no-compiled-peer", "leave activation_memory_budget out"),
-    switch("--least-only", "of what is planned the least share alone, without budgets: a plan or two for each network"),
     switch("--resume", "keep the other parts of the network's newest file"),
     CPU_TIME,
     quick="one budget in float32, one repeat: does it run?",

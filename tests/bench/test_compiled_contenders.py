@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from bench.compiled_contenders import errors_of, in_precision
+from bench.compiled_contenders import EAGER, INDUCTOR, Contenders, errors_of, in_precision
+from bench.frame import WrongResult
+from bench.workload import Workload
+from tests.engine.training_laws import needs_compiler
 
 
 def test_errors_are_of_all_parameters_and_of_each() -> None:
@@ -19,3 +22,25 @@ def test_autocast_is_of_the_models_call_alone() -> None:
     linear, x = nn.Linear(4, 4), torch.randn(2, 4)
     assert in_precision(linear, "bfloat16")(x).dtype is torch.bfloat16
     assert in_precision(linear, "float32")(x).dtype is torch.float32
+
+
+def drawing() -> Workload:
+    """A network whose masks `torch.compile` draws otherwise than eager PyTorch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4))
+    return Workload("drawing", model, torch.randn(16, 8), torch.randint(4, (16,)))
+
+
+@needs_compiler
+def test_torch_compile_is_held_against_eager_on_the_same_masks() -> None:
+    contenders = Contenders(drawing(), "float32")
+    contenders.add_inductor(INDUCTOR, None)
+    row = contenders.rows[INDUCTOR]
+    assert row["error"] < 1e-6 and not row["is_wrong"]
+    assert list(contenders.forwards) == [EAGER, INDUCTOR]
+
+
+def test_gradients_of_ours_that_are_too_far_off_end_the_benchmark() -> None:
+    contenders = Contenders(drawing(), "float32")
+    with pytest.raises(WrongResult, match="drawing, shoal: gradients are off by"):
+        contenders.add_ours("shoal", lambda x: 2 * contenders.workload.model(x) - contenders.workload.model(x).detach())

@@ -40,6 +40,21 @@ def test_of_what_fits_the_fastest_stands_for_torch_compile() -> None:
     assert [one and one["measured_peak_bytes"] for one in found] == [110, 60, 50, None]
 
 
+def test_a_setting_with_wrong_gradients_is_marked_and_stands_for_nothing() -> None:
+    wrong = {**RESULT["contenders"][INDUCTOR], "is_wrong": True}
+    result = {**RESULT, "contenders": {**RESULT["contenders"], INDUCTOR: wrong}}
+    fastest = fastest_within(result, 200)
+    assert fastest is not None and fastest["measured_peak_bytes"] == 60
+    assert "| torch.compile, wrong gradients | 500.0 |" in markdown_of(network_table(result))
+
+
+def test_gradients_that_could_not_be_checked_are_said() -> None:
+    unchecked = {"measured_peak_bytes": 110, "seconds": [0.5, 0.5], "unchecked": "does not compile"}
+    result = {**RESULT, "contenders": {**RESULT["contenders"], INDUCTOR: unchecked}}
+    assert "| torch.compile, not checked | 500.0 |" in markdown_of(network_table(result))
+    assert "| torch.compile |  |  |  |" in markdown_of(error_table(result))
+
+
 def test_rows_are_ratios_of_one_run_and_say_what_is_over_its_budget() -> None:
     eager, ours, *refused = rows_of(RESULT)
     assert (eager["of_eager"], eager["of_ours"], eager["broken"]) == (pytest.approx(1.3), None, False)

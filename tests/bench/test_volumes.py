@@ -15,7 +15,7 @@ from bench import volumes, volumes_catalogue
 from bench.frame import Unavailable
 from bench.pages import shown
 from bench.volumes_catalogue import Entry, Size
-from bench.volumes_planned import largest_patch, largest_side, planned_rows
+from bench.volumes_planned import added_rows, largest_patch, largest_side, least_share
 from bench.volumes_step import BFLOAT16, FLOAT32, VolumeStep, checkpointed, make_step, scales
 from shoal.core import presets
 
@@ -90,12 +90,17 @@ def test_the_largest_side_is_the_one_that_trying_all_finds(budget: int, step: in
     assert largest_side(least, budget, step, first) == (max(fits), max(fits) + step)
 
 
-def test_planned_rows_hold_each_budget_and_the_least() -> None:
-    found = planned_rows(ENTRY, FLOAT32, (70, 1), "rtx-3060-12gb", "recompute", 0)
+def test_what_budgets_add_is_beside_plain_pytorchs_step_and_the_least_share_is_below_them() -> None:
+    how = (ENTRY, FLOAT32)
+    found = added_rows(*how, (70, 1), "rtx-3060-12gb", "recompute", 0)
     inside, hopeless = found["rows"]
     assert inside["fits"] and inside["predicted_peak_bytes"] <= inside["budget_bytes"]
-    assert not hopeless["fits"] and hopeless["least_feasible_bytes"] == found["least_bytes"]
-    assert found["least_bytes"] < 0.7 * found["plain_peak_bytes"]
+    assert inside["predicted_added_percent"] >= inside["lower_bound_percent"] and inside["variant"] == "as it is"
+    least = least_share(*how, "rtx-3060-12gb", "recompute", 0)
+    assert not hopeless["fits"] and hopeless["least_feasible_bytes"] == least["least_bytes"]
+    assert least["least_bytes"] < 0.7 * found["plain_peak_bytes"] and found["plain_seconds"] > 0
+    table = volumes.added_table("Small", FLOAT32, found)
+    assert "time added to plain PyTorch's" in str(table.title) and table.row_count == 2
 
 
 def test_the_largest_patch_of_shoal_is_a_cube_and_larger(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,13 +130,13 @@ def test_a_quick_run_writes_what_its_page_shows(
     (row,) = result["measured"][FLOAT32]["rows"]
     assert row["shoal"]["measured_peak_bytes"] <= row["budget_bytes"]
     assert row["shoal"]["exactness"] in ("equal bits", "same function")
-    again = ["--networks", "Small", "--parts", "planned", "--shares", "70", "--precisions", FLOAT32, "--resume"]
-    assert volumes.main([*again, "--out", str(tmp_path)]) == 0
+    again = ["--networks", "Small", "--precisions", FLOAT32, "--resume", "--allow", "recompute", "--parts"]
+    assert volumes.main([*again, "added", "--shares", "70", "--out", str(tmp_path)]) == 0
     result = json.loads(path.read_text())
-    assert result["measured"][FLOAT32]["rows"] == [row] and len(result["planned"][FLOAT32]["rows"]) == 1
-    assert volumes.main([*again, "--least-only", "--out", str(tmp_path)]) == 0
+    assert result["measured"][FLOAT32]["rows"] == [row] and len(result["added"][FLOAT32]["rows"]) == 1
+    assert volumes.main([*again, "planned", "--out", str(tmp_path)]) == 0
     result = json.loads(path.read_text())
-    assert result["planned"][FLOAT32]["rows"] == [] and result["planned"][FLOAT32]["least_percent"] > 0
+    assert len(result["added"][FLOAT32]["rows"]) == 1 and result["planned"][FLOAT32]["least_percent"] > 0
     block, image = shown(path, result, {})
     assert "Small, float32, 1 x 16^3" in block and "planned for a GPU" in block and image is not None
     assert "not measured |" in block and "before" not in block
@@ -139,11 +144,11 @@ def test_a_quick_run_writes_what_its_page_shows(
     result["conditions"] |= {"date": "2026-01-02T00:00:00", "code": {"engine": "another"}}
     result["measured"][FLOAT32].pop("conditions")  # as in files of before parts had them
     old.write_text(json.dumps(result))
-    assert volumes.main([*again, "--least-only", "--out", str(tmp_path)]) == 0
+    assert volumes.main([*again, "planned", "--out", str(tmp_path)]) == 0
     (result,) = [json.loads(one.read_text()) for one in tmp_path.iterdir() if one != old]
-    first, second = [table.title for table in volumes.tables(result)]
+    first, second, third = [table.title for table in volumes.tables(result)]
     assert "1 x 16^3" in str(first) and "(2026-01-02, before" in str(first) and "engine" in str(first)
-    assert "2026" not in str(second)
+    assert "2026" not in str(second) and "2026" not in str(third)
 
 
 def test_slabs_are_measured_by_the_means_that_lead_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

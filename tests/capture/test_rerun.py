@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from shoal.capture.op_counts import signature
 from shoal.capture.rerun import can_run_again, is_of_the_batch, is_random, moves_statistics, second_call, second_node
-from shoal.kernels import batch_norm
+from shoal.kernels import activated_norm, batch_norm
 from shoal.kernels.batch_norm import normalise, repeats_bits
 from shoal.kernels.buffers import add_to
 from tests.engine.training_laws import same_bits
@@ -180,3 +180,53 @@ def test_random_ops_are_known(layer: nn.Module, expected: int) -> None:
     assert {op.name for op in captured.graph.ops if op.random} == {
         name for name, node in captured.node_of.items() if is_random(node)
     }
+
+
+class Pair(nn.Module):
+    """A norm and an activation, whose result alone a convolution reads."""
+
+    def __init__(self, norm: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.activation, self.conv = norm, activation, nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(self.activation(self.norm(x)))
+
+
+PAIRS = {
+    "instance norm, leaky": lambda: Pair(nn.InstanceNorm2d(4, affine=True), nn.LeakyReLU(inplace=True)),
+    "instance norm, steeper": lambda: Pair(nn.InstanceNorm2d(4), nn.LeakyReLU(0.2)),
+    "group norm, ReLU": lambda: Pair(nn.GroupNorm(2, 4), nn.ReLU()),
+    "batch norm, ReLU": lambda: Pair(nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_an_activation_that_alone_reads_a_norm_runs_again_with_it_from_the_norms_input(pair: str) -> None:
+    joint, values = nodes_of(PAIRS[pair]())
+    (node,) = [node for node in joint.graph.nodes if node.target in (aten.relu.default, aten.leaky_relu.default)]
+    target, args = second_call(node)
+    assert target is activated_norm.activated
+    assert torch.equal(target(*fx.node.map_arg(args, values.__getitem__)), values[node])
+    second = second_node(node)
+    assert second is not None and second.meta["val"].shape == values[node].shape
+    read = {operand.name for operand in second.all_input_nodes}
+    assert not any(name.startswith(("getitem_0", "view_1")) for name in read) and signature(second) != signature(node)
+
+
+def test_an_activation_whose_norm_has_other_readers_or_other_bits_runs_again_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Twice(Pair):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            z = self.norm(x)
+            return self.conv(self.activation(z)) * torch.tanh(z)
+
+    def second_target(layer: nn.Module) -> Any:
+        joint, _ = nodes_of(layer)
+        (node,) = [node for node in joint.graph.nodes if node.target is aten.relu.default]
+        return second_call(node)[0]
+
+    assert second_target(Twice(nn.BatchNorm2d(4), nn.ReLU())) is aten.relu.default
+    monkeypatch.setattr(activated_norm, "repeats_bits", lambda *_: False)
+    assert second_target(PAIRS["batch norm, ReLU"]()) is aten.relu.default

@@ -27,7 +27,7 @@ from shoal.planners.papers.hascoet import hascoet
 from shoal.planners.papers.hmms import hmms
 from shoal.planners.papers.layerwise import layerwise
 from shoal.planners.recompute_choice import recompute_choice
-from shoal.planners.simulated import Simulated
+from shoal.planners.simulated import Simulated, everything_away
 from tests.random_steps import Builder, legal_offloads, resnet_like, steps
 
 HERE = Hardware("here", Device("cpu", 1 << 34, 1e11, 1e10, 1e-6), Link("none", 1e10, 1e10, 1e-6), "made up")
@@ -171,3 +171,24 @@ def test_the_smallest_plan_is_ordered_again_from_its_own_order(monkeypatch: pyte
     least = smallest_plan._smallest(linked, HERE, 1, DEFAULT)
     smallest_plan._smallest.cache_clear()
     assert [found.peak_bytes for found in given] == [alone.predicted_peak_bytes] == [least.predicted_peak_bytes]
+
+
+def test_what_comes_back_from_the_host_is_read_in_an_order_in_which_it_goes_soon_again() -> None:
+    b = Builder(gradients_apart=True)
+    x = b.relu(b.conv(b.input(10), 80))
+    joined = b.add(b.conv(b.relu(b.conv(x, 10)), 80), b.conv(x, 80))  # two weight gradients read x
+    step = replace(b.step(b.conv(joined, 1)), link=Link("link", 100.0, 100.0, 0.0))
+    guard, chosen = Guard(DEFAULT.guard_seconds), everything_away(recompute_choice(step))
+    away = smallest_plan._with_copies(step, chosen, HERE).residences
+    ordered = smallest_plan.in_order_for_copies(step, away, DEFAULT, guard)
+    assert ordered is not None and sorted(op.name for op in ordered.ops) == sorted(op.name for op in step.ops)
+    plans = [smallest_plan._with_copies(graph, chosen, HERE) for graph in (step, ordered)]
+    before, after = (plan.predicted_peak_bytes for plan in plans)
+    assert after < before
+    for plan in plans:
+        peak_bytes = check_runs(plan.graph, plan.residences, schedule(plan.graph, plan.residences))
+        assert peak_bytes == plan.predicted_peak_bytes
+    assert smallest_plan.in_order_for_copies(step, away, replace(DEFAULT, order=False), guard) is None
+    assert smallest_plan.in_order_for_copies(ordered, plans[1].residences, DEFAULT, guard) is None  # it cannot be lower
+    least = smallest_plan._smallest_with_link(step, HERE, 1 << 40, replace(DEFAULT, local_search=False), guard)
+    assert least.predicted_peak_bytes <= after

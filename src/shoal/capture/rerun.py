@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal.kernels import batch_norm, cudnn_batch_norm, group_norm
+from shoal.kernels import activated_norm, batch_norm, cudnn_batch_norm, group_norm
 from shoal.kernels.buffers import add_to
 from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, noise_like
@@ -32,6 +32,10 @@ _TRAINING = {
 }
 _CUDNN = (_aten.cudnn_batch_norm.default, cudnn_batch_norm.functional)
 _MOVING = (_aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.default, *_CUDNN)
+_NORMALISE = (batch_norm.normalise, cudnn_batch_norm.normalise, group_norm.normalise)
+_ACTIVATIONS = (_aten.relu.default, _aten.leaky_relu.default)
+_SAME_ELEMENTS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+_LEAKY_SLOPE = 0.01  # by default
 _BATCH_NORMS_THAT_CAN = (
     *_MOVING,
     _aten._native_batch_norm_legit.no_stats,
@@ -64,6 +68,10 @@ def second_call(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         statistics = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         if 1 in statistics and 2 in statistics and _group_norm_repeats_bits(node):
             return group_norm.normalise, (*node.args[:3], statistics[1], statistics[2])
+    if (norm := _norm_alone_before(node)) is not None:
+        target, args = second_call(norm)
+        if target in (batch_norm.normalise, group_norm.normalise) and _together_repeat_bits(args, node):
+            return activated_norm.activated, (*args, _slope(node), [int(n) for n in node.meta["val"].shape])
     return node.target, node.args  # type: ignore[return-value]
 
 
@@ -73,7 +81,7 @@ def second_node(node: fx.Node) -> fx.Node | None:
     Only calls that make the first result alone have one.
     """
     target, args = second_call(node)
-    if target not in (batch_norm.normalise, cudnn_batch_norm.normalise, group_norm.normalise):
+    if target not in (*_NORMALISE, activated_norm.activated):
         return None
     apart = fx.Graph()
 
@@ -83,8 +91,36 @@ def second_node(node: fx.Node) -> fx.Node | None:
         return copy
 
     second = apart.call_function(target, fx.node.map_arg(args, stand_in))
-    second.meta["val"] = node.meta["val"][0]
+    second.meta["val"] = node.meta["val"] if target is activated_norm.activated else node.meta["val"][0]
     return second
+
+
+def _norm_alone_before(node: fx.Node) -> fx.Node | None:
+    """The norm whose result a ReLU or leaky ReLU reads, perhaps in another shape, where nothing else ever reads it."""
+    if node.target not in _ACTIVATIONS or node.kwargs:
+        return None
+    if any(isinstance(n, torch.SymInt) for n in node.meta["val"].shape):
+        return None
+    source: Any = node.args[0]
+    while len(source.users) == 1 and source.target in _SAME_ELEMENTS:
+        source = source.args[0]
+    is_alone = len(source.users) == 1 and source.target is operator.getitem and source.args[1] == 0
+    return source.args[0] if is_alone and takes_statistics(source.args[0]) else None
+
+
+def _slope(node: fx.Node) -> float:
+    """Below zero."""
+    if node.target is _aten.relu.default:
+        return 0.0
+    return float(node.args[1]) if len(node.args) > 1 else _LEAKY_SLOPE  # type: ignore[arg-type]
+
+
+def _together_repeat_bits(args: tuple[Any, ...], node: fx.Node) -> bool:
+    x, weight, bias, mean = _values(args[:4])
+    if not (x.is_contiguous() and node.meta["val"].is_contiguous()) or (weight is None) != (bias is None):
+        return False
+    of_weight = None if weight is None else weight.dtype
+    return activated_norm.repeats_bits(x.dtype, _tried_on(x), x.dim(), mean.dim() == 2, _slope(node), of_weight)
 
 
 def _repeats_bits(node: fx.Node) -> bool:

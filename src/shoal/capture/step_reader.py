@@ -273,10 +273,11 @@ class _Reader:
             return None
         operands: list[fx.Node] = []
         fx.node.map_arg(second_call(node)[1], operands.append)
+        reads = tuple(dict.fromkeys(self.storage_of[operand] for operand in operands))
         return Again(
             target_name(second.target),
-            tuple(dict.fromkeys(self.storage_of[operand] for operand in operands)),
-            overwrites[0] if overwrites else -1,
+            reads,
+            overwrites[0] if overwrites and overwrites[0] in reads else -1,
             signature(second),
             flops(second),
             moved_bytes(second),

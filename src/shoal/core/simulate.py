@@ -6,7 +6,7 @@ copies have ended and the op before it has. Where launches take no time, as on t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.core.hardware import Link
 from shoal.core.residence import Residence
@@ -55,6 +55,19 @@ def launch_waits(graph: StepGraph, runs: Iterable[Run]) -> list[float]:
         waits.append(max(0.0, launched - now))
         now += waits[-1] + op.seconds
     return waits
+
+
+def launched_seconds(seconds: Sequence[float], launches: Sequence[float]) -> float:
+    """When the last of some runs ends that wait for no transfer.
+
+    Args:
+        seconds: of each run. launches: what the host takes to launch it, after the ones before.
+    """
+    now = launched = 0.0
+    for run_seconds, launch_seconds in zip(seconds, launches, strict=True):
+        launched += launch_seconds
+        now = max(now, launched) + run_seconds
+    return now
 
 
 def _play(graph: StepGraph, runs: Iterable[Run], record: _Record | None) -> tuple[list[int], float]:

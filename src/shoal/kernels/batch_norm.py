@@ -45,7 +45,7 @@ def normalise(
     if _has_second_half(x.device):
         again: torch.Tensor = torch.ops.aten.batch_norm_elemt.default(x, weight, bias, mean, invstd, 0.0)
         return again
-    scale, shift = _line(x, weight, bias, mean, invstd)
+    scale, shift = line(x, weight, bias, mean, invstd)
     layout = torch.contiguous_format if x.is_contiguous() else channels_last_format(x.dim())
     y, strides = torch.addcmul(shift, x, scale), torch.empty_like(x, memory_format=layout, device="meta").stride()
     return y if y.stride() == strides else y.as_strided(y.shape, strides)  # they differ along axes of one element
@@ -61,7 +61,7 @@ def normalise_(
     """`normalise` that writes over `x`."""
     if _has_second_half(x.device):
         return torch.ops.aten.batch_norm_elemt.out(x, weight, bias, mean, invstd, 0.0, out=x)
-    scale, shift = _line(x, weight, bias, mean, invstd)
+    scale, shift = line(x, weight, bias, mean, invstd)
     return torch.addcmul(shift, x, scale, out=x)
 
 
@@ -301,13 +301,14 @@ def _draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
     return (drawn * 3 + 1).to(device=device, dtype=dtype)
 
 
-def _line(
+def line(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     mean: torch.Tensor,
     invstd: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and shift of each channel, each (1, C, 1, ...)."""
     scale = invstd if weight is None else invstd * weight
     shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
     per_channel = (1, -1, *[1] * (x.dim() - 2))

@@ -28,7 +28,7 @@ def normalise(
 
     `x` is contiguous or channels_last; `weight` and `bias` are (C,).
     """
-    scale, shift = _lines(x, weight, bias, mean, invstd)
+    scale, shift = lines(x, weight, bias, mean, invstd)
     layout = torch.contiguous_format if x.is_contiguous() else channels_last_format(x.dim())
     y, strides = torch.addcmul(shift, x, scale), torch.empty_like(x, memory_format=layout, device="meta").stride()
     return y if y.stride() == strides else y.as_strided(y.shape, strides)  # they differ along axes of one element
@@ -38,7 +38,7 @@ def normalise_(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
 ) -> torch.Tensor:
     """`normalise` that writes over `x`."""
-    scale, shift = _lines(x, weight, bias, mean, invstd)
+    scale, shift = lines(x, weight, bias, mean, invstd)
     return torch.addcmul(shift, x, scale, out=x)
 
 
@@ -98,7 +98,7 @@ def _backward(
     return found
 
 
-def _lines(
+def lines(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and shift of each sample and channel, each (N, C, 1, ...)."""

@@ -20,6 +20,7 @@ from shoal.core.schedule import Run, schedule
 from shoal.core.simulate import bytes_and_seconds
 from shoal.core.step import StepGraph
 from shoal.errors import PlanError
+from shoal.planners.changed_runs import PlannedRuns
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 
 _ENOUGH_CHANGES = 6  # after which it is foreseen how many more it takes
@@ -76,21 +77,22 @@ def local_search(
             may_make = min(limits.max_drops - done, done * effort.left_ops / max(1, first_ops - effort.left_ops))
             if needed > _HOPELESS * may_make:
                 return None
-        best: tuple[float, _Simulated] | None = None
-        for changed in _changes(graph, current, limits):
+        best: tuple[float, dict[str, Recompute]] | None = None
+        planned = PlannedRuns(graph, current.residences, current.runs)
+        for changes in _changes(graph, current, planned, limits):
             try:
-                simulated = _simulated(graph, changed)
+                total_bytes, seconds = planned.after(changes)
             except PlanError:  # what it reads is not back there yet
                 continue
-            effort.spend(len(simulated.runs))
-            less_bytes = over_bytes - simulated.excess_bytes(budget_bytes)
+            effort.spend(len(total_bytes))
+            less_bytes = over_bytes - int((total_bytes - budget_bytes).clip(0).sum())
             if less_bytes > 0:
-                gain = less_bytes / max(simulated.seconds - current.seconds, 1e-9)
+                gain = less_bytes / max(seconds - current.seconds, 1e-9)
                 if best is None or gain > best[0]:
-                    best = (gain, simulated)
+                    best = (gain, changes)
         if best is None or effort.is_spent:
             return None
-        current = best[1]
+        current = _simulated(graph, {**current.residences, **best[1]})
     return None
 
 
@@ -99,11 +101,13 @@ def _simulated(graph: StepGraph, residences: Mapping[str, Residence]) -> _Simula
     return _Simulated(residences, runs, *bytes_and_seconds(graph, runs))
 
 
-def _changes(graph: StepGraph, simulated: _Simulated, limits: Limits) -> Iterator[dict[str, Residence]]:
-    """Residences to try instead."""
+def _changes(
+    graph: StepGraph, simulated: _Simulated, planned: PlannedRuns, limits: Limits
+) -> Iterator[dict[str, Recompute]]:
+    """Residences that may be others."""
     peak = max(range(len(simulated.runs)), key=simulated.total_bytes.__getitem__)
     for wait in _waiting_at(graph, simulated.runs, peak)[: limits.max_dropped_candidates]:
-        yield _recompute_before(graph, simulated, wait)
+        yield _recompute_before(graph, simulated.residences, planned, wait)
     served = _served(simulated.runs, peak)
     for op in reversed(range(max(graph.n_forward, served - limits.max_earlier_ops), served)):
         yield _recompute_earlier(graph, simulated.residences, served, op)
@@ -111,9 +115,9 @@ def _changes(graph: StepGraph, simulated: _Simulated, limits: Limits) -> Iterato
 
 def _recompute_earlier(
     graph: StepGraph, residences: Mapping[str, Residence], served: int, earlier: int
-) -> dict[str, Residence]:
+) -> dict[str, Recompute]:
     """What is recomputed before the op `served` is recomputed before the op `earlier` instead."""
-    changed = dict(residences)
+    changed = {}
     old, new = graph.ops[served].name, graph.ops[earlier].name
     for name, residence in residences.items():
         if isinstance(residence, Recompute) and old in residence.before:
@@ -166,35 +170,24 @@ def _served(runs: tuple[Run, ...], position: int) -> int:
     return next(run.op for run in runs[position:] if not run.again)
 
 
-def _recompute_before(graph: StepGraph, simulated: _Simulated, wait: _Wait) -> dict[str, Residence]:
+def _recompute_before(
+    graph: StepGraph, residences: Mapping[str, Residence], planned: PlannedRuns, wait: _Wait
+) -> dict[str, Recompute]:
     """Recompute the storage before the op, and with it whatever given-up storage that takes and is not back there."""
-    changed = dict(simulated.residences)
-    there = _alive_before(simulated.runs, wait.op)
+    changed: dict[str, Recompute] = {}
     pending = [wait.storage]
     done: set[int] = set()
     while pending:
         storage = pending.pop()
-        residence = changed.get(graph.storages[storage].name)
+        name = graph.storages[storage].name
+        residence = residences.get(name)
         if storage == wait.storage and not isinstance(residence, Recompute):
             residence = Recompute()
-        name = graph.ops[wait.op].name
-        if storage in done or not isinstance(residence, Recompute) or (storage in there and storage != wait.storage):
+        if storage in done or not isinstance(residence, Recompute):
+            continue
+        if storage != wait.storage and planned.is_back(storage, wait.op):
             continue
         done.add(storage)
-        changed[graph.storages[storage].name] = Recompute(_in_order(graph, {*residence.before, name}))
+        changed[name] = Recompute(_in_order(graph, {*residence.before, graph.ops[wait.op].name}))
         pending.extend(graph.ops[graph.producer[storage]].second.reads)
     return changed
-
-
-def _alive_before(runs: tuple[Run, ...], op: int) -> set[int]:
-    """Recomputed storages that are in use when the recomputations for `op` begin and are read there or later."""
-    alive: set[int] = set()
-    last = next(position for position, run in enumerate(runs) if run.op == op and not run.again)
-    first = last
-    while first > 0 and runs[first - 1].again:
-        first -= 1
-    for run in runs[:first]:
-        if run.again:
-            alive.update(run.writes)
-        alive.difference_update(run.frees)
-    return alive

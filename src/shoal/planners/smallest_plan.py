@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from shoal.core.hardware import Hardware
-from shoal.core.order import op_names
+from shoal.core.order import op_names, reordered
 from shoal.core.plan import Plan
-from shoal.core.residence import Residence
+from shoal.core.residence import Keep, Offload, Recompute, Residence
 from shoal.core.sizes import MAX_BYTES
-from shoal.core.step import StepGraph
+from shoal.core.step import Again, StepGraph
 from shoal.planners.chain import smallest_peak
 from shoal.planners.infeasible import fewest_bytes
 from shoal.planners.integer_program import Chosen, lower_bound, relaxed_choices, solve
@@ -21,6 +21,7 @@ from shoal.planners.kept_on_demand import narrow
 from shoal.planners.limits import Effort, Guard, Limits
 from shoal.planners.local_search import local_search
 from shoal.planners.on_demand import plans_on_demand
+from shoal.planners.order import lower_peak
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 from shoal.planners.simulated import as_chosen, everything_away, in_lower_order, simulated
 from shoal.planners.transfer_places import with_offloads
@@ -121,12 +122,47 @@ def _smallest_with_link(graph: StepGraph, hardware: Hardware, below_bytes: int, 
         solution = solve(choice, None, limits=limits, guard=guard)
         chosen_ones += [solution.chosen] if solution.chosen is not None else []
     for chosen in chosen_ones:
-        kept = just_in_time(graph, choice.kept_for(chosen.kept | chosen.offloaded))
-        residences = with_offloads(graph, kept, chosen.offloaded, budget_bytes=1)
-        plans.append(Plan(graph, residences, "joint", hardware.name))
+        plans.append(plan := _with_copies(graph, chosen, hardware))
+        if (ordered := in_order_for_copies(graph, plan.residences, limits, guard)) is not None:
+            plans.append(replace(_with_copies(ordered, chosen, hardware), captured_order=op_names(graph)))
     host_bytes = graph.link.host_bytes if graph.link is not None else 0
     there_is_room = (plan for plan in plans if not host_bytes or plan.host_bytes <= host_bytes)
     return min(there_is_room, key=lambda plan: plan.predicted_peak_bytes)
+
+
+def _with_copies(graph: StepGraph, chosen: Chosen, hardware: Hardware) -> Plan:
+    """The plan that keeps and offloads what is chosen, each for as short as can be on the device."""
+    kept = just_in_time(graph, recompute_choice(graph).kept_for(chosen.kept | chosen.offloaded))
+    residences = with_offloads(graph, kept, chosen.offloaded, budget_bytes=1)
+    return Plan(graph, residences, "joint", hardware.name)
+
+
+def in_order_for_copies(
+    graph: StepGraph, residences: Mapping[str, Residence], limits: Limits, guard: Guard
+) -> StepGraph | None:
+    """The step in an order of ops in which a plan that offloads has a lower peak; None where none was found.
+
+    A storage that comes back from the host takes no op to be there again. So the order is that of a plan which
+    recomputes it from nothing; the copies are to be placed anew in it. Of an op with several results only the first is
+    moved so; the others, statistics mostly, count as there.
+    """
+    if not limits.order:
+        return None
+    back = {name: one.fetch_before for name, one in residences.items() if isinstance(one, Offload)}
+    from_nothing = {
+        op.id: name for op in graph.ops if op.writes and (name := graph.storages[op.writes[0]].name) in back
+    }
+    ops = tuple(
+        replace(op, again=Again(op.target, ()), recomputable=True) if op.id in from_nothing else op for op in graph.ops
+    )
+    moved = frozenset(from_nothing.values())
+    as_recomputed = {
+        name: one if name not in back else Recompute((back[name],)) if name in moved else Keep()
+        for name, one in residences.items()
+    }
+    stand_in = replace(graph, ops=ops, link=None)
+    ordered = lower_peak(stand_in, as_recomputed, Effort("order of ops", limits.order_ops, guard))
+    return None if ordered is None else reordered(graph, op_names(ordered.graph))
 
 
 def _starts(choice: RecomputeChoice, hardware: Hardware, limits: Limits, guard: Guard) -> list[Mapping[str, Residence]]:
