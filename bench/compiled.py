@@ -42,9 +42,9 @@ SETTINGS = {
     "vgg16_bn": Setting(16, 128),
     "resnet18": Setting(32, 128),
     "timm/efficientnet_b0": Setting(4, 160),
-    "timm/convnext_tiny": Setting(2, 160),
-    "timm/hrnet_w18_small": Setting(2, 160),
-    "timm/vit_small_patch16_224": Setting(2, 224),
+    "timm/convnext_tiny": Setting(6, 160),
+    "timm/hrnet_w18_small": Setting(4, 160),
+    "timm/vit_small_patch16_224": Setting(8, 224),
     "gpt2": Setting(2, 256),  # sequences, tokens
 }
 QUICK_SETTINGS = {name: Setting(2, 64) for name in SETTINGS} | {
