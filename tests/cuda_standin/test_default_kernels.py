@@ -15,8 +15,57 @@ RESNET50 = Case("resnet50", 16, 128, share=0.75, amp="bf16", kernels="compiled")
 CASES = [
     Case("resnet18", 32, 128, share=0.75, kernels="compiled"),
     RESNET50,
-    Case("unet", 8, 128, share=0.8, amp="fp16", kernels="compiled", steps=6),
-    Case("chain", 64, 64, share=0.6, amp="bf16", ddp=True, kernels="compiled"),
+    Case(
+        "unet",
+        16,
+        160,
+        share=0.6,
+        amp="fp16",
+        optimizer="fused_adamw",
+        channels_last=True,
+        beside="ema",
+        kernels="compiled",
+        steps=6,
+    ),
+    Case(
+        "mobilenet_v2",
+        64,
+        128,
+        share=0.8,
+        amp="bf16",
+        channels_last=True,
+        passes=2,
+        workspace_bytes=64 << 20,
+        allow="offload",
+        ddp=True,
+        kernels="compiled",
+    ),
+    Case(
+        "timm/vit_tiny_patch16_224",
+        32,
+        224,
+        share=0.8,
+        amp="fp16",
+        channels_last=True,
+        passes=2,
+        workspace_bytes=64 << 20,
+        ddp=True,
+        kernels="compiled",
+        steps=6,
+    ),
+    Case(
+        "unet3d",
+        2,
+        64,
+        share=0.6,
+        amp="fp16",
+        optimizer="adamw",
+        passes=2,
+        beside="ema",
+        ddp=True,
+        kernels="compiled",
+        steps=6,
+    ),
 ]
 LARGE = Case("resnet50", 64, 224, amp="bf16", channels_last=True, kernels="compiled", allow="recompute", recorded=False)
 
@@ -28,14 +77,17 @@ def torch_compiled(case: Case) -> Run:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_predicted_is_metered_and_the_device_gives_no_more(case: Case) -> None:
+    if case.net.startswith("timm/"):
+        pytest.importorskip("timm")
     run, without = trained(case), plain(case)
     assert run.compiled
     assert run.warnings == ()
     assert run.departures == ()
+    assert all(step.reserved_bytes - run.beside_bytes <= 1.1 * run.budget_bytes for step in run.steps)
     for step in run.steps[1:]:
         assert step.repairs == 0
         assert step.counted_bytes - run.beside_bytes <= run.budget_bytes
-        assert step.reserved_bytes - run.beside_bytes <= 1.1 * run.budget_bytes
+        assert step.metered_bytes <= 1.02 * step.predicted_bytes
         if step.has_state:
             assert step.metered_bytes == pytest.approx(step.predicted_bytes, rel=0.02)
             assert step.counted_bytes - run.beside_bytes == pytest.approx(step.predicted_bytes, rel=0.02)
@@ -65,4 +117,4 @@ def test_a_step_launches_no_more_at_any_budget_than_115_percent_of_eager_pytorch
         planned = trained(replace(LARGE, share=share))
         assert planned.n_recomputed > 0
         assert planned.steps[-1].launches <= 1.15 * eager
-        assert all(step.reserved_bytes <= 1.1 * planned.budget_bytes for step in planned.steps[-2:])
+        assert all(step.reserved_bytes <= 1.1 * planned.budget_bytes for step in planned.steps)

@@ -10,7 +10,7 @@ recorded one, its blocks lie elsewhere.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ _LAST_RECORDED = 20  # whatever is still to come
 _PAGE_BYTES = 20 << 20  # a page of a segment that grows
 _MORE = 0.015  # of a peak: what may be filled above it, or reserved beyond what was planned
 _RESERVED = 1.1  # of a budget, before blocks are placed: fillers take bytes too, and are for a step that reserves more
-_FILLED = 1.05  # likewise, with fillers
 _WORTH = 0.97  # of what is reserved anyway
 _SPARE = 0.01  # of a budget: what plans leave to fill holes with at their peaks
 _FILLS = "fills a hole"  # stands beside a filler in the record
@@ -64,7 +63,7 @@ class Placement:
         self._start = 0
         self._first_run: list[Event] = []
         self._awaited: bool | None = None  # whether state was to come when holes were filled last
-        self._filled: Mapping[str, Program] = {}  # of steps that are not placed yet
+        self._filled: Filled | None = None  # of steps that are not placed yet
         self._fillers: list[torch.Tensor] = []
         self._graphs: dict[str, tuple[fx.GraphModule, Callable[[fx.GraphModule], Run]]] = {}
         self._placed: dict[str, Run] = {}
@@ -88,7 +87,7 @@ class Placement:
             is_first, has_run = not has_run, True
             if is_first or not self._is_open:
                 return self._placed.get(part, run)(arguments)
-            running = nodes_in_parts(module, arguments, self._within_budget, before)
+            running = nodes_in_parts(module, arguments, lambda _, value: value, before)
             return running if in_parts else to_the_end(running)
 
         return follow
@@ -103,8 +102,9 @@ class Placement:
             release(self._fillers)
             if not self._is_open:
                 return
+            self._keep_within_budget(node)
             key = "" if node.op == "output" or node.target is hand_over else _key(part, node)
-            if program := self._filled.get(key):
+            if self._filled and (program := self._filled.programs.get(key)):
                 self._label(_FILLS)
                 self._fillers = fill(self._device, program)
             self._label(key)
@@ -127,7 +127,7 @@ class Placement:
                 self._runs = 1
             elif self._first_run:
                 self._is_open = False
-                self._filled = {}
+                self._filled = None
                 held_bytes = torch.accelerator.memory_reserved(self._device)
                 self._place(Step(recorded, self._trimmed()))
                 self._status.predicted_reserved_bytes = max(self._expected_bytes, held_bytes)  # as this step begins
@@ -164,15 +164,27 @@ class Placement:
             cuda_allocator.stop_record()
         return list(_without_fillers(Event(*entry) for entry in recorded))
 
-    def _within_budget(self, node: fx.Node, value: Any) -> Any:
-        """Between ops of a run that is not placed: give cached pages back before more than the budget is reserved."""
+    def _keep_within_budget(self, node: fx.Node) -> None:
+        """Before a node of a run that is not placed: give cached pages back before more than the budget is reserved.
+
+        Before the output they are given back where that has happened, since what comes next is not of the graph, and
+        before the optimizer's state comes, which then lies as low as it can. Where holes are filled all pages stay, as
+        long as no more are reserved than was planned.
+        """
         budget_bytes = self._status.budget_bytes
-        if budget_bytes is not None and node.next.op == "call_function":
-            reserved_bytes = torch.accelerator.memory_reserved(self._device)
-            cached_bytes = reserved_bytes - torch.accelerator.memory_allocated(self._device)
-            if cached_bytes > _PAGE_BYTES and reserved_bytes + _result_bytes(node.next) > budget_bytes:
-                torch.accelerator.empty_cache()
-        return value
+        if budget_bytes is None or node.op not in ("call_function", "output"):
+            return
+        reserved_bytes = torch.accelerator.memory_reserved(self._device)
+        if self._filled and reserved_bytes <= (1 + _MORE) * self._filled.reserved_bytes:
+            return
+        if self._filled:
+            self._says_another_course(reserved_bytes, self._filled.reserved_bytes)
+            self._filled = None
+        cached_bytes = reserved_bytes - torch.accelerator.memory_allocated(self._device)
+        is_output = node.op == "output"
+        above = reserved_bytes + (0 if is_output else _result_bytes(node)) > budget_bytes
+        if cached_bytes > _PAGE_BYTES and (above or (is_output and self._awaits_more())):
+            torch.accelerator.empty_cache()
 
     def _trimmed(self) -> list[dict[str, Any]]:
         torch.accelerator.empty_cache()
@@ -180,7 +192,7 @@ class Placement:
 
     def _fill(self) -> None:
         """Fill holes in a step that is not placed yet, where more than the budget would be reserved."""
-        self._filled, budget_bytes = {}, self._status.budget_bytes
+        self._filled, budget_bytes = None, self._status.budget_bytes
         if budget_bytes is None or self._status.budget_of == "reserved":  # the allocator has that for its limit
             return
         step = Step(self._first_run, self._trimmed())
@@ -188,9 +200,9 @@ class Placement:
         if natural.reserved_bytes <= _RESERVED * budget_bytes:
             return
         filled = step.filled(self._most_bytes(natural), budget_bytes)
-        if filled.reserved_bytes <= _FILLED * budget_bytes:  # else giving pages back does as well
+        if filled.reserved_bytes <= _RESERVED * budget_bytes:  # else giving pages back does as well
             release(fill(self._device, filled.mapping))
-            self._filled = filled.programs
+            self._filled = filled
 
     def _most_bytes(self, natural: Filled) -> int:
         """What may be in use at the peak of a step, with what fills holes."""
@@ -235,14 +247,17 @@ class Placement:
         reserved_bytes = torch.accelerator.memory_reserved(self._device)
         self._status.reserved_peak_bytes = reserved_bytes
         if self._placed and reserved_bytes > (1 + _MORE) * self._expected_bytes:
-            log.info(
-                "%s: %s are reserved where %s were planned: the step takes another course than was recorded; its "
-                "blocks lie where the allocator puts them from here on",
-                self._name,
-                format_bytes(reserved_bytes),
-                format_bytes(self._expected_bytes),
-            )
+            self._says_another_course(reserved_bytes, self._expected_bytes)
             self._placed.clear()
+
+    def _says_another_course(self, reserved_bytes: int, planned_bytes: int) -> None:
+        log.info(
+            "%s: %s are reserved where %s were planned: the step takes another course than was recorded; its "
+            "blocks lie where the allocator puts them from here on",
+            self._name,
+            format_bytes(reserved_bytes),
+            format_bytes(planned_bytes),
+        )
 
 
 def spare_bytes(device: torch.device, options: CompileOptions, status: Status) -> int:

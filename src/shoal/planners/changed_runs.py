@@ -158,10 +158,14 @@ class PlannedRuns:
             before[one.at] + op.workspace_bytes + self._dropped(one.producer, one.writes)
             for one, op in zip(moves.put, ops, strict=True)
         ]
+        return self._with(during, moves, added) + new.cumsum()[:-1], self._end(moves, ops)
+
+    def _end(self, moves: _Moves, ops: Sequence[Op]) -> float:
         seconds = self._with(self._seconds, moves, [op.seconds for op in ops])
+        if not self._graph.has_launches:
+            return float(seconds.cumsum()[-1])  # one after another, as `simulate` adds them
         launches = self._with(self._launches, moves, [op.launch_seconds for op in ops])
-        ends = launched_seconds(seconds.tolist(), launches.tolist())
-        return self._with(during, moves, added) + new.cumsum()[:-1], ends
+        return launched_seconds(seconds.tolist(), launches.tolist())
 
     def _with(self, values: NDArray[np.generic], moves: _Moves, added: Sequence[float]) -> NDArray[np.generic]:
         kept = np.delete(values, moves.removed) if moves.removed else values

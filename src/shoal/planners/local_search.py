@@ -126,7 +126,7 @@ def _recompute_earlier(
 
 
 def _in_order(graph: StepGraph, names: Collection[str]) -> tuple[str, ...]:
-    return tuple(op.name for op in graph.ops[graph.n_forward :] if op.name in names)
+    return tuple(sorted(names, key=lambda name: graph.op_called[name].id))
 
 
 def _waiting_at(graph: StepGraph, runs: tuple[Run, ...], peak: int) -> list[_Wait]:
