@@ -434,8 +434,8 @@ def test_a_form_that_can_gain_next_to_nothing_is_not_planned() -> None:
 class UpTo(InSeconds):
     """Fused, what is normalised fits only up to some share of the largest map."""
 
-    def __init__(self, fits_up_to: float) -> None:
-        super().__init__(whole=(100.0, 110.0), bnff=(80.0, 80.0))
+    def __init__(self, fits_up_to: float, fused_seconds: float = 80.0, whole_seconds: float = 110.0) -> None:
+        super().__init__(whole=(100.0, whole_seconds), bnff=(fused_seconds, fused_seconds))
         self.fits_up_to = fits_up_to
         self.seconds |= {Variant(fuse="bnff", up_to=share): (90.0, 92.0) for share in (0.9, 0.5, 0.25)}
 
@@ -459,6 +459,14 @@ def test_batch_norms_of_the_largest_maps_are_left_until_the_others_fit_fused(
     best = best_variant(forms, forms.price, 2**40, "")
     assert best.variant == Variant(fuse="bnff", up_to=asked[-1])
     assert [variant.up_to for variant in forms.asked if variant.fuse] == asked
+
+
+def test_they_are_left_also_where_the_step_as_it_is_adds_nothing_but_fused_would_be_faster() -> None:
+    forms = UpTo(0.9, whole_seconds=100.0)
+    assert best_variant(forms, forms.price, 2**40, "").variant == Variant(fuse="bnff", up_to=0.9)
+    forms = UpTo(0.9, fused_seconds=99.8, whole_seconds=100.0)
+    assert best_variant(forms, forms.price, 2**40, "").variant == WHOLE
+    assert not any(0 < variant.up_to < 1 for variant in forms.asked)
 
 
 @pytest.mark.parametrize("kept_seconds, asked", [(99.0, ["whole", "pieces"]), (99.8, ["whole"])])

@@ -103,8 +103,8 @@ def best_variant(
     """
     search = _Search(variants, price, budget_bytes)
     search.consider([WHOLE, *variants.of_norms()])
+    search.consider_smaller_maps()
     if search.is_slowed:
-        search.consider_smaller_maps()
         search.consider_pieces()
     if search.is_slowed:
         variant = next(split := iter(variants.split()), None)
@@ -217,12 +217,18 @@ class _Search(Generic[Graph, Made]):
         """Where all batch norms fused do not fit, leave those of the largest maps: as few as it takes."""
         if not any(form.variant == WHOLE and self._may_fit(form) for form in self._forms.values()):
             return
-        unfit = [form.variant for form in self._unfit]
-        for fused in [one for one in unfit if one.fuse and not one.large_only]:
+        unfit = {form.variant for form in self._unfit}
+        for fused in [row.variant for row in self._rows if row.variant in unfit and self._is_faster_kept(row)]:
+            if not fused.fuse or fused.large_only:
+                continue
             for fewer in self._variants.of_smaller_maps(fused):
                 self.consider([fewer])
                 if any(row.variant == fewer and row.seconds is not None for row in self._rows):
                     break
+
+    def _is_faster_kept(self, row: Candidate) -> bool:
+        """Whether a form with everything kept is faster than the best plan so far."""
+        return self._best is None or row.plain_seconds < (1 - _WORTH_A_PLAN) * self._best.plan.predicted_seconds
 
     def consider_pieces(self) -> None:
         """The same forms once more, with convolutions in pieces, but for those that were asked already."""
