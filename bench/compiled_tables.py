@@ -8,13 +8,20 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.compiled_contenders import EAGER, INDUCTOR, OURS
+from bench.compiled_contenders import EAGER, INDUCTOR, OURS, most_error
 from bench.tables import cells, new_table
+
+
+def is_wrong(result: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether the gradients of a contender are too far from the reference."""
+    eager_error = result["contenders"][EAGER]["error"]
+    return bool(row.get("error", 0.0) > most_error(result["precision"], eager_error))
 
 
 def fastest_within(result: Mapping[str, Any], budget_bytes: float) -> dict[str, Any] | None:
     """The fastest of `torch.compile`'s settings with right gradients and a measured peak inside a budget, or None."""
-    rows = [row for who, row in result["contenders"].items() if who.startswith(INDUCTOR) and not row.get("is_wrong")]
+    settings = [row for who, row in result["contenders"].items() if who.startswith(INDUCTOR)]
+    rows = [row for row in settings if not is_wrong(result, row)]
     fitting = [row for row in rows if row["measured_peak_bytes"] <= budget_bytes]
     return min(fitting, key=lambda row: statistics.median(row["seconds"]), default=None)
 
@@ -74,7 +81,7 @@ def network_table(result: Mapping[str, Any]) -> Table:
             continue
         share = 100 * row["measured_peak_bytes"] / result["plain_peak_bytes"]
         more = {"of_eager": ratio(row, contenders[EAGER]), "share": share}
-        named = who + (", wrong gradients" if row.get("is_wrong") else ", not checked" if "unchecked" in row else "")
+        named = who + (", wrong gradients" if is_wrong(result, row) else ", not checked" if "unchecked" in row else "")
         table.add_row(*cells("{who} | {seconds:ms} | {of_eager:.2f} | | | | {share:.1f} |", row, who=named, **more))
     form = (
         "{who} | {seconds:ms} | {of_eager:.2f} | {of_inductor:.2f} | {of_theirs:.2f} | {of_ours:.2f} | "

@@ -36,7 +36,7 @@ def test_torch_compile_is_held_against_eager_on_the_same_masks() -> None:
     contenders = Contenders(drawing(), "float32")
     contenders.add_inductor(INDUCTOR, None)
     row = contenders.rows[INDUCTOR]
-    assert row["error"] < 1e-6 and not row["is_wrong"]
+    assert row["error"] < 1e-6
     assert list(contenders.forwards) == [EAGER, INDUCTOR]
 
 
