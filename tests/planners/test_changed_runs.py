@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.residence import Recompute, Residence
+from shoal.core.residence import Offload, Recompute, Residence
 from shoal.core.schedule import schedule
 from shoal.core.simulate import bytes_and_seconds
 from shoal.core.step import StepGraph
 from shoal.errors import PlanError
 from shoal.planners.changed_runs import PlannedRuns
 from shoal.planners.just_in_time import just_in_time
-from tests.random_steps import launches, plain_chain, steps
+from tests.random_steps import SLOW_LINK, launches, plain_chain, steps
 
 Outcome = tuple[list[int], float] | None
 
@@ -88,3 +89,11 @@ def test_what_cannot_run_twice_stays() -> None:
     gradient = next(s.name for s in graph.storages if s.kind not in ("activation", "parameter", "input"))
     with pytest.raises(PlanError):
         planned.after({gradient: Recompute((graph.ops[-1].name,))})
+
+
+def test_a_plan_that_offloads_is_refused() -> None:
+    graph = replace(plain_chain(3), link=SLOW_LINK)
+    forward, backward = graph.ops[1], next(op for op in graph.ops if op.phase == "backward")
+    residences = {graph.storages[graph.ops[0].writes[0]].name: Offload(forward.name, backward.name)}
+    with pytest.raises(PlanError, match="offload nothing"):
+        PlannedRuns(graph, residences, schedule(graph, residences))
