@@ -105,7 +105,9 @@ def _norm_alone_before(node: fx.Node) -> fx.Node | None:
     while len(source.users) == 1 and source.target in _SAME_ELEMENTS:
         source = source.args[0]
     is_alone = len(source.users) == 1 and source.target is operator.getitem and source.args[1] == 0
-    return source.args[0] if is_alone and takes_statistics(source.args[0]) else None
+    # A batch norm with running statistics is computed again over its own input where that dies: one tensor, not two.
+    can = is_alone and source.args[0].target not in _MOVING and takes_statistics(source.args[0])
+    return source.args[0] if can else None
 
 
 def _slope(node: fx.Node) -> float:

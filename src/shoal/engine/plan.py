@@ -83,7 +83,7 @@ def plan(
         1235032
         >>> plan = shoal.plan(model, images, "700KiB", hardware="p100-nvlink", offload_to=None)
         >>> plan.predicted_peak_bytes, len(plan.kept), len(plan.residences) - len(plan.kept)
-        (715416, 8, 4)
+        (715416, 8, 6)
     """
     pricing = Pricing.of(
         model,
