@@ -9,63 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.cuda_standin.test_matrix import ROWS as OP_BY_OP
 from tests.cuda_standin.training import Case, Run, plain, trained
 
 RESNET50 = Case("resnet50", 16, 128, share=0.75, amp="bf16", kernels="compiled")
 CASES = [
     Case("resnet18", 32, 128, share=0.75, kernels="compiled"),
     RESNET50,
-    Case(
-        "unet",
-        16,
-        160,
-        share=0.6,
-        amp="fp16",
-        optimizer="fused_adamw",
-        channels_last=True,
-        beside="ema",
-        kernels="compiled",
-        steps=6,
-    ),
-    Case(
-        "mobilenet_v2",
-        64,
-        128,
-        share=0.8,
-        amp="bf16",
-        channels_last=True,
-        passes=2,
-        workspace_bytes=64 << 20,
-        allow="offload",
-        ddp=True,
-        kernels="compiled",
-    ),
-    Case(
-        "timm/vit_tiny_patch16_224",
-        32,
-        224,
-        share=0.8,
-        amp="fp16",
-        channels_last=True,
-        passes=2,
-        workspace_bytes=64 << 20,
-        ddp=True,
-        kernels="compiled",
-        steps=6,
-    ),
-    Case(
-        "unet3d",
-        2,
-        64,
-        share=0.6,
-        amp="fp16",
-        optimizer="adamw",
-        passes=2,
-        beside="ema",
-        ddp=True,
-        kernels="compiled",
-        steps=6,
-    ),
+    *(replace(OP_BY_OP[number], kernels="compiled") for number in (0, 1, 3, 8)),  # U-Net, MobileNetV2, ViT, 3D U-Net
 ]
 LARGE = Case("resnet50", 64, 224, amp="bf16", channels_last=True, kernels="compiled", allow="recompute", recorded=False)
 

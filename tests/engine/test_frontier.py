@@ -44,9 +44,7 @@ def test_nothing_but_keeping_is_one_point() -> None:
 
 
 def test_what_is_encoded_is_counted() -> None:
-    # Without norms, whose activations are recomputed in about the time in which they are decoded.
-    layers = [nn.Sequential(nn.Conv2d(n, 8, 3, padding=1), nn.ReLU()) for n in (3, 8, 8, 8)]
-    frontier = shoal.frontier(nn.Sequential(*layers), IMAGES, allow="recompute, encode", points=3)
+    frontier = shoal.frontier(normalised(), IMAGES, allow="recompute, encode", points=3)
     assert any(point.encoded.count > 0 for point in frontier.points)
     assert all(point.bound_seconds <= point.seconds * (1 + 1e-6) for point in frontier.points)
 
